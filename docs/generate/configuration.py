@@ -34,7 +34,9 @@ Settings come from these sources; if several name a setting, the last one in the
 - `lmcache-controller`: defaults, the YAML file of `--config`, `KVSTRATA_CONTROLLER_<SECTION>_<KEY>`
   variables, flags.
 
-A wrong key or value stops the start with an error that names it. Working files are in `configs/`.
+Variables that Kubernetes or Docker set for services (`KVSTRATA_PORT=tcp://10.0.0.1:80`, `…_SERVICE_HOST`) are ignored
+with a note in the log. A wrong key or value stops the start with an error that names it. Working files are in
+`configs/`.
 """
 
 

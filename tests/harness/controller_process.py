@@ -36,6 +36,8 @@ class ControllerProcess(Spawned):
         """The controller runs on `host` (None: this machine), without its keeper unless `supervised`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "controller.log"
+        self.stderr: int | None = None
+        """A descriptor that gets the log instead of the file `log`."""
         self.snapshot = folder / "state" / "directory.snapshot"
         self._environment = dict(os.environ if environment is None else environment)
         self._flags = (*(() if supervised else ("--no-supervise",)), *flags)
@@ -72,7 +74,7 @@ class ControllerProcess(Spawned):
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=log,
+                stderr=log if self.stderr is None else self.stderr,
                 pass_fds=(writer,),
                 env=self._environment,
                 start_new_session=True,

@@ -95,6 +95,8 @@ class ServerProcess(Spawned):
         self.socket_dir = ROOTS[0] / name
         self.segment_dir = ROOTS[1] / name
         self.log = folder / "server.log"
+        self.stderr: int | None = None
+        """A descriptor that gets the log instead of the file `log`."""
         self.port = free_port()
         self._python = python
         self._host = host
@@ -130,7 +132,7 @@ class ServerProcess(Spawned):
                 [*command, *self._flags, "--ready-fd", str(writer)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=log,
+                stderr=log if self.stderr is None else self.stderr,
                 pass_fds=(writer,),
                 env=self._environment,
                 start_new_session=True,

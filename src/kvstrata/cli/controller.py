@@ -23,6 +23,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.flags import parse_controller_flags
     from kvstrata.config.load import load
     from kvstrata.config.model import ControllerSettings
+    from kvstrata.config.pod_links import pod_link_notes
     from kvstrata.config.secrets import shown
     from kvstrata.controller.process import plan, run
     from kvstrata.errors import KvstrataError
@@ -39,7 +40,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
             return 0
-        return run(settings, ready_fd=flags.ready_fd, restarts=restarts)
+        notes = pod_link_notes(os.environ)
+        return run(settings, notes=notes, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         print(f"lmcache-controller: {error.message}", file=sys.stderr)
         return EXIT_CONFIG

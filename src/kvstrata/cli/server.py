@@ -23,6 +23,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.flags import parse_server_flags
     from kvstrata.config.load import load
     from kvstrata.config.model import ServerSettings
+    from kvstrata.config.pod_links import pod_link_notes
     from kvstrata.config.secrets import shown
     from kvstrata.errors import KvstrataError
     from kvstrata.native.pool import MAX_SESSIONS
@@ -42,9 +43,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
                 file=sys.stderr,
             )
             return 0
-        return run(
-            settings, notes=flags.notes, exposed=flags.exposed, ready_fd=flags.ready_fd, restarts=restarts
-        )
+        notes = [*flags.notes, *pod_link_notes(os.environ)]
+        return run(settings, notes=notes, exposed=flags.exposed, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         print(f"lmcache-server: {error.message}", file=sys.stderr)
         return EXIT_CONFIG

@@ -41,7 +41,7 @@ from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.model import ClientSettings
 from kvstrata.config.tokens import read_token_file
 from kvstrata.keys import ChunkHasher
-from kvstrata.memory.paths import socket_dir
+from kvstrata.memory.paths import socket_dirs
 from kvstrata.native.copying import CopyEngine
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.types import GB, LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
@@ -89,7 +89,7 @@ class CacheClient:
         self.slice_digest = slice.digest() if slice is not None else b""
         """Digest of the slice that this process reads and writes; b"" for a scheduler."""
         self._layout = layout
-        self._link = link = Link(socket_dir(settings.socket_dir, settings.port), self.session)
+        self._link = link = Link(socket_dirs(settings.socket_dir, settings.port), self.session)
         self._ledger = ledger = CopyLedger()
         self._copier = copier = Copier(engine or CopyEngine(threads=settings.copy_threads))
         self._device = engine if isinstance(engine, DeviceCopyEngine) else None

@@ -16,20 +16,20 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from kvstrata import __version__
+from kvstrata.client.link_owner import LinkOwner
 from kvstrata.client.requests import Kind, Pending, RequestTable
 from kvstrata.client.silence import Silence
 from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSession, WrongVersion
-from kvstrata.memory.attach.client import Attachment, attach, process_locks
+from kvstrata.memory.attach.client import Attachment, attach_in, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc import wire
 from kvstrata.rpc.frame import prove
 from kvstrata.rpc.zmq_client import Dealer, Waiter
 from kvstrata.states import Machine
@@ -91,53 +91,15 @@ MACHINE = Machine(
 )
 
 
-class LinkOwner(Protocol):
-    """The methods that the link calls, in the I/O thread unless a method says otherwise."""
-
-    def attach_request(self, old_epoch: int) -> attach_wire.AttachRequest:
-        """The request to attach with. Called in the attaching thread. Raises ConfigError for a bad token file."""
-
-    def link_attached(self, attachment: Attachment, old_epoch: int) -> None:
-        """Map the pool, before any message. May raise KvstrataError or OSError, which ends this attachment.
-
-        If the epoch is not `old_epoch`, requests under way to the old server fail right afterwards.
-        """
-
-    def link_ready(self, hello: wire.HelloReply) -> None:
-        """Requests may go out from now on."""
-
-    def link_silent(self) -> None:
-        """The server is silent or lost, and nothing may wait for it. ASK requests have failed already."""
-
-    def link_orphaned(self, leases: list[tuple[bytes, int]]) -> None:
-        """The process whose lookups these leases come from has ended: end this process's shares of them."""
-
-    def link_revoked(self, lookups: list[int]) -> None:
-        """The server wants back the leases of these lookups of ours."""
-
-    def live_lookups(self) -> list[int]:
-        """Numbers of the lookups that are still wanted."""
-
-    def device_copies(self) -> wire.DeviceCopies | None:
-        """What to tell the server about copies to and from a device; None where blocks are in host memory."""
-
-    def link_due_s(self) -> float:
-        """When `link_pass` has something to do, even if nothing is received."""
-
-    def link_pass(self, now_s: float) -> None:
-        """Called once per pass of the loop, after all received messages were handled."""
-
-    def link_died(self) -> None:
-        """The I/O thread ends because of a bug: finish every call that a caller waits for."""
-
-
 class Link:
     """One client's link to its server: see the module. `session`: 16 bytes that name this process as long as it lives.
+
+    `places`: directories in which the server's sockets may lie; the first is the one that is meant.
 
     The owner's parts need the link, so the link gets its owner only by `start`; before that nothing is received.
     """
 
-    def __init__(self, socket_dir: Path, session: bytes) -> None:
+    def __init__(self, places: Sequence[Path], session: bytes) -> None:
         self.table = RequestTable()
         self.silence = Silence()
         self.session = session
@@ -150,7 +112,9 @@ class Link:
         """This is a forked child, which touches nothing that belongs to the parent."""
         self._connection = MACHINE.first
         self._owner: LinkOwner | None = None
-        self._socket_dir = socket_dir
+        self._places = places
+        self._told_absent = False
+        """Whether the log says that no server answers."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -400,6 +364,7 @@ class Link:
         if self._attachment is None or self._waiter is None:
             return
         log.warning("lost the cache server (%s); going on without it until it is back", why)
+        self._told_absent = True
         self._waiter.unwatch(self._attachment.fileno())
         self._waiter.disconnect()
         self._dealer = None
@@ -424,16 +389,22 @@ class Link:
         while not self._stop_attaching.wait(wait_s):
             try:
                 request = self._started_owner.attach_request(self.epoch)
-                attachment = attach(self._socket_dir, request, process_locks(), ATTACH_TIMEOUT_S)
+                attachment, place = attach_in(self._places, request, process_locks(), ATTACH_TIMEOUT_S)
             except Unavailable as error:
-                self.error = error.message
+                self._absent(error.message)
                 wait_s, retry_s = retry_s, min(2 * retry_s, ATTACH_RETRY_LAST_S)
             except KvstrataError as error:
                 self._refused(error)
                 wait_s = ATTACH_REFUSED_RETRY_S
             else:
-                self.post(partial(self._attached, attachment))
+                self.post(partial(self._attached, attachment, place))
                 return
+
+    def _absent(self, why: str) -> None:
+        self.error = why
+        if not self._told_absent:
+            self._told_absent = True
+            log.warning("no cache server answers (%s); going on without it until one does", why)
 
     def _refused(self, error: KvstrataError) -> None:
         text = f"the cache server refused this process ({error.code}): {error.message}"
@@ -443,7 +414,7 @@ class Link:
             log.error("%s", text)
         self.error = text
 
-    def _attached(self, attachment: Attachment) -> None:
+    def _attached(self, attachment: Attachment, place: Path) -> None:
         """Map the pool, connect, and enter SETUP; or give the attachment back and try again."""
         assert self._waiter is not None
         if self._stopping:
@@ -452,13 +423,18 @@ class Link:
         old_epoch = self.epoch
         try:
             self._started_owner.link_attached(attachment, old_epoch)
-            self._dealer = self._waiter.connect(f"ipc://{self._socket_dir / RPC_SOCKET}")
+            self._dealer = self._waiter.connect(f"ipc://{place / RPC_SOCKET}")
         except (KvstrataError, OSError) as error:
             self.error = f"attached, but cannot use the pool: {error}"
             log.error("%s", self.error)
             attachment.goodbye(GOODBYE_TIMEOUT_S)
             self._start_attaching(ATTACH_REFUSED_RETRY_S)
             return
+        if place != self._places[0]:
+            log.info(
+                "the cache server's sockets are in %s, not in %s: XDG_RUNTIME_DIR differs between server and engine",
+                *(place, self._places[0]),
+            )
         self.epoch = attachment.epoch
         if self.epoch != old_epoch:
             self.table.fail_all(Unavailable("the server restarted"), Kind.SETTLE)

@@ -14,7 +14,8 @@ import msgspec
 
 from kvstrata.client.copies import CopyLedger, DeviceCopyEngine, Pages, device_copies
 from kvstrata.client.identities import IdentityTable
-from kvstrata.client.link import Link, LinkOwner
+from kvstrata.client.link import Link
+from kvstrata.client.link_owner import LinkOwner
 from kvstrata.client.lookups import LiveLookups, Lookups
 from kvstrata.client.pool_view import PoolView
 from kvstrata.client.releases import ReleaseQueue

@@ -20,6 +20,7 @@ import yaml
 
 from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
 from kvstrata.config.nearest import nearest
+from kvstrata.config.pod_links import is_pod_link
 from kvstrata.config.secrets import quoted
 from kvstrata.errors import ConfigError
 
@@ -77,7 +78,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
     """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (KVSTRATA_CONTROLLER_… for the controller).
 
-    Lists and mappings are written as YAML.
+    Lists and mappings are written as YAML.  Variables of service links are left out (pod_links.py).
     """
     by_name = variables(struct)
     elsewhere = {
@@ -85,7 +86,7 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
     }
     nested: dict[str, Any] = {}
     for name, text in environment.items():
-        if not name.startswith(ENV_PREFIX) or name in OTHER_ENV:
+        if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or is_pod_link(name, text):
             continue
         if name not in by_name and name in elsewhere:
             continue  # server, client and controller may share an environment

@@ -429,7 +429,8 @@ class ClientSettings(_Section, frozen=True, kw_only=True):
     )
     port: Annotated[int, Meta(ge=1, le=65_535, description="RPC port of the server.")] = 5555
     socket_dir: Annotated[
-        str, Meta(description="Directory of the server's sockets; empty: derived from the port.")
+        str,
+        Meta(description="Directory of the server's sockets; empty: each default place (docs/protocol.md)."),
     ] = ""
     chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
     lookup_timeout_ms: Annotated[

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError
 
+SYSTEM_RUN = Path("/run/user")
+"""Where a login gets its XDG_RUNTIME_DIR, in a folder named after the uid."""
+
 
 def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """`$XDG_RUNTIME_DIR/kvstrata-<uid>`, or `/tmp/kvstrata-<uid>` if the variable names no directory of our own.
@@ -24,6 +27,17 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
         )
     base = Path(runtime) if runtime and _is_ours(runtime) else Path("/tmp")
     return base / f"kvstrata-{os.geteuid()}"
+
+
+def run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """The places where `run_dir` lies for processes of our user whose XDG_RUNTIME_DIR differs; that of `environ` first.
+
+    systemd and cron start processes without the variable, a login shell has it.  Raises ConfigError as `run_dir`.
+    """
+    name = f"kvstrata-{os.geteuid()}"
+    login = SYSTEM_RUN / str(os.geteuid())
+    places = [run_dir(environ), *([login / name] if _is_ours(str(login)) else []), Path("/tmp") / name]
+    return list(dict.fromkeys(places))
 
 
 def make_private_dir(path: Path, field: str) -> None:

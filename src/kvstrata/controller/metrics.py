@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.member import SHOWN_STATES, MemberState
 from kvstrata.controller.surroundings import Surroundings
+from kvstrata.observability.logging import log_stats
 from kvstrata.observability.metrics import Family, metric_of
 
 if TYPE_CHECKING:
@@ -63,6 +64,11 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
     ),
     "kvstrata_controller_restarts": Family(
         "gauge", (), "Restarts of the controller by its keeper, after it died."
+    ),
+    "kvstrata_controller_log_lines_dropped": Family(
+        "counter",
+        (),
+        "Log lines dropped because the reader of the log had stopped reading or was gone.",
     ),
     "kvstrata_controller_http_port": Family(
         "gauge",
@@ -153,6 +159,7 @@ class ControllerCollector:
         yield prefix + "election_failures", [([], election.failures if election else 0)]
         yield prefix + "http_port", words(around.http())
         yield prefix + "restarts", [([], around.restarts.times)]
+        yield prefix + "log_lines_dropped", [([], log_stats()["dropped_lines"])]
         yield prefix + "connections", [([name], one["connections"]) for name, one in sockets.items()]
         yield prefix + "cut_connections", [([name], one["cut_connections"]) for name, one in sockets.items()]
         yield prefix + "directory_bytes", [([], usage.bytes)]

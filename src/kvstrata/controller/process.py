@@ -124,11 +124,20 @@ def make_election(settings: ControllerSettings, name: str, clock: Clock, http_po
     return election.Election(settings.etcd, election.Candidate(name, url.rstrip("/")), clock)
 
 
-def run(settings: ControllerSettings, *, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> int:
+def run(
+    settings: ControllerSettings,
+    *,
+    notes: list[str],
+    ready_fd: int = -1,
+    restarts: Restarts = NOT_RESTARTED,
+) -> int:
     """Run a controller until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready."""
     set_up_logging(settings.log_level)
     set_up()
-    return run_process(Controller(plan(settings, os.environ), ready_fd, restarts))
+    controller = Controller(plan(settings, os.environ), ready_fd, restarts)
+    for note in notes:
+        controller.log.warning("setting_has_no_effect", note=note)
+    return run_process(controller)
 
 
 class Controller(Process):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstrata.errors import Unavailable
+from kvstrata.config.private_dir import check_private_dir
+from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.measure.engine import ANSWER_S, SETTLE_S, wait_until
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.policy.processes import tenant_number
@@ -17,18 +19,29 @@ from kvstrata.rpc.zmq_plain import PlainConnection
 class RunningServer:
     """A connection to a running server, without a session."""
 
-    def __init__(self, directory: Path) -> None:
-        """`directory`: the directory of the server's sockets. Raises Unavailable, which says what to start."""
-        self._connection = PlainConnection(directory / RPC_SOCKET, ANSWER_S)
+    def __init__(self, places: Sequence[Path]) -> None:
+        """`places`: directories in which the server's sockets may lie. Raises Unavailable, which says what to start."""
+        for place in places:
+            try:
+                check_private_dir(place, "socket_dir")
+                self._connect(place)
+            except (Unavailable, ConfigError):
+                continue
+            return
+        raise Unavailable(
+            f"no server answers in {', '.join(map(str, places))}; start one with `lmcache-server`, or give the --port "
+            "or --socket-dir of a running one",
+            field="socket_dir",
+        )
+
+    def _connect(self, place: Path) -> None:
+        self._connection = PlainConnection(place / RPC_SOCKET, ANSWER_S)
         try:
             self.status: dict[str, Any] = self._connection.status()
+            self.directory = place
         except Unavailable:
             self._connection.close()
-            raise Unavailable(
-                f"no server answers in {directory}; start one with `lmcache-server`, "
-                "or give the --port or --socket-dir of a running one",
-                field="socket_dir",
-            ) from None
+            raise
 
     def fresh(self) -> dict[str, Any]:
         """Fetch the status document anew; `status` keeps it. Raises Unavailable."""

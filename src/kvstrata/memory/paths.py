@@ -4,7 +4,7 @@
     <segment dir>/  index  extents  sessions.lock  server.pid          on /dev/shm, handed out as descriptors
 
 The default socket directory depends only on uid, port and XDG_RUNTIME_DIR, so that server and engine find the same one
-without communicating.
+without communicating.  Where XDG_RUNTIME_DIR may differ between them, clients look in several places (`socket_dirs`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstrata.config.private_dir import run_dir
+from kvstrata.config.private_dir import run_dir, run_dirs
 from kvstrata.errors import ConfigError
 
 ATTACH_SOCKET = "attach.sock"
@@ -58,6 +58,19 @@ def socket_dir(
         directory = Path(os.path.abspath(expanded))
     check_socket_path(directory / max(SOCKET_NAMES, key=len))
     return directory
+
+
+def socket_dirs(
+    setting: str | os.PathLike[str] | None, port: int, environ: Mapping[str, str] = os.environ
+) -> list[Path]:
+    """Where a client looks for the sockets: in `setting` alone, or in each default place for `port`, its own first.
+
+    Raises ConfigError as `socket_dir`.
+    """
+    first = socket_dir(setting, port, environ)
+    if setting is not None and os.fspath(setting):
+        return [first]
+    return [first, *(place / str(port) for place in run_dirs(environ)[1:])]
 
 
 def check_socket_path(path: Path) -> None:

@@ -1,5 +1,7 @@
 """One line per event on stderr: time, level, component, event and its fields as name=value.
 
+A reader that stops reading stderr delays nobody (log_writer.py).
+
 Repeated events are thinned: in each `WINDOW_S` the first event of a kind is written and later ones are counted; the
 next line of that kind says how many were left out.  Callers log names, sizes and reasons, never secrets; if another
 library's error quotes a credential, that is left out too (text.py).
@@ -9,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from kvstrata.observability.log_writer import LogWriter
 from kvstrata.text import one_line
 
 WINDOW_S = 10.0
@@ -22,19 +24,43 @@ MAX_KINDS = 1024
 MAX_VALUE_CHARS = 300
 MAX_MESSAGE_CHARS = 4_000
 
+STDERR = 2
+FLUSH_S = 1.0
+"""Longest wait for the reader of the log at the end of a process."""
+
 _ROOT = "kvstrata"
+_writer: LogWriter | None = None
 
 
 def set_up(level: str) -> None:
-    """Send the package's log to stderr, from `level` (debug, info, warning, error) upwards."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Send the package's log to stderr, from `level` (debug, info, warning, error) upwards, and others' warnings."""
+    global _writer
+    _writer = handler = LogWriter(STDERR)
     formatter = _Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
-    root = logging.getLogger(_ROOT)
-    root.handlers[:] = [handler]
-    root.setLevel(level.upper())
-    root.propagate = False
+    ours = logging.getLogger(_ROOT)
+    for logger in (ours, logging.getLogger()):
+        logger.handlers[:] = [handler]
+    logging.captureWarnings(True)
+    ours.propagate = False
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Log from `level` (debug, info, warning, error) upwards."""
+    logging.getLogger(_ROOT).setLevel(level.upper())
+
+
+def flush_log() -> None:
+    """Wait until the lines logged so far are written, for FLUSH_S at most. To be called before a process ends."""
+    if _writer is not None:
+        _writer.flush_within(FLUSH_S)
+
+
+def log_stats() -> dict[str, int]:
+    """Numbers of this process's log, for status and metrics."""
+    return _writer.stats() if _writer is not None else {"dropped_lines": 0, "waiting_bytes": 0}
 
 
 class _Formatter(logging.Formatter):

@@ -176,6 +176,9 @@ STATUS_NUMBERS: dict[str, str] = {
     "http.closed_late": "Connections closed since the start because a request took too long to arrive.",
     "http.closed_stalled": "Connections closed since the start because the client did not read the response.",
     "process.restarts": "Times that the supervising process has restarted the server because it died.",
+    "log.dropped_lines": "Log lines dropped since the start, because the reader of the log had stopped reading or was "
+    "gone.",
+    "log.waiting_bytes": "Bytes of log lines that wait for the reader of the log.",
     "attach.pending": "Handshakes in progress.",
     "attach.attached": "Sessions with an open attach connection.",
     "attach.detached": "Sessions without an open attach connection whose process is alive.",

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstrata.config.private_dir import check_private_dir, make_private_dir, run_dir
+from kvstrata.config.private_dir import check_private_dir, make_private_dir, run_dir, run_dirs
 from kvstrata.errors import ConfigError
 from kvstrata.process.ports import port_uids
 
@@ -82,12 +82,15 @@ def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Where a token may lie: a server started by systemd or cron often has no XDG_RUNTIME_DIR, unlike a login shell."""
-    for variables in (environ, {}):
+    """Where a token may lie."""
+    try:
+        places = run_dirs(environ)
+    except ConfigError:
+        places = run_dirs({})
+    for place in places:
         with contextlib.suppress(ConfigError):
-            folder = run_dir(variables) / FOLDER
-            check_private_dir(folder, FIELD)
-            yield folder
+            check_private_dir(place / FOLDER, FIELD)
+            yield place / FOLDER
 
 
 def _read(path: Path) -> str:

@@ -7,7 +7,7 @@
 Rules:
 
 1. The keeper forks before anything heavy is imported, opens nothing and listens nowhere: about 10 MB.  Only the
-   standard library's os, signal, sys and time are used here.
+   standard library's os, select, signal, sys and time are used here.
 2. Every signal of FORWARDED goes on to the child, except a signal that the terminal sent, since the terminal sent it to
    the child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started
    again.
@@ -16,13 +16,16 @@ Rules:
 4. Exit status 2 (bad settings) is final for the first start only: after a crash the same settings may fail for a while,
    since a port or the pool is not free yet.
 5. As process 1 of a container it reaps every orphan.
-6. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
+6. A reader of the log that stops reading does not delay it: a line that stderr has no room for is dropped, and the next
+   line that is written says how many were.
+7. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
@@ -63,9 +66,19 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     With --no-supervise, or if the command only prints something, `serve` runs in this process.
     In a child this function never returns.
     """
+    _open_standard_descriptors()
     if NO_SUPERVISE in arguments or not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
     return _Keeper(name, arguments, serve).run()
+
+
+def _open_standard_descriptors() -> None:
+    """Let no file that is opened later become stdin, stdout or stderr, where the log would be written into it."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is `fd`
 
 
 def pause_s(pause_before_s: float, lived_s: float) -> float:
@@ -103,6 +116,7 @@ class _Keeper:
         self._restarts = NOT_RESTARTED
         self._child = 0
         self._told_to_end = False
+        self._dropped_lines = 0
 
     def run(self) -> int:
         waited = FORWARDED | {signal.SIGCHLD}
@@ -183,11 +197,19 @@ class _Keeper:
         """Log a line in the form of observability.logging, which is not imported here."""
         now_s = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
-        text = f"{stamp}.{int(now_s * 1000) % 1000:03d}Z ERROR kvstrata.keeper {self._name} {line}\n"
+        head = f"{stamp}.{int(now_s * 1000) % 1000:03d}Z ERROR kvstrata.keeper {self._name}"
+        lost = f"{head} {self._dropped_lines} log lines were dropped\n" if self._dropped_lines else ""
+        poller = select.poll()
+        poller.register(2, select.POLLOUT)
         try:
-            os.write(2, text.encode())
+            if not poller.poll(0):
+                raise BlockingIOError
+            os.write(
+                2, f"{lost}{head} {line}\n".encode()
+            )  # a pipe that polls writable takes 4096 bytes at once
+            self._dropped_lines = 0
         except OSError:
-            pass  # nobody reads the log any more, and serving is more important
+            self._dropped_lines += 1  # nobody reads the log, and serving is more important
 
 
 def _quoted(text: str) -> str:

@@ -18,13 +18,13 @@ import resource
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import uvloop
 
 from kvstrata import failpoints
 from kvstrata.errors import ConfigError
-from kvstrata.observability.logging import EventLog
+from kvstrata.observability.logging import EventLog, flush_log
 from kvstrata.process.supervisor import Supervisor
 
 EXIT_CRASHED = 70
@@ -39,8 +39,11 @@ def set_up() -> None:
 
 def run(process: Process) -> int:
     """Run a process on a loop of its own; returns the exit status. Raises KvstrataError if the start fails."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(process.run())
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(process.run())
+    finally:
+        flush_log()
 
 
 class Process(ABC):
@@ -76,7 +79,7 @@ class Process(ABC):
             stopping.cancel()
             if self.supervisor.failure.done():
                 self.log.error(f"{self._name}_failed", reason=self.supervisor.failure.result())
-                os._exit(EXIT_CRASHED)
+                end_now(EXIT_CRASHED)
             await self.drain()
         finally:
             await self._close()
@@ -88,7 +91,7 @@ class Process(ABC):
             if self.loop.time() < self._stopping_s + SAME_STOP_S:
                 return
             self.log.warning("stopped_at_once", signal=signal.Signals(number).name)
-            os._exit(128 + number)
+            end_now(128 + number)
         self.log.info("stopping", signal=signal.Signals(number).name)
         self._stopping_s = self.loop.time()
         stop.set()
@@ -106,6 +109,12 @@ def soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]
         close()
 
     return closer
+
+
+def end_now(status: int) -> NoReturn:
+    """End the process without closing anything, once its last log lines are written, or have waited for FLUSH_S."""
+    flush_log()
+    os._exit(status)
 
 
 def tell_ready(ready_fd: int, ready: Mapping[str, Any]) -> None:

@@ -137,6 +137,7 @@ def _make_server(
         guard(bounds.limited(sized(make_app(), access), streams), access),
         ws="none",
         http=protocol_of(bounds),  # type: ignore[arg-type]  # a factory, which uvicorn calls as it would a class
+        log_config=None,  # uvicorn's lines go where ours go, by the root logger
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -32,7 +32,7 @@ from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.linux import dump_memory
 from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
-from kvstrata.observability.logging import EventLog
+from kvstrata.observability.logging import EventLog, log_stats
 from kvstrata.observability.metrics import ServerCollector
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
@@ -192,6 +192,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     )
     restarts = shell.restarts
     ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
+    ground.board.put("log", log_stats)
     ground.board.put("attach", attach.stats)
     ground.board.put("rpc", rpc.stats)
     ground.board.put("numa", segment.numa_status)

@@ -240,7 +240,7 @@ def test_client_processes_go_on_after_the_server_was_frozen(server):
 
 
 def server_clear(server: ServerProcess) -> None:
-    asked = RunningServer(server.socket_dir)
+    asked = RunningServer([server.socket_dir])
     asked.clear("tenant")
     asked.close()
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvstrata.errors import Unavailable
-from kvstrata.memory.attach.client import LockHolder, attach
+from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.memory.attach.client import LockHolder, attach, attach_in
+from kvstrata.memory.paths import ATTACH_SOCKET
 from tests.harness.attach_worker import make_request
 
 
@@ -31,3 +34,32 @@ def test_a_socket_directory_that_cannot_be_looked_at_is_no_server(root):
 def test_a_socket_directory_that_is_missing_is_no_server(root):
     with pytest.raises(Unavailable, match="does not exist"):
         attach(root / "none", make_request(session=b"s" * 16), LockHolder(), 0.1)
+
+
+def test_an_error_names_every_place_that_was_tried(root):
+    places = [root / "a", root / "b", root / "c"]
+    with pytest.raises(Unavailable) as caught:
+        attach_in(places, make_request(session=b"s" * 16), LockHolder(), 0.1)
+    assert all(repr(str(place)) in caught.value.message for place in places)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
+@pytest.mark.parametrize("whose", ["another user's", "writable by others"])
+def test_nobody_connects_to_a_socket_in_a_folder_that_others_control(root, whose):
+    """The folder of another user is passed over, also where our own place comes first and has no server."""
+    theirs = root / "theirs"
+    theirs.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(theirs / ATTACH_SOCKET))
+        listener.listen()
+        listener.setblocking(False)
+        if whose == "another user's":
+            os.chown(theirs, 12345, -1)
+        else:
+            theirs.chmod(0o770)
+        with pytest.raises(Unavailable, match="does not exist"):
+            attach_in([root / "ours", theirs], make_request(session=b"s" * 16), LockHolder(), 0.1)
+        with pytest.raises(ConfigError, match="choose"):
+            attach_in([theirs, root / "ours"], make_request(session=b"s" * 16), LockHolder(), 0.1)
+        with pytest.raises(BlockingIOError):
+            listener.accept()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,32 @@ def test_without_a_usable_runtime_dir_the_socket_dir_lies_in_tmp(environ: dict[s
 def test_runtime_dir_of_another_user_counts_as_unset(tmp_path: Path) -> None:
     os.chown(tmp_path, 12345, -1)
     assert paths.socket_dir(None, 1, {"XDG_RUNTIME_DIR": str(tmp_path)}) == Path("/tmp") / OURS / "1"
+
+
+def test_a_client_looks_where_a_server_of_systemd_or_of_a_login_would_have_its_sockets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as short:
+        login, own = Path(short, "run", str(os.geteuid())), Path(short, "own")
+        login.mkdir(parents=True)
+        own.mkdir()
+        monkeypatch.setattr(private_dir, "SYSTEM_RUN", login.parent)
+        in_login, in_tmp, in_own = (place / OURS / "7" for place in (login, Path("/tmp"), own))
+        assert paths.socket_dirs("", 7, {}) == [in_tmp, in_login]
+        assert paths.socket_dirs("", 7, {"XDG_RUNTIME_DIR": str(login)}) == [in_login, in_tmp]
+        assert paths.socket_dirs("", 7, {"XDG_RUNTIME_DIR": str(own)}) == [in_own, in_login, in_tmp]
+        assert paths.socket_dirs("/a", 7, {"XDG_RUNTIME_DIR": str(own)}) == [Path("/a")], "the configured one"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
+def test_no_client_looks_in_a_login_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    login = tmp_path / str(os.geteuid())
+    login.mkdir()
+    os.chown(login, 12345, -1)
+    monkeypatch.setattr(private_dir, "SYSTEM_RUN", tmp_path)
+    assert paths.socket_dirs("", 7, {}) == [Path("/tmp") / OURS / "7"]
 
 
 def test_relative_runtime_dir_is_refused_naming_the_variable() -> None:

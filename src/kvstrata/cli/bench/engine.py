@@ -25,7 +25,7 @@ from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, Timed, wait_until
 from kvstrata.measure.server import RunningServer
 from kvstrata.measure.team import Team
-from kvstrata.memory.paths import socket_dir
+from kvstrata.memory.paths import socket_dirs
 
 L1_SHARE = 0.75
 """Share of L1 that may be filled; eviction ahead of need begins above it (at 0.8 by default)."""
@@ -100,8 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Chunks of a tenant that the user named stay, because the tenant may have others.
     """
     shape = _shape(options)
-    directory = socket_dir(options.socket_dir, options.port)
-    server = RunningServer(directory)
+    server = RunningServer(socket_dirs(options.socket_dir, options.port))
     salt = secrets.token_hex(16)
     tenant = options.tenant or f"kvstrata-bench-{salt[:16]}"
     team: Team | None = None
@@ -116,7 +115,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             )
         before = server.status
         plan = Plan(
-            str(directory), options.port, shape, chunks, options.threads, tenant, salt, options.token_file
+            str(server.directory),
+            options.port,
+            shape,
+            chunks,
+            options.threads,
+            tenant,
+            salt,
+            options.token_file,
         )
         team = Team(plan, options.processes)
         team.started()

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, 
 from kvstrata.connectors.vllm.weights import WeightsVersion, loaded_weights
 from kvstrata.connectors.vllm.worker import WorkerSide
 from kvstrata.errors import ConfigError
-from kvstrata.memory.paths import ATTACH_SOCKET, socket_dir
+from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
 from kvstrata.types import LayoutIdentity, Role
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -136,6 +137,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> Schedule
     no_load = no_load_reason(config)
     if no_load:
         logger.warning("nothing is loaded by this engine: %s", no_load)
+    places = socket_dirs(settings.socket_dir, settings.port)
     events = config.kv_events_config
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
     return SchedulerSide(
@@ -155,8 +157,12 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> Schedule
         sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
         events=partial(_stored_event, settings.chunk_size) if wants_events else None,
         removal=_removed_event,
-        server_seen=(socket_dir(settings.socket_dir, settings.port) / ATTACH_SOCKET).exists,
+        server_seen=partial(_exists_one, [place / ATTACH_SOCKET for place in places]),
     )
+
+
+def _exists_one(paths: Sequence[Path]) -> bool:
+    return any(map(os.path.exists, paths))
 
 
 def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) -> tuple[WorkerSide, bool]:

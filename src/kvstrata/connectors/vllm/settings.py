@@ -27,6 +27,7 @@ from kvstrata.config.lmcache_names import (
 )
 from kvstrata.config.load import bare_type, convert, from_environment, leaves, read_yaml
 from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.pod_links import is_pod_link, pod_link_notes
 from kvstrata.errors import ConfigError
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -95,7 +96,7 @@ def _from_file(environment: Mapping[str, str], notes: list[str]) -> tuple[str, d
 def _from_environment(environment: Mapping[str, str], notes: list[str]) -> dict[str, Any]:
     theirs: dict[str, Any] = {}
     for name, text in environment.items():
-        if not name.startswith("LMCACHE_") or name in FILE_VARIABLES:
+        if not name.startswith("LMCACHE_") or name in FILE_VARIABLES or is_pod_link(name, text):
             continue
         if name in _FOREIGN_ENVIRONMENT:
             notes.append(f"environment: {name} has no effect: {_FOREIGN_ENVIRONMENT[name]}")
@@ -106,6 +107,7 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> dict[
         theirs, source="environment (LMCACHE_…)", table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=OWN
     )
     notes.extend(said)
+    notes.extend(pod_link_notes(environment))
     ours = {name: text for name, text in environment.items() if name not in _SERVER_ENVIRONMENT}
     settings.update(from_environment(ClientSettings, ours))
     return settings

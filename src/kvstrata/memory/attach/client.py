@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from kvstrata.config.private_dir import check_private_dir
-from kvstrata.errors import InternalError, NotPermitted, Unavailable, from_wire
+from kvstrata.errors import ConfigError, InternalError, NotPermitted, Unavailable, from_wire
 from kvstrata.memory import linux
 from kvstrata.memory.paths import ATTACH_SOCKET, check_socket_path
 from kvstrata.rpc.attach_wire import AttachReply, AttachRequest
@@ -168,6 +168,24 @@ class Attachment:
 def process_locks() -> LockHolder:
     """The one LockHolder of this process."""
     return _process_locks
+
+
+def attach_in(
+    places: Sequence[Path], request: AttachRequest, locks: LockHolder, timeout_s: float = 5.0
+) -> tuple[Attachment, Path]:
+    """`attach` in the first of these socket directories where a server answers, `timeout_s` for each; and which one.
+
+    A directory that `attach` does not trust is passed over.  If no server answers in any of them, raises the error for
+    the first one, with what is wrong in the others.
+    """
+    problems: list[Unavailable | ConfigError] = []
+    for place in places:
+        try:
+            return attach(place, request, locks, timeout_s), place
+        except (Unavailable, ConfigError) as error:
+            problems.append(error)
+    text = "; ".join(problem.message for problem in problems)
+    raise type(problems[0])(text, field=problems[0].field)
 
 
 def attach(socket_dir: Path, request: AttachRequest, locks: LockHolder, timeout_s: float = 5.0) -> Attachment:

@@ -40,6 +40,8 @@ from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
+from kvstrata.observability.log_writer import LogWriter
+from kvstrata.observability.logging import FLUSH_S, STDERR
 from kvstrata.process.parent import die_with_parent
 from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
@@ -100,7 +102,7 @@ def main() -> NoReturn:
     os.close(extents_fd)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(channel, extents, config))
-    os._exit(0)
+    _end(0)
 
 
 async def _serve(channel: socket.socket, extents: ExtentsMap, config: HostConfig) -> None:
@@ -151,7 +153,7 @@ class Host:
             if not isinstance(error, KvstrataError):
                 log_broken_contract(config.name, "open", error)
             self._channel.send(host_channel.problem(Kind.REFUSED, 0, error))
-            os._exit(1)
+            _end(1)
         self._adapter = adapter
         self._channel.setblocking(False)
         self._send(frame)
@@ -169,7 +171,7 @@ class Host:
         self._channel.setblocking(True)
         while self._queue:
             self._channel.send(self._queue.popleft())
-        os._exit(0)
+        _end(0)
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -362,6 +364,14 @@ class _ToServer(logging.Formatter):
 
 
 def _log_to_server(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    """Log to stderr, which the server reads, and wait for the server only at the end."""
+    handler = LogWriter(STDERR)
     handler.setFormatter(_ToServer())
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def _end(status: int) -> NoReturn:
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.flush_within(FLUSH_S)
+    os._exit(status)

@@ -1,0 +1,206 @@
+"""Who stops reading a process's log, or has gone away, never delays the process. Real servers and controllers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import Unavailable
+from kvstrata.memory.paths import RPC_SOCKET
+from kvstrata.observability.log_writer import MAX_BYTES
+from kvstrata.rpc.zmq_plain import PlainConnection
+from tests.harness.cache_engine import eventually
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.http_read import read
+from tests.harness.server_process import ServerProcess
+from tests.harness.signals import send
+
+pytestmark = pytest.mark.integration
+
+
+class FullPipe:
+    """A pipe for a log in which no byte has room until `read_all`."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self._filler = 0
+        try:
+            while True:
+                self._filler += os.write(self.writer, b"x" * 4096)
+        except BlockingIOError:
+            os.set_blocking(self.writer, True)
+
+    def read_all(self) -> list[str]:
+        """Everything that was logged, once all processes that could log have ended; closes the pipe."""
+        os.close(self.writer)
+        with open(self.reader, "rb") as file:
+            return file.read()[self._filler :].decode().splitlines()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path, l1_mb=16) as made:
+        yield made
+
+
+def test_a_server_whose_log_nobody_reads_serves_and_stops(server: ServerProcess) -> None:
+    pipe = FullPipe()
+    server.stderr = pipe.writer
+    server.start()
+    assert read(f"{server.url}/readyz")
+    assert server.stop() == 0
+    assert not any("dropped" in line for line in pipe.read_all())
+
+
+def test_a_controller_whose_log_nobody_reads_serves_and_stops(tmp_path: Path) -> None:
+    pipe = FullPipe()
+    controller = ControllerProcess(tmp_path)
+    controller.stderr = pipe.writer
+    with controller:
+        assert controller.ask("/readyz") == {"ready": True, "why": ""}
+        assert "kvstrata_controller_log_lines_dropped_total 0.0" in controller.text("/metrics")
+        assert controller.stop() == 0
+    pipe.read_all()
+
+
+def test_a_keeper_whose_log_nobody_reads_starts_its_server_again(tmp_path: Path) -> None:
+    pipe = FullPipe()
+    with ServerProcess(tmp_path, l1_mb=16, supervised=True) as server:
+        server.stderr = pipe.writer
+        server.start()
+        send(server.ready["pid"], signal.SIGKILL)
+
+        def restarts() -> int:
+            connection = PlainConnection(server.socket_dir / RPC_SOCKET, timeout_s=0.5)
+            try:
+                return connection.status()["process"]["restarts"]
+            except Unavailable:
+                return 0
+            finally:
+                connection.close()
+
+        eventually("it serves again", restarts)
+        assert server.stop() == 0
+    pipe.read_all()
+
+
+def test_a_reader_that_comes_back_gets_the_lines_in_order_and_the_end(server: ServerProcess) -> None:
+    """The last lines of a stop are written, since the reader reads again before the end."""
+    pipe = FullPipe()
+    server.stderr = pipe.writer
+    server.start()
+    process = server._process
+    assert process is not None
+    found = bytearray()
+    process.terminate()
+    os.close(pipe.writer)
+    while part := os.read(pipe.reader, 65_536):
+        found += part
+    os.close(pipe.reader)
+    assert process.wait() == 0
+    events = [text.split()[3] for text in found[pipe._filler :].decode().splitlines()]
+    assert events.index("ready") < events.index("stopping") < events.index("stopped") == len(events) - 1
+
+
+CRASH = """
+import asyncio
+from kvstrata.observability.logging import EventLog, set_up
+from kvstrata.process.lifecycle import Process, run
+
+class Failing(Process):
+    async def start(self):
+        for number in range(2000):
+            self.log.info("line", number=number)
+        async def fail():
+            raise ValueError("the reason")
+        self.supervisor.spawn(fail(), "failing")
+    async def drain(self):
+        pass
+
+set_up("info")
+run(Failing("test"))
+"""
+
+
+def test_the_last_lines_before_a_crash_are_written() -> None:
+    ended = subprocess.run([sys.executable, "-c", CRASH], stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 70
+    logged = [line for line in ended.stderr.splitlines() if " INFO kvstrata.test line " in line]
+    assert [int(line.rpartition("=")[2]) for line in logged] == [*range(2000)]
+    assert "test_failed reason=\"task failing crashed: ValueError('the reason')\"" in ended.stderr
+
+
+def test_a_crash_waits_for_nobody_who_reads_the_log() -> None:
+    pipe = FullPipe()
+    process = subprocess.Popen([sys.executable, "-c", CRASH], stderr=pipe.writer)
+    assert process.wait() == 70
+    pipe.read_all()
+
+
+FLOOD = """
+import os
+from kvstrata.observability.logging import EventLog, flush_log, log_stats, set_up
+set_up("info")
+log = EventLog("test")
+for number in range(100_000):
+    log.info("line", number=number, text="y" * 200)
+os.write(1, str(log_stats()["dropped_lines"]).encode() + b"\\n")
+os.read(0, 1)
+flush_log()
+"""
+
+
+def test_lines_beyond_the_bound_are_dropped_and_said_so_when_the_reader_reads_again() -> None:
+    pipe = FullPipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", FLOOD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=pipe.writer
+    )
+    assert process.stdout is not None and process.stdin is not None
+    dropped = int(process.stdout.readline())
+    assert dropped > 100_000 - MAX_BYTES // 200
+    os.close(pipe.writer)
+    process.stdin.close()
+    found = bytearray()
+    while part := os.read(pipe.reader, 65_536):
+        found += part
+    os.close(pipe.reader)
+    process.stdout.close()
+    assert process.wait() == 0
+    *lines, last = found[pipe._filler :].decode().splitlines()
+    assert last.endswith(f"WARNING kvstrata.log {dropped} log lines were dropped")
+    assert len(lines) == 100_000 - dropped
+
+
+def dropped_lines(server: ServerProcess) -> float:
+    [line] = [
+        line
+        for line in read(f"{server.url}/metrics").decode().splitlines()
+        if line.startswith("kvstrata_log_dropped_lines ")
+    ]
+    return float(line.split()[1])
+
+
+def test_a_server_goes_on_when_the_reader_of_its_log_has_ended(server: ServerProcess) -> None:
+    reader, server.stderr = os.pipe()
+    os.close(reader)
+    server.start()
+    os.close(server.stderr)
+    assert dropped_lines(server) > 0
+    assert server.stop() == 0
+
+
+def test_no_file_of_a_server_takes_the_place_of_a_closed_stderr(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" 2>&-\n')
+    python.chmod(0o700)
+    with ServerProcess(tmp_path, l1_mb=16, python=python) as server:
+        server.start()
+        assert os.readlink(f"/proc/{server.pid}/fd/2") == os.devnull
+        assert server.stop() == 0
