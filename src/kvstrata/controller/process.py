@@ -34,7 +34,6 @@ from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
-from kvstrata.process.http_unix import SCHEME
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
@@ -118,11 +117,12 @@ def check_etcd(settings: ControllerSettings) -> None:
 
 
 def own_url(settings: ControllerSettings, listener: Listener) -> str:
-    """The URL at which users and other controllers reach the HTTP API; `unix:PATH` if only this machine can."""
+    """The URL at which users and other controllers reach the HTTP API; empty if only this machine can, by a socket."""
+    if settings.etcd.advertise_url or listener.path is not None:
+        return settings.etcd.advertise_url.rstrip("/")
     host = settings.http.host
     shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
-    here = f"http://{shown}:{listener.port}" if listener.path is None else f"{SCHEME}{listener.path}"
-    return (settings.etcd.advertise_url or here).rstrip("/")
+    return f"http://{shown}:{listener.port}"
 
 
 def make_election(settings: ControllerSettings, name: str, clock: Clock, url: str) -> Election | None:

@@ -140,11 +140,15 @@ async def test_link_that_another_tab_opens_logs_this_one_in_and_a_logout_ends_bo
         await page.set_viewport_size({"width": 390, "height": 800})
         assert await page_checks.faults(page) == []
         kept, key = await secrets(page)
+        stream = http.client.HTTPConnection("127.0.0.1", controller.http_port, timeout=30)
+        stream.request("GET", "/v1/live", headers={"Cookie": kept, "kvstrata-page-key": key})
+        assert (told := stream.getresponse()).status == 200
         await other.get_by_role("button", name="Log out").click()
         await expect(other.get_by_role("dialog")).to_be_visible()
+        assert told.read().startswith(b"id: ")  # to its end
+        stream.close()
         assert status_of(controller, "/v1/cluster", kept, key) == 401
         assert await other.evaluate(KEY) is None and await page.context.cookies() == []
-        await page.reload()
         await expect(page.get_by_role("dialog")).to_be_visible()
 
 
