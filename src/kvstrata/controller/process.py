@@ -121,7 +121,9 @@ def own_url(settings: ControllerSettings, listener: Listener) -> str:
     if settings.etcd.advertise_url or listener.path is not None:
         return settings.etcd.advertise_url.rstrip("/")
     host = settings.http.host
-    shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
+    if host in ("*", "0.0.0.0", "::"):
+        host = platform.node()
+    shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listener.port}"
 
 

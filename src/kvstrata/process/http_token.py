@@ -99,12 +99,14 @@ def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:
 
 def find_sockets(kind: str, environ: Mapping[str, str] = os.environ) -> list[str]:
     """The paths of the unix sockets of our user's servers, or controllers, that run on this machine."""
-    files = {path for folder in _folders(environ) for path in folder.glob(f"{kind}-*{SOCKET}")}
-    return sorted(filter(None, map(_read, files)))
+    for folder in _folders(environ):
+        if found := sorted(filter(None, map(_read, folder.glob(f"{kind}-*{SOCKET}")))):
+            return found
+    return []
 
 
 def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Where a token may lie: a server started by systemd or cron often has no XDG_RUNTIME_DIR, unlike a login shell."""
+    """Where the files may lie: what systemd or cron starts often has no XDG_RUNTIME_DIR, unlike a login shell."""
     for variables in (environ, {}):
         with contextlib.suppress(ConfigError):
             folder = run_dir(variables) / FOLDER
