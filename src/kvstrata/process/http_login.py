@@ -55,7 +55,7 @@ class Logins:
         """Oldest first."""
 
     def new_code(self) -> str:
-        """A code that `log_in` takes once, within CODE_S."""
+        """A code that `take` takes once, within CODE_S."""
         code = secrets.token_urlsafe(24)
         self._codes = [*self._codes, (_digest(code.encode()), self._clock_s() + CODE_S)][-MAX_CODES:]
         return code
