@@ -127,10 +127,12 @@ def cluster(folder: Path) -> Iterator[ControllerProcess]:
             process.join()
 
 
-async def read(port: int, ready: asyncio.Event, counts: list[int]) -> None:
+async def read(controller: ControllerProcess, ready: asyncio.Event, counts: list[int]) -> None:
     """Read the stream until cancelled; `counts` gets the length of each part."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n")
+    reader, writer = await asyncio.open_connection("127.0.0.1", controller.http_port)
+    head = {"Host": "localhost", "Accept": "text/event-stream", **controller.bearer()}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+    writer.write(f"GET /v1/live HTTP/1.1\r\n{lines}\r\n".encode())
     if b" 200 " not in await reader.readline():
         raise RuntimeError("the controller refuses a reader")
     try:
@@ -145,7 +147,7 @@ async def cores(controller: ControllerProcess, readers: int) -> tuple[float, flo
     """Return how many cores the controller uses with `readers` readers, and how many bytes a second each one gets."""
     counts: list[int] = []
     ready = [asyncio.Event() for _ in range(readers)]
-    tasks = [asyncio.create_task(read(controller.http_port, each, counts)) for each in ready]
+    tasks = [asyncio.create_task(read(controller, each, counts)) for each in ready]
     for each in ready:
         await asyncio.wait_for(each.wait(), 30)
     await asyncio.sleep(SETTLE_S)
@@ -236,7 +238,9 @@ async def measure(controller: ControllerProcess) -> list[dict[str, Any]]:
     try:
         async with (
             chromium.browser() as browser,
-            chromium.visit(browser, f"{controller.url}/", live=False) as page,
+            chromium.visit(
+                browser, f"{controller.url}/", live=False, link=controller.dashboard_link()
+            ) as page,
         ):
             await page.locator("#connection.live").wait_for()
             for name, path in PAGES.items():

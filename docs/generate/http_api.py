@@ -11,8 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from docs.generate.source import GENERATED, table
 from kvstrata.clock import SystemClock
+from kvstrata.config.model import ControllerHttpSettings
 from kvstrata.controller.app import make_app as make_controller_app
+from kvstrata.controller.door import Door
 from kvstrata.controller.surroundings import Surroundings
+from kvstrata.process.http_gate import Access
+from kvstrata.process.http_login import Logins
 from kvstrata.server.http.app import make_app
 
 
@@ -29,7 +33,8 @@ def json_text(document: dict[str, Any]) -> str:
 @functools.cache
 def _controller_document() -> dict[str, Any]:
     cluster = cast(Any, SimpleNamespace(readiness=lambda: (True, ""), epoch=0, clock=SystemClock()))
-    return make_controller_app(cluster, cast(Any, None), Surroundings()).openapi()
+    door = Door(Access(ControllerHttpSettings(), ""), Logins(0), "")
+    return make_controller_app(cluster, cast(Any, None), Surroundings(), door).openapi()
 
 
 def controller_openapi() -> str:
@@ -44,8 +49,10 @@ def controller_api() -> str:
         "# HTTP API of the controller\n\n",
         GENERATED.format("`src/kvstrata/controller/routes/`"),
         "\nOn the port of `--port` (9000); the same as OpenAPI in [controller-openapi.json](controller-openapi.json) "
-        "and, from a running controller, at `/docs`. With `--token-file` every request but the probes and the "
-        "dashboard's own files carries `Authorization: Bearer TOKEN`. Errors are JSON "
+        "and, from a running controller, at `/docs`. Every request but the probes, `/v1/login`, the dashboard's own "
+        "files and, on loopback, `/metrics` carries `Authorization: Bearer TOKEN` "
+        "([deploy.md](deploy.md#who-may-use-the-admin-port)), or the secrets of a browser that has "
+        "[logged in](dashboard.md#logging-in). Errors are JSON "
         '`{"code", "message", "field"}` with the codes of [wire-codes.md](wire-codes.md#error-codes) and of '
         "`src/kvstrata/rpc/cluster_wire.py`. `kvstrata ctl cluster` asks for all of it from a shell.\n\n",
     ]

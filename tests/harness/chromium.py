@@ -74,11 +74,12 @@ async def visit(
     theme: Any = "light",
     unanswered: bool = False,
     live: bool = True,
+    link: str = "",
 ) -> AsyncIterator[Page]:
     """Open a page in a browser context of its own; assert at the end that it logged no error and asked no other host.
 
     With `unanswered`, the browser's own reports of failed requests are no errors.  With `live`, wait until the
-    dashboard has its stream.
+    dashboard has its stream.  `link` logs the browser in first.
     """
     errors: list[str] = []
     origin = urlsplit(url)._replace(path="", query="", fragment="").geturl()
@@ -96,6 +97,9 @@ async def visit(
         page.on("console", told)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: request.url.startswith(origin) or errors.append(request.url))
+        if link:
+            await page.goto(link)
+            await expect(page.get_by_role("button", name="Log out")).to_be_visible()
         await page.goto(url)
         if live:
             await expect(page.locator("#connection.live")).to_be_visible()

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvstrata.cli.ctl_cluster import reachable
+from kvstrata.process.http_token import find_token
 from tests.harness.daemon import Spawned, free_port
 from tests.harness.http_read import read
 from tests.harness.network import Host
@@ -99,6 +101,14 @@ class ControllerProcess(Spawned):
     def _read(self, path: str, body: Any, method: str, token: str | None) -> bytes:
         send = read if self._host is None else self._host.http
         return send(self.url + path, body=body, method=method, token=token)
+
+    def bearer(self) -> dict[str, str]:
+        """Return the header with the token that this start has made."""
+        return {"Authorization": f"Bearer {find_token(self.url)}"}
+
+    def dashboard_link(self) -> str:
+        """Return a link below `url` that logs a browser in once."""
+        return str(reachable(self.ask("/v1/dashboard-link", {}), self.url)["url"])
 
     def stop(self) -> int:
         """Send SIGTERM and wait for the end; return the exit status."""

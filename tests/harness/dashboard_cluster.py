@@ -79,12 +79,11 @@ def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
 class Cluster:
     """The state that the API reports. A test may change every field at any time."""
 
-    def __init__(self, *instances: dict[str, Any], token: str = "") -> None:
+    def __init__(self, *instances: dict[str, Any]) -> None:
         self.instances = {one["id"]: one for one in instances}
         self.removed: list[str] = []
         self.started_ms = now_ms()
         self.asked_every_s = 5
-        self.token = token
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, Any]] = []
         """(method, path, body) of each request that was not a GET."""
@@ -272,11 +271,6 @@ def make_app(cluster: Cluster) -> FastAPI:
 
     @app.middleware("http")
     async def guard(request: Request, handle: Any) -> Response:
-        guarded = request.url.path.startswith(("/v1", "/metrics"))
-        if guarded and cluster.token and request.headers.get("authorization") != f"Bearer {cluster.token}":
-            return JSONResponse(
-                {"code": "not_permitted", "message": "missing or wrong bearer token", "field": ""}, 401
-            )
         if request.method != "GET":
             body = await request.body()
             cluster.requests.append((request.method, request.url.path, json.loads(body) if body else None))

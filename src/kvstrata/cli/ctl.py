@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from kvstrata.cli import ctl_cluster, ctl_explain
+from kvstrata.cli.unix_http import opener
 from kvstrata.config.model import HttpSettings
 from kvstrata.config.tokens import bearer_token, read_bearer_token
 from kvstrata.errors import BadRequest, KvstrataError, Unavailable
-from kvstrata.process.http_token import find_token
+from kvstrata.process.http_token import find_sockets, find_token
+from kvstrata.process.http_unix import SCHEME
+from kvstrata.process.ports import port_uids
 from kvstrata.text import printable
 
 TIER_NAME = re.compile(r"[A-Za-z][\w]*-\d+")
@@ -50,7 +53,8 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
     """
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
-    request = urllib.request.Request(url.rstrip("/") + asked.path, method=method)
+    base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
+    request = urllib.request.Request(base + asked.path, method=method)
     if body is not None:
         request.data = json.dumps(body).encode()
         request.add_header("Content-Type", "application/json")
@@ -58,7 +62,7 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
         # An unredirected header is not sent to another port to which an answer redirects.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=asked.timeout_s) as response:
+        with opener(url).open(request, timeout=asked.timeout_s) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise BadRequest(_message(error)) from None
@@ -71,6 +75,22 @@ def default_url() -> str:
     """URL of the admin port of a server on this host with default settings."""
     http = HttpSettings()
     return f"http://{http.host}:{http.port}"
+
+
+def find_url(usual: str, kind: str) -> str:
+    """The URL of our user's server or controller (`kind`) on this host: `usual`, or else its unix socket.
+
+    Raises BadRequest if there are several sockets.
+    """
+    port = urllib.parse.urlsplit(usual).port or 0
+    found = [] if os.geteuid() in port_uids(port) else find_sockets(kind)
+    if len(found) > 1:
+        raise BadRequest(
+            f"--url: no {kind} of this user listens at {usual}, and several listen on sockets; choose one of "
+            f"{', '.join(f'{SCHEME}{path}' for path in found)}",
+            field="--url",
+        )
+    return f"{SCHEME}{found[0]}" if found else usual
 
 
 def table(value: Any, indent: str = "") -> str:
@@ -110,7 +130,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--url",
         default="",
-        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()})",
+        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()}); "
+        "unix:PATH: a unix socket; without --url, a socket of this user is found if its server has none of these ports",
     )
     top.add_argument("--token-file", default="",
                      help="file with the bearer token; default: that of a server of the same user")  # fmt: skip
@@ -221,8 +242,13 @@ def run(options: argparse.Namespace) -> Any:
 
         return dump(options.path, entries=options.entries)
     token = read_token("--token-file", options.token_file)
-    url = options.url or (ctl_cluster.default_url() if options.command == "cluster" else default_url())
+    if options.command == "cluster":
+        url = options.url or find_url(ctl_cluster.default_url(), "controller")
+    else:
+        url = options.url or find_url(default_url(), "server")
     answer = ask(url, _request(options), token=token)
+    if options.command == "cluster" and options.action == "dashboard-link":
+        answer = ctl_cluster.reachable(answer, options.url)
     if options.command == "cluster":
         return answer if options.json else ctl_cluster.brief(options.action, answer)
     if options.command == "explain":

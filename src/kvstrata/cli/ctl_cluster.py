@@ -60,6 +60,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
 
     action("status", "the cluster at a glance")
     action("ready", "whether requests are served")
+    action("dashboard-link", "a link that opens the dashboard and logs a browser in, once, within 5 minutes")
     action("instances", "one line for each instance; --json prints all that is known")
     named("instance", "all that is known of one instance")
     action("tiers", "chunks and bytes by tier")
@@ -125,6 +126,8 @@ def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterA
             return ClusterAsk("/v1/cluster")
         case "ready":
             return ClusterAsk("/readyz")
+        case "dashboard-link":
+            return ClusterAsk("/v1/dashboard-link", {})
         case "events":
             query = {"wait_s": options.wait_s}
             if options.after is not None:
@@ -190,8 +193,16 @@ def _chunks(options: argparse.Namespace, read: Callable[[str], str]) -> dict[str
     return {**body, "keys" if keys else "tokens": named}
 
 
+def reachable(link: dict[str, Any], url: str) -> dict[str, Any]:
+    """The answer with a link, which leads to `url` if the user gave one: only the user may know how it is reached."""
+    _, hash_mark, fragment = link["url"].partition("#")
+    return {**link, "url": f"{url.rstrip('/')}/{hash_mark}{fragment}"} if url else link
+
+
 def brief(action: str, answer: Any) -> Any:
     """The part of an answer that is printed for people."""
+    if action == "dashboard-link":
+        return answer["url"]
     if action == "instances":
         return [
             {

@@ -70,7 +70,7 @@ def server_parser() -> argparse.ArgumentParser:
         '"capacity_gb": 200}\'; `none` for no L2')  # fmt: skip
     add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=int, metavar="COUNT",
         help="lookups that may load from one L2 adapter at the same time (8)")  # fmt: skip
-    add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1)")
+    add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1), or unix:PATH")
     add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
     add("--controller-url", dest="controller.url", metavar="URL",
@@ -106,9 +106,14 @@ def controller_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
     add("--name", dest="name", help="name of this controller (default: host name and reply port)")
-    add("--host", dest="http.host", help="address of all ports (localhost)")
+    add(
+        *("--host", "--http-host"),
+        dest="http.host",
+        help="address of all ports (localhost); unix:PATH puts the HTTP port on a unix socket, and leaves the others "
+        "at --monitor-host",
+    )
     add("--port", dest="http.port", type=int, help="HTTP port (9000)")
-    add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports (the same as --host)")
+    add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports (that of --host)")
     add("--monitor-ports", dest="monitor_ports", type=_json_object, metavar="JSON",
         help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\'')  # fmt: skip
     add("--heartbeat-s", dest="heartbeat_s", type=float, metavar="S", help="time between two heartbeats (10)")
@@ -139,7 +144,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--insecure",
         dest="security.insecure",
         action="store_true",
-        help="allow listening off loopback without keys",
+        help="open ports that lack a key or token to everybody",
     )
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--check", action="store_true", help="check the settings, print them and exit")

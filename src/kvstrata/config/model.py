@@ -79,17 +79,19 @@ class L1Settings(_Section, frozen=True, kw_only=True):
     ] = 2
 
 
+HTTP_HOST = "Address to listen on, or `unix:PATH`: a unix socket, which serves the same user and root without a token."
+
+
 class ListenSettings(_Section, frozen=True, kw_only=True):
     """Settings of an HTTP server."""
 
-    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, Meta(min_length=1, description=HTTP_HOST)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8080
     token_file: Annotated[
         str,
         Meta(
             description="File with the bearer token that every request but the probes must carry, readable by its "
-            "owner only. Empty: a server makes a token at each start, which `kvstrata ctl` finds if the same user "
-            "runs it; a controller asks for no token, and must then listen on loopback."
+            "owner only. Empty: a token is made at each start, which `kvstrata ctl` finds if the same user runs it."
         ),
     ] = ""
     allowed_hosts: Annotated[
@@ -117,9 +119,7 @@ class PortSecuritySettings(_Section, frozen=True, kw_only=True):
     curve_secret_file: Annotated[
         str, Meta(description="File with the server's CURVE secret key (Z85, 40 characters).")
     ] = ""
-    insecure: Annotated[bool, Meta(description="Allow listening off loopback without a key or token.")] = (
-        False
-    )
+    insecure: Annotated[bool, Meta(description="Open ports that lack a key or token to everybody.")] = False
 
 
 class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
@@ -356,7 +356,7 @@ class MonitorPorts(_Section, frozen=True, kw_only=True):
 class ControllerHttpSettings(ListenSettings, frozen=True, kw_only=True):
     """Settings of the controller's HTTP port: API, dashboard and metrics."""
 
-    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "localhost"
+    host: Annotated[str, Meta(min_length=1, description=HTTP_HOST)] = "localhost"
     port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9000
 
 
@@ -395,7 +395,10 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
     ] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
     monitor_host: Annotated[
-        str, Meta(description="Address of the ZMQ ports; empty: the same as `http.host`.")
+        str,
+        Meta(
+            description="Address of the ZMQ ports; empty: that of `http.host`, or localhost beside a unix socket."
+        ),
     ] = ""
     monitor_ports: MonitorPorts = MonitorPorts()
     heartbeat_s: Annotated[

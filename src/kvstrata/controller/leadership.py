@@ -36,12 +36,10 @@ class Leadership:
         """Raise NotLeading unless this controller may send commands."""
         if self.token is None:
             assert self.election is not None
-            leader = self.election.leader
-            who = (
-                f"{leader.member.name} leads, at {leader.member.http_url}"
-                if leader
-                else "no controller leads now"
-            )
+            who, leader = "no controller leads now", self.election.leader
+            if leader is not None:
+                where = leader.member.http_url or "a unix socket of its machine"
+                who = f"{leader.member.name} leads, at {where}"
             raise NotLeading(f"this controller does not lead; {who}", retry_after_s=self._retry_after_s)
 
     def changed(self) -> None:

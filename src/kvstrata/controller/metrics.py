@@ -74,8 +74,8 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
         "gauge",
         ("count",),
         "The HTTP port: connections and requests now; since the start, requests refused because too many were under "
-        "way, and connections closed as idle, late (a request took too long to arrive) and stalled (the client did not "
-        "read its answer).",
+        "way, and connections closed as idle, late (a request took too long to arrive), stalled (the client did not "
+        "read its answer) and stranger (a process of another user, on a unix socket).",
     ),
     "kvstrata_controller_connections": Family("gauge", ("socket",), "Connections now."),
     "kvstrata_controller_cut_connections": Family(

@@ -24,6 +24,7 @@ from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.door import LOGIN, Door
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.snapshot import Snapshots
@@ -32,14 +33,16 @@ from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
+from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import (
+    Listener,
     Prepared,
     listen,
     prepare,
-    publish_token,
+    publish,
     read_token,
     serve,
     warn_if_open,
@@ -57,6 +60,7 @@ STREAMS = frozenset({"/v1/events/stream", "/v1/live"})
 """Paths of the API that bound the number of their readers themselves."""
 DASHBOARD = frozenset({"/", "/dashboard/"})
 """Where the dashboard's files are: they are the same for all users, and hold no data."""
+PUBLIC = DASHBOARD | {LOGIN}
 
 
 class Plan(NamedTuple):
@@ -76,7 +80,7 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
             field="dead_after_s",
         )
     snapshot_dir(settings, settings.http.port, environment)
-    token = read_token(settings.http, insecure=settings.security.insecure, fresh=False)
+    token = read_token(settings.http, insecure=settings.security.insecure)
     curve_file = settings.security.curve_secret_file
     if settings.etcd.endpoints:
         check_etcd(settings)
@@ -112,16 +116,24 @@ def check_etcd(settings: ControllerSettings) -> None:
     election.check(settings.etcd, insecure=settings.security.insecure)
 
 
-def make_election(settings: ControllerSettings, name: str, clock: Clock, http_port: int) -> Election | None:
-    """This controller's Election, not yet running; None without etcd, for the only controller."""
+def own_url(settings: ControllerSettings, listener: Listener) -> str:
+    """The URL at which users and other controllers reach the HTTP API; empty if only this machine can, by a socket."""
+    if settings.etcd.advertise_url or listener.path is not None:
+        return settings.etcd.advertise_url.rstrip("/")
+    host = settings.http.host
+    if host in ("*", "0.0.0.0", "::"):
+        host = platform.node()
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.port}"
+
+
+def make_election(settings: ControllerSettings, name: str, clock: Clock, url: str) -> Election | None:
+    """This controller's Election, not yet running; None without etcd, for the only controller. `url`: of its API."""
     if not settings.etcd.endpoints:
         return None
     from kvstrata.controller import election  # needs the extra
 
-    host = settings.http.host
-    shown = f"[{host}]" if ":" in host else platform.node() if host in ("*", "0.0.0.0") else host
-    url = settings.etcd.advertise_url or f"http://{shown}:{http_port}"
-    return election.Election(settings.etcd, election.Candidate(name, url.rstrip("/")), clock)
+    return election.Election(settings.etcd, election.Candidate(name, url), clock)
 
 
 def run(
@@ -155,15 +167,15 @@ class Controller(Process):
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
         settings, loop, clock = self._plan.settings, self.loop, SystemClock()
-        http_socket = listen(settings.http, flag="--port")
-        self.closers.append(soon(http_socket.close))
-        http_port = http_socket.getsockname()[1]
+        listener = listen(settings.http, flag="--port")
+        self.closers.append(soon(listener.close))
+        url = own_url(settings, listener)
         epoch = clock.unix_ms()
         sockets = Sockets(loop, epoch)
         self.closers.append(soon(sockets.close))
         sockets.bind(settings, self._plan.curve)
         name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{sockets.ports['reply']}")[:64]
-        election = make_election(settings, name, clock, http_port)
+        election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(
             loop,
             settings,
@@ -177,9 +189,12 @@ class Controller(Process):
         )
         # The cluster is closed after the sockets, so that no frame reaches a closed cluster.
         self.closers.insert(-1, soon(cluster.close))
-        folder = snapshot_dir(settings, http_port, os.environ)
+        named_port, set_port = listener.port, settings.http.port
+        if listener.path is not None:
+            named_port, set_port = sockets.ports["reply"], settings.monitor_ports.reply
+        folder = snapshot_dir(settings, named_port, os.environ)
         # A free port differs at each start, so the next start would not find a snapshot that is named after it.
-        if folder is not None and (settings.http.port or settings.directory.snapshot_dir):
+        if folder is not None and (set_port or settings.directory.snapshot_dir):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
@@ -190,14 +205,16 @@ class Controller(Process):
             snapshot=self._snapshots.status if self._snapshots is not None else {},
             restarts=self._restarts,
         )
-        make_app = functools.partial(self._make_app, cluster, around)
         token, insecure = self._plan.http_token, settings.security.insecure
-        warn_if_open(settings.http, token, http_port, self.log, insecure=insecure)
-        token_file = publish_token(settings.http, token, http_port, self.log)
-        if token_file is not None:
-            self.closers.append(soon(token_file.close))
+        warn_if_open(settings.http, token, listener.port, self.log, insecure=insecure)
+        found = publish(settings.http, listener, token, "controller", self.log)
+        if found is not None:
+            self.closers.append(soon(found.close))
         own_name = urlsplit(settings.etcd.advertise_url).netloc
-        access = Access(settings.http, token, public=DASHBOARD, pages=DASHBOARD, names=[own_name])
+        logins = Logins(listener.port)
+        access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
+        door = Door(access, logins, url if listener.path is None else "")
+        make_app = functools.partial(self._make_app, cluster, around, door)
         self._http_server = http_server = await prepare(make_app, access, streams=STREAMS)
         Answers(cluster, sockets, self.supervisor).start()
         if election is not None:
@@ -208,7 +225,7 @@ class Controller(Process):
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")
-        self.supervisor.spawn(serve(http_socket, http_server), "http")
+        self.supervisor.spawn(serve(listener, http_server), "http")
         cluster.set_ready()
         gc.collect()
         gc.freeze()
@@ -217,12 +234,16 @@ class Controller(Process):
             "name": name,
             "epoch": epoch,
             "host": settings.http.host,
-            "http_port": http_port,
+            "http_port": listener.port,
+            "http_socket": str(listener.path or ""),
+            "http_token_file": str(found.path) if found is not None and token else "",
             "ports": sockets.ports,
             "snapshot_dir": str(folder) if self._snapshots is not None else "",
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready)
+        if listener.path is None:
+            self.log.info("dashboard", open=door.link(), once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
     async def drain(self) -> None:
@@ -234,8 +255,8 @@ class Controller(Process):
     def _http_stats(self) -> dict[str, int]:
         return self._http_server.stats() if self._http_server is not None else {}
 
-    def _make_app(self, cluster: Cluster, around: Surroundings) -> FastAPI:
+    def _make_app(self, cluster: Cluster, around: Surroundings, door: Door) -> FastAPI:
         from kvstrata.controller.app import make_app
 
         operations = Operations(cluster, self.supervisor)
-        return make_app(cluster, operations, around)
+        return make_app(cluster, operations, around, door)

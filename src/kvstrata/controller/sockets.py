@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvstrata.config.model import ControllerSettings
+from kvstrata.process.http_unix import socket_path
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES, Nudge, encode
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
@@ -37,14 +38,16 @@ class Sockets:
 
     def bind(self, settings: ControllerSettings, curve: CurveKeys | None) -> None:
         """Listen on all ports, without reading yet. Raises ConfigError."""
-        ports = settings.monitor_ports
+        ports, host = settings.monitor_ports, settings.monitor_host or settings.http.host
+        if socket_path(host) is not None:
+            host = "localhost"
         for name, server, port in (
             ("pull", self._pull, ports.pull),
             ("reply", self._reply, ports.reply),
             ("heartbeat", self._heartbeat, ports.heartbeat),
         ):
             self.ports[name] = server.bind_tcp(
-                settings.monitor_host or settings.http.host,
+                host,
                 port,
                 curve=curve,
                 insecure=settings.security.insecure,

@@ -175,6 +175,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "http.closed_idle": "Connections closed since the start to make room for new ones, the longest idle first.",
     "http.closed_late": "Connections closed since the start because a request took too long to arrive.",
     "http.closed_stalled": "Connections closed since the start because the client did not read the response.",
+    "http.closed_stranger": "Connections closed since the start because a process of another user opened them.",
     "process.restarts": "Times that the supervising process has restarted the server because it died.",
     "log.dropped_lines": "Log lines dropped since the start, because the reader of the log had stopped reading or was "
     "gone.",

@@ -6,7 +6,8 @@
    nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
 3. At most MAX_REQUESTS requests are under way; further ones get 503 at once.  The probes (PROBES) do not count, nor do
    streams, which their routes bound.
-4. Since requests under way and streams together are fewer than the connections allowed, there is always an idle
+4. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_unix.py).
+5. Since requests under way and streams together are fewer than the connections allowed, there is always an idle
    connection to close, and a probe always gets through.
 """
 
@@ -16,6 +17,7 @@ import asyncio
 import json
 import logging
 import resource
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstrata.errors import Unavailable
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.http_unix import is_ours
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -44,7 +47,7 @@ class Bounds:
         self._idle: dict[BoundedProtocol, None] = {}
         """Connections without a request under way, the longest idle first."""
         self._requests = 0
-        self._closed = {"idle": 0, "late": 0, "stalled": 0}
+        self._closed = {"idle": 0, "late": 0, "stalled": 0, "stranger": 0}
         self._refused = 0
         self._log = EventLog("http")
 
@@ -122,6 +125,10 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        if connection.family == socket.AF_UNIX and not is_ours(connection):
+            self._bounds.close(self, "stranger")
+            return
         self._arrival = self.loop.call_later(REQUEST_S, self._bounds.close, self, "late")
         self._bounds.opened(self)
 

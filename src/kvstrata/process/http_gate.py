@@ -4,8 +4,9 @@
    rebinding) could use the port through a browser.
 2. `Origin`, if a browser sends it, must be this port itself, and `Sec-Fetch-Site` neither `cross-site` nor `same-site`
    (403): another port of the same host is another user's page.  Following a link to a page is allowed.
-3. Everything but the probes needs the bearer token of this port (401), unless the port is open.
-4. A body has at most MAX_BODY_BYTES, and at most MAX_STRANGER_BYTES without a token (413), whatever its
+3. Everything but the probes needs the bearer token of this port or a browser's session (process/http_login.py), unless
+   the port is open (401).
+4. A body has at most MAX_BODY_BYTES, and at most MAX_STRANGER_BYTES without a token or session (413), whatever its
    `Content-Length` says.  The application gets whole bodies only.
 
 Probes may have any `Host`, since the checks of load balancers and of Kubernetes name pods by what they know.
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted
+from kvstrata.process.http_login import Logins
+from kvstrata.process.http_unix import SCHEME
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -48,13 +51,16 @@ class Access:
         public: Collection[str] = (),
         pages: Collection[str] = (),
         names: Collection[str] = (),
+        logins: Logins | None = None,
     ) -> None:
         """`token`: empty for an open port. `public`: paths that need no token, beside the probes; `x/`: all below `x`.
 
         `pages`: paths for people, which links on other sites may lead to. `names`: further names of the port.
+        `logins`: None for a port without pages.
         """
-        self._token = f"Bearer {token}".encode() if token else b""
-        self._loopback = is_loopback(settings.host)
+        self._token = token.encode()
+        self._logins = logins
+        self._loopback = is_loopback(settings.host) or settings.host.startswith(SCHEME)
         open_metrics = self._loopback if settings.open_metrics is None else settings.open_metrics
         self._public = {*PROBES, *public, *((METRICS,) if open_metrics else ())}
         self._public_below = tuple(one for one in public if len(one) > 1 and one.endswith("/"))
@@ -93,9 +99,24 @@ class Access:
         """Whether a path needs no token."""
         return path in self._public or path.startswith(self._public_below)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the port needs no token."""
+        return not self._token
+
+    def is_token(self, text: bytes) -> bool:
+        """Whether this is the port's token; compared in constant time."""
+        return bool(self._token) and hmac.compare_digest(text, self._token)
+
+    def bears_token(self, headers: Headers) -> bool:
+        """Whether the request carries the token."""
+        scheme, _, text = headers.get(b"authorization", b"").partition(b" ")
+        return scheme == b"Bearer" and self.is_token(text)
+
     def proven(self, headers: Headers) -> bool:
-        """Whether the request carries the token, or the port needs none."""
-        return not self._token or hmac.compare_digest(headers.get(b"authorization", b""), self._token)
+        """Whether the request carries the token or the secrets of a session, or the port needs neither."""
+        logged_in = self._logins is not None and self._logins.proven(headers)
+        return self.is_open or self.bears_token(headers) or logged_in
 
 
 def is_loopback(host: str) -> bool:
@@ -134,8 +155,8 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
             await _refuse(send, headers, 403, NotPermitted.code, message)
         elif not access.is_public(path) and not access.proven(headers):
             message = (
-                "missing or wrong bearer token; `kvstrata ctl` finds it if the server's user runs it, otherwise give "
-                "--token-file"
+                "missing or wrong bearer token; `kvstrata ctl` finds it if the user of this port's process runs it, "
+                "otherwise give --token-file"
             )
             await _refuse(send, headers, 401, NotPermitted.code, message, [(b"www-authenticate", b"Bearer")])
         else:

@@ -1,6 +1,7 @@
-"""The bearer token of an HTTP port in a file where clients of the same user find it.
+"""The bearer token of an HTTP port, or the path of its unix socket, in a file where clients of the same user find it.
 
-    <run dir>/http/<port>-<network namespace>.token      mode 0600, below a folder of mode 0700
+    <run dir>/http/<port>-<network namespace>.token              mode 0600, below a folder of mode 0700
+    <run dir>/http/<server or controller>-<random>.socket        likewise
 
 1. The process that serves the port holds a lock (flock) on its file; a file without a lock is left over from a process
    that has ended.  Each start removes such files.
@@ -26,7 +27,7 @@ from kvstrata.process.ports import port_uids
 
 FIELD = "http.token_file"
 FOLDER = "http"
-SUFFIX = ".token"
+TOKEN, SOCKET = ".token", ".socket"
 MAX_BYTES = 4_096
 
 
@@ -35,24 +36,24 @@ def fresh_token() -> str:
     return secrets.token_urlsafe(32)
 
 
-class TokenFile:
-    """The file of one served port, from its making until `close`."""
+class _RunFile:
+    """A file in the folder, from its making until `close`."""
 
-    def __init__(self, token: str, port: int, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, name: str, text: str, environ: Mapping[str, str]) -> None:
         """Write the file. Raises ConfigError."""
         folder = run_dir(environ) / FOLDER
         make_private_dir(folder, FIELD)
         _sweep(folder)
-        self.path = folder / _name(port)
+        self.path = folder / name
         part = folder / f"{secrets.token_hex(8)}.part"
         try:
             self._fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            os.write(self._fd, f"{token}\n".encode())
+            os.write(self._fd, os.fsencode(f"{text}\n"))
             os.rename(part, self.path)
         except OSError as error:
             raise ConfigError(
-                f"{FIELD}: cannot write a token into {str(folder)!r}: {error.strerror}; make room there, or name a "
+                f"{FIELD}: cannot write {name} into {str(folder)!r}: {error.strerror}; make room there, or name a "
                 "file with a token",
                 field=FIELD,
             ) from None
@@ -63,6 +64,21 @@ class TokenFile:
             if os.stat(self.path).st_ino == os.fstat(self._fd).st_ino:
                 self.path.unlink()
         os.close(self._fd)
+
+
+class TokenFile(_RunFile):
+    """The file with the token of one served port."""
+
+    def __init__(self, token: str, port: int, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(_name(port), token, environ)
+
+
+class SocketFile(_RunFile):
+    """The file with the path of one unix socket."""
+
+    def __init__(self, kind: str, path: Path, environ: Mapping[str, str] = os.environ) -> None:
+        """`kind`: `server` or `controller`."""
+        super().__init__(f"{kind}-{secrets.token_hex(4)}{SOCKET}", str(path), environ)
 
 
 def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -81,8 +97,16 @@ def find_token(url: str, environ: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
+def find_sockets(kind: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The paths of the unix sockets of our user's servers, or controllers, that run on this machine."""
+    for folder in _folders(environ):
+        if found := sorted(filter(None, map(_read, folder.glob(f"{kind}-*{SOCKET}")))):
+            return found
+    return []
+
+
 def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Where a token may lie."""
+    """Where the files may lie: what systemd or cron starts often has no XDG_RUNTIME_DIR, unlike a login shell."""
     try:
         places = run_dirs(environ)
     except ConfigError:
@@ -94,7 +118,7 @@ def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """The token in the file of a process that is alive; else empty."""
+    """The text in the file of a process that is alive; else empty."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -104,14 +128,14 @@ def _read(path: Path) -> str:
         private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
         if not private or not stat.S_ISREG(status.st_mode) or not _locked(fd, fcntl.LOCK_SH):
             return ""
-        return os.read(fd, MAX_BYTES).decode("ascii", "replace").strip()
+        return os.fsdecode(os.read(fd, MAX_BYTES)).strip()
     finally:
         os.close(fd)
 
 
 def _sweep(folder: Path) -> None:
     """Remove the files of processes that have ended."""
-    for path in folder.glob(f"*{SUFFIX}"):
+    for path in [*folder.glob(f"*{TOKEN}"), *folder.glob(f"*{SOCKET}")]:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -136,4 +160,4 @@ def _name(port: int) -> str:
         space = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         space = 0
-    return f"{port}-{space}{SUFFIX}"
+    return f"{port}-{space}{TOKEN}"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.model import ListenSettings
@@ -17,7 +19,8 @@ from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_gate import Access, guard, is_loopback, sized
-from kvstrata.process.http_token import FIELD, TokenFile, fresh_token
+from kvstrata.process.http_token import FIELD, SocketFile, TokenFile, fresh_token
+from kvstrata.process.http_unix import SCHEME, listen_at, socket_path
 from kvstrata.process.ports import port_holder
 
 if TYPE_CHECKING:
@@ -25,11 +28,39 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 
-def read_token(settings: ListenSettings, *, insecure: bool, fresh: bool) -> str:
-    """The bearer token of the settings' file; without a file, with `fresh`, a new one; empty for an open port.
+class Listener(NamedTuple):
+    """A listening socket of an HTTP port."""
+
+    socket: socket.socket
+    port: int
+    """0 for a unix socket."""
+    path: Path | None = None
+    """Where a unix socket lies."""
+    inode: int = 0
+    """The unix socket's own."""
+
+    def close(self) -> None:
+        """Close the socket, and remove a unix socket's file unless another process has replaced it. Idempotent."""
+        if self.path is not None:
+            with contextlib.suppress(OSError):
+                if os.stat(self.path).st_ino == self.inode:
+                    self.path.unlink()
+        self.socket.close()
+
+
+def read_token(settings: ListenSettings, *, insecure: bool) -> str:
+    """The bearer token of the settings' file, else a new one; empty for an open port and for a unix socket.
 
     Raises ConfigError if a port that can be reached from elsewhere would be open without `insecure`.
     """
+    if socket_path(settings.host) is not None:
+        if settings.token_file:
+            raise ConfigError(
+                f"{FIELD}: {settings.token_file!a:.200} has no effect, since http.host is a unix socket, which needs "
+                "no token; leave one of them out",
+                field=FIELD,
+            )
+        return ""
     if settings.token_file:
         return read_bearer_token(settings.token_file, FIELD)
     if not is_loopback(settings.host) and not insecure:
@@ -37,28 +68,32 @@ def read_token(settings: ListenSettings, *, insecure: bool, fresh: bool) -> str:
             f"http.host: {settings.host!r} is not loopback: set http.token_file, or --insecure to go without",
             field="http.host",
         )
-    return fresh_token() if fresh and not insecure else ""
+    return "" if insecure else fresh_token()
 
 
-def publish_token(settings: ListenSettings, token: str, port: int, log: EventLog) -> TokenFile | None:
-    """Put a port's token where clients of the same user find it; None if the port has no token.
+def publish(
+    settings: ListenSettings, listener: Listener, token: str, kind: str, log: EventLog
+) -> TokenFile | SocketFile | None:
+    """Put a port's token, or a unix socket's path, where clients of the same user find it; None for an open port.
 
-    Raises ConfigError, unless clients can be given the settings' own file.
+    `kind`: `server` or `controller`. Raises ConfigError, unless clients can be given the socket's path, or the
+    settings' own token file.
     """
-    if not token:
-        return None
     try:
-        return TokenFile(token, port)
+        if listener.path is not None:
+            return SocketFile(kind, listener.path)
+        return TokenFile(token, listener.port) if token else None
     except ConfigError as error:
-        if not settings.token_file:
+        if listener.path is None and not settings.token_file:
             raise
-        log.warning("http_token_not_found", note=f"clients need --token-file: {error.message}")
+        flag = "--token-file" if listener.path is None else f"--url {SCHEME}{listener.path}"
+        log.warning("http_port_not_found", note=f"clients need {flag}: {error.message}")
         return None
 
 
 def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog, *, insecure: bool) -> None:
     """Log that `--insecure` opens a port to everybody."""
-    if insecure and not token:
+    if insecure and not token and port:
         log.warning(
             "http_port_open",
             host=settings.host,
@@ -67,8 +102,13 @@ def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog,
         )
 
 
-def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.socket:
+def listen(settings: ListenSettings, *, flag: str = "--http-port") -> Listener:
     """A listening socket. Raises ConfigError that names the process that has the port, and the flag to change."""
+    path = socket_path(settings.host)
+    if path is not None:
+        listener = listen_at(path)
+        listener.setblocking(False)
+        return Listener(listener, 0, path, os.stat(path).st_ino)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -85,7 +125,7 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> socket.soc
         ) from None
     listener.listen(128)
     listener.setblocking(False)
-    return listener
+    return Listener(listener, listener.getsockname()[1])
 
 
 class Prepared(NamedTuple):
@@ -109,10 +149,10 @@ async def prepare(
     return server
 
 
-async def serve(listener: socket.socket, prepared: Prepared) -> None:
+async def serve(listener: Listener, prepared: Prepared) -> None:
     """Serve until cancelled; the listener is closed at the end."""
     try:
-        await prepared.server.serve(sockets=[listener])
+        await prepared.server.serve(sockets=[listener.socket])
     finally:
         listener.close()
 

@@ -17,7 +17,7 @@ class InstanceFacts(NamedTuple):
     tcp: bool
     """Whether RPC has a tcp port; without one only the unix socket is served, and `port` is just a name."""
     http_port: int
-    """0: no HTTP."""
+    """0: no HTTP, or HTTP on a unix socket."""
     socket_dir: Path
     chunk_tokens: int
     max_reserved_bytes: int

@@ -20,7 +20,6 @@ import functools
 import os
 import platform
 import re
-import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +41,7 @@ from kvstrata.process.http_gate import Access
 from kvstrata.process.keeper import Restarts
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
-from kvstrata.process.listen import Prepared, publish_token, warn_if_open
+from kvstrata.process.listen import Listener, Prepared, publish, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.supervisor import Supervisor
@@ -118,7 +117,7 @@ class Instance(NamedTuple):
     housekeeping: Housekeeping
     peer_server: PeerServer | None
     membership: Membership | None
-    http: tuple[socket.socket, Prepared] | None
+    http: tuple[Listener, Prepared] | None
     http_token_file: str
     """Where clients of the same user find the admin port's token; empty without one."""
 
@@ -131,10 +130,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     rpc = ZmqServer(shell.loop, lent_from_bytes=MAX_UNPROVEN_BYTES)
     closers.append(soon(rpc.close))
     port = _bind(rpc, settings)
-    http_socket = http_listen(settings.http) if settings.http.enabled else None
-    if http_socket is not None:
-        closers.append(soon(http_socket.close))
-    http_port = 0 if http_socket is None else http_socket.getsockname()[1]
+    listener = http_listen(settings.http) if settings.http.enabled else None
+    if listener is not None:
+        closers.append(soon(listener.close))
     segment, directory = _open_segment(plan, port, closers)
     pool = segment.pool
     facts = InstanceFacts(
@@ -143,7 +141,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         host=settings.named_host,
         port=port,
         tcp=settings.has_tcp,
-        http_port=http_port,
+        http_port=0 if listener is None else listener.port,
         socket_dir=directory,
         chunk_tokens=settings.chunk_size,
         max_reserved_bytes=pool.extents_bytes // MAX_SESSION_SHARE,
@@ -197,8 +195,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     ground.board.put("rpc", rpc.stats)
     ground.board.put("numa", segment.numa_status)
     closers.append(attach.stop)
-    http, token_file = None, None
-    if http_socket is not None:
+    http, token_file = None, ""
+    if listener is not None:
         whole_admin = Admin(
             ground.readiness,
             ground.board,
@@ -210,14 +208,15 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             control,
         )
         insecure = settings.security.insecure
-        warn_if_open(settings.http, plan.http_token, http_port, shell.log, insecure=insecure)
-        token_file = publish_token(settings.http, plan.http_token, http_port, shell.log)
-        if token_file is not None:
-            closers.append(soon(token_file.close))
+        warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
+        found = publish(settings.http, listener, plan.http_token, "server", shell.log)
+        if found is not None:
+            closers.append(soon(found.close))
+            token_file = str(found.path) if plan.http_token else ""
         make_app = functools.partial(_make_app, whole_admin)
         prepared = await http_prepare(make_app, Access(settings.http, plan.http_token))
         ground.board.put("http", prepared.stats)
-        http = http_socket, prepared
+        http = listener, prepared
     return Instance(
         facts=facts,
         ground=ground,
@@ -231,7 +230,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         peer_server=served.server if served else None,
         membership=membership,
         http=http,
-        http_token_file=str(token_file.path) if token_file is not None else "",
+        http_token_file=token_file,
     )
 
 

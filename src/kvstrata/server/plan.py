@@ -74,7 +74,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     tokens = read_tenants_file(settings.security.tenants_file)
     http_token = ""
     if settings.http.enabled:
-        http_token = read_token(settings.http, insecure=settings.security.insecure, fresh=True)
+        http_token = read_token(settings.http, insecure=settings.security.insecure)
     if settings.security.curve_secret_file:
         if not settings.has_tcp:
             raise ConfigError(

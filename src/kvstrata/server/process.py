@@ -105,6 +105,7 @@ class Server(Process):
             "port": facts.port,
             "tcp": facts.tcp,
             "http_port": facts.http_port,
+            "http_socket": str(instance.http[0].path or "") if instance.http is not None else "",
             "http_token_file": instance.http_token_file,
             "socket_dir": str(facts.socket_dir),
             "l1_bytes": instance.ground.pool.extents_bytes,

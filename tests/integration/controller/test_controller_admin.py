@@ -333,7 +333,10 @@ def test_events_are_read_by_cursor_by_long_poll_and_as_a_stream(controller, inst
     thread.join()
     assert [event["kind"] for event in told[0]["events"]] == ["joined"]
     assert controller.ask(f"/v1/events?after={cursor}&limit=1")["events"] == told[0]["events"]
-    with urllib.request.urlopen(f"{controller.url}/v1/events/stream?after={cursor}", timeout=30) as stream:
+    request = urllib.request.Request(
+        f"{controller.url}/v1/events/stream?after={cursor}", headers=controller.bearer()
+    )
+    with urllib.request.urlopen(request, timeout=30) as stream:
         lines = [stream.readline().decode().strip() for _ in range(4)]
     assert lines[0] == ": connected"
     assert lines[2] == f"id: {told[0]['events'][0]['number']}"
@@ -341,7 +344,7 @@ def test_events_are_read_by_cursor_by_long_poll_and_as_a_stream(controller, inst
     assert controller.ask("/v1/events?after=0")["lost"]
 
 
-def test_off_loopback_needs_a_token_and_checks_it(tmp_path):
+def test_off_loopback_needs_a_token_file_and_checks_the_token(tmp_path):
     token = tmp_path / "token"
     token.touch(mode=0o600)
     token.write_text("t" * 32)

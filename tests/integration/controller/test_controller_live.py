@@ -30,7 +30,7 @@ def controller(tmp_path: Path) -> Iterator[ControllerProcess]:
 
 def told(controller: ControllerProcess, after: str = "", header: str = "") -> Iterator[dict[str, Any]]:
     """Iterates over the changes of a stream."""
-    request = urllib.request.Request(f"{controller.url}/v1/live?after={after}")
+    request = urllib.request.Request(f"{controller.url}/v1/live?after={after}", headers=controller.bearer())
     if header:
         request.add_header("Last-Event-ID", header)
     with urllib.request.urlopen(request, timeout=30) as stream:

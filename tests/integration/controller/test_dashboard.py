@@ -105,27 +105,6 @@ async def test_empty_cluster_says_which_line_starts_an_instance(visit: Visit) ->
         await expect(empty).to_have_count(0)
 
 
-async def test_token_is_asked_for_and_kept_for_the_tab_only(visit: Visit) -> None:
-    cluster = twelve()
-    cluster.token = "right"
-    async with served(cluster) as url, visit(url, unanswered=True, live=False) as page:
-        field = page.get_by_label("Bearer token")
-        await expect(field).to_be_focused()
-        assert await field.get_attribute("type") == "password"
-        await page.keyboard.press("Escape")
-        await field.fill("wrong")
-        await page.keyboard.press("Enter")
-        await expect(page.get_by_role("alert")).to_contain_text("refused")
-        await field.fill("right")
-        await page.get_by_role("button", name="Sign in").click()
-        await expect(page.locator("#connection.live")).to_be_visible()
-        await page.reload()
-        await expect(page.locator("#connection.live")).to_be_visible()
-        await expect(page.get_by_role("dialog")).to_have_count(0)
-        kept = await page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href]")
-        assert "right" not in "".join(kept)
-
-
 async def test_hostile_names_are_text(visit: Visit) -> None:
     cluster = Cluster(
         instance("a-0", 0, zone=HOSTILE, host=HOSTILE, version=HOSTILE, http_url=f"javascript:{HOSTILE}")

@@ -49,7 +49,7 @@ def server(tmp_path: Path, controller: ControllerProcess) -> Iterator[ServerProc
 async def test_server_is_seen_from_its_first_word_to_a_request_that_missed(
     browser: Browser, controller: ControllerProcess, server: ServerProcess
 ) -> None:
-    async with chromium.visit(browser, f"{controller.url}/") as page:
+    async with chromium.visit(browser, f"{controller.url}/", link=controller.dashboard_link()) as page:
         line = f"lmcache-server --controller-url tcp://127.0.0.1:{controller.ports['reply']}"
         await expect(page.locator(".empty")).to_contain_text(line)
         server.start()
@@ -93,7 +93,7 @@ async def test_server_is_seen_from_its_first_word_to_a_request_that_missed(
                 assert await page_checks.faults(page) == [], path
 
 
-async def test_page_of_a_controller_with_a_token_asks_for_it_and_then_acts_with_it(
+async def test_page_asks_for_a_login_takes_the_token_too_and_then_acts(
     browser: Browser, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -105,10 +105,14 @@ async def test_page_of_a_controller_with_a_token_asks_for_it_and_then_acts_with_
         with ClusterInstance(controller.ports["reply"], "told") as instance:
             instance.join({})
             async with chromium.visit(browser, url, unanswered=True, live=False) as page:
-                field = page.get_by_label("Bearer token")
+                await expect(page.get_by_role("dialog")).to_contain_text(
+                    "kvstrata ctl cluster dashboard-link"
+                )
+                assert await page_checks.faults(page) == []
+                field = page.get_by_label("Link, or the controller")
                 await field.fill("u" * 32)
                 await page.keyboard.press("Enter")
-                await expect(page.get_by_role("alert")).to_contain_text("refused")
+                await expect(page.get_by_role("alert")).to_contain_text("unknown, used before or too old")
                 await expect(page.get_by_role("row", name="told")).to_have_count(0)
                 await field.fill("t" * 32)
                 await page.keyboard.press("Enter")
@@ -116,6 +120,9 @@ async def test_page_of_a_controller_with_a_token_asks_for_it_and_then_acts_with_
                 await page.get_by_role("button", name="Drain told").click()
                 await page.get_by_role("alertdialog").get_by_role("button", name="Drain").click()
                 await expect(page.get_by_role("row", name="told")).to_contain_text("draining")
+                assert "t" * 32 not in await page.evaluate(
+                    "JSON.stringify([{...localStorage}, document.cookie])"
+                )
         assert controller.ask("/v1/instances/told", token="t" * 32)["draining"]
 
 
@@ -139,7 +146,8 @@ async def test_page_of_a_follower_names_the_leader_and_finds_chunks_without_it(
         one = stack.enter_context(ClusterInstance(follower.ports["reply"], "told"))
         key = "ab" * 32
         one.join({"l1": tags_of(bytes.fromhex(key))})
-        async with chromium.visit(browser, f"{follower.url}/#/instances") as page:
+        url, to_log_in = f"{follower.url}/#/instances", follower.dashboard_link()
+        async with chromium.visit(browser, url, link=to_log_in) as page:
             note = page.locator(".note")
             await expect(note).to_contain_text("This controller does not lead")
             link = note.get_by_role("link", name="first")
@@ -159,7 +167,8 @@ async def test_server_is_drained_removed_and_allowed_again(
     browser: Browser, controller: ControllerProcess, server: ServerProcess
 ) -> None:
     server.start()
-    async with chromium.visit(browser, f"{controller.url}/#/instances") as page:
+    url, link = f"{controller.url}/#/instances", controller.dashboard_link()
+    async with chromium.visit(browser, url, link=link) as page:
         row = page.get_by_role("row", name="ours")
         await page.get_by_role("button", name="Drain ours").click()
         await page.get_by_role("alertdialog").get_by_role("button", name="Drain").click()
@@ -179,7 +188,8 @@ async def test_killed_server_dies_on_the_page_and_a_killed_controller_is_missed_
     browser: Browser, controller: ControllerProcess, server: ServerProcess
 ) -> None:
     server.start()
-    async with chromium.visit(browser, f"{controller.url}/#/instances", unanswered=True) as page:
+    url, link = f"{controller.url}/#/instances", controller.dashboard_link()
+    async with chromium.visit(browser, url, unanswered=True, link=link) as page:
         row = page.get_by_role("row", name="ours")
         await expect(row).to_contain_text("ready")
         server.kill()
@@ -188,6 +198,8 @@ async def test_killed_server_dies_on_the_page_and_a_killed_controller_is_missed_
         await expect(page.locator(".log")).to_contain_text("died")
         controller.kill()
         await expect(page.get_by_role("alert")).to_contain_text("Connection lost at")
-        controller.start()
+        controller.start()  # which has ended all sessions
+        await page.get_by_label("Link, or the controller").fill(controller.dashboard_link())
+        await page.keyboard.press("Enter")
         await expect(page.locator("#connection.live")).to_be_visible()
         await expect(page.get_by_role("alert")).to_have_count(0)

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def send(
     return int(first.split()[1]), rest.decode()
 
 
-def token_of(process: ServerProcess) -> str:
+def token_of(process: ServerProcess | ControllerProcess) -> str:
     return Path(process.ready["http_token_file"]).read_text().strip()
 
 
@@ -88,9 +89,29 @@ def token_of(process: ServerProcess) -> str:
 def test_another_user_of_this_machine_may_only_ask_the_probes_and_the_metrics(server: ServerProcess) -> None:
     asked = ["GET /healthz", "GET /readyz", "GET /metrics", "GET /v1/status", "POST /v1/clear", "GET /docs",
              "GET /openapi.json", "GET /v1/l2/adapters", "POST /v1/l2/adapters", "GET /", "GET /nowhere"]  # fmt: skip
-    command = [*OTHER_USER, "/usr/bin/env", "python3", "-c", ASK, str(port_of(server)), *asked]
+    assert asked_by_another_user(server, asked) == [200] * 3 + [401] * 8
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_gets_the_probes_the_metrics_and_an_empty_page_from_a_controller(
+    controller: ControllerProcess,
+) -> None:
+    opened = ["GET /healthz", "GET /readyz", "GET /metrics", "GET /", "GET /dashboard/main.js"]
+    asked = ["GET /v1/cluster", "GET /v1/instances", "GET /v1/live", "GET /v1/events", "GET /v1/login", "GET /docs",
+             "GET /openapi.json", "POST /v1/clear", "POST /v1/dashboard-link", "POST /v1/logout",
+             "POST /v1/instances/a/drain", "DELETE /v1/instances/a", "GET /nowhere"]  # fmt: skip
+    expected = [200] * len(opened) + [405 if each == "GET /v1/login" else 401 for each in asked]
+    assert asked_by_another_user(controller, [*opened, *asked]) == expected
+    status, answer = send(port_of(controller), {}, b'{"code": "x"}', request="POST /v1/login")
+    assert (status, json.loads(answer)["field"]) == (403, "code")
+
+
+def asked_by_another_user(process: ServerProcess | ControllerProcess, asked: list[str]) -> list[int]:
+    """The status of each request."""
+    command = [*OTHER_USER, "/usr/bin/env", "python3", "-c", ASK, str(port_of(process)), *asked]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == ["200"] * 3 + ["401"] * 8, done.stderr
+    assert done.returncode == 0, done.stderr
+    return [int(status) for status in done.stdout.split()]
 
 
 @pytest.mark.parametrize("head", FOREIGN, ids=lambda head: "-".join(*head.items()))
@@ -173,6 +194,21 @@ def test_ctl_of_the_same_user_finds_the_token_and_it_ends_with_the_server(tmp_pa
         assert first not in server.log.read_text()
 
 
+def test_ctl_of_the_same_user_finds_a_controller_s_token_which_is_new_at_each_start(tmp_path: Path) -> None:
+    with ControllerProcess(tmp_path) as controller:
+        file, first = Path(controller.ready["http_token_file"]), token_of(controller)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        command = [sys.executable, "-m", "kvstrata", "ctl", "--url", controller.url, "cluster", "status"]
+        assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
+        controller.stop()
+        assert not file.exists()
+        controller.start()
+        assert token_of(controller) != first
+        assert first not in controller.log.read_text()
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            controller.ask("/v1/cluster", token=first)
+
+
 def test_a_token_file_that_others_can_read_stops_the_start(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t" * 32)
@@ -193,3 +229,14 @@ def test_insecure_opens_the_port_and_the_log_says_so_at_each_start(tmp_path: Pat
             assert send(port_of(server), {"host": "evil.example"}, CLEAR)[0] == 403
             assert server.log.read_text().count("http_port_open") == starts
             server.stop()
+
+
+def test_insecure_opens_a_controller_and_the_log_says_so_at_each_start(tmp_path: Path) -> None:
+    with ControllerProcess(tmp_path, flags=("--insecure",)) as controller:
+        for starts in (1, 2):
+            assert controller.ask("/v1/instances", token="")["instances"] == []
+            assert send(port_of(controller), {"host": "evil.example"}, request="GET /v1/cluster")[0] == 403
+            assert controller.log.read_text().count("http_port_open") == starts
+            assert controller.dashboard_link() == f"{controller.url}/"
+            controller.stop()
+            controller.start()

@@ -29,7 +29,7 @@ def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool)
     # Long, as for vLLM's lookups below: an owner that gets no core for a moment must not cause a miss.
     settings = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "3000"}
     with Cluster(folder, l1_mb=l1_mb, n_servers=2, settings=settings) as cluster:
-        say(f"  controller ready, dashboard at {cluster.controller.url}/")
+        say(f"  controller ready, dashboard (opens once) at {cluster.controller.dashboard_link()}")
         if with_vllm:
             _cluster_vllm(folder, table, cluster, size)
         else:
@@ -37,7 +37,10 @@ def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool)
         if keep:
             if with_vllm:
                 cluster.servers[0].start()  # it was killed; its L1 is still there
-            say(f"  The dashboard stays at {cluster.controller.url}/ until Ctrl-C")
+            say(
+                f"  The dashboard stays at {cluster.controller.url}/ until Ctrl-C. To log in, open the link of"
+            )
+            say(f"  kvstrata ctl --url {cluster.controller.url} cluster dashboard-link")
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.cli import ctl, ctl_cluster, ctl_explain
-from kvstrata.errors import BadRequest
+from kvstrata.errors import BadRequest, Unavailable
+from kvstrata.process.http_token import SocketFile
+from tests.harness.daemon import free_port
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -246,3 +250,35 @@ def test_no_text_of_an_engine_is_obeyed_by_the_terminal():
     ):
         text = ctl.table(value)
         assert all(line.isprintable() for line in text.splitlines()) and "\\x1b]0;owned" in text
+
+
+def test_a_unix_socket_is_asked_where_the_usual_port_is_nobody_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    port = free_port()
+    usual = f"http://127.0.0.1:{port}"
+    one = SocketFile("server", Path("/run/one.sock"))
+    assert ctl.find_url(usual, "server") == "unix:/run/one.sock"
+    with socket.create_server(("127.0.0.1", port)):
+        assert ctl.find_url(usual, "server") == usual
+    two = SocketFile("server", Path("/run/two.sock"))
+    with pytest.raises(
+        BadRequest, match=r"^--url: no server of this user .*unix:/run/one.sock, unix:/run/two.sock"
+    ):
+        ctl.find_url(usual, "server")
+    one.close()
+    two.close()
+
+
+def test_a_socket_that_is_not_there_and_a_path_that_is_none_are_errors_of_the_url(tmp_path, capsys):
+    with pytest.raises(Unavailable, match=r"^--url: unix:.*is it running"):
+        ctl.ask(f"unix:{tmp_path / 'no.sock'}", ctl.Ask("/v1/status"))
+    assert ctl.main(["--url", "unix:no.sock", "status"]) == 1
+    assert "--url: 'unix:no.sock' must be" in capsys.readouterr().err
+
+
+def test_a_link_leads_to_the_address_that_the_user_gave():
+    link = {"url": "http://node:9000/#/login/abc", "once_within_s": 300.0}
+    assert ctl_cluster.reachable(link, "") == link
+    assert (
+        ctl_cluster.reachable(link, "http://localhost:19000/")["url"] == "http://localhost:19000/#/login/abc"
+    )

@@ -61,7 +61,7 @@ class Port:
         self.prepared = await listen.prepare(
             lambda: app, Access(ListenSettings(), ""), streams=frozenset({"/stream"})
         )
-        self.task = asyncio.create_task(listen.serve(self.listener, self.prepared))
+        self.task = asyncio.create_task(listen.serve(listen.Listener(self.listener, 0), self.prepared))
 
     async def connect(self, text: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(*self.listener.getsockname())

@@ -131,7 +131,7 @@ def test_the_token_that_the_readme_makes_can_be_used(tmp_path: Path) -> None:
     subprocess.run(["bash", "-euc", f"umask 077\n{commands}"], cwd=tmp_path, check=True, timeout=60)
     token = tmp_path / "http-token"
     assert token.stat().st_mode & 0o777 == 0o600
-    assert len(read_token(HttpSettings(token_file=str(token)), insecure=False, fresh=False)) == 32
+    assert len(read_token(HttpSettings(token_file=str(token)), insecure=False)) == 32
 
 
 def test_the_dashboard_asks_only_for_existing_metrics() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any, cast
@@ -216,23 +217,23 @@ async def test_all_routes_but_the_probes_need_the_token(admin):
 
 def test_off_loopback_needs_a_token(tmp_path):
     for host in ("127.0.0.1", "::1", "localhost"):
-        made = {read_token(HttpSettings(host=host), insecure=False, fresh=True) for _ in range(2)}
+        made = {read_token(HttpSettings(host=host), insecure=False) for _ in range(2)}
         assert len(made) == 2 and min(map(len, made)) > 40
     with pytest.raises(ConfigError, match="token_file"):
-        read_token(HttpSettings(host="0.0.0.0"), insecure=False, fresh=True)
-    assert read_token(HttpSettings(host="0.0.0.0"), insecure=True, fresh=True) == ""
+        read_token(HttpSettings(host="0.0.0.0"), insecure=False)
+    assert read_token(HttpSettings(host="0.0.0.0"), insecure=True) == ""
     short = tmp_path / "token"
     short.touch(mode=0o600)
     short.write_text("abc\n")
     with pytest.raises(ConfigError, match="at least 16"):
-        read_token(HttpSettings(token_file=str(short)), insecure=False, fresh=True)
+        read_token(HttpSettings(token_file=str(short)), insecure=False)
     short.write_text("t" * 32 + "\n")
-    assert read_token(HttpSettings(token_file=str(short)), insecure=False, fresh=True) == "t" * 32
+    assert read_token(HttpSettings(token_file=str(short)), insecure=False) == "t" * 32
 
 
 def test_a_taken_port_says_who_holds_it():
-    with listen(HttpSettings(port=0)) as first:
-        port = first.getsockname()[1]
+    with contextlib.closing(listen(HttpSettings(port=0))) as first:
+        port = first.port
         with pytest.raises(ConfigError, match=rf"{port}.*held by pid \d+"):
             listen(HttpSettings(port=port))
 

@@ -1,9 +1,6 @@
-// The controller's HTTP API. If it wants a token, the page asks the user once, and keeps the token for this browser tab.
+// The controller's HTTP API. If it wants a login, the page asks the user for one and then tries again.
 
-import { askToken } from "./dialog.js";
-
-const TOKEN = "kvstrata.token";
-let asking = null;
+import { newSession, pageKey } from "./login.js";
 
 /** An answer that is not a success; `status` 0: no answer. */
 export class ApiError extends Error {
@@ -13,12 +10,12 @@ export class ApiError extends Error {
   }
 }
 
-/** A response with a success status; if a token is needed, asks for it and tries again. Raises ApiError. */
+/** A response with a success status; if a login is needed, asks for it and tries again. Raises ApiError. */
 export async function open(method, path, { body, signal, timeoutMs } = {}) {
   for (;;) {
-    const token = sessionStorage.getItem(TOKEN);
+    const key = pageKey();
     const headers = { Accept: "application/json" };
-    if (token) headers.Authorization = `Bearer ${token}`;
+    if (key) headers["kvstrata-page-key"] = key;
     if (body !== undefined) headers["Content-Type"] = "application/json";
     let response;
     try {
@@ -31,19 +28,12 @@ export async function open(method, path, { body, signal, timeoutMs } = {}) {
     }
     if (response.ok) return response;
     if (response.status === 401) {
-      await newToken(token);
+      await newSession(key);
       continue;
     }
     const told = await response.json().catch(() => ({}));
     throw new ApiError(response.status, told.message || `The controller answered ${response.status}.`, told.code, told.field);
   }
-}
-
-async function newToken(refused) {
-  if (sessionStorage.getItem(TOKEN) !== refused) return; // another request has already got a new token
-  asking ??= askToken(refused !== null).finally(() => { asking = null; });
-  const given = await asking;
-  sessionStorage.setItem(TOKEN, given);
 }
 
 export async function get(path, options) {

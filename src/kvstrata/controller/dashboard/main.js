@@ -4,6 +4,7 @@ import { measure, onRedraw } from "./chart.js";
 import { announce, h, morphChildren } from "./dom.js";
 import { ago, clock } from "./format.js";
 import { listen, live } from "./live.js";
+import { logInByAddress, logOut, pageKey } from "./login.js";
 import { eventsPage } from "./pages/events.js";
 import { explorerPage } from "./pages/explorer.js";
 import { instancePage } from "./pages/instance.js";
@@ -126,7 +127,8 @@ function bar() {
         h("span", { class: "unseen" }, "Connection: "), CONNECTIONS[state]),
       h("label", { class: "unseen", for: "theme" }, "Theme"),
       h("select", { id: "theme", value: document.documentElement.dataset.theme ?? "", onchange: (event) => chooseTheme(event.target.value) },
-        Object.entries(THEMES).map(([value, name]) => h("option", { value }, name)))),
+        Object.entries(THEMES).map(([value, name]) => h("option", { value }, name))),
+      pageKey() && h("button", { key: "log-out", onclick: logOut }, "Log out")),
   ];
 }
 
@@ -151,12 +153,13 @@ function draw() {
 }
 
 onRedraw(redraw);
-window.addEventListener("hashchange", navigate);
+window.addEventListener("hashchange", () => logInByAddress().then(navigate));
 window.addEventListener("resize", redraw);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address's hash names the page
   document.getElementById("main").focus();
 });
 setInterval(() => { if (performance.now() - drawnMs > TICK_MS) redraw(); }, 1000); // ages tick also without messages
+await logInByAddress();
 navigate();
 listen(redraw);

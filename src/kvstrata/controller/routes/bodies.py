@@ -10,6 +10,24 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 
+class DashboardLinkBody(BaseModel):
+    """A link to the dashboard."""
+
+    url: str
+    once_within_s: float | None = Field(
+        description="The link logs a browser in once, within this time; null: the port is open, and needs no login."
+    )
+
+
+class LoginBody(BaseModel):
+    """A browser's new session."""
+
+    page_key: str = Field(
+        description="Proves the session together with the cookie that comes with this answer."
+    )
+    session_s: float = Field(description="Longest life of the session.")
+
+
 class SyncFacts(BaseModel):
     """Full syncs of one instance, without the time of the last."""
 

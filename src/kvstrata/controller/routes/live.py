@@ -16,6 +16,7 @@ from kvstrata.controller.history import SAMPLE_S, Happened
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import Refused
+from kvstrata.process.http_gate import Access
 
 MAX_STREAMS = 16
 """Most readers of streams at a time; each holds a connection."""
@@ -63,8 +64,8 @@ def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.Eve
     return bodies.EventsBody(events=rows, next_after=next_after, lost=lost)
 
 
-def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRouter:
-    """The routes of this module."""
+def router(cluster: Cluster, around: Surroundings, access: Access, guarded: list[Any]) -> APIRouter:
+    """The routes of this module. A stream ends with the session of the browser that reads it."""
     routes = APIRouter(dependencies=guarded, tags=["events"])
     streams = 0
     clock = Steady(cluster.clock)
@@ -109,7 +110,7 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
         last = request.headers.get("last-event-id", "")
         cursor = int(last) if last.isdecimal() and len(last) < 20 else after
         first = cluster.journal.tail.last if cursor is None else cursor
-        return StreamingResponse(told(first), media_type="text/event-stream", headers=STREAMED)
+        return StreamingResponse(told(first, request), media_type="text/event-stream", headers=STREAMED)
 
     @routes.get("/v1/live", response_class=StreamingResponse)
     async def watch(request: Request, after: Look = "") -> StreamingResponse:
@@ -118,7 +119,7 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
         A reader that reconnects names its last look as `Last-Event-ID` or `after`."""
         room()
         number = feed.number_of(request.headers.get("last-event-id", "") or after)
-        return StreamingResponse(seen(number), media_type="text/event-stream", headers=STREAMED)
+        return StreamingResponse(seen(number, request), media_type="text/event-stream", headers=STREAMED)
 
     @routes.get("/v1/changes", response_model=bodies.ChangesBody)
     async def changes(after: Look = "") -> Response:
@@ -134,11 +135,12 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
         if streams >= MAX_STREAMS:
             raise Refused(f"{MAX_STREAMS} readers already have a stream; use /v1/events with wait_s")
 
-    async def seen(number: int) -> AsyncIterator[bytes]:
+    async def seen(number: int, request: Request) -> AsyncIterator[bytes]:
         nonlocal streams
+        headers = dict(request.headers.raw)
         streams += 1
         try:
-            while True:
+            while access.proven(headers):
                 feed.look()
                 # One change at a time: while the reader does not read, no changes pile up here.
                 while change := feed.after(number):
@@ -148,12 +150,13 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
         finally:
             streams -= 1
 
-    async def told(number: int) -> AsyncIterator[str]:
+    async def told(number: int, request: Request) -> AsyncIterator[str]:
         nonlocal streams
+        headers = dict(request.headers.raw)
         streams += 1
         try:
             yield ": connected\n\n"
-            while True:
+            while access.proven(headers):
                 found, lost = cluster.journal.tail.after(number, MAX_EVENTS)
                 if lost:
                     yield "event: lost\ndata: {}\n\n"

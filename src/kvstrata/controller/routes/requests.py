@@ -16,6 +16,15 @@ Token = Annotated[int, Field(ge=0, lt=1 << 32)]
 InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
+class LoginBody(BaseModel):
+    """A browser that logs in."""
+
+    model_config = ConfigDict(extra="forbid")
+    code: str = Field(
+        max_length=4_096, description="The code of a link that has not been used, or the token of this port."
+    )
+
+
 class Wait(BaseModel):
     """A request that waits for instances."""
 

@@ -1,0 +1,100 @@
+"""The routes that log browsers in: attributes of the cookie, who gets a link, and where it leads."""
+
+from __future__ import annotations
+
+from http.cookies import Morsel, SimpleCookie
+
+import httpx
+import pytest
+
+from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.controller.door import LOGIN, Door
+from kvstrata.controller.routes import login
+from kvstrata.process.http import make_base
+from kvstrata.process.http_gate import Access, guard, sized
+from kvstrata.process.http_login import SESSION_S, Logins
+
+TOKEN = "t" * 32
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+HTTPS = "https://cache.example.net"
+
+
+def client(url: str = "http://localhost:9000", token: str = TOKEN) -> httpx.AsyncClient:
+    settings = ControllerHttpSettings(allowed_hosts=["cache.example.net"])
+    logins = Logins(9000)
+    access = Access(settings, token, public=[LOGIN], logins=logins)
+    app, guarded = make_base("test", lambda: (True, ""))
+    app.include_router(login.router(Door(access, logins, url), guarded))
+    transport = httpx.ASGITransport(guard(sized(app, access), access))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:9000")
+
+
+async def logged_in(http: httpx.AsyncClient, **headers: str) -> tuple[httpx.Response, Morsel[str]]:
+    """The answer to a login with the token, and its cookie."""
+    answer = await http.post(LOGIN, json={"code": TOKEN}, headers=headers)
+    assert answer.status_code == 200 and answer.headers["cache-control"] == "no-store"
+    (cookie,) = SimpleCookie(answer.headers["set-cookie"]).values()
+    return answer, cookie
+
+
+@pytest.mark.parametrize(
+    ("url", "headers", "secure"),
+    [
+        ("http://localhost:9000", {}, False),
+        ("http://localhost:9000", {"origin": "http://localhost:9000"}, False),
+        ("http://localhost:9000", {"origin": HTTPS, "host": "cache.example.net"}, True),
+        (HTTPS, {}, True),
+        (HTTPS, {"origin": "http://localhost:9000"}, False),
+    ],
+)
+async def test_the_cookie_is_shut_off_from_scripts_other_sites_and_plain_http(
+    url: str, headers: dict[str, str], secure: bool
+) -> None:
+    async with client(url) as http:
+        answer, cookie = await logged_in(http, **headers)
+    assert (cookie.key, cookie["path"], cookie["max-age"]) == ("kvstrata-9000", "/", str(SESSION_S))
+    assert (cookie["httponly"], cookie["samesite"], bool(cookie["secure"])) == (True, "strict", secure)
+    assert len({TOKEN, cookie.value, answer.json()["page_key"]}) == 3
+
+
+async def test_a_link_needs_the_token_and_no_session_is_enough() -> None:
+    async with client() as http:
+        assert (await http.post("/v1/dashboard-link")).status_code == 401
+        answer, _ = await logged_in(http)  # the client keeps the cookie
+        key = {"kvstrata-page-key": answer.json()["page_key"]}
+        assert (await http.post("/v1/dashboard-link", headers=key)).status_code == 403
+        told = (await http.post("/v1/dashboard-link", headers=BEARER)).json()
+        assert told["url"].startswith("http://localhost:9000/#/login/") and told["once_within_s"] == 300
+        code = told["url"].rpartition("/")[2]
+        assert [(await http.post(LOGIN, json={"code": code})).status_code for _ in range(2)] == [200, 403]
+
+
+async def test_a_logout_ends_the_session_and_takes_the_cookie_back() -> None:
+    async with client() as http:
+        answer, _ = await logged_in(http)
+        key = {"kvstrata-page-key": answer.json()["page_key"]}
+        foreign = await http.post("/v1/logout", headers={**key, "origin": "http://evil.example"})
+        assert foreign.status_code == 403
+        ended = await http.post("/v1/logout", headers=key)
+        assert ended.status_code == 204 and "Max-Age=0" in ended.headers["set-cookie"]
+        assert (await http.post("/v1/logout", headers=key)).status_code == 401
+
+
+@pytest.mark.parametrize("code", ["", "x" * 32, TOKEN[:-1], f"Bearer {TOKEN}", "ü", "x" * 4_097])
+async def test_a_wrong_code_begins_no_session_and_is_named(code: str) -> None:
+    async with client() as http:
+        answer = await http.post(LOGIN, json={"code": code})
+    assert answer.status_code == (400 if len(code) > 4_096 else 403)
+    assert answer.json()["field"] == "code" and "set-cookie" not in answer.headers
+
+
+async def test_an_open_port_gives_a_link_without_a_code_and_a_unix_socket_none() -> None:
+    async with client(token="") as http:
+        assert (await http.post("/v1/dashboard-link")).json() == {
+            "url": "http://localhost:9000/",
+            "once_within_s": None,
+        }
+        assert (await http.post(LOGIN, json={"code": ""})).status_code == 403
+    async with client(url="", token="") as http:
+        refused = await http.post("/v1/dashboard-link")
+        assert refused.status_code == 400 and "a browser needs a tcp port" in refused.json()["message"]
