@@ -406,6 +406,13 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
     max_instances: Annotated[
         int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
     ] = 1_000
+    peer_hosts: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,253}$")]],
+        Meta(
+            description="Hosts that instances may name in `p2p.advertise` besides the one that their connection comes "
+            "from: names, addresses, or networks such as `10.1.0.0/16`."
+        ),
+    ] = []
     directory: DirectorySettings = DirectorySettings()
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()

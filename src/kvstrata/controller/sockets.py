@@ -35,7 +35,7 @@ class Sockets:
         self.bad_frames: dict[str, int] = {}
         """Invalid frames by socket; the handlers count them."""
 
-    def bind(self, settings: ControllerSettings, curve: CurveKeys | None) -> None:
+    def bind(self, settings: ControllerSettings, curve: CurveKeys) -> None:
         """Listen on all ports, without reading yet. Raises ConfigError."""
         ports = settings.monitor_ports
         for name, server, port in (
