@@ -150,9 +150,9 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
     curve_file: Annotated[
         str,
         Meta(
-            description="File with the CURVE keys of a member: `secret KEY`, which all members may share; if their "
-            "keys differ, also `server KEY` (the controller's public key) and a `client KEY` for each peer that may "
-            "ask."
+            description="File with the CURVE keys of a member, as `kvstrata cluster init` makes it: `secret KEY`, "
+            "`server KEY` (the controller's public key) and a `client KEY` for each peer that may ask. With `secret "
+            "KEY` alone all members share it. Empty: the instance makes a key of its own, for a cluster on loopback."
         ),
     ] = ""
 

@@ -102,12 +102,11 @@ def read_curve_file(path: str) -> CurveKeys:
     return CurveKeys(keys["secret"][-1], frozenset(keys["client"]))
 
 
-def read_controller_keys(path: str) -> ControllerKeys:
+def read_controller_keys(path: str, field: str = "security.curve_secret_file") -> ControllerKeys:
     """Read a controller's keys: one line `secret KEY`, and a line `client KEY [ID …]` for each client.
 
-    Raises ConfigError.
+    Raises ConfigError, which names `field`.
     """
-    field = "security.curve_secret_file"
     ids: dict[bytes, tuple[str, ...]] = {}
     keys = _key_lines(path, field, ("secret", "client"), ids)
     _check_clients(keys["client"], path, field)

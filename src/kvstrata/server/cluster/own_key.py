@@ -9,14 +9,13 @@ the file has the id forgotten there too (`kvstrata ctl cluster remove ID`).
 
 from __future__ import annotations
 
-import os
-import secrets
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from kvstrata.config.folders import user_folder
 from kvstrata.config.private_dir import make_private_dir
-from kvstrata.config.private_file import read_private_file
+from kvstrata.config.private_file import read_private_file, write_private_file
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret, open_keys, public_of
@@ -49,17 +48,8 @@ def _kept_in(path: Path) -> bytes:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         make_private_dir(path.parent, _FIELD)
-        fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(new_secret() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(fresh, path)  # unlike a rename, this keeps the key of an instance that was quicker
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
+        with contextlib.suppress(FileExistsError):  # another process of this instance was quicker
+            write_private_file(path, new_secret() + b"\n", overwrite=False)
     secret = read_private_file(str(path), _FIELD).strip()
     remember_secret(secret)
     try:
