@@ -100,7 +100,7 @@ def cluster_messages() -> str:
         "# Messages of the cluster\n\n",
         GENERATED.format("`src/kvstrata/rpc/cluster_wire.py`"),
         f"\nProtocol {cluster_wire.CLUSTER_PROTOCOL_VERSION}. ZMQ over TCP, one msgpack array a frame, its name first; "
-        "off loopback with CURVE (RFC 26), or without where both sides allow that. In a request `seq` follows the "
+        "always with CURVE (RFC 26), which proves whose message it is. In a request `seq` follows the "
         "name. In its answer the same `seq` follows, then the `epoch` of the process that answers, which changes "
         "whenever that process restarts. The fields after these are listed here, in order. Each request has one "
         "answer: the one named here, or `failure`. The process that asks waits a bounded time and then goes on without "

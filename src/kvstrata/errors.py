@@ -103,9 +103,10 @@ class UnknownInstance(CallerError):
 
 
 class Superseded(CallerError):
-    """Another process has since registered under this instance's name; give each instance a name of its own."""
+    """Another process has since registered under this instance's name, and lives; give each instance its own name."""
 
     code = "superseded"
+    retryable = True
 
 
 class InstanceIdTaken(CallerError):
@@ -113,6 +114,12 @@ class InstanceIdTaken(CallerError):
 
     code = "instance_id_taken"
     retryable = True
+
+
+class WrongKey(CallerError):
+    """The instance id belongs to another key; give the instance a name of its own, or have the id forgotten."""
+
+    code = "wrong_key"
 
 
 class BadSync(CallerError):
@@ -248,7 +255,7 @@ WIRE_ERRORS: dict[str, type[KvstrataError]] = {
 """Wire code → class of the errors that a server answers to engines and admins."""
 
 CLUSTER_ERRORS: dict[str, type[KvstrataError]] = {
-    cls.code: cls for cls in (UnknownInstance, Superseded, InstanceIdTaken, BadSync, NoSlots)
+    cls.code: cls for cls in (UnknownInstance, Superseded, InstanceIdTaken, WrongKey, BadSync, NoSlots)
 }
 """Wire code → class of the errors that only a controller answers, and only to instances, which raise ClusterFailure."""
 

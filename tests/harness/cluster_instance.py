@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,7 +18,10 @@ import zmq
 
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.zmq_curve import OPEN_PUBLIC
 
+KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
+"""Public and secret key of each instance id, which every process of the instance keeps."""
 R = TypeVar("R", bound=msgspec.Struct)
 
 HANG_S = 30.0
@@ -61,9 +65,11 @@ class ClusterInstance:
         incarnation: int = 0,
         tiers: tuple[str, ...] = ("l1", "disk-0"),
         peer: str = "tcp://127.0.0.1:9",
+        keys: tuple[bytes, bytes] | None = None,
         **more: Any,
     ) -> None:
         self.name = name
+        self.public_key, self._secret_key = KEYS[name] if keys is None else keys
         self.incarnation = incarnation or secrets.randbelow(1 << 62) + 1
         self.tiers = list(tiers)
         self.peer = peer
@@ -85,6 +91,8 @@ class ClusterInstance:
         socket.setsockopt(zmq.SNDTIMEO, round(1000 * HANG_S))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
+        socket.curve_serverkey = OPEN_PUBLIC
+        socket.curve_publickey, socket.curve_secretkey = self.public_key, self._secret_key
         socket.connect(f"tcp://127.0.0.1:{port}")
         return socket
 

@@ -12,6 +12,7 @@ import zmq
 
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.zmq_curve import OPEN_SECRET
 
 HANG_S = 30.0
 EPOCH = 5
@@ -27,6 +28,7 @@ class ControllerDouble:
         for name, kind in (("reply", zmq.ROUTER), ("heartbeat", zmq.ROUTER), ("pull", zmq.PULL)):
             socket = self._sockets[name] = self._context.socket(kind)
             socket.setsockopt(zmq.LINGER, 0)
+            socket.curve_server, socket.curve_secretkey = 1, OPEN_SECRET
             self.ports[name] = socket.bind_to_random_port("tcp://127.0.0.1")
         self._heartbeat_ms = heartbeat_ms
         self.epoch = EPOCH

@@ -17,16 +17,17 @@ from kvstrata.rpc.cluster_wire import (
     encode,
     tags_of,
 )
+from kvstrata.rpc.zmq_curve import OPEN, CurveKeys
 from kvstrata.rpc.zmq_server import Address, ZmqServer
 
 
 class Endpoint:
     """A ROUTER socket that answers each request with the return value of `answer`; None: no answer."""
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, keys: CurveKeys = OPEN) -> None:
         self._decoder = decoder
         self._server = ZmqServer(asyncio.get_running_loop())
-        port = self._server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
+        port = self._server.bind_tcp("127.0.0.1", 0, curve=keys, insecure=False)
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.asked: collections.Counter[str] = collections.Counter()
         """Requests by the name of their type."""
@@ -91,7 +92,14 @@ class Directory(Endpoint):
             n_keys = next((i for i, tag in enumerate(tags) if tag not in held), len(tags))
             if n_keys:
                 owners.append(
-                    Owner(entry.instance, entry.incarnation, entry.peer_endpoint, n_keys, entry.confirmed)
+                    Owner(
+                        entry.instance,
+                        entry.incarnation,
+                        entry.peer_endpoint,
+                        n_keys,
+                        entry.confirmed,
+                        entry.peer_key,
+                    )
                 )
         owners.sort(key=lambda owner: -owner.n_keys)
         return WhereReply(request.seq, 7, owners[: request.max_owners])

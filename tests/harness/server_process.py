@@ -104,6 +104,7 @@ class ServerProcess(Spawned):
         self._environment = dict(os.environ if environment is None else environment)
         self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
         self._environment["XDG_CACHE_HOME"] = str(folder / "cache")
+        self._environment["XDG_STATE_HOME"] = str(folder / "state")
         self.cache = folder / "cache" / "kvstrata"
         self._flags = [
             *("--l1-size-gb", str(l1_mb / 1024)),

@@ -36,8 +36,9 @@ GOLDEN = """
     transfer           no   MediumError    TransferError
     internal           no   InternalError  InternalError
     unknown_instance   yes  CallerError    UnknownInstance
-    superseded         no   CallerError    Superseded
+    superseded         yes  CallerError    Superseded
     instance_id_taken  yes  CallerError    InstanceIdTaken
+    wrong_key          no   CallerError    WrongKey
     bad_sync           no   CallerError    BadSync
     no_slots           yes  RemoteError    NoSlots
 """

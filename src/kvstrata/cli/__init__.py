@@ -17,6 +17,7 @@ usage: kvstrata COMMAND [arguments]
               `ctl pool dump` reads the files of a pool without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
               `bench cluster` a controller
+  cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
   doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
@@ -69,6 +70,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvstrata.cli.bench import main as bench
 
         return bench
+    if name == "cluster":
+        from kvstrata.cli.cluster import main as cluster
+
+        return cluster
     if name == "l2":
         from kvstrata.cli.l2 import main as l2
 

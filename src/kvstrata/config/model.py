@@ -154,9 +154,9 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
     curve_file: Annotated[
         str,
         Meta(
-            description="File with the CURVE keys of a member: `secret KEY`, which all members may share; if their "
-            "keys differ, also `server KEY` (the controller's public key) and a `client KEY` for each peer that may "
-            "ask for leases."
+            description="File with the CURVE keys of a member, as `kvstrata cluster init` makes it: `secret KEY`, "
+            "`server KEY` (the controller's public key) and a `client KEY` for each peer that may ask for leases. With `secret "
+            "KEY` alone all members share it. Empty: the instance makes a key of its own, for a cluster on loopback."
         ),
     ] = ""
 
@@ -416,6 +416,13 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
     max_instances: Annotated[
         int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
     ] = 1_000
+    peer_hosts: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,253}$")]],
+        Meta(
+            description="Hosts that instances may name in `p2p.advertise` besides the one that their connection comes "
+            "from: names, addresses, or networks such as `10.1.0.0/16`."
+        ),
+    ] = []
     directory: DirectorySettings = DirectorySettings()
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()

@@ -1,9 +1,14 @@
-"""Reads files that hold secrets; a file that others can read is refused with an error that says what to change."""
+"""Reads and writes files that hold secrets, which only their owner may read.
+
+A file that others can read is refused with an error that says what to change.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
+from pathlib import Path
 
 from kvstrata.errors import ConfigError
 
@@ -39,3 +44,22 @@ def read_private_file(path: str, field: str, *, mounted: bool = False) -> str:
         raise ConfigError(
             f"{field}: {path}: cannot be read: not UTF-8 at byte {error.start}", field=field
         ) from None
+
+
+def write_private_file(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Write a file of mode 0600 as a whole; a crash leaves the old file or the new one.
+
+    Raises OSError, and FileExistsError if the file exists, unless `overwrite`.
+    """
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if overwrite:
+            os.replace(fresh, path)
+        else:
+            os.link(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import msgspec
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.lookups import INLINE_TAGS
+from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.sockets import Sockets
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.observability.logging import EventLog
@@ -47,8 +48,11 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 class Answers:
     """Connects the sockets with one cluster."""
 
-    def __init__(self, cluster: Cluster, sockets: Sockets, supervisor: Supervisor) -> None:
+    def __init__(
+        self, cluster: Cluster, sockets: Sockets, supervisor: Supervisor, peer_hosts: PeerHosts
+    ) -> None:
         self._cluster = cluster
+        self._peer_hosts = peer_hosts
         self._sockets = sockets
         self._supervisor = supervisor
         self._log = EventLog("links")
@@ -82,7 +86,7 @@ class Answers:
 
     async def _answer(self, address: Address, request: ToReply, started_s: float) -> None:
         try:
-            reply = encode(await self._outcome(request))
+            reply = encode(await self._outcome(request, address))
         except KvstrataError as refused:
             reply = self._failure(request.seq, refused)
         except Exception as error:
@@ -95,11 +99,12 @@ class Answers:
         if isinstance(request, Where):
             self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
 
-    async def _outcome(self, request: ToReply) -> msgspec.Struct:
-        cluster = self._cluster
+    async def _outcome(self, request: ToReply, address: Address) -> msgspec.Struct:
+        cluster, key = self._cluster, address.key
         match request:
             case Register():
-                sync = cluster.register(request)
+                await self._peer_hosts.check(request.peer_endpoint, address.host)
+                sync = cluster.register(request, key)
                 return Registered(
                     request.seq,
                     cluster.epoch,
@@ -111,26 +116,26 @@ class Answers:
                     sync,
                 )
             case Goodbye():
-                cluster.goodbye(request)
+                cluster.goodbye(request, key)
             case SyncBegin():
-                cluster.sync_begin(request)
+                cluster.sync_begin(request, key)
             case SyncPart():
-                await cluster.sync_part(request)
+                await cluster.sync_part(request, key)
             case SyncEnd():
-                await cluster.sync_end(request)
+                await cluster.sync_end(request, key)
             case Where():
                 return WhereReply(request.seq, cluster.epoch, await cluster.ranking.where(request))
         return Done(request.seq, cluster.epoch)
 
     # --- pull -----------------------------------------------------------------------------------------------
 
-    def _on_events(self, _: Address, frame: bytes) -> None:
+    def _on_events(self, address: Address, frame: bytes) -> None:
         try:
             events = EVENTS.decode(frame)
         except UNREADABLE as error:
             self._bad("pull", error)
             return
-        self._cluster.apply(events)
+        self._cluster.apply(events, address.key)
         if self._cluster.directory.busy:
             self._sockets.pause()
 
@@ -144,7 +149,7 @@ class Answers:
             self._sockets.beat(address, self._bad("heartbeat", error))
             return
         try:
-            commands = cluster.heartbeat(told)
+            commands = cluster.heartbeat(told, address.key)
         except KvstrataError as refused:
             self._sockets.beat(address, self._failure(told.seq, refused))
             return

@@ -15,6 +15,7 @@ from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, Commands
 from kvstrata.controller.directory import Directory, Fill, SlotsExhausted
 from kvstrata.controller.history import Journal
+from kvstrata.controller.instance_keys import InstanceKeys, Listed
 from kvstrata.controller.leadership import Leadership
 from kvstrata.controller.lookups import Lookups
 from kvstrata.controller.member import Issued, Member, MemberState, Outbox, Sync
@@ -62,10 +63,13 @@ class Cluster:
         name: str,
         epoch: int,
         election: Election | None = None,
+        listed: Listed | None = None,
         nudge: Callable[[str], None] = lambda instance: None,
         drained: Callable[[], None] = lambda: None,
     ) -> None:
-        """`nudge` asks an instance for a heartbeat; `drained` is called when the directory accepts events again."""
+        """`listed`: see InstanceKeys.  `nudge` asks an instance for a heartbeat; `drained` is called when the directory
+        accepts events again.
+        """
         self.settings = settings
         self.name = name
         self.clock = clock
@@ -81,11 +85,13 @@ class Cluster:
         self._outbox = Outbox()
         self.commands = Commands(self._outbox, epoch * 1000)
         self.syncs = Syncs(self.commands, self._outbox)
+        self._keys = InstanceKeys(orders, lambda: clock.unix_ms() / 1000, listed)
         self.members = Members(
             self.commands,
             self.syncs,
             self._outbox,
             orders=orders,
+            keys=self._keys,
             heartbeat_s=settings.heartbeat_s,
             dead_after_s=settings.dead_after_s,
             max_instances=settings.max_instances,
@@ -103,19 +109,19 @@ class Cluster:
         self._ready = "starting"
         orders.on_change(self._orders_changed)
 
-    # --- messages of instances ----------------------------------------------------------------------------
+    # --- messages of instances, with the keys of their connections ------------------------------------------
 
-    def register(self, told: Register) -> bool:
+    def register(self, told: Register, key: str) -> bool:
         """An instance registers; returns whether a full sync is wanted. Raises as `Members.register`."""
-        member, sync = self.members.register(told, self._now())
+        member, sync = self.members.register(told, key, self._now())
         self._abandon(member)
         self.lookups.set_readable(member.group, member.readable)
         self.settle()
         return sync
 
-    def goodbye(self, told: Goodbye) -> None:
-        """An instance leaves. Raises UnknownInstance."""
-        self.members.goodbye(told, self._now())
+    def goodbye(self, told: Goodbye, key: str) -> None:
+        """An instance leaves. Raises UnknownInstance, WrongKey."""
+        self.members.goodbye(told, key, self._now())
         self._ended_pins.update(
             pin.claim
             for pin in self.orders.pins()
@@ -123,10 +129,10 @@ class Cluster:
         )
         self.settle()
 
-    def heartbeat(self, told: Heartbeat) -> list[Command]:
-        """A heartbeat arrives; returns the commands for its answer. Raises UnknownInstance, Superseded."""
+    def heartbeat(self, told: Heartbeat, key: str) -> list[Command]:
+        """A heartbeat arrives; returns the commands for its answer. Raises UnknownInstance, Superseded, WrongKey."""
         leads = self.leadership.token is not None
-        commands = self.members.heartbeat(told, self._now(), leads=leads)
+        commands = self.members.heartbeat(told, key, self._now(), leads=leads)
         if not leads:
             commands = [command for command in commands if command.kind in OF_EACH]
         self.ranking.forget_referred(told.instance)
@@ -137,19 +143,19 @@ class Cluster:
         self.settle()
         return commands
 
-    def apply(self, told: Events) -> None:
+    def apply(self, told: Events, key: str) -> None:
         """Apply a batch of events, if it is the next one of a member."""
         member = self.members.get(told.instance)
-        if self.syncs.events(member, told) and member is not None:
+        if self.syncs.events(member, told, key) and member is not None:
             try:
                 self.directory.apply(member.group, member.told.tiers, told.runs)
             except SlotsExhausted:
                 self.syncs.want(member, "no_slots")
         self.settle()
 
-    def sync_begin(self, told: SyncBegin) -> None:
-        """A full sync begins. Raises UnknownInstance, Superseded, BadSync, SyncAgain, NoSlots."""
-        member = self.members.speaker(told.instance, told.incarnation, self._now())
+    def sync_begin(self, told: SyncBegin, key: str) -> None:
+        """A full sync begins. Raises UnknownInstance, Superseded, WrongKey, BadSync, SyncAgain, NoSlots."""
+        member = self.members.speaker(told.instance, told.incarnation, key, self._now())
         sync = self.syncs.begin(member, told, self._now())
         if sync is None:
             return
@@ -162,11 +168,11 @@ class Cluster:
                 "no slot is free until retired ones are swept; begin again", retry_after_s=NO_SLOTS_RETRY_S
             ) from None
 
-    async def sync_part(self, told: SyncPart) -> None:
-        """A part of a full sync arrives. Raises UnknownInstance, Superseded, BadSync, SyncAgain, Refused."""
+    async def sync_part(self, told: SyncPart, key: str) -> None:
+        """A part of a full sync arrives. Raises UnknownInstance, Superseded, WrongKey, BadSync, SyncAgain, Refused."""
         if self.directory.full:
             raise Refused("the controller is behind with full syncs; send the part again", retry_after_s=0.1)
-        member = self.members.speaker(told.instance, told.incarnation, self._now())
+        member = self.members.speaker(told.instance, told.incarnation, key, self._now())
         sync, fresh = self.syncs.part(member, told)
         fill = self._fills.get(member.group)
         if not fresh or fill is None:
@@ -180,9 +186,9 @@ class Cluster:
                 retry_after_s=self.settings.heartbeat_s,
             )
 
-    async def sync_end(self, told: SyncEnd) -> None:
-        """A full sync ends and is published. Raises UnknownInstance, Superseded, SyncAgain."""
-        member = self.members.speaker(told.instance, told.incarnation, self._now())
+    async def sync_end(self, told: SyncEnd, key: str) -> None:
+        """A full sync ends and is published. Raises UnknownInstance, Superseded, WrongKey, SyncAgain."""
+        member = self.members.speaker(told.instance, told.incarnation, key, self._now())
         sync = self.syncs.end(member, told)
         if sync is None:
             await self.directory.idle()
@@ -262,16 +268,18 @@ class Cluster:
             await asyncio.sleep(TICK_S)
 
     async def keep_orders(self) -> None:
-        """Remove pins that keep nothing any more, until cancelled."""
+        """Remove pins that keep nothing any more, and write keys that instances have shown, until cancelled."""
         while True:
             over = [pin.claim for pin in self.orders.all_pins() if self._keeps_nothing(pin)]
             self._ended_pins.intersection_update(pin.claim for pin in self.orders.all_pins())
             try:
                 if over and self.leadership.token is not None:
                     await self.orders.end_pins(*over)
+                if self.leadership.token is not None:
+                    await self.orders.write_keys()
                 await self.orders.save()
             except NotLeading:
-                pass  # the leader ends these pins
+                pass  # the leader does it
             await asyncio.sleep(TICK_S)
 
     def settle(self) -> None:
@@ -315,7 +323,7 @@ class Cluster:
         for member in self.members:
             if member.state is MemberState.DEAD:
                 continue
-            if member.id in self.orders.removed:
+            if member.id in self.orders.removed or not self._keys.fits(member.id, member.key):
                 self.members.remove(member)
             else:
                 self.lookups.set_readable(member.group, member.readable)

@@ -23,7 +23,7 @@ from kvstrata.rpc.cluster_wire import (
 from kvstrata.states import Machine
 
 MAX_SUPERSEDED = 16
-"""Earlier incarnations that a member remembers; none of them may join again."""
+"""Earlier incarnations that a member remembers; none of them may join again while the member lives."""
 SYNC_AGAIN_S = 5.0
 """Time between two requests for a full sync that has not begun."""
 NO_LOAD = Load({}, {}, {}, {}, 0, 0, 0, 0)
@@ -276,11 +276,15 @@ class Member:
     `Members` writes the first group of fields, `Syncs` the second, `Commands` the third.
     """
 
-    def __init__(self, group: int, told: Register, first: MemberEvent, now_s: float, orders: Orders) -> None:
+    def __init__(
+        self, group: int, told: Register, key: str, first: MemberEvent, now_s: float, orders: Orders
+    ) -> None:
         self._orders = orders
         self.group = group
         """Number of its placements in the directory; new each time that an incarnation becomes a member."""
         self.told = told
+        self.key = key
+        """Public key (Z85) of the connection on which it registered; all of its messages come with this key."""
         self.state = MEMBER.after(MEMBER.first, first)
         self.joined_s = now_s
         self.heard_s = now_s

@@ -1,11 +1,13 @@
 """Decides which incarnation of an instance is a member of the cluster, and which members live.  No I/O, no clock.
 
-1. An id has one member.  Another incarnation of the same id takes over at once on the same host (a restarted process),
-   and on another host after the death of the old one; a superseded incarnation never becomes a member again.
-2. Placements belong to a `group`, a number that is new each time that an incarnation becomes a member.  When the outbox
+1. An id belongs to a key (instance_keys.py).  Only messages that come with the key of a member count as the member's.
+2. An id has one member.  Another incarnation of the same id and key takes over at once on the same host (a restarted
+   process), and on another host after the death of the old one.  A superseded incarnation is refused as long as its
+   successor lives; after the successor's death it may register again.
+3. Placements belong to a `group`, a number that is new each time that an incarnation becomes a member.  When the outbox
    names a member in `forgotten`, its placements are dropped.
-3. Everything here is bounded: members, dead members, and remembered incarnations.
-4. An order says whether a member is drained (orders.py), and its heartbeats say whether it leases nothing to peers.  As
+4. Everything here is bounded: members, dead members, and remembered incarnations.
+5. An order says whether a member is drained (orders.py), and its heartbeats say whether it leases nothing to peers.  As
    long as the two differ, the member is commanded again.
 
 The states of a member are a table in member.py.  Every method takes the time, in monotonic seconds.
@@ -14,9 +16,10 @@ The states of a member are a table in member.py.  Every method takes the time, i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from kvstrata.controller.commands import Commands
+from kvstrata.controller.instance_keys import InstanceKeys
 from kvstrata.controller.member import Member, MemberEvent, MemberState, News, Outbox
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.syncs import Syncs
@@ -28,6 +31,7 @@ from kvstrata.errors import (
     Refused,
     Superseded,
     UnknownInstance,
+    WrongKey,
     WrongVersion,
 )
 from kvstrata.rpc.cluster_wire import (
@@ -57,6 +61,7 @@ class Members:
         outbox: Outbox,
         *,
         orders: Orders,
+        keys: InstanceKeys,
         heartbeat_s: float,
         dead_after_s: float,
         max_instances: int,
@@ -66,6 +71,7 @@ class Members:
         self._syncs = syncs
         self._outbox = outbox
         self._orders = orders
+        self._keys = keys
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
         self._max_instances = max_instances
@@ -90,10 +96,18 @@ class Members:
         """The member whose placements have this group."""
         return self._by_group.get(group)
 
-    def speaker(self, instance: str, incarnation: int, now_s: float) -> Member:
-        """The live sender of a message, which arrives now. Raises UnknownInstance, Superseded."""
+    def speaker(self, instance: str, incarnation: int, key: str, now_s: float) -> Member:
+        """The live sender of a message, which arrives now with this key.
+
+        Raises UnknownInstance, Superseded, WrongKey.
+        """
         member = self._by_id.get(instance)
-        if member is not None and incarnation in member.superseded:
+        if member is not None and member.key != key:
+            raise WrongKey(
+                f"instance: {instance} has registered with another key than that of this connection",
+                field="instance",
+            )
+        if member is not None and member.state is MemberState.LIVE and incarnation in member.superseded:
             raise _superseded(member)
         if member is None or member.state is not MemberState.LIVE or member.incarnation != incarnation:
             raise UnknownInstance(
@@ -105,12 +119,14 @@ class Members:
 
     # --- coming and going -----------------------------------------------------------------------------------
 
-    def register(self, told: Register, now_s: float) -> tuple[Member, bool]:
-        """An instance registers; returns its member, and whether a full sync is wanted.
+    def register(self, told: Register, key: str, now_s: float) -> tuple[Member, bool]:
+        """An instance registers with this key; returns its member, and whether a full sync is wanted.
 
-        Raises BadRequest, WrongVersion, NotPermitted, Superseded, InstanceIdTaken or Refused; then nothing has changed.
+        Raises BadRequest, WrongVersion, NotPermitted, WrongKey, Superseded, InstanceIdTaken or Refused; then nothing
+        has changed.
         """
         _check_register(told)
+        self._keys.check(told.instance, key, told.host)
         if told.instance in self._orders.removed:
             raise NotPermitted(
                 f"instance: {told.instance} was removed by an admin; let it in again with "
@@ -118,37 +134,44 @@ class Members:
                 field="instance",
             )
         known = self._by_id.get(told.instance)
-        if known is not None:
-            if known.incarnation == told.incarnation and known.state is not MemberState.DEAD:
-                return self._register_again(known, told, now_s)
+        if known is not None and known.state is not MemberState.DEAD:
+            if known.incarnation == told.incarnation:
+                self._keys.learn(told.instance, key, self._by_id.__contains__)
+                return self._register_again(known, told, key, now_s)
             self._check_takeover(known, told, now_s)
-        if known is None or known.state is MemberState.DEAD:
+        else:
             self._check_room()
-        superseded: Iterable[int] = ()
+        self._keys.learn(told.instance, key, self._by_id.__contains__)
+        superseded: list[int] = []
         if known is not None:
-            superseded = known.superseded
-            if known.incarnation != told.incarnation:
-                superseded = [*superseded, known.incarnation]
+            superseded = [one for one in (*known.superseded, known.incarnation) if one != told.incarnation]
             lived = known.state is MemberState.LIVE
             self._forget(known, MemberEvent.REPLACED, "superseded" if lived else "came_back")
-        member = self._add(told, MemberEvent.REGISTERED, now_s)
+        member = self._add(told, key, MemberEvent.REGISTERED, now_s)
         member.superseded.extend(superseded)
         member.sync_wanted = "registered"
         self._outbox.say("joined", member, host=told.host, incarnation=told.incarnation, version=told.version)
         return member, True
 
-    def restore(self, told: Register, *, now_s: float) -> Member | None:
-        """Add a member of the snapshot; returns None if its id is taken or the cluster is full."""
-        if told.instance in self._by_id or len(self._by_id) >= self._max_instances:
+    def restore(self, told: Register, key: str, *, now_s: float) -> Member | None:
+        """Add a member of the snapshot; returns None if its id is taken or has another key, or the cluster is full."""
+        full = len(self._by_id) >= self._max_instances
+        if told.instance in self._by_id or full or not self._keys.fits(told.instance, key):
             return None
-        return self._add(told, MemberEvent.READ, now_s)
+        try:
+            self._keys.learn(told.instance, key, self._by_id.__contains__)
+        except Refused:
+            return None
+        return self._add(told, key, MemberEvent.READ, now_s)
 
-    def goodbye(self, told: Goodbye, now_s: float) -> None:
-        """The instance leaves; a repeated goodbye does nothing. Raises UnknownInstance."""
+    def goodbye(self, told: Goodbye, key: str, now_s: float) -> None:
+        """The instance leaves; a repeated goodbye does nothing. Raises UnknownInstance, WrongKey."""
         member = self._by_id.get(told.instance)
         if member is None or told.incarnation in member.superseded:
             return
-        self._forget(self.speaker(told.instance, told.incarnation, now_s), MemberEvent.LEFT, "left")
+        self._forget(self.speaker(told.instance, told.incarnation, key, now_s), MemberEvent.LEFT, "left")
+        if told.for_ever:
+            self._keys.forget(told.instance)
 
     def remove(self, member: Member) -> None:
         """Forget a member that an admin has removed."""
@@ -180,9 +203,9 @@ class Members:
 
     # --- heartbeats -----------------------------------------------------------------------------------------
 
-    def heartbeat(self, told: Heartbeat, now_s: float, *, leads: bool = True) -> list[Command]:
-        """A heartbeat arrives; returns the commands for its answer. Raises UnknownInstance, Superseded."""
-        member = self.speaker(told.instance, told.incarnation, now_s)
+    def heartbeat(self, told: Heartbeat, key: str, now_s: float, *, leads: bool = True) -> list[Command]:
+        """A heartbeat arrives; returns the commands for its answer. Raises UnknownInstance, Superseded, WrongKey."""
+        member = self.speaker(told.instance, told.incarnation, key, now_s)
         member.load = told.load
         member.models = told.models
         if member.reported != told.state:
@@ -227,12 +250,12 @@ class Members:
                 retry_after_s=max(0.1, known.heard_s + self._dead_after_s - now_s),
             )
 
-    def _register_again(self, member: Member, told: Register, now_s: float) -> tuple[Member, bool]:
+    def _register_again(self, member: Member, told: Register, key: str, now_s: float) -> tuple[Member, bool]:
         """A member registers again, over a new connection or with a restarted controller."""
         restored = member.state is MemberState.RESTORED
         if told.tiers != member.told.tiers:
             self._syncs.want(member, "tiers_changed")
-        member.told = told
+        member.told, member.key = told, key
         member.happened(MemberEvent.REGISTERED)
         member.heard_s = now_s
         self._syncs.registered_again(member)
@@ -243,10 +266,10 @@ class Members:
             self._syncs.want(member, "gap", expected=told.last_event, got=member.applied_seq)
         return member, not member.confirmed
 
-    def _add(self, told: Register, first: MemberEvent, now_s: float) -> Member:
+    def _add(self, told: Register, key: str, first: MemberEvent, now_s: float) -> Member:
         while self._next_group in self._by_group:
             self._next_group = (self._next_group + 1) % MAX_GROUP
-        member = Member(self._next_group, told, first, now_s, self._orders)
+        member = Member(self._next_group, told, key, first, now_s, self._orders)
         self._next_group = (self._next_group + 1) % MAX_GROUP
         self._by_id[told.instance] = member
         self._by_group[member.group] = member

@@ -120,11 +120,17 @@ class Operations:
         return [cluster.issue(member, CommandKind.DRAIN, {"on": on})]
 
     async def remove(self, instance: str) -> MemberState:
-        """Forget a member; unless it is dead, it may not join again until it is allowed. Returns its state before.
+        """Forget a member, and the key that its id belongs to; returns its state before.
 
-        Raises KvstrataError.
+        Unless it is dead, it may not join again until it is allowed.  An absent instance whose id belongs to a key is
+        forgotten likewise.  Raises KvstrataError.
         """
-        cluster, member = self._cluster, self.member(instance)
+        cluster = self._cluster
+        if cluster.members.get(instance) is None and instance in cluster.orders.keys:
+            cluster.leadership.must_lead()
+            await cluster.orders.remove(instance, bar=False)
+            return MemberState.GONE
+        member = self.member(instance)
         was = member.state
         cluster.leadership.must_lead()
         await cluster.orders.remove(member.id, bar=was is not MemberState.DEAD)
@@ -241,6 +247,7 @@ class Operations:
             "incarnation": owner.incarnation,
             "peer_endpoint": owner.told.peer_endpoint,
             "confirmed": owner.confirmed,
+            "peer_key": owner.key,
         }
         arguments = [
             {

@@ -1,11 +1,15 @@
 """The orders of admins, which hold until they order otherwise: drained instances, removed instances, and pins.
 
+The public keys that the ids of instances belong to (instance_keys.py) are kept with them.  Every controller learns keys
+when instances register with it; the leader writes those that it has learnt to etcd, and what etcd has counts.
+
 If several controllers share an etcd, the leader writes each order there before it acts, and all controllers read it
 from there (election.py).  A single controller has only a file.  Every controller writes all orders that it knows to its
 file at each change, and starts with the orders of its file until etcd has answered.  If etcd has lost its data, the
 leader writes the orders to it again.
 
-Orders have names: `drained/INSTANCE`, `removed/INSTANCE`, `pins/CLAIM`.  An order that cannot be read is left out.
+Orders have names: `drained/INSTANCE`, `removed/INSTANCE`, `pins/CLAIM`, `keys/INSTANCE`.  An order that cannot be read
+is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ FILE = "orders.json"
 PINS_FILE = "pins.json"
 """File of versions that kept only pins; read if FILE does not exist."""
 VERSION = 1
-DRAINED, REMOVED, PINS = "drained", "removed", "pins"
+DRAINED, REMOVED, PINS, KEYS = "drained", "removed", "pins", "keys"
 STANDS = b"1"
 """The value of an order whose name says everything."""
 
@@ -54,11 +58,21 @@ class Pin(msgspec.Struct, frozen=True):
         return [self.claim, *(f"{self.claim}.{part}" for part in range(1, self.parts))]
 
 
+class KeyOfId(msgspec.Struct, frozen=True):
+    """The key that an instance id belongs to."""
+
+    key: str
+    """Public key in Z85."""
+    seen_unix_s: int
+    """When the instance registered with it, give or take a day."""
+
+
 class _File(msgspec.Struct, frozen=True):
     version: int
     pins: list[Pin]
     drained: list[str] = []
     removed: list[str] = []
+    keys: dict[str, KeyOfId] = {}
 
 
 class Orders:
@@ -77,6 +91,10 @@ class Orders:
         self.drained: dict[str, None] = {}
         self.removed: dict[str, None] = {}
         """Instances that were removed while they lived; they may not join."""
+        self.keys: dict[str, KeyOfId] = {}
+        """By instance id; an id that is missing belongs to nobody yet."""
+        self._unwritten: dict[str, KeyOfId | None] = {}
+        """Keys that were learnt or forgotten here, and that no order says yet."""
         self._path: Path | None = None
         self._failed: Callable[[Path, OSError], None] = lambda path, error: None
         self._saving = asyncio.Lock()
@@ -108,6 +126,7 @@ class Orders:
             **{f"{DRAINED}/{instance}": STANDS for instance in self.drained},
             **{f"{REMOVED}/{instance}": STANDS for instance in self.removed},
             **{f"{PINS}/{pin.claim}": msgspec.json.encode(pin) for pin in self._pins.values()},
+            **{f"{KEYS}/{instance}": msgspec.json.encode(known) for instance, known in self.keys.items()},
         }
 
     # --- changing -----------------------------------------------------------------------------------------
@@ -125,8 +144,10 @@ class Orders:
         await self._change({f"{DRAINED}/{instance}": STANDS if on else None})
 
     async def remove(self, instance: str, *, bar: bool) -> None:
-        """Remove an instance's drain; with `bar` it may not join until `allow`. Raises Refused, NotLeading."""
+        """Remove an instance's drain and key; with `bar` it may not join until `allow`. Raises Refused, NotLeading."""
         changes: dict[str, bytes | None] = {f"{DRAINED}/{instance}": None} if instance in self.drained else {}
+        if instance in self.keys:
+            changes[f"{KEYS}/{instance}"] = None
         if bar:
             if len(self.removed) >= MAX_INSTANCES:
                 raise Refused(f"{MAX_INSTANCES} instances are already removed; allow some first")
@@ -150,11 +171,31 @@ class Orders:
         """Take pins off the list. Raises NotLeading."""
         await self._change({f"{PINS}/{claim}": None for claim in claims if claim in self._pins})
 
+    def learn_key(self, instance: str, known: KeyOfId | None) -> None:
+        """An id belongs to this key from now on, or to none; `write_keys` makes that an order."""
+        self._unwritten[instance] = known
+        self._unsaved = True
+        if known is None:
+            self.keys.pop(instance, None)
+        else:
+            self.keys[instance] = known
+
+    async def write_keys(self) -> None:
+        """Write what was learnt about keys as orders. Raises NotLeading."""
+        await self._change(
+            {
+                f"{KEYS}/{instance}": None if known is None else msgspec.json.encode(known)
+                for instance, known in self._unwritten.items()
+            }
+        )
+
     def load(self, entries: Mapping[str, bytes]) -> None:
-        """Replace all orders by those of etcd."""
+        """Replace all orders by those of etcd; keys of ids that etcd lacks stay if they were learnt here."""
         before = self.entries()
-        self._pins, self.drained, self.removed = {}, {}, {}
+        self._pins, self.drained, self.removed, self.keys = {}, {}, {}, {}
         self._apply(entries)
+        self._unwritten = {name: known for name, known in self._unwritten.items() if known is not None}
+        self.keys.update((name, known) for name, known in self._unwritten.items() if known is not None)
         self._unsaved |= self.entries() != before
         self._changed()
 
@@ -185,6 +226,12 @@ class Orders:
                     self._pins[what] = msgspec.json.decode(value, type=Pin)
                 elif kind == PINS:
                     self._pins.pop(what, None)
+                elif kind == KEYS:
+                    self._unwritten.pop(what, None)
+                    if value is not None:
+                        self.keys[what] = msgspec.json.decode(value, type=KeyOfId)
+                    else:
+                        self.keys.pop(what, None)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 self._log.warning("order_ignored", name=name, reason=str(error))
 
@@ -211,6 +258,7 @@ class Orders:
             self._pins = {pin.claim: pin for pin in told.pins[:MAX_PINS]}
             self.drained = dict.fromkeys(told.drained[:MAX_INSTANCES])
             self.removed = dict.fromkeys(told.removed[:MAX_INSTANCES])
+            self.keys = dict(told.keys)
             break
         return self._path, ""
 
@@ -226,7 +274,7 @@ class Orders:
                 return
             self._unsaved = False
             told = msgspec.json.encode(
-                _File(VERSION, list(self._pins.values()), list(self.drained), list(self.removed))
+                _File(VERSION, list(self._pins.values()), list(self.drained), list(self.removed), self.keys)
             )
             done = asyncio.get_running_loop().run_in_executor(None, replace_file, self._path, told)
             try:

@@ -27,6 +27,7 @@ from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.door import LOGIN, Door
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
+from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets
 from kvstrata.controller.surroundings import Surroundings
@@ -47,7 +48,7 @@ from kvstrata.process.listen import (
     serve,
     warn_if_open,
 )
-from kvstrata.rpc.zmq_curve import CurveKeys, read_curve_file
+from kvstrata.rpc.zmq_curve import OPEN_CONTROLLER, ControllerKeys, read_controller_keys
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class Plan(NamedTuple):
 
     settings: ControllerSettings
     http_token: str
-    curve: CurveKeys | None
+    keys: ControllerKeys
+    peer_hosts: PeerHosts
 
 
 def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
@@ -84,7 +86,8 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
     curve_file = settings.security.curve_secret_file
     if settings.etcd.endpoints:
         check_etcd(settings)
-    return Plan(settings, token, read_curve_file(curve_file) if curve_file else None)
+    keys = read_controller_keys(curve_file) if curve_file else OPEN_CONTROLLER
+    return Plan(settings, token, keys, PeerHosts(settings.peer_hosts))
 
 
 def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[str, str]) -> Path | None:
@@ -173,7 +176,7 @@ class Controller(Process):
         epoch = clock.unix_ms()
         sockets = Sockets(loop, epoch)
         self.closers.append(soon(sockets.close))
-        sockets.bind(settings, self._plan.curve)
+        sockets.bind(settings, self._plan.keys.curve)
         name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{sockets.ports['reply']}")[:64]
         election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(
@@ -184,6 +187,7 @@ class Controller(Process):
             name=name,
             epoch=epoch,
             election=election,
+            listed=self._plan.keys.listed,
             nudge=sockets.nudge,
             drained=sockets.resume,
         )
@@ -216,7 +220,7 @@ class Controller(Process):
         door = Door(access, logins, url if listener.path is None else "")
         make_app = functools.partial(self._make_app, cluster, around, door)
         self._http_server = http_server = await prepare(make_app, access, streams=STREAMS)
-        Answers(cluster, sockets, self.supervisor).start()
+        Answers(cluster, sockets, self.supervisor, self._plan.peer_hosts).start()
         if election is not None:
             self.closers.append(election.close)
             self.supervisor.spawn(election.run(cluster.orders, cluster.leadership_changed), "election")

@@ -71,6 +71,7 @@ class Ranking:
                 member.told.peer_endpoint,
                 n_chunks * told.n_slices,
                 member.confirmed,
+                member.key,
             )
             for _, member, n_chunks in rows[: told.max_owners]
         ]

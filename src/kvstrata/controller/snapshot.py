@@ -41,7 +41,7 @@ from kvstrata.native.copying import crc32c
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_wire import Register
 
-MAGIC = b"KVSDIR\x00\x01"
+MAGIC = b"KVSDIR\x00\x02"
 """First bytes of a snapshot; the last of them is the format's version."""
 FILE = "directory.snapshot"
 DUMP_CELLS = 65_536
@@ -193,6 +193,7 @@ class Snapshots:
         members = [
             {
                 "told": msgspec.to_builtins(member.told),
+                "key": member.key,
                 "slots": tiers.get(member.group, {}),
             }
             for member in cluster.members
@@ -220,10 +221,11 @@ class Snapshots:
         for entry in document["members"]:
             try:
                 told = msgspec.convert(entry["told"], Register)
+                key = str(entry["key"])
                 slots = {str(tier): int(slot) for tier, slot in entry["slots"].items()}
             except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
                 raise BadSnapshot(f"a member in it cannot be read: {error}") from None
-            restored = self._restore_member(told)
+            restored = self._restore_member(told, key)
             if restored is None:
                 continue
             self.status["restored_members"] += 1
@@ -235,10 +237,10 @@ class Snapshots:
             "snapshot_restored", members=self.status["restored_members"], path=str(self._path)
         )
 
-    def _restore_member(self, told: Register) -> dict[str, int] | None:
+    def _restore_member(self, told: Register, key: str) -> dict[str, int] | None:
         """Restore a member; returns the slots of its tiers, None if the id is taken or the cluster is full."""
         cluster = self._cluster
-        member = cluster.members.restore(told, now_s=cluster.clock.monotonic_s())
+        member = cluster.members.restore(told, key, now_s=cluster.clock.monotonic_s())
         if member is None:
             return None
         cluster.lookups.set_readable(member.group, member.readable)

@@ -36,7 +36,7 @@ class Sockets:
         self.bad_frames: dict[str, int] = {}
         """Invalid frames by socket; the handlers count them."""
 
-    def bind(self, settings: ControllerSettings, curve: CurveKeys | None) -> None:
+    def bind(self, settings: ControllerSettings, curve: CurveKeys) -> None:
         """Listen on all ports, without reading yet. Raises ConfigError."""
         ports, host = settings.monitor_ports, settings.monitor_host or settings.http.host
         if socket_path(host) is not None:

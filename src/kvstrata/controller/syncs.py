@@ -50,9 +50,12 @@ class Syncs:
 
     # --- events ---------------------------------------------------------------------------------------------
 
-    def events(self, member: Member | None, told: Events) -> bool:
-        """Decide whether a batch is to be applied to the placements of `member`; if not, count the reason."""
-        dropped = self._take(member, told)
+    def events(self, member: Member | None, told: Events, key: str) -> bool:
+        """Decide whether a batch that came with this key is to be applied to the placements of `member`.
+
+        If not, the reason is counted.
+        """
+        dropped = "wrong_key" if member is not None and member.key != key else self._take(member, told)
         if dropped:
             self.dropped[dropped] = self.dropped.get(dropped, 0) + 1
         return not dropped

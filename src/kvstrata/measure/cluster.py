@@ -11,8 +11,10 @@ Tags are random, so lookups of real engines do not find them.  At the end every 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -38,6 +40,20 @@ LAG_S = 1.0
 TICK_S = 0.005
 SEEN_S, SEEN_PAUSE_S = 30.0, 0.001
 NO_LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
+
+
+@functools.cache
+def own_address(url: str) -> str:
+    """The address of this machine from which it connects to `url`, as endpoints write it. Raises Unavailable."""
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise Unavailable(f"cannot connect to {url!r}: {error.strerror}") from None
+    return f"[{address}]" if family == socket.AF_INET6 else address
 
 
 class Step(NamedTuple):
@@ -74,7 +90,7 @@ class Instance:
         self,
         links: Links,
         url: str,
-        keys: ClusterKeys | None,
+        keys: ClusterKeys,
         name: str,
         chunks: int,
         tiers: Sequence[str] = ("l1",),
@@ -88,6 +104,7 @@ class Instance:
         self.newest = b""
         self._links = links
         self._host = url.rpartition(":")[0]
+        self._peer_endpoint = f"tcp://{own_address(url)}:9"
         self._keys = keys
         self._reply = links.ask(url, keys=keys)
         self._push: PushLink | None = None
@@ -100,7 +117,7 @@ class Instance:
         """Register and sync; returns the seconds between two heartbeats. Raises Unavailable or ClusterFailure."""
         request = wire.Register(
             0, wire.CLUSTER_PROTOCOL_VERSION, self.name, self.incarnation, __version__, self.tiers, len(self.held), 256,
-            "tcp://127.0.0.1:9", "", "bench", "bench", os.getpid(),
+            self._peer_endpoint, "", "bench", "bench", os.getpid(),
         )  # fmt: skip
         registered = await self._reply.ask(request, wire.Registered, ANSWER_S)
         self._push = self._links.push(f"{self._host}:{registered.pull_port}", keys=self._keys)
@@ -168,7 +185,9 @@ class Instance:
         if self._push is None:
             return
         try:
-            await self._reply.ask(wire.Goodbye(0, self.name, self.incarnation), wire.Done, ANSWER_S)
+            await self._reply.ask(
+                wire.Goodbye(0, self.name, self.incarnation, for_ever=True), wire.Done, ANSWER_S
+            )
         except (Unavailable, ClusterFailure):
             pass  # the controller forgets an instance that stays silent
 
@@ -179,7 +198,7 @@ class SimulatedCluster:
     A context can be entered once.
     """
 
-    def __init__(self, url: str, *, instances: int, chunks: int, keys: ClusterKeys | None = None) -> None:
+    def __init__(self, url: str, *, instances: int, chunks: int, keys: ClusterKeys) -> None:
         """`url`: the controller's reply port, `tcp://HOST:PORT`; `instances` is 2 or more."""
         self._links = Links(asyncio.get_running_loop())
         run = secrets.token_hex(3)

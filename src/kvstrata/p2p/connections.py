@@ -1,4 +1,8 @@
-"""The connections to the owners of chunks, one for each owner's process."""
+"""The connections to the owners of chunks, one for each owner's process.
+
+An owner's endpoint and public key come from the controller.  Nobody at that endpoint but the process with the owner's
+secret key gets a message of ours, or is believed.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,11 @@ MAX_PEERS = 256
 class Connection:
     """The connection to one owner: a link for messages, and the transfer engine's access to the owner's memory."""
 
-    def __init__(self, instance: str, endpoint: str, link: AskLink) -> None:
-        self.instance = instance
-        self.endpoint = endpoint
+    def __init__(self, owner: Owner, link: AskLink) -> None:
+        self.instance = owner.instance
+        self.endpoint = owner.peer_endpoint
+        self.key = owner.peer_key
+        """The public key that the process at `endpoint` has proven to have, once it has answered."""
         self.link = link
         self.epoch = 0
         """Epoch of the owner's process whose memory the transfer engine reaches; 0 while it reaches none."""
@@ -43,7 +49,7 @@ class Connection:
 class Connections:
     """The connections of one tier, by the owner's instance id."""
 
-    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys | None, engines: PeerEngine) -> None:
+    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys, engines: PeerEngine) -> None:
         self._shared = shared
         self._links = links
         self._keys = keys
@@ -77,14 +83,14 @@ class Connections:
         raised this or was cancelled does not stop the opening, so that later callers can use the connection.
         """
         peer = self._peers.get(owner.instance)
-        if peer is not None and peer.endpoint != owner.peer_endpoint:
+        if peer is not None and (peer.endpoint, peer.key) != (owner.peer_endpoint, owner.peer_key):
             self.let_go(peer)
             peer = None
         if peer is None:
             if len(self._peers) >= MAX_PEERS:
                 self.let_go(next(iter(self._peers.values())))
-            link = self._links.ask(owner.peer_endpoint, keys=self._keys)
-            peer = self._peers[owner.instance] = Connection(owner.instance, owner.peer_endpoint, link)
+            link = self._links.ask(owner.peer_endpoint, keys=self._keys.to(owner.peer_key))
+            peer = self._peers[owner.instance] = Connection(owner, link)
         if not peer.epoch:
             if peer.opening is None:
                 peer.opening = asyncio.create_task(self._hello(peer), name=f"{self._shared.name}-hello")

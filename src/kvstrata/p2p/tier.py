@@ -54,7 +54,7 @@ from kvstrata.p2p.shared import COUNTED, Shared
 from kvstrata.policy.breaker import Breaker
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, READ_ONLY, THROTTLED
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner
-from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys
+from kvstrata.rpc.zmq_curve import ClusterKeys, open_keys, read_cluster_keys
 from kvstrata.rpc.zmq_link import AskLink, Links
 from kvstrata.storage.base import (
     AdapterContext,
@@ -156,7 +156,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         self,
         context: AdapterContext,
         links: Links,
-        keys: ClusterKeys | None,
+        keys: ClusterKeys,
         controllers: list[tuple[AskLink, Breaker]],
     ) -> _Parts:
         shared = Shared(self.name, self._settings, context.clock, context.instance_id)
@@ -186,9 +186,10 @@ class PeerTier(StorageAdapter, ReadsPeers):
             links.close()
         await self._lanes.close()
 
-    def _read_keys(self) -> ClusterKeys | None:
+    def _read_keys(self) -> ClusterKeys:
+        """The keys of the file; without one a new key, since owners without key files serve every reader."""
         curve_file = self._settings.curve_file
-        return read_cluster_keys(curve_file, "controller.curve_file") if curve_file else None
+        return read_cluster_keys(curve_file, "controller.curve_file") if curve_file else open_keys()
 
     # --- the contract ------------------------------------------------------------------------------------
 

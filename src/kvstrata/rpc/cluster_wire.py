@@ -15,6 +15,9 @@ pairs the answer with its question.  `epoch` changes whenever the answering proc
 milliseconds.  The directory knows a chunk by its *tag*, the first 8 bytes of the 32-byte storage key, which are
 uniformly distributed; the owner of the chunk compares the whole key.  An *incarnation* names one run of an instance's
 process.
+
+All sockets speak CURVE (zmq_curve.py).  Messages that name their sender's instance count only if they come over a
+connection with the key under which the instance has registered.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
-CLUSTER_PROTOCOL_VERSION = 2
+CLUSTER_PROTOCOL_VERSION = 3
 TAG_BYTES = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_TAGS = 262_144
@@ -49,6 +52,8 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
+"""A public CURVE key in Z85."""
 Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
 TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
 """`l1`, or the name of an L2 adapter that only this instance uses."""
@@ -82,8 +87,8 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
 
     code: str
     """A code of the error tree, or `unknown_instance` (register first), `superseded` (another incarnation of this
-    id is registered), `instance_id_taken` (a live instance elsewhere has this id), `no_slots` (the controller has as
-    many instances as it may), `bad_sync` (begin the sync again)."""
+    id is registered), `instance_id_taken` (a live instance elsewhere has this id), `wrong_key` (this id belongs to
+    another key), `no_slots` (the controller has as many instances as it may), `bad_sync` (begin the sync again)."""
     message: str
     field: str
     retryable: bool
@@ -141,6 +146,8 @@ class Goodbye(ClusterRequest, frozen=True, tag="goodbye"):
 
     instance: InstanceId
     incarnation: Incarnation
+    for_ever: bool = False
+    """Nobody will register under this id again, so the controller forgets the id's key too."""
 
 
 class SyncBegin(ClusterRequest, frozen=True, tag="sync_begin"):
@@ -207,6 +214,8 @@ class Owner(msgspec.Struct, array_like=True, frozen=True):
     """Number of leading keys that it holds, a multiple of n_slices."""
     confirmed: bool
     """False: the controller knows this only from before its restart."""
+    peer_key: PublicKey
+    """Public key with which the owner registered; readers connect only to a process that has its secret key."""
 
 
 class WhereReply(ClusterReply, frozen=True, tag="where"):

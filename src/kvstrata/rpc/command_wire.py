@@ -90,10 +90,13 @@ class NamedOwner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     peer_endpoint: str
     n_keys: int
     confirmed: bool
+    peer_key: str
 
     def owner(self) -> Owner:
         """Return the Owner in the form that WhereReply carries."""
-        return Owner(self.instance, self.incarnation, self.peer_endpoint, self.n_keys, self.confirmed)
+        return Owner(
+            self.instance, self.incarnation, self.peer_endpoint, self.n_keys, self.confirmed, self.peer_key
+        )
 
 
 class PullArgument(Argument, frozen=True, kw_only=True):

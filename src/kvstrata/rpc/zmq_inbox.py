@@ -36,11 +36,16 @@ MESSAGE_COST_BYTES = 200
 
 
 class Message(NamedTuple):
-    """One message: the descriptor of its connection, the sender's routing id (empty on PULL), and its frames."""
+    """One message: the descriptor of its connection, the sender's routing id (empty on PULL), and its frames.
+
+    `key` and `host`: as in Address (zmq_server.py).
+    """
 
     connection: int
     routing_id: bytes
     frames: Sequence[bytes | memoryview]
+    key: str = ""
+    host: str = ""
 
 
 def max_connections() -> int:

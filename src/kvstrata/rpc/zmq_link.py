@@ -105,11 +105,11 @@ class Links:
         link = self._context.socket(kind)
         for option, value in _OPTIONS.items():
             link.setsockopt(option, value)
-        if keys is not None:
-            link.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
-            link.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
-            link.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
         try:
+            if keys is not None:
+                link.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+                link.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                link.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
             link.connect(endpoint)
         except zmq.ZMQError as error:
             link.close()

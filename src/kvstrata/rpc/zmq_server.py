@@ -69,15 +69,21 @@ REFUSED_HANDSHAKES = (
 )
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = "kvstrata"
+KEY_BYTES = 32
+"""Bytes of a CURVE key."""
 KEYLESS_DOMAIN = "kvstrata-keyless"
 """ZAP domain of sockets without keys.  A socket that has a domain refuses ZMTP 1 and 2."""
 
 
 class Address(NamedTuple):
-    """Destination of a reply: the socket, and the client's routing id on it. It does not prove who asked."""
+    """Destination of a reply: the socket, and the client's routing id on it. Only `key` proves who asked."""
 
     local: bool
     routing_id: bytes
+    key: str = ""
+    """Public key (Z85) of the connection on which the message arrived; empty on sockets without CURVE."""
+    host: str = ""
+    """IP address of that connection's other end; empty on sockets without CURVE."""
 
 
 Handler = Callable[[Address, Any], None]
@@ -112,7 +118,7 @@ class ZmqServer:
         self._watches: dict[bool, zmq.Socket[bytes]] = {}
         """Sockets on which libzmq reports connections."""
         self._zap: zmq.Socket[bytes] | None = None
-        self._clients: frozenset[bytes] = frozenset()
+        self._clients: frozenset[bytes] | None = frozenset()
         self._ipc_path: Path | None = None
         self._again: set[bool] = set()
         self._reading = False
@@ -165,7 +171,8 @@ class ZmqServer:
         the port is taken; the error then names the process that holds the port.
         """
         address, family = resolve(host, host_setting)
-        if not ipaddress.ip_address(address).is_loopback and curve is None and not insecure:
+        guarded = curve is not None and curve.clients is not None
+        if not ipaddress.ip_address(address).is_loopback and not guarded and not insecure:
             raise ConfigError(
                 f"{host_setting}: {host} is reachable from other machines; give {keys_setting}, "
                 "listen on localhost, or allow it with --insecure",
@@ -334,7 +341,8 @@ class ZmqServer:
         started_s = time.monotonic()
         n_handled = 0
         while self._reading and n_handled < MESSAGES_PER_WAKE and (message := inbox.next()) is not None:
-            self._handle(server, Address(local, message.routing_id), message.frames)
+            address = Address(local, message.routing_id, message.key, message.host)
+            self._handle(server, address, message.frames)
             n_handled += 1
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 n_handled = MESSAGES_PER_WAKE
@@ -348,6 +356,9 @@ class ZmqServer:
                 return True
             self.received_count += 1
             connection = int(first.get(zmq.SRCFD))
+            key = host = ""
+            if self._zap is not None and not local:
+                key, host = str(first.get("User-Id")), str(first.get("Peer-Address"))
             frames: list[bytes | memoryview] = [first.bytes]
             more = first.more
             while more:
@@ -358,8 +369,8 @@ class ZmqServer:
             if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
                 n_handled += 1
                 if inbox.hears(connection):
-                    self._handle(server, Address(local, routing_id), frames)
-            elif inbox.add(Message(connection, routing_id, frames)) is not None:
+                    self._handle(server, Address(local, routing_id, key, host), frames)
+            elif inbox.add(Message(connection, routing_id, frames, key, host)) is not None:
                 self._log.repeated(
                     logging.WARNING,
                     f"cut {self._name(local)}",
@@ -437,8 +448,14 @@ class ZmqServer:
         )
 
     def _start_zap(self, curve: CurveKeys) -> None:
-        """Answer libzmq's questions whether a client may connect (ZAP, RFC 27) by the list of client keys."""
-        self._clients = frozenset(z85.decode(key) for key in curve.clients)
+        """Answer libzmq's questions whether a client may connect (ZAP, RFC 27) by the list of client keys.
+
+        The answer makes the client's key the user id of its connection, which libzmq tells with each message.
+        """
+        if curve.clients is None:
+            self._clients = None
+        else:
+            self._clients = frozenset(z85.decode(key) for key in curve.clients)
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.bind(ZAP_ENDPOINT)
         self._loop.add_reader(self._zap.fileno(), self._answer_zap)
@@ -452,10 +469,12 @@ class ZmqServer:
                 return
             # routing id, empty, version, request id, domain, address, identity, mechanism, credentials
             keyless = len(frames) > 4 and frames[4] == KEYLESS_DOMAIN.encode()
-            allowed = keyless or (len(frames) == 9 and frames[7] == b"CURVE" and frames[8] in self._clients)
-            status = [b"200", b"OK"] if allowed else [b"400", b"unknown client key"]
+            curve = len(frames) == 9 and frames[7] == b"CURVE" and len(frames[8]) == KEY_BYTES
+            known = curve and (self._clients is None or frames[8] in self._clients)
+            status = [b"200", b"OK"] if keyless or known else [b"400", b"unknown client key"]
+            user = z85.encode(frames[8]) if known else b""
             self._zap.send_multipart(
-                [*frames[:2], b"1.0", frames[3] if len(frames) > 3 else b"", *status, b"", b""], zmq.NOBLOCK
+                [*frames[:2], b"1.0", frames[3] if len(frames) > 3 else b"", *status, user, b""], zmq.NOBLOCK
             )
 
 

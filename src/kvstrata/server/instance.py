@@ -46,7 +46,7 @@ from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
-from kvstrata.rpc.zmq_curve import read_curve_file
+from kvstrata.rpc.zmq_curve import ClusterKeys, read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.stranded import StrandedSessions
@@ -56,6 +56,7 @@ from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.fence import Fence
 from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.membership import Membership
+from kvstrata.server.cluster.own_key import own_keys
 from kvstrata.server.cluster.own_tiers import OwnTiers
 from kvstrata.server.composition import (
     L2,
@@ -177,8 +178,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     # 4. The cluster, if a controller is set: a server of peers, and a link to each controller.
     served = membership = None
     if news_of:
-        served = _serve_peers(plan, ground, l2, peer, shell)
-        membership = _make_membership(plan, ground, tables, l2, admin, own, news_of, served)
+        keys = plan.cluster_keys or own_keys(facts.instance_id, facts.socket_dir, os.environ)
+        served = _serve_peers(plan, keys, ground, l2, peer, shell)
+        membership = _make_membership(plan, keys, ground, tables, l2, admin, own, news_of, served)
         closers.append(membership.stop)
         ground.board.put("cluster", membership.status)
         ground.board.put("peers_served", served.server.status)
@@ -367,9 +369,11 @@ class _PeersServed(NamedTuple):
     """Where peers ask for leases; empty: peers get none."""
 
 
-def _serve_peers(plan: Plan, ground: Ground, l2: L2, peer: TierConfig | None, shell: Shell) -> _PeersServed:
+def _serve_peers(
+    plan: Plan, keys: ClusterKeys, ground: Ground, l2: L2, peer: TierConfig | None, shell: Shell
+) -> _PeersServed:
     """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError."""
-    settings, p2p, keys = plan.settings, plan.settings.p2p, plan.cluster_keys
+    settings, p2p = plan.settings, plan.settings.p2p
     readers, endpoint = None, ""
     if peer is not None and l2.tiers.get(peer.name) is not None:
         readers = ZmqServer(shell.loop)
@@ -378,7 +382,7 @@ def _serve_peers(plan: Plan, ground: Ground, l2: L2, peer: TierConfig | None, sh
         port = readers.bind_tcp(
             host.strip("[]"),
             int(port_text),
-            curve=keys and keys.curve,
+            curve=keys.curve,
             insecure=settings.security.insecure,
             host_setting="p2p.listen",
             port_setting="p2p.listen",
@@ -403,6 +407,7 @@ def _serve_peers(plan: Plan, ground: Ground, l2: L2, peer: TierConfig | None, sh
 
 def _make_membership(
     plan: Plan,
+    keys: ClusterKeys,
     ground: Ground,
     tables: Tables,
     l2: L2,
@@ -433,7 +438,7 @@ def _make_membership(
     links = [
         ControllerLink(
             url,
-            keys=plan.cluster_keys,
+            keys=keys,
             facts=facts,
             advertised=advertised,
             pool=ground.pool,

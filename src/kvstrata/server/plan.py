@@ -50,6 +50,7 @@ class Plan(NamedTuple):
     tokens: TenantTokens
     http_token: str
     cluster_keys: ClusterKeys | None
+    """None without a key file: the instance then has a key of its own (server/cluster/own_key.py)."""
     runtime: RuntimeRules
     """What adapters may be added while the server runs."""
     p2p_engine: str

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+import zmq
 
 from kvstrata.native.pool import Pool
 from kvstrata.p2p.engines.base import (
@@ -36,6 +37,7 @@ from kvstrata.rpc.cluster_wire import (
     PeerReleased,
     PeerWelcome,
 )
+from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence
 from kvstrata.testing.strategies import (
     load_item,
@@ -144,7 +146,9 @@ class TestOwner(Endpoint):
     __test__ = False
 
     def __init__(self, instance: str, pool: Pool) -> None:
-        super().__init__(PEER_REQUESTS)
+        public, secret = zmq.curve_keypair()
+        super().__init__(PEER_REQUESTS, CurveKeys(secret, None))
+        self.public_key = public.decode()
         self.instance = instance
         self.pool = pool
         self.epoch = 11
@@ -162,7 +166,7 @@ class TestOwner(Endpoint):
     @property
     def entry(self) -> Owner:
         """The owner as the directory names it."""
-        return Owner(self.instance, self.epoch, self.endpoint, len(KEYS), True)
+        return Owner(self.instance, self.epoch, self.endpoint, len(KEYS), True, self.public_key)
 
     def answer(self, request: Any) -> ClusterReply | None:
         seq, epoch = request.seq, self.epoch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from kvstrata.p2p.owners import OwnerLimits
@@ -159,6 +160,23 @@ async def test_a_second_owner_is_asked_when_the_first_one_has_nothing(net, l1: L
     assert await one.adapter.exists(KEYS) == [THERE] * 8
     assert liar.asked["PeerLease"] == 1
     assert await one.load(*KEYS) == [LOADED] * 8
+
+
+@pytest.mark.parametrize("cheats", [True, False])
+async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_believed(
+    net, l1: L1, cheats
+) -> None:
+    one = await net(lookup_timeout_ms=500 if cheats else 60_000)
+    fake = TestOwner("owner", l1.pool)  # answers as the owner does, with the owner's chunks
+    one.others.append(fake)
+    entry = fake.entry
+    if cheats:
+        entry = msgspec.structs.replace(entry, peer_key=one.owner.public_key)
+    one.directory.holds = {}
+    one.directory.tell(entry, KEYS)
+    found = await one.adapter.exists(KEYS)
+    assert (found == [THERE] * 8) == (not cheats)
+    assert bool(fake.asked) == (not cheats)
 
 
 async def test_a_named_owner_is_asked_first_and_the_directory_not(net, second) -> None:

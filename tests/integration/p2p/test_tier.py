@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+import zmq
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import TransferError
@@ -15,6 +16,7 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import Owner, tags_of
+from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
 from kvstrata.testing.strategies import WAIT_S, lent_context, load_item, loaded_payload, payload_of, watched
@@ -50,8 +52,9 @@ class Pair:
             metadata = await self.engine.open([Region(pool.extents_address, pool.extents_bytes)])
         except TransferError as why:
             pytest.skip(why.message)
+        public, secret = zmq.curve_keypair()
         socket = ZmqServer(asyncio.get_running_loop())
-        port = socket.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
+        port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         self.owner = PeerServer(
             pool,
             SystemClock(),
@@ -63,7 +66,7 @@ class Pair:
             metadata=lambda: metadata,
         )
         self.owner.start()
-        self.entry = Owner("owner", 5, f"tcp://127.0.0.1:{port}", 0, True)
+        self.entry = Owner("owner", 5, f"tcp://127.0.0.1:{port}", 0, True, public.decode())
         await self.reader.open(lent_context(lambda key: None, "reader"))
 
     def holds(self, keys: list[bytes]) -> list[bytes]:

@@ -84,7 +84,7 @@ class ClusterMachine(RuleBasedStateMachine):
             1, wire.CLUSTER_PROTOCOL_VERSION, one.name, one.incarnation, "", ["l1"], 1, 1, "", "", "", "here", 1,
             len(one.after) - 1,
         )  # fmt: skip
-        member, _ = self.members.register(told, self.now_s)
+        member, _ = self.known_members.register(told, self.now_s)
         self.filling.pop(member.group, None)
         self.settle()
 
@@ -201,7 +201,7 @@ class ClusterMachine(RuleBasedStateMachine):
         one = self.pick(data)
         told = wire.Heartbeat(1, one.name, one.incarnation, len(one.after) - 1, "ready", LOAD, [], [])
         try:
-            commands = self.members.heartbeat(told, self.now_s)
+            commands = self.known_members.heartbeat(told, self.now_s)
         except KvstrataError:
             return
         member = self.members.get(one.name)
@@ -223,7 +223,7 @@ class ClusterMachine(RuleBasedStateMachine):
             self.register(self.instances[one.name])
         if what == "leave":
             try:
-                self.members.goodbye(wire.Goodbye(1, one.name, one.incarnation), self.now_s)
+                self.known_members.goodbye(wire.Goodbye(1, one.name, one.incarnation), self.now_s)
             except KvstrataError:
                 return
             self.settle()

@@ -7,7 +7,7 @@ from typing import Any
 from kvstrata.controller.member import Member
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cluster_instance import LOAD, tags_of
-from tests.harness.known_members import KnownMembers
+from tests.harness.known_members import KEY, KnownMembers
 
 OLD, CURRENT, NEXT = 1, 2, 3
 """Incarnations of a member: a superseded one, the current one, the next one."""
@@ -51,7 +51,7 @@ def in_state(state: str) -> KnownMembers:
     if state == "unknown":
         return known
     if state == "restored":
-        known.members.restore(register(), now_s=0.0)
+        known.members.restore(register(), KEY, now_s=0.0)
         return known
     known.register(register(OLD), 0.0)
     known.register(register(), 0.0)

@@ -16,11 +16,11 @@ from kvstrata.rpc import cluster_wire as wire
 from tests.harness.known_members import KnownMembers
 from tests.unit.controller.member_messages import CURRENT, NEXT, OLD, events, heartbeat, in_state, register
 
-REQUESTS: dict[str, Callable[[KnownMembers, int], Any]] = {
-    "register": lambda known, who: known.register(register(who), 33.0),
-    "goodbye": lambda known, who: known.goodbye(wire.Goodbye(1, "a", who), 33.0),
-    "heartbeat": lambda known, who: known.heartbeat(heartbeat(who), 33.0),
-    "sync": lambda known, who: known.sync_begin(wire.SyncBegin(1, "a", who, 7, 0), 33.0),
+REQUESTS: dict[str, Callable[..., Any]] = {
+    "register": lambda known, who, **key: known.register(register(who), 33.0, **key),
+    "goodbye": lambda known, who, **key: known.goodbye(wire.Goodbye(1, "a", who), 33.0, **key),
+    "heartbeat": lambda known, who, **key: known.heartbeat(heartbeat(who), 33.0, **key),
+    "sync": lambda known, who, **key: known.sync_begin(wire.SyncBegin(1, "a", who, 7, 0), 33.0, **key),
 }
 OK = ""
 TABLE = {
@@ -33,9 +33,8 @@ TABLE = {
              "heartbeat": (OK, "superseded", "unknown_instance"), "sync": (OK, "superseded", "unknown_instance")},
     "confirmed": {"register": (OK, "superseded", OK), "goodbye": (OK, OK, "unknown_instance"),
                   "heartbeat": (OK, "superseded", "unknown_instance"), "sync": (OK, "superseded", "unknown_instance")},
-    "dead": {"register": (OK, "superseded", OK), "goodbye": ("unknown_instance", OK, "unknown_instance"),
-             "heartbeat": ("unknown_instance", "superseded", "unknown_instance"),
-             "sync": ("unknown_instance", "superseded", "unknown_instance")},
+    "dead": {"register": (OK, OK, OK), "goodbye": ("unknown_instance", OK, "unknown_instance"),
+             "heartbeat": ("unknown_instance",) * 3, "sync": ("unknown_instance",) * 3},
     "gone": {"register": (OK, OK, OK), "goodbye": (OK, OK, OK), "heartbeat": ("unknown_instance",) * 3,
              "sync": ("unknown_instance",) * 3},
 }  # fmt: skip
@@ -58,6 +57,44 @@ def test_each_request_in_each_state(state, request_name, who):
     after = known.get("a")
     if request_name == "register" and not expected:
         assert after is not None and (after.state, after.incarnation) == (MemberState.LIVE, who)
+
+
+@pytest.mark.parametrize("who", [CURRENT, OLD, NEXT])
+@pytest.mark.parametrize("request_name", REQUESTS)
+@pytest.mark.parametrize("state", TABLE)
+def test_another_key_changes_nothing_in_any_state(state, request_name, who):
+    known = in_state(state)
+    before = known.get("a")
+    found = before and (before.state, before.incarnation, before.key)
+    allowed = {"unknown": (OK, "unknown_instance"), "gone": (OK, "unknown_instance", "wrong_key")}
+    try:
+        REQUESTS[request_name](known, who, key="f" * 40)
+    except KvstrataError as denied:
+        assert denied.code in allowed.get(state, ("wrong_key",))
+    else:
+        assert before is None or (request_name, who) == ("goodbye", OLD)
+        assert request_name != "register" or state == "unknown"
+    after = known.get("a")
+    assert after is before or state == "unknown"
+    assert (after and (after.state, after.incarnation, after.key)) == found or state == "unknown"
+    if before is not None:
+        assert known.events(events(1, who), key="f" * 40) is None
+        assert known.syncs.dropped == {"wrong_key": 1}
+
+
+def test_a_superseded_incarnation_comes_back_once_its_successor_is_dead_and_the_successor_then_does_not():
+    known = in_state("confirmed")
+    known.register(register(NEXT), 0.0)
+    with pytest.raises(KvstrataError, match="another process has registered"):
+        known.register(register(CURRENT), 0.0)
+    for now_s in range(0, 33, 3):
+        known.tick(float(now_s))
+    assert known.register(register(CURRENT), 34.0)[0].superseded.count(NEXT) == 1
+    for late in (NEXT, OLD):
+        with pytest.raises(KvstrataError) as denied:
+            known.register(register(late), 35.0)
+        assert (denied.value.code, denied.value.retryable) == ("superseded", True)
+    assert CURRENT not in known.get("a").superseded
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.types import KEY_BYTES
 from tests.harness.cluster_instance import LOAD
+from tests.harness.known_members import KEY
 
 MANY = 2 * wire.MAX_PEER_KEYS + 3
 """More keys than two commands may name."""
@@ -38,15 +39,15 @@ class Instances:
         register = wire.Register(
             1, wire.CLUSTER_PROTOCOL_VERSION, name, 1, "", ["l1"], 1 << 30, 16, f"tcp://{name}:1", "", "", name, 1
         )  # fmt: skip
-        self.cluster.register(register)
+        self.cluster.register(register, KEY)
         for seq, at in enumerate(range(0, len(keys), 1024 * KEY_BYTES), 1):
             tags = wire.tags_of(keys[at : at + 1024 * KEY_BYTES])
-            self.cluster.apply(wire.Events(name, 1, seq, [wire.Run(wire.Change.ADMIT, "l1", tags)]))
+            self.cluster.apply(wire.Events(name, 1, seq, [wire.Run(wire.Change.ADMIT, "l1", tags)]), KEY)
 
     def commands(self, name: str, *results: wire.CommandResult) -> list[wire.Command]:
         """The commands that answer the instance's heartbeat."""
         told: list[wire.Command] = self.cluster.heartbeat(
-            wire.Heartbeat(1, name, 1, 0, "ready", LOAD, [], list(results))
+            wire.Heartbeat(1, name, 1, 0, "ready", LOAD, [], list(results)), KEY
         )
         return [one for one in told if one.kind is not wire.CommandKind.RESYNC]
 

@@ -21,7 +21,7 @@ KEYS = [key_of(n) for n in range(8)]
 
 
 def owner(name: str, n_keys: int = 10, *, confirmed: bool = True) -> Owner:
-    return Owner(name, 1, "tcp://there:1", n_keys, confirmed)
+    return Owner(name, 1, "tcp://there:1", n_keys, confirmed, "k" * 40)
 
 
 class Book:

@@ -18,7 +18,7 @@ from kvstrata.measure.cluster import LookupStep, SimulatedCluster, Step, figures
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_cluster
 from kvstrata.rpc.cluster_wire import MAX_TAGS
-from kvstrata.rpc.zmq_curve import read_cluster_keys
+from kvstrata.rpc.zmq_curve import open_keys, read_cluster_keys
 
 FIRST_KEYS_PER_S = 50_000
 MOST_STEPS = 14
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    keys = read_cluster_keys(options.curve_file, "--curve-file") if options.curve_file else None
+    keys = read_cluster_keys(options.curve_file, "--curve-file") if options.curve_file else open_keys()
     tags = min(options.lookup_chunks, options.chunks)
     events: list[Step] = []
     lookups: list[LookupStep] = []

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.member import Issued, MemberState
+from kvstrata.controller.member import Issued
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.routes.look import Name, asked
@@ -93,10 +93,11 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
     async def remove(name: Name) -> bodies.RemovedBody:
         """Forget an instance and its chunks at once.
 
-        A live instance goes on without the cluster, and may not join again until it is allowed.
+        A live instance goes on without the cluster, and may not join again until it is allowed. The id then belongs to
+        no key any more: the next instance that registers under it gets it.
         """
         was = await operations.remove(name)
-        return bodies.RemovedBody(id=name, was=was.value, barred=was is not MemberState.DEAD)
+        return bodies.RemovedBody(id=name, was=was.value, barred=name in cluster.orders.removed)
 
     @routes.post("/v1/instances/{name}/allow", tags=["instances"])
     async def allow(name: Name) -> dict[str, bool]:

@@ -113,7 +113,7 @@ class ControllerLink:
         self,
         url: str,
         *,
-        keys: ClusterKeys | None,
+        keys: ClusterKeys,
         facts: InstanceFacts,
         advertised: Advertised,
         pool: Pool,

@@ -1,0 +1,50 @@
+"""`kvstrata cluster`: makes the CURVE keys of a cluster whose hosts reach each other over a network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvstrata.errors import KvstrataError
+from kvstrata.rpc.key_folder import CONTROLLER, KeyFolder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit status: 2 if nothing was done because an argument or a file is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="kvstrata cluster",
+        description="Makes the CURVE keys of a cluster, one file for the controllers and one for each member. A member "
+        "may register instances called NAME or NAME-…; the default ids of a host's instances begin with its host name.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command, text in (
+        ("init", "make keys for a controller and for members"),
+        ("add", "make keys for more members, or new ones for a member"),
+        ("remove", "shut members out"),
+    ):
+        made = commands.add_parser(command, help=text)
+        made.add_argument("folder", metavar="FOLDER", help="where the key files are kept")
+        made.add_argument("names", metavar="NAME", nargs="+", help="a member, as a rule its host's name")
+        if command != "remove":
+            made.add_argument("--overwrite", action="store_true", help="replace keys that exist")
+    options = parser.parse_args(arguments)
+    keys = KeyFolder(options.folder)
+    try:
+        match options.command:
+            case "init":
+                keys.make(options.names, overwrite=options.overwrite)
+            case "add":
+                keys.add(options.names, overwrite=options.overwrite)
+            case _:
+                keys.remove(options.names)
+    except KvstrataError as error:
+        print(f"kvstrata cluster {options.command}: {error.message}", file=sys.stderr)
+        return 2
+    for path in keys.written:
+        flag = "--curve-secret-file" if path.stem == CONTROLLER else "--cluster-curve-file"
+        process = "lmcache-controller" if path.stem == CONTROLLER else "lmcache-server"
+        print(f"{path}  {process} {flag}")
+    for name in keys.missing:
+        print(f"{name}: its file is not in {keys.folder}; copy the `client` lines of another member into it")
+    return 0

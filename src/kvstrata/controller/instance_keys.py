@@ -1,0 +1,119 @@
+"""Which public key each instance id belongs to.  No I/O, no clock.
+
+1. An id belongs to the key under which it was first registered, also while its instance is away and after a restart of
+   the controller: the keys are kept with the orders of admins (orders.py).  An admin who removes the instance ends
+   that; so does an instance that says it will not come back.
+2. If the controller's key file lists ids for its clients (`client KEY ID…`), a client may register only under its own
+   ids; if several clients' ids match, the closest match counts.  A key that the file lists no more holds no id, so a
+   client's key can be changed in the file.
+3. At most MAX_KEYS ids are known.  Then ids that were not seen for KEPT_S make room, and if none is so old, no new id
+   is let in: otherwise a flood of new ids would set the ids of absent instances free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+from kvstrata.controller.orders import KeyOfId, Orders
+from kvstrata.errors import NotPermitted, Refused, WrongKey
+from kvstrata.observability.logging import EventLog
+
+MAX_KEYS = 4_096
+KEPT_S = 7 * 86_400
+SEEN_AGAIN_S = 86_400
+"""Age of the time at which an id was last seen from which it is written again."""
+
+Listed = Mapping[str, tuple[str, ...]]
+"""The clients of the controller's key file: public key → ids that it may use (`NAME`, or `NAME-*`); empty: any."""
+
+
+class InstanceKeys:
+    """Decides whether a client may register under an id. Belongs to the event loop."""
+
+    def __init__(self, orders: Orders, unix_s: Callable[[], float], listed: Listed | None = None) -> None:
+        """`listed` is None for a controller without a key file, to which every client may connect."""
+        self._orders = orders
+        self._unix_s = unix_s
+        self._listed = listed
+        self._log = EventLog("members")
+
+    def check(self, instance: str, key: str, host: str) -> None:
+        """Raise WrongKey or NotPermitted unless this key may register under this id; `host` is for the log."""
+        if self._listed is not None and not self._may(key, instance):
+            self._tell(instance, host, "the key file lists other ids for its key")
+            raise NotPermitted(
+                f"instance: the controller's key file does not list {instance} for the key of this connection; name "
+                "the instance as listed there (--instance-id), or list this id after `client KEY`",
+                field="instance",
+            )
+        if self._owner(instance) not in ("", key):
+            self._tell(instance, host, "the id belongs to another key")
+            raise WrongKey(
+                f"instance: {instance} belongs to another key, that of the instance which registered first; give this "
+                "instance a name of its own (--instance-id), or, if it has replaced the other one, let the id be "
+                f"forgotten: `kvstrata ctl cluster remove {instance}`",
+                field="instance",
+            )
+
+    def learn(self, instance: str, key: str, is_member: Callable[[str], bool]) -> None:
+        """Remember that this id belongs to this key, which `check` has let in. Raises Refused."""
+        known, now_s = self._orders.keys.get(instance), int(self._unix_s())
+        if known is not None and known.key == key and now_s - known.seen_unix_s < SEEN_AGAIN_S:
+            return
+        if known is None and len(self._orders.keys) >= MAX_KEYS:
+            self._make_room(now_s, is_member)
+        self._orders.learn_key(instance, KeyOfId(key, now_s))
+
+    def forget(self, instance: str) -> None:
+        """The id belongs to no key any more."""
+        self._orders.learn_key(instance, None)
+
+    def fits(self, instance: str, key: str) -> bool:
+        """Whether a member with this id and key may stay one."""
+        return self._owner(instance) in ("", key)
+
+    def _owner(self, instance: str) -> str:
+        """The key that the id belongs to; empty: none."""
+        known = self._orders.keys.get(instance)
+        if known is None or (self._listed is not None and not self._may(known.key, instance)):
+            return ""
+        return known.key
+
+    def _may(self, key: str, instance: str) -> bool:
+        assert self._listed is not None
+        ours = _fit(self._listed.get(key), instance)
+        return ours > 0 and ours >= max(_fit(ids, instance) for ids in self._listed.values())
+
+    def _make_room(self, now_s: int, is_member: Callable[[str], bool]) -> None:
+        old = [
+            (known.seen_unix_s, instance)
+            for instance, known in self._orders.keys.items()
+            if now_s - known.seen_unix_s >= KEPT_S and not is_member(instance)
+        ]
+        if not old:
+            raise Refused(
+                f"instance: {MAX_KEYS} ids are known, all seen within {KEPT_S // 86_400} days; use ids again, or let "
+                "some be forgotten with `kvstrata ctl cluster remove ID`",
+                field="instance",
+            )
+        self.forget(min(old)[1])
+
+    def _tell(self, instance: str, host: str, why: str) -> None:
+        self._log.repeated(
+            logging.WARNING,
+            f"refused {instance}",
+            "registration_refused",
+            instance=instance,
+            host=host,
+            why=why,
+        )
+
+
+def _fit(ids: tuple[str, ...] | None, instance: str) -> int:
+    """How closely listed ids name this one; 0: not at all. The client whose ids name it most closely may use it."""
+    if not ids:
+        return 0 if ids is None else 1
+    exact = [2 * len(one) for one in ids if one == instance]
+    prefixes = [len(one) for one in ids if one.endswith("-*") and instance.startswith(one[:-1])]
+    return max((*exact, *prefixes), default=0)

@@ -1,0 +1,131 @@
+"""A real controller and senders that use the id of somebody else's instance, or name an endpoint that is not theirs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, Refused, holders, tags_of
+from tests.harness.controller_process import ControllerProcess
+
+pytestmark = pytest.mark.integration
+
+QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "1")
+
+
+@pytest.fixture
+def stranger(instance: Callable[..., ClusterInstance]) -> Callable[..., ClusterInstance]:
+    """Makes senders with a key of their own, whatever id they use."""
+    return lambda name, **more: instance(name, keys=zmq.curve_keypair(), **more)
+
+
+def code(ask: Callable[[], Any]) -> str:
+    """Return the code with which the controller refuses; empty if it does not."""
+    try:
+        ask()
+    except Refused as refused:
+        return refused.code
+    return ""
+
+
+def test_a_forged_registration_is_refused_counted_and_logged_and_the_rightful_instance_stays(
+    controller, instance, stranger
+):
+    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
+    for incarnation in (a.incarnation + 1, (1 << 63) - 1, a.incarnation):
+        forged = stranger("a", incarnation=incarnation, peer="tcp://127.0.0.1:1")
+        with pytest.raises(Refused, match="belongs to another key") as refused:
+            forged.register()
+        assert (refused.value.code, refused.value.field) == ("wrong_key", "instance")
+    a.heartbeat()
+    (owner,) = b.where(tags_of(range(10)))
+    assert (owner.instance, owner.n_keys, owner.peer_endpoint) == ("a", 10, a.peer)
+    assert owner.peer_key == a.public_key.decode()
+    assert re.search(r'kvstrata_controller\w+\{code="wrong_key"\} 3', controller.text("/metrics"))
+    assert "registration_refused instance=a" in controller.log.read_text()
+
+
+def test_no_message_in_the_name_of_an_instance_counts_without_its_key(controller, instance, stranger):
+    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
+    forged = stranger("c").join({})
+    (owner,) = b.where(tags_of(range(10)))
+    forged.name, forged.incarnation = owner.instance, owner.incarnation  # anybody may learn these
+    forged.sync_parts({})
+    for ask in (forged.goodbye, forged.heartbeat, forged.begin, lambda: forged.end(0, {})):
+        assert code(ask) == "wrong_key"
+    forged.tell(wire.Run(wire.Change.CLEAR, "l1", b""), seq=1)
+    eventually(
+        "the forged batch is counted",
+        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("wrong_key"),
+    )
+    a.heartbeat()
+    assert holders(b.where(tags_of(range(10)))) == {"a": 10}
+
+
+def test_an_id_stays_its_owners_after_goodbye_death_and_a_kill_of_the_controller(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        port = controller.ports["reply"]
+        with (
+            ClusterInstance(port, "left") as left,
+            ClusterInstance(port, "dead") as dead,
+            ClusterInstance(port, "left", keys=zmq.curve_keypair()) as forged,
+        ):
+            left.join({}).goodbye()
+            dead.join({})
+            eventually(
+                "the silent instance is dead", lambda: controller.ask("/v1/cluster")["instances"]["dead"]
+            )
+            orders = controller.snapshot.parent / "orders.json"
+            eventually("the keys are written", lambda: orders.exists() and b'"dead"' in orders.read_bytes())
+            for again in (False, True):
+                if again:
+                    controller.kill()
+                    controller.start()
+                for name in ("left", "dead"):
+                    forged.name = name
+                    assert code(forged.register) == "wrong_key"
+            assert left.register().sync
+            # An operator who has replaced the instance lets the controller forget it.
+            controller.ask("/v1/instances/dead", method="DELETE")
+            assert code(forged.register) == ""
+            assert code(dead.register) == "wrong_key"
+
+
+def test_an_instance_names_only_endpoints_at_the_address_that_it_comes_from(controller, instance):
+    for host in ("192.0.2.7", "no-such-host.invalid", "[2001:db8::7]"):
+        with pytest.raises(Refused) as refused:
+            instance("a").register(peer_endpoint=f"tcp://{host}:1")
+        assert refused.value.field == "peer_endpoint"
+    for host in ("127.0.0.1", "localhost"):
+        instance("a").register(peer_endpoint=f"tcp://{host}:1")
+    instance("b").register(peer_endpoint="")
+
+
+def test_the_controllers_settings_may_allow_more_hosts(tmp_path):
+    allowed = '["198.51.100.0/24", "nat.invalid"]'
+    environment = {**os.environ, "KVSTRATA_CONTROLLER_PEER_HOSTS": allowed}
+    with (
+        ControllerProcess(tmp_path, environment=environment) as controller,
+        ClusterInstance(controller.ports["reply"], "a") as a,
+    ):
+        for host, refused in (("198.51.100.9", ""), ("nat.invalid", ""), ("198.51.101.9", "not_permitted")):
+            endpoint = f"tcp://{host}:1"
+            assert code(lambda endpoint=endpoint: a.register(peer_endpoint=endpoint)) == refused
+
+
+def test_a_superseded_process_is_a_member_again_once_its_successor_is_dead(tmp_path):
+    with ControllerProcess(tmp_path, flags=QUICK) as controller:
+        port = controller.ports["reply"]
+        with ClusterInstance(port, "a") as first, ClusterInstance(port, "a") as second:
+            first.join({})
+            second.join({})
+            assert code(first.register) == "superseded"
+            eventually("the successor is dead and the first one registers", lambda: not code(first.register))
+            assert code(second.register) == "superseded"

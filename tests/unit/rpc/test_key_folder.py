@@ -1,0 +1,106 @@
+"""rpc/key_folder.py and `kvstrata cluster`: the files of a cluster's keys agree, stay private and are not lost."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvstrata.cli import main
+from kvstrata.rpc.zmq_curve import public_of, read_cluster_keys, read_controller_keys
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Keys of a controller and of the members `a` and `b`."""
+    assert run("init", tmp_path / "keys", "a", "b") == 0
+    return tmp_path / "keys"
+
+
+def run(command: str, folder: Path, *rest: str) -> int:
+    return main(["cluster", command, str(folder), *rest])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def check(folder: Path, *names: str) -> None:
+    """Assert that the files let exactly these members speak to each other and to the controller."""
+    assert set(contents(folder)) == {"controller.keys", *(f"{name}.keys" for name in names)}
+    controller = read_controller_keys(str(folder / "controller.keys"))
+    members = {name: read_cluster_keys(str(folder / f"{name}.keys"), "x") for name in names}
+    public = {name: public_of(keys.secret) for name, keys in members.items()}
+    assert len(set(public.values())) == len(names)
+    assert controller.curve.clients == set(public.values())
+    assert controller.listed == {key.decode(): (name, f"{name}-*") for name, key in public.items()}
+    for keys in members.values():
+        assert keys.server == public_of(controller.curve.secret)
+        assert keys.clients == set(public.values())
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_each_member_gets_a_key_of_its_own_and_the_keys_of_all_others(folder):
+    check(folder, "a", "b")
+
+
+def test_init_replaces_no_key_unless_it_is_asked_to(folder, capsys):
+    before = contents(folder)
+    assert run("init", folder, "c") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert contents(folder) == before
+    assert run("init", folder, "a", "b", "--overwrite") == 0
+    assert not set(contents(folder).values()) & set(before.values())
+    check(folder, "a", "b")
+
+
+def test_a_member_is_added_without_a_change_of_the_other_keys(folder):
+    before = read_cluster_keys(str(folder / "a.keys"), "x")
+    assert run("add", folder, "c") == 0
+    check(folder, "a", "b", "c")
+    assert read_cluster_keys(str(folder / "a.keys"), "x").secret == before.secret
+    assert run("add", folder, "a") == 2
+    assert read_cluster_keys(str(folder / "a.keys"), "x").secret == before.secret
+    assert run("add", folder, "a", "--overwrite") == 0
+    assert read_cluster_keys(str(folder / "a.keys"), "x").secret != before.secret
+    check(folder, "a", "b", "c")
+
+
+def test_a_removed_member_is_in_no_file_any_more(folder, capsys):
+    assert run("remove", folder, "b") == 0
+    check(folder, "a")
+    assert run("remove", folder, "b") == 2
+    assert "b is no member; members are a" in capsys.readouterr().err
+    assert run("remove", folder, "a") == 2
+
+
+def test_a_member_whose_file_was_moved_away_is_named(folder, capsys):
+    (folder / "b.keys").unlink()
+    assert run("add", folder, "c") == 0
+    assert "b: its file is not in" in capsys.readouterr().out
+    listed = read_controller_keys(str(folder / "controller.keys")).listed or {}
+    assert sorted(ids[0] for ids in listed.values()) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", ["controller", "../x", "", "a b", "-a", "a" * 63])
+def test_a_name_that_cannot_be_a_file_or_an_id_is_refused(tmp_path, name, capsys):
+    assert run("init", tmp_path / "keys", "--", name) == 2
+    assert "NAME: " in capsys.readouterr().err
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path, capsys):
+    (tmp_path / "open").mkdir()
+    os.chmod(tmp_path / "open", 0o777)
+    assert run("init", tmp_path / "open", "a") == 2
+    assert "others may write" in capsys.readouterr().err
+
+
+def test_ids_after_a_clients_key_are_checked(folder):
+    path = folder / "controller.keys"
+    path.write_text(path.read_text().replace("a-*", "a*"))
+    assert run("add", folder, "c") == 2
