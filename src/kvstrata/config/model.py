@@ -155,8 +155,9 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             description="File with the CURVE keys of a member, as `kvstrata cluster init` makes it: `secret KEY`, "
-            "`server KEY` (the controller's public key) and a `client KEY` for each peer that may ask for leases. With `secret "
-            "KEY` alone all members share it. Empty: the instance makes a key of its own, for a cluster on loopback."
+            "`server KEY` (the controller's public key) and a `client KEY` for each peer that may ask for leases. With "
+            "`secret KEY` alone all members share it. Empty: the instance makes a key of its own, for a cluster on "
+            "loopback."
         ),
     ] = ""
 
