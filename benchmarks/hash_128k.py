@@ -1,7 +1,7 @@
 """`hash_128k`: chain keys and storage keys of one slice for 128k tokens, with the conversion of vLLM's `list[int]`.
 
 Sketch: 512 chunks × (32 + 1,024) bytes of SHA-256 for the chain, 512 × 64 for the slice, at the processor's SHA rate.
-The ratio compares with `hashlib` hashing the same bytes, the tokens converted by `array`.
+The ratio compares with Python, where `array` converts the tokens and `hashlib` hashes the same bytes.
 """
 
 from __future__ import annotations

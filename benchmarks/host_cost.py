@@ -126,7 +126,7 @@ async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def bare_round_trip_us(pause_s: float) -> float:
-    """Return the median µs of a round trip to a bare child, with frames of the length for an `exists` of 1,024 keys.
+    """Return the median µs of a round trip to a bare child, with frames as long as an `exists` for 1,024 keys needs.
 
     The calls block, without event loop or thread, and the frames are neither packed nor read: no adapter host can be
     faster.  The pause of `pause_s` before each round trip stands for the time in which a medium answers and both cores

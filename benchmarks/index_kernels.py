@@ -77,7 +77,7 @@ class Fixture:
 def p50_us(
     call: Callable[[bytes], object], chains: Sequence[bytes], before: Callable[[], None]
 ) -> list[float]:
-    """Return REPEATS medians, each of CALLS calls in microseconds; each call gets another chain."""
+    """Return REPEATS medians in microseconds, each over CALLS calls; each call gets another chain."""
     medians = []
     for repeat in range(REPEATS):
         times = []

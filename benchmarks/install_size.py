@@ -77,7 +77,7 @@ def install_size() -> list[dict[str, Any]]:
             ratio=full / empty,
             target=f"≤ {INSTALL_TARGET_MB} MB",
             ok=value <= INSTALL_TARGET_MB,
-            ratio_to=f"a venv with nothing in it, {empty / 1e6:.0f} MB",
+            ratio_to=f"a venv that holds only pip, {empty / 1e6:.0f} MB",
             largest_mb=largest,
         )
     ]

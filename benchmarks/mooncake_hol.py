@@ -5,10 +5,9 @@ As in the published experiment, a round is four puts of 256 records of 1 MiB (1,
 are loaded every 200 ms.  A load begins only after the load before it has ended: lanes serve loads before puts, so loads
 that overlap could starve the puts.
 
-Three ways take turns: a plain pool of four threads over the bare client, which serve calls in the order of arrival, as
-if there were no per-operation workers; the adapter with four shared workers, one of which stays free of puts; and the
-adapter with `per_op_workers` 1/1/2.  All transfers go over tcp on the loopback, where the two cores also do the network
-card's work.
+Three ways take turns: a plain pool of four threads that call the bare client in the order of arrival, as if there were
+no per-operation workers; the adapter with four shared workers, one of which stays free of puts; and the adapter with
+`per_op_workers` 1/1/2.  All transfers go over tcp on the loopback, where the two cores also do the network card's work.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class _Raw:
         }
 
     def seconds(self, lane: Lane, call: Callable[..., Any], each: Sequence[tuple[Any, ...]]) -> float:
-        """Return the seconds in which the threads together make the call with each of these arguments."""
+        """Make the call once for each of these arguments, spread over the threads; return the seconds."""
         count = DEFAULT_WORKERS[lane]
 
         def share(number: int) -> None:

@@ -40,7 +40,7 @@ class Folder(Medium):
 
 
 class TestFlatFiles(AdapterContract):
-    waits_in_threads = False  # the connector reads memory by its address and asks no Python object for it
+    waits_in_threads = False  # the connector reads the bytes at their address, and asks no hold for them
 
     def make_medium(self, folder: Path) -> Folder:
         return Folder(folder / "records")

@@ -1,9 +1,10 @@
-"""Recutting makes, from existing records, the record that another geometry would have stored.  Only tests use it.
+"""Recutting makes the record that another geometry would have stored, from existing records.  Only tests use it.
 
-A record holds one slice of a chunk: some layers and KV heads, in blocks of some size whose axes lie in some order.
-Its facts (`docs/layouts.md`) name those axes.  So for a slice under another tensor-parallel size, block size or order
-of axes, `plan_recut` can compute where each byte lies in the records of other slices.  It returns strided copies, which
-the owner of the bytes makes (`testing/recut_record.py`).  This module is pure arithmetic and touches no record.
+A record holds one slice of a chunk: some layers and KV heads, in blocks of a certain size.  Its facts
+(`docs/layouts.md`) name the axes of a block in their order.  So for a slice under another tensor-parallel size, block
+size or order of axes, `plan_recut` can compute where each byte lies in the records of other slices.  It returns strided
+copies, which the owner of the bytes makes (`testing/recut_record.py`).  This module is pure arithmetic and touches no
+record.
 
 Records are cut along layers and the axes `tokens` and `kv_heads`.  The axes `kv` and `dim` may change places.  Only the
 writer knows what other axes mean, so these are moved whole, in their order.
@@ -101,7 +102,7 @@ class _Record(NamedTuple):
     """(Layer, number among the layer's sections) → number among the record's sections."""
     kv_heads: tuple[int, int]
     heads: int
-    """Size of the axis `kv_heads`; 1 without it: a block then has one head, or heads that nothing tells apart."""
+    """Size of the axis `kv_heads`; 1 without it: a block then has one head, or does not separate its heads."""
     scales: list[list[str]]
 
     @property

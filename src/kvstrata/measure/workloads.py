@@ -73,7 +73,7 @@ def long_documents(
     rounds: int,
     endpoints: int,
 ) -> Workload:
-    """Each round asks a new question about each document, at the endpoint after the one that the last round asked."""
+    """Each round asks a new question about each document; from round to round a document moves to the next endpoint."""
     return Workload(
         "long-doc-qa",
         f"{documents} documents of {document_tokens} tokens, {rounds} rounds with another question of "

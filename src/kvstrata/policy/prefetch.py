@@ -63,8 +63,8 @@ def make_plan(
     """Plan the loads for the longest prefix whose keys are all in L1 or in an adapter.
 
     `l1_chunks` has the number of leading chunks in L1 for each slice; `in_l1` is asked only for keys beyond them.
-    `sources` and `unknown` are by key number; `unknown` says why an adapter could not answer.  With a budget the prefix
-    ends before the chunk whose loads would exceed the budget.
+    `sources` maps key numbers to the adapter that has the key, `unknown` to the reason why an adapter could not answer.
+    With a budget the prefix ends before the chunk whose loads would exceed the budget.
     """
     n_chunks = len(keys) // n_slices
     holes: list[Hole] = []

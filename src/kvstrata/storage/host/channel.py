@@ -271,7 +271,7 @@ def prefer(keys: bytes, source: bytes) -> bytes:
 
 
 def list_keys(number: int, cursor: int, most: int) -> bytes:
-    """LIST. REQUIRES `most` of at most MAX_ITEMS."""
+    """LIST. REQUIRES `most` ≤ MAX_ITEMS."""
     return _head(Kind.LIST, 0, number) + _LIST.pack(cursor, most)
 
 

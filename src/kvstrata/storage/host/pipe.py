@@ -49,7 +49,7 @@ class Pipe:
             self._socket = None
 
     def send(self, frame: bytes) -> None:
-        """Send a frame now, or later if the socket has no room; in order. A frame that `close` finds unsent is lost."""
+        """Send a frame now, or once the socket has room; frames keep their order. `close` discards unsent frames."""
         self._queue.append(frame)
         self._queued_bytes += len(frame)
         if len(self._queue) == 1:

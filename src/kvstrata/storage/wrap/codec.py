@@ -12,8 +12,8 @@ Invariants
    it holds the block.
 2. `exists` answers with lengths in L1.  A key whose length is not known yet costs one read of its headers.
 3. A record that cannot be decoded (unknown codec, missing or different key, missing library) is a miss and is counted.
-   It stays stored; only if it does not authenticate may a put replace it.  A record that decodes to other bytes than
-   the original is removed.
+   It stays stored; a put replaces it only if it does not authenticate.  A record that decodes to other bytes than the
+   original is removed.
 4. A batch that was taken runs to its end, even if nobody waits for it.
 """
 

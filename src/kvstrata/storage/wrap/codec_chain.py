@@ -50,7 +50,7 @@ NOTHING = memoryview(bytearray())
 
 
 class Encoded(NamedTuple):
-    """The result of `encode`: the stored record's length, 0 if it is to be stored as it is, and its codecs."""
+    """The result of `encode`: the encoded record's length (0: store the record as it is), and its codecs."""
 
     length: int
     codecs: bytes

@@ -58,8 +58,8 @@ class Heads:
     ) -> list[Lengths | None]:
         """The lengths of the found records.
 
-        None where a record is absent, where its lengths are not known and `ask` is false, and where its headers are
-        unsound.
+        None for a record that is absent, whose headers are unsound, or whose lengths are not known while `ask` is
+        false.
         """
         lengths: list[Lengths | None] = [None] * len(keys)
         unknown: list[int] = []

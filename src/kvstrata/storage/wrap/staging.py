@@ -46,7 +46,7 @@ class StagingHold:
 
     @property
     def is_held(self) -> bool:
-        """Whether the hold was not dropped yet."""
+        """Whether the hold still stands."""
         return self._block is not None
 
     def view(self) -> memoryview:

@@ -40,7 +40,7 @@ class Inside:
         return name
 
     def has(self, name: str) -> bool:
-        """Whether an object that the library lists is a file in folders of the directory."""
+        """Whether an object that the library lists is a regular file in real folders below the directory."""
         try:
             self.checked(name)
         except OSError:
