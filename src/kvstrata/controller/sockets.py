@@ -35,8 +35,10 @@ class Sockets:
         self.bad_frames: dict[str, int] = {}
         """Invalid frames by socket; the handlers count them."""
 
-    def bind(self, settings: ControllerSettings, curve: CurveKeys) -> None:
-        """Listen on all ports, without reading yet. Raises ConfigError."""
+    def bind(
+        self, settings: ControllerSettings, curve: CurveKeys, clients: Callable[[], frozenset[bytes] | None]
+    ) -> None:
+        """Listen on all ports, without reading yet; `clients()` tells who may connect now. Raises ConfigError."""
         ports = settings.monitor_ports
         for name, server, port in (
             ("pull", self._pull, ports.pull),
@@ -47,6 +49,7 @@ class Sockets:
                 settings.monitor_host or settings.http.host,
                 port,
                 curve=curve,
+                clients=clients,
                 insecure=settings.security.insecure,
                 host_setting="monitor_host" if settings.monitor_host else "http.host",
                 port_setting=f"monitor_ports.{name}",
