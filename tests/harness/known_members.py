@@ -35,7 +35,7 @@ class KnownMembers:
         listed: Listed | None = None,
     ) -> None:
         orders = orders or Orders(SystemClock())
-        self.keys = InstanceKeys(orders, unix_s, listed)
+        self.keys = InstanceKeys(orders, unix_s, lambda: listed)
         self.outbox = Outbox()
         self.commands = Commands(self.outbox, first_command)
         self.syncs = Syncs(self.commands, self.outbox)

@@ -63,7 +63,7 @@ class Cluster:
         name: str,
         epoch: int,
         election: Election | None = None,
-        listed: Listed | None = None,
+        listed: Callable[[], Listed | None] = lambda: None,
         nudge: Callable[[str], None] = lambda instance: None,
         drained: Callable[[], None] = lambda: None,
     ) -> None:

@@ -31,8 +31,10 @@ Listed = Mapping[str, tuple[str, ...]]
 class InstanceKeys:
     """Decides whether a client may register under an id. Belongs to the event loop."""
 
-    def __init__(self, orders: Orders, unix_s: Callable[[], float], listed: Listed | None = None) -> None:
-        """`listed` is None for a controller without a key file, to which every client may connect."""
+    def __init__(
+        self, orders: Orders, unix_s: Callable[[], float], listed: Callable[[], Listed | None]
+    ) -> None:
+        """`listed()` is None for a controller without a key file, to which every client may connect."""
         self._orders = orders
         self._unix_s = unix_s
         self._listed = listed
@@ -40,7 +42,7 @@ class InstanceKeys:
 
     def check(self, instance: str, key: str, host: str) -> None:
         """Raise WrongKey or NotPermitted unless this key may register under this id; `host` is for the log."""
-        if self._listed is not None and not self._may(key, instance):
+        if not self._may(key, instance):
             self._tell(instance, host, "the key file lists other ids for its key")
             raise NotPermitted(
                 f"instance: the controller's key file does not list {instance} for the key of this connection; name "
@@ -76,14 +78,15 @@ class InstanceKeys:
     def _owner(self, instance: str) -> str:
         """The key that the id belongs to; empty: none."""
         known = self._orders.keys.get(instance)
-        if known is None or (self._listed is not None and not self._may(known.key, instance)):
-            return ""
-        return known.key
+        return known.key if known is not None and self._may(known.key, instance) else ""
 
     def _may(self, key: str, instance: str) -> bool:
-        assert self._listed is not None
-        ours = _fit(self._listed.get(key), instance)
-        return ours > 0 and ours >= max(_fit(ids, instance) for ids in self._listed.values())
+        """Whether the key file lets this key use this id."""
+        listed = self._listed()
+        if listed is None:
+            return True
+        ours = _fit(listed.get(key), instance)
+        return ours > 0 and ours >= max(_fit(ids, instance) for ids in listed.values())
 
     def _make_room(self, now_s: int, is_member: Callable[[str], bool]) -> None:
         old = [

@@ -204,7 +204,11 @@ class Members:
     # --- heartbeats -----------------------------------------------------------------------------------------
 
     def heartbeat(self, told: Heartbeat, key: str, now_s: float, *, leads: bool = True) -> list[Command]:
-        """A heartbeat arrives; returns the commands for its answer. Raises UnknownInstance, Superseded, WrongKey."""
+        """A heartbeat arrives; returns the commands for its answer.
+
+        Raises UnknownInstance, Superseded, WrongKey, or NotPermitted if the key file no longer lists the sender.
+        """
+        self._keys.check(told.instance, key, "")
         member = self.speaker(told.instance, told.incarnation, key, now_s)
         member.load = told.load
         member.models = told.models

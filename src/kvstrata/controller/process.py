@@ -48,7 +48,8 @@ from kvstrata.process.listen import (
     serve,
     warn_if_open,
 )
-from kvstrata.rpc.zmq_curve import OPEN_CONTROLLER, ControllerKeys, read_controller_keys
+from kvstrata.rpc.key_file import KeyFile
+from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, read_controller_keys
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class Plan(NamedTuple):
 
     settings: ControllerSettings
     http_token: str
-    keys: ControllerKeys
+    keys: KeyFile[ControllerKeys] | None
+    """None without a key file: any client may connect, and use any id."""
     peer_hosts: PeerHosts
 
 
@@ -86,7 +88,7 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
     curve_file = settings.security.curve_secret_file
     if settings.etcd.endpoints:
         check_etcd(settings)
-    keys = read_controller_keys(curve_file) if curve_file else OPEN_CONTROLLER
+    keys = KeyFile(curve_file, read_controller_keys) if curve_file else None
     return Plan(settings, token, keys, PeerHosts(settings.peer_hosts))
 
 
@@ -176,7 +178,11 @@ class Controller(Process):
         epoch = clock.unix_ms()
         sockets = Sockets(loop, epoch)
         self.closers.append(soon(sockets.close))
-        sockets.bind(settings, self._plan.keys.curve)
+        keys = self._plan.keys
+        if keys is None:
+            sockets.bind(settings, OPEN, lambda: None)
+        else:
+            sockets.bind(settings, keys.now().curve, keys.clients)
         name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{sockets.ports['reply']}")[:64]
         election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(
@@ -187,7 +193,7 @@ class Controller(Process):
             name=name,
             epoch=epoch,
             election=election,
-            listed=self._plan.keys.listed,
+            listed=lambda: keys.now().listed if keys is not None else None,
             nudge=sockets.nudge,
             drained=sockets.resume,
         )

@@ -36,8 +36,10 @@ class Sockets:
         self.bad_frames: dict[str, int] = {}
         """Invalid frames by socket; the handlers count them."""
 
-    def bind(self, settings: ControllerSettings, curve: CurveKeys) -> None:
-        """Listen on all ports, without reading yet. Raises ConfigError."""
+    def bind(
+        self, settings: ControllerSettings, curve: CurveKeys, clients: Callable[[], frozenset[bytes] | None]
+    ) -> None:
+        """Listen on all ports, without reading yet; `clients()` tells who may connect now. Raises ConfigError."""
         ports, host = settings.monitor_ports, settings.monitor_host or settings.http.host
         if socket_path(host) is not None:
             host = "localhost"
@@ -50,6 +52,7 @@ class Sockets:
                 host,
                 port,
                 curve=curve,
+                clients=clients,
                 insecure=settings.security.insecure,
                 host_setting="monitor_host" if settings.monitor_host else "http.host",
                 port_setting=f"monitor_ports.{name}",

@@ -84,7 +84,7 @@ class KeyFolder:
         path = self._path(CONTROLLER)
         keys = read_controller_keys(str(path), _FIELD)
         public: dict[str, bytes] = {}
-        for key, ids in (keys.listed or {}).items():
+        for key, ids in keys.listed.items():
             if not ids:
                 raise ConfigError(
                     f"{_FIELD}: {path}: the line `client {key}` names no member; write the member's name after the key",

@@ -83,15 +83,8 @@ class ControllerKeys(NamedTuple):
     """Keys of a controller."""
 
     curve: CurveKeys
-    listed: Mapping[str, tuple[str, ...]] | None
-    """Its clients' public keys, each with the instance ids that it may use (`NAME`, or `NAME-*`; empty: any).
-
-    None: any client may connect, and use any id.
-    """
-
-
-OPEN_CONTROLLER = ControllerKeys(OPEN, None)
-"""For a controller without keys of its own."""
+    listed: Mapping[str, tuple[str, ...]]
+    """Its clients' public keys, each with the instance ids that it may use (`NAME`, or `NAME-*`; empty: any)."""
 
 
 def read_curve_file(path: str) -> CurveKeys:

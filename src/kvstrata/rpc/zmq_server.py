@@ -118,7 +118,8 @@ class ZmqServer:
         self._watches: dict[bool, zmq.Socket[bytes]] = {}
         """Sockets on which libzmq reports connections."""
         self._zap: zmq.Socket[bytes] | None = None
-        self._clients: frozenset[bytes] | None = frozenset()
+        self._clients: Callable[[], frozenset[bytes] | None] = frozenset
+        """Public keys (Z85) of the clients that may connect; None: any may."""
         self._ipc_path: Path | None = None
         self._again: set[bool] = set()
         self._reading = False
@@ -158,6 +159,7 @@ class ZmqServer:
         *,
         curve: CurveKeys | None,
         insecure: bool,
+        clients: Callable[[], frozenset[bytes] | None] | None = None,
         max_keyless_bytes: int | None = None,
         host_setting: str = "host",
         port_setting: str = "port",
@@ -165,6 +167,7 @@ class ZmqServer:
         keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
+        `clients()`, called for each new connection, tells those that may connect now; by default those of `curve`.
         `max_keyless_bytes`: longest message if no keys are asked for; a longer one closes its connection.
 
         Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
@@ -184,7 +187,7 @@ class ZmqServer:
         if curve is None and max_keyless_bytes is not None:
             server.setsockopt(zmq.MAXMSGSIZE, max_keyless_bytes)
         if curve is not None:
-            self._start_zap(curve)
+            self._start_zap(clients or (lambda: curve.clients))
             server.setsockopt(zmq.CURVE_SERVER, 1)
             server.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
             server.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
@@ -447,15 +450,12 @@ class ZmqServer:
             logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why
         )
 
-    def _start_zap(self, curve: CurveKeys) -> None:
+    def _start_zap(self, clients: Callable[[], frozenset[bytes] | None]) -> None:
         """Answer libzmq's questions whether a client may connect (ZAP, RFC 27) by the list of client keys.
 
         The answer makes the client's key the user id of its connection, which libzmq tells with each message.
         """
-        if curve.clients is None:
-            self._clients = None
-        else:
-            self._clients = frozenset(z85.decode(key) for key in curve.clients)
+        self._clients = clients
         self._zap = self._context.socket(zmq.ROUTER)
         self._zap.bind(ZAP_ENDPOINT)
         self._loop.add_reader(self._zap.fileno(), self._answer_zap)
@@ -470,11 +470,20 @@ class ZmqServer:
             # routing id, empty, version, request id, domain, address, identity, mechanism, credentials
             keyless = len(frames) > 4 and frames[4] == KEYLESS_DOMAIN.encode()
             curve = len(frames) == 9 and frames[7] == b"CURVE" and len(frames[8]) == KEY_BYTES
-            known = curve and (self._clients is None or frames[8] in self._clients)
+            user = z85.encode(frames[8]) if curve else b""
+            clients = self._clients() if curve else frozenset()
+            known = curve and (clients is None or user in clients)
             status = [b"200", b"OK"] if keyless or known else [b"400", b"unknown client key"]
-            user = z85.encode(frames[8]) if known else b""
             self._zap.send_multipart(
-                [*frames[:2], b"1.0", frames[3] if len(frames) > 3 else b"", *status, user, b""], zmq.NOBLOCK
+                [
+                    *frames[:2],
+                    b"1.0",
+                    frames[3] if len(frames) > 3 else b"",
+                    *status,
+                    user if known else b"",
+                    b"",
+                ],
+                zmq.NOBLOCK,
             )
 
 

@@ -46,7 +46,8 @@ from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
-from kvstrata.rpc.zmq_curve import ClusterKeys, read_curve_file
+from kvstrata.rpc.key_file import KeyFile
+from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.stranded import StrandedSessions
@@ -379,10 +380,17 @@ def _serve_peers(
         readers = ZmqServer(shell.loop)
         shell.closers.append(soon(readers.close))
         host, _, port_text = p2p.listen.rpartition(":")
+        path = settings.controller.curve_file
+        file = (
+            KeyFile(path, functools.partial(read_cluster_keys, field="controller.curve_file"))
+            if path
+            else None
+        )
         port = readers.bind_tcp(
             host.strip("[]"),
             int(port_text),
             curve=keys.curve,
+            clients=file.clients if file is not None else None,
             insecure=settings.security.insecure,
             host_setting="p2p.listen",
             port_setting="p2p.listen",

@@ -65,6 +65,26 @@ def test_members_with_keys_of_their_own_read_from_each_other(controller, folder)
         assert controller.ask("/v1/cluster")["sockets"]["reply"]["refused_handshakes"] == 0
 
 
+def test_members_come_and_go_by_changed_files_without_a_restart(controller, folder):
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    with server(controller, folder / "a.keys", "a") as first, contextlib.ExitStack() as stack:
+        first.start()
+        owner = Prompt(stack.enter_context(RpcClient(first.socket_dir)), 1, 20)
+        until(lambda: members(controller) == {"a"})
+        owner.store()
+        KeyFolder(str(folder)).add(["c"], overwrite=False)
+        fresh = stack.enter_context(server(controller, folder / "c.keys", "c"))
+        fresh.start()
+        until(lambda: members(controller) == {"a", "c"})
+        reader = Prompt(stack.enter_context(RpcClient(fresh.socket_dir)), 1, 20)
+        until(lambda: reader.hits() == 20)
+        KeyFolder(str(folder)).remove(["c"])
+        until(lambda: members(controller) == {"a"})
+        assert not cluster_of(fresh)["member"] and cluster_of(first)["member"]
+
+
 def test_a_member_may_use_its_own_ids_only(controller, folder):
     with (
         server(controller, folder / "a.keys", "a") as rightful,

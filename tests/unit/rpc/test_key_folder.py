@@ -82,7 +82,7 @@ def test_a_member_whose_file_was_moved_away_is_named(folder, capsys):
     (folder / "b.keys").unlink()
     assert run("add", folder, "c") == 0
     assert "b: its file is not in" in capsys.readouterr().out
-    listed = read_controller_keys(str(folder / "controller.keys")).listed or {}
+    listed = read_controller_keys(str(folder / "controller.keys")).listed
     assert sorted(ids[0] for ids in listed.values()) == ["a", "b", "c"]
 
 
