@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import logging
+import os
+from pathlib import Path
 
 import pytest
 
@@ -66,12 +67,14 @@ def test_every_error_is_such_a_line() -> None:
     assert BadRequest("a\nb hunter2").message == rf"a\nb {LEFT_OUT}"
 
 
-def test_every_log_line_is_such_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_log_line_is_such_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remember_secret("hunter2")
-    stream = io.StringIO()
-    monkeypatch.setattr(log_format.sys, "stderr", stream)
-    root = logging.getLogger("kvstrata")
-    before = root.handlers[:], root.level, root.propagate
+    log = tmp_path / "log"
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT)
+    monkeypatch.setattr(log_format, "STDERR", fd)
+    monkeypatch.setattr(log_format, "_writer", None)
+    root, ours = logging.getLogger(), logging.getLogger("kvstrata")
+    before = root.handlers[:], ours.handlers[:], ours.level, ours.propagate
     try:
         log_format.set_up("info")
         logging.getLogger("kvstrata.test").warning("a\n%s", "\x1b[2J redis://u:p@h hunter2")
@@ -79,9 +82,12 @@ def test_every_log_line_is_such_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("refused hunter2\x1b")
         except OSError:
             logging.getLogger("kvstrata.test").exception("failed")
+        log_format.flush_log()
     finally:
-        root.handlers[:], root.level, root.propagate = before
-    written = stream.getvalue()
+        root.handlers[:], ours.handlers[:], ours.level, ours.propagate = before
+        logging.captureWarnings(False)
+    os.close(fd)
+    written = log.read_text()
     assert "hunter2" not in written and "u:p@" not in written and "\x1b" not in written
     assert r"a\n\x1b[2J redis" in written and "\nTraceback" in written
 

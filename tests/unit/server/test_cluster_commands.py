@@ -137,7 +137,14 @@ async def test_a_result_that_cannot_be_encoded_fails_its_command_alone(
 
 
 KEY, ROOT = b"k" * 32, b"r" * 32
-OWNER = {"instance": "other", "incarnation": 1, "peer_endpoint": "", "n_keys": 1, "confirmed": True}
+OWNER = {
+    "instance": "other",
+    "incarnation": 1,
+    "peer_endpoint": "",
+    "n_keys": 1,
+    "confirmed": True,
+    "peer_key": "k" * 40,
+}
 
 
 @pytest.mark.parametrize(
