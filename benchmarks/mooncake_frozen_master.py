@@ -1,8 +1,8 @@
 """`mooncake_frozen_master_*`: delays in vLLM while the master of its server's Mooncake store is stopped for 12 s.
 
 Real vLLM (19 M parameters, prompts of 1,100 tokens, its own prefix cache off) runs with the default times of connector
-and server.  Requests for prompts that are only in the tier follow one another; beside them run requests for prompts in
-L1.  First the master answers, then it is stopped (SIGSTOP) for 12 s, then it runs again (SIGCONT).
+and server.  Requests for prompts that are only in the tier follow one another, while others ask for prompts in L1.
+First the master answers, then it is stopped (SIGSTOP) for 12 s, then it runs again (SIGCONT).
 
     _calls      the longest call of the connector on vLLM's scheduler thread while the master is stopped
     _l1_hits    time to first token of a hit in L1 while another request waits for the stopped tier

@@ -192,7 +192,7 @@ class FaultyAdapter(StorageAdapter):
 
 
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Another adapter, and how often and how it goes wrong."""
+    """The adapter that goes wrong, how often, and in what ways."""
 
     inner: Annotated[
         dict[str, Any],

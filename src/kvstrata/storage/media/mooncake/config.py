@@ -35,7 +35,7 @@ NO_METADATA_SERVER = "P2PHANDSHAKE"
 _SERVER = re.compile(
     r"(?:(?:https?|etcd|redis)://)?((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)(?:/[\w/-]*)?"
 )
-"""The address of one server. It must have no user name, since two URL parsers may disagree about where that ends."""
+"""The address of one server, without a user name: two URL parsers may disagree about where a user name ends."""
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
