@@ -167,7 +167,8 @@ class ZmqServer:
         keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
-        `clients()`, called for each new connection, tells those that may connect now; by default those of `curve`.
+        `clients()` is called for each new connection and returns the keys that may connect now; by default, those of
+        `curve`.
         `max_keyless_bytes`: longest message if no keys are asked for; a longer one closes its connection.
 
         Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
