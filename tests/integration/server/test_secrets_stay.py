@@ -66,7 +66,7 @@ def environment(tmp_path: Path, controller: ControllerProcess) -> Iterator[dict[
 
 
 def asked(server: ServerProcess, path: str, body: Any = None, method: str = "") -> str:
-    """The text of the answer, also of an error."""
+    """Send a request with the admin's token; return the text of the answer, which may be an error."""
     url = f"http://127.0.0.1:{server.ready['http_port']}{path}"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, method=method or None)

@@ -1,6 +1,6 @@
-"""What is said of every kind of wrong `--l2-adapter` entry, word for word, and what is passed on of right ones.
+"""The errors of every kind of wrong `--l2-adapter` entry, word for word, and the fields that right entries pass on.
 
-`python -m tests.unit.storage.test_config_messages` writes the file of messages anew: look at what it changes.
+`python -m tests.unit.storage.test_config_messages` writes the file of messages anew; check each change that it makes.
 """
 
 from __future__ import annotations
