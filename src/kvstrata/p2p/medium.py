@@ -53,10 +53,11 @@ def _shown(settings: PeerSettings) -> dict[str, Any]:
 def _prepare(settings: PeerSettings, place: Place, name: str) -> Make:
     def make() -> StorageAdapter:
         from kvstrata.p2p.engines.nixl import NixlEngine
-        from kvstrata.p2p.engines.ucx import UcxEngine
+        from kvstrata.p2p.engines.ucx import UcxEngine, for_this_host
         from kvstrata.p2p.tier import PeerTier
 
-        return PeerTier(settings, NixlEngine if settings.engine == "nixl" else UcxEngine, name=name)
+        ucx = for_this_host if settings.this_host_only else UcxEngine
+        return PeerTier(settings, NixlEngine if settings.engine == "nixl" else ucx, name=name)
 
     return make
 

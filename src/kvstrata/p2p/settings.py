@@ -14,6 +14,8 @@ class PeerSettings(msgspec.Struct, frozen=True):
     """Endpoints of the controllers' reply sockets."""
     engine: str
     """Name of the transfer engine."""
+    this_host_only: bool = False
+    """Peers reach this instance from its own host only, so UCX needs no port."""
     curve_file: str = ""
     lookup_timeout_ms: int = 250
     load_timeout_ms: int = 5_000

@@ -37,7 +37,7 @@ from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.policy.misses import Explainer
-from kvstrata.process.http_gate import Access
+from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.keeper import Restarts
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
@@ -324,6 +324,7 @@ def _peer_config(plan: Plan) -> TierConfig | None:
         PeerSettings(
             tuple(dict.fromkeys(settings.controller.url.split(","))),
             plan.p2p_engine,
+            this_host_only=not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen)),
             curve_file=settings.controller.curve_file,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
@@ -364,6 +365,11 @@ async def _open_tiers(
             log.warning("embedded_l2_off", reason=error.message)
 
 
+def _host_of(listen: str) -> str:
+    """The host of HOST:PORT or [HOST]:PORT."""
+    return listen.rpartition(":")[0].strip("[]")
+
+
 class _PeersServed(NamedTuple):
     server: PeerServer
     endpoint: str
@@ -379,7 +385,7 @@ def _serve_peers(
     if peer is not None and l2.tiers.get(peer.name) is not None:
         readers = ZmqServer(shell.loop)
         shell.closers.append(soon(readers.close))
-        host, _, port_text = p2p.listen.rpartition(":")
+        host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
         path = settings.controller.curve_file
         file = (
             KeyFile(path, functools.partial(read_cluster_keys, field="controller.curve_file"))
@@ -387,7 +393,7 @@ def _serve_peers(
             else None
         )
         port = readers.bind_tcp(
-            host.strip("[]"),
+            host,
             int(port_text),
             curve=keys.curve,
             clients=file.clients if file is not None else None,
@@ -397,7 +403,8 @@ def _serve_peers(
             flag="--p2p-listen",
             keys_setting="controller.curve_file (--cluster-curve-file)",
         )
-        advertised = p2p.advertise or f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+        shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+        advertised = p2p.advertise or f"{shown}:{port}"
         endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
     server = PeerServer(
         ground.pool,

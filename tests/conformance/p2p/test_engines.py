@@ -43,6 +43,7 @@ class Engine(NamedTuple):
 
 VARIANTS = {
     "ucx-one-host": ("ucx", ("UCX_TLS=shm,tcp",)),
+    "ucx-no-network": ("ucx", ("UCX_TLS=^tcp",)),
     "ucx-tcp": ("ucx", ("UCX_TLS=tcp",)),
     "nixl-one-host": ("nixl", ("UCX_TLS=shm,tcp",)),
     "nixl-tcp": ("nixl", ("UCX_TLS=tcp",)),

@@ -6,6 +6,7 @@ UCX in the server's process, NIXL in an adapter host.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,31 @@ def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster:
         assert cluster.peer_records(1) == records
         settled(cluster, 0)
         settled(cluster, 1)
+
+
+def listening_on(pid: int) -> set[int]:
+    """Return the tcp ports on which a process listens."""
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    net = Path(f"/proc/{pid}/net")
+    rows = [line.split() for name in ("tcp", "tcp6") for line in (net / name).read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@pytest.mark.parametrize("engine", ["ucx"], indirect=True)
+def test_on_loopback_ucx_opens_no_port(cluster: Cluster) -> None:
+    with engines(cluster) as (one, other):
+        read(other, stored_and_known(cluster, one))
+        for server in cluster.servers:
+            (peer,) = [
+                row["peer_endpoint"]
+                for row in cluster.controller.ask("/v1/instances")["instances"]
+                if row["pid"] == server.pid
+            ]
+            known = {server.port, server.ready["http_port"], int(peer.rpartition(":")[2])}
+            assert listening_on(server.pid) <= known
 
 
 def test_a_prompt_longer_than_an_owner_leases_at_a_time_is_read_whole(cluster: Cluster) -> None:
