@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvstrata.cli import controller as controller_command
 from kvstrata.process.keeper import NOT_RESTARTED
@@ -149,6 +150,41 @@ def test_both_controllers_answer_lookups_and_only_the_leader_sends_commands(shar
     finally:
         for one in (*at.values(), *asker.values()):
             one.close()
+
+
+def test_an_id_belongs_to_its_key_at_every_controller_once_one_of_them_has_seen_it(shared):
+    leader = leader_of(shared)
+    [follower] = set(shared) - {leader}
+    ports = {name: process.ports["reply"] for name, process in shared.items()}
+
+    def refused(port: int, keys: tuple[bytes, bytes]) -> bool:
+        with ClusterInstance(port, "keyed", keys=keys) as forged:
+            try:
+                forged.register()
+            except Refused as why:
+                return why.code == "wrong_key"
+        return False
+
+    forged = zmq.curve_keypair()
+    with ClusterInstance(ports[follower], "keyed", keys=forged) as early:
+        early.join({})  # the follower does not know the id yet
+        with ClusterInstance(ports[leader], "keyed") as rightful:
+            rightful.join({})
+            eventually(
+                "the follower refuses the other key", lambda: refused(ports[follower], zmq.curve_keypair())
+            )
+            eventually("the member with the other key is gone", lambda: not registered(early))
+            assert refused(ports[follower], forged) and refused(ports[leader], forged)
+            rightful.goodbye()
+
+
+def registered(instance: ClusterInstance) -> bool:
+    """Return whether a controller takes this instance's heartbeats."""
+    try:
+        instance.heartbeat()
+    except Refused:
+        return False
+    return True
 
 
 def test_a_leader_that_was_frozen_sends_no_command_when_it_wakes(controllers):
