@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from kvstrata.clock import Clock
@@ -99,7 +100,7 @@ class Prewarms:
         self._next = 1
 
     async def prewarm(
-        self, *, model: str, request: RequestIdentity, tokens: list[int], budget_bytes: int, ttl_ms: int
+        self, *, model: str, request: RequestIdentity, tokens: Sequence[int], budget_bytes: int, ttl_ms: int
     ) -> int:
         """Start loading the chunks of a prompt; returns the job's number.
 
