@@ -190,7 +190,9 @@ class Reserving:
         pool = self._pool
 
         def undo(done: asyncio.Future[Answer]) -> None:
-            if not done.cancelled() and done.exception() is None:  # the pool refuses a process that has died meanwhile
+            if (
+                not done.cancelled() and done.exception() is None
+            ):  # the pool refuses a process that has died meanwhile
                 pool.abort(done.result()[0], None)
             share.keep(0)
 
