@@ -101,8 +101,17 @@ class InstanceInProcess:
         """Return the status document."""
         return self.ground.board.document()
 
-    def attach(self, session: bytes, group: bytes, role: Role = Role.CLIENT) -> None:
-        """Attach a session as a handshake on the attach socket would."""
+    def attach(
+        self,
+        session: bytes,
+        group: bytes,
+        role: Role = Role.CLIENT,
+        *,
+        pid: int = 0,
+        tenants: frozenset[str] | None = None,
+    ) -> None:
+        """Attach a session as a handshake on the attach socket would. `pid` 0: of this process."""
+        pid = pid or os.getpid()
         request = attach_wire.AttachRequest(
             protocol=wire.PROTOCOL_VERSION,
             session=session,
@@ -114,10 +123,10 @@ class InstanceInProcess:
             facts=None if role is Role.SCHEDULER else FACTS,
         )
         self.requests.hooks.admit(request)
-        row = self.pool.claim_row(session, group, os.getpid())
+        row = self.pool.claim_row(session, group, pid)
         secret = secrets.token_bytes(wire.SECRET_BYTES)
         seen = SessionRow(
-            row=row, session=session, group=group, pid=os.getpid(), request=request, secret=secret
+            row=row, session=session, group=group, pid=pid, request=request, secret=secret, tenants=tenants
         )
         self._rows[session] = seen
         self.requests.hooks.on_attached(seen)
@@ -185,6 +194,10 @@ class InstanceInProcess:
         held = [effect for effect in effects if isinstance(effect, Reservation)]
         assert stats["reservations"] == len(held)
         assert stats["entries"]["reserved"] == sum(len(reservation.open_keys) for reservation in held)
+        for reservation in held:
+            assert reservation.share.n_chunks == len(reservation.open_keys)
+        pids = {seen.pid for seen in self._rows.values()}
+        assert sum(map(self.tables.reserved.of, pids)) == stats["reserved_bytes"]
         assert all(lease.rows for lease in effects if isinstance(lease, Lease)), (
             "a session still names a lease that has ended"
         )
@@ -201,7 +214,7 @@ class InstanceInProcess:
             for name in ("leases", "reservations", "holds", "reserved_bytes", "leased_bytes")
         }
         assert not any(held.values()), held
-        assert len(self.tables.leases) == len(self.tables.in_flight) == 0
+        assert len(self.tables.leases) == len(self.tables.in_flight) == len(self.tables.reserved) == 0
         self.lane.close()
         self.own_lane.close()
         self.pool.close()

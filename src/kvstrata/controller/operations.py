@@ -30,7 +30,7 @@ MAX_LONGEST = 16
 class Asked(NamedTuple):
     """Chunks as a request names them, by tokens or by keys."""
 
-    tokens: list[int] | None
+    tokens: Sequence[int] | None
     keys: Sequence[str] | None
     model: str
     kind: int | None
@@ -77,11 +77,11 @@ class Operations:
         """The storage keys of the chunks that a request names. Raises BadRequest."""
         if (asked.tokens is None) == (asked.keys is None):
             raise BadRequest("tokens: give either tokens or keys", field="tokens")
+        loop = asyncio.get_running_loop()
         if asked.keys is not None:
-            return prompts.from_keys(asked.keys)
+            return await loop.run_in_executor(None, prompts.from_keys, asked.keys)
         assert asked.tokens is not None
         kind = self._kind(asked)
-        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, prompts.from_tokens, kind, asked.request, asked.tokens)
 
     def _kind(self, asked: Asked) -> prompts.Kind:

@@ -12,7 +12,6 @@ from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_root
 
 MAX_TOKENS = 1_048_576
-MAX_KEYS = 65_536
 
 
 class Kind(NamedTuple):
@@ -72,7 +71,7 @@ def choose(all_kinds: Sequence[Kind], model: str, number: int | None) -> Kind:
     return of_model[0]
 
 
-def from_tokens(kind: Kind, request: RequestIdentity, tokens: list[int]) -> Named:
+def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> Named:
     """The full chunks of a prompt; takes 1 ms per thousand tokens, so run it on a thread. Raises BadRequest."""
     if not kind.slices:
         raise BadRequest(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 
 from kvstrata.keys import batch
@@ -97,7 +98,7 @@ class ChunkHasher:
                 if extra:
                     extras[position] = extra
         previous = self._chain[-KEY_BYTES:] or self._root
-        numbers = tokens if isinstance(tokens, list) else list(tokens)
+        numbers = tokens if isinstance(tokens, list | array) else list(tokens)
         new = chain_keys(previous, numbers, size, extras, done_tokens - start)
         if not self._chain:
             self.probe = _probe(tokens[:size])

@@ -48,6 +48,15 @@ class DeclaredIdentity(NamedTuple):
     tenant: int
 
 
+class Owner(NamedTuple):
+    """Whose running requests and reserved bytes are counted together."""
+
+    process: int | bytes
+    """The pid, or the session where no pid can be seen."""
+    token: frozenset[str] | None
+    """The token, by the tenants that it allows; None: there are no tokens."""
+
+
 class EngineGroup:
     """One engine: its members and their slices."""
 
@@ -147,6 +156,11 @@ class AttachedProcess:
         self.lengths: dict[int, None] = {}
         """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
         self.declares_length = False
+
+    @property
+    def owner(self) -> Owner:
+        """Its bounds are shared with all sessions of the same pid, and of the same token."""
+        return Owner(self.pid or self.session, self.tenants)
 
     def has_records_of(self, record_bytes: int) -> None:
         """Note a record length that the process declared, or for which it reserves extents."""

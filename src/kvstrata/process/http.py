@@ -14,7 +14,8 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstrata import __version__
@@ -34,6 +35,7 @@ from kvstrata.errors import (
     Unavailable,
     UnknownSession,
 )
+from kvstrata.process.http_body import TAKEN
 from kvstrata.text import one_line
 
 SPELLS_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -51,6 +53,24 @@ HTTP_STATUS = {
     DeadlineExceeded: 504,
 }
 """HTTP status of each error; 500 for those not listed."""
+
+
+def long_list(kind: type, max_items: int) -> WrapValidator:
+    """Let a field of this list type accept a list that was taken out of the body (http_body.py).
+
+    `kind`: `array` for token ids, `list` for texts.
+    """
+
+    def validate(value: Any, ordinary: ValidatorFunctionWrapHandler) -> Any:
+        found = TAKEN.get({}).get(value) if isinstance(value, str) else None
+        if found is None or not isinstance(found, kind):
+            return ordinary(value)
+        if len(found) > max_items:
+            message = "List should have at most {max_items} items"
+            raise PydanticCustomError("too_long", message, {"max_items": max_items})
+        return found
+
+    return WrapValidator(validate)
 
 
 class ErrorBody(BaseModel):

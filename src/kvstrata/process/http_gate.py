@@ -6,8 +6,8 @@
    (403): another port of the same host is another user's page.  Following a link to a page is allowed.
 3. Everything but the probes needs the bearer token of this port or a browser's session (process/http_login.py), unless
    the port is open (401).
-4. A body has at most MAX_BODY_BYTES, and at most MAX_STRANGER_BYTES without a token or session (413), whatever its
-   `Content-Length` says.  The application gets whole bodies only.
+4. A body has the bounds of http_body.py (413), which are narrower without a token or session, whatever its
+   `Content-Length` says.  The application gets whole bodies only, without their long lists.
 
 Probes may have any `Host`, since the checks of load balancers and of Kubernetes name pods by what they know.
 """
@@ -24,14 +24,21 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted
+from kvstrata.process.http_body import (
+    MAX_BODY_BYTES,
+    MAX_STRANGER_BYTES,
+    TAKEN,
+    Arriving,
+    BodyRefused,
+    LongList,
+    shorten,
+)
 from kvstrata.process.http_login import Logins
 from kvstrata.process.http_unix import SCHEME
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-MAX_BODY_BYTES = 32 << 20
-MAX_STRANGER_BYTES = 64 << 10
 PROBES = frozenset({"/healthz", "/readyz"})
 METRICS = "/metrics"
 OWN_SITE = ("", "none", "same-origin")
@@ -170,13 +177,14 @@ def sized(app: ASGIApp, access: Access) -> ASGIApp:
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        limit = MAX_BODY_BYTES if access.proven(headers) else MAX_STRANGER_BYTES
         try:
-            body = b"" if scope["path"] in PROBES else await _body(receive, headers, limit)
-        except _TooLongError:
-            without = "" if limit == MAX_BODY_BYTES else " without a token"
-            message = f"body: more than {limit} bytes{without}; send less"
-            await _refuse(send, headers, 413, BadRequest.code, message, field="body")
+            if scope["path"] in PROBES:
+                body = b""
+            else:
+                body, taken = await _body(receive, headers, access.proven(headers))
+                TAKEN.set(taken)
+        except BodyRefused as error:
+            await _refuse(send, headers, error.status, BadRequest.code, error.message, field=error.field)
             return
         except ConnectionError:
             return
@@ -194,26 +202,18 @@ def sized(app: ASGIApp, access: Access) -> ASGIApp:
     return bounded
 
 
-class _TooLongError(Exception):
-    pass
-
-
-async def _body(receive: Receive, headers: Headers, limit: int) -> bytes:
-    """The whole body. Raises _TooLongError, and ConnectionError if the client goes away before its end."""
-    if _length(headers) > limit:
-        raise _TooLongError
-    parts, length = [], 0
-    while True:
+async def _body(receive: Receive, headers: Headers, proven: bool) -> tuple[bytes, dict[str, LongList]]:
+    """The body without its long lists, and these. Raises BodyRefused, and ConnectionError if the client goes away."""
+    arriving = Arriving(MAX_BODY_BYTES) if proven else Arriving(MAX_STRANGER_BYTES, " without a token")
+    arriving.expect(_length(headers))
+    more = True
+    while more:
         message = await receive()
         if message["type"] != "http.request":
             raise ConnectionError
-        part = message.get("body", b"")
-        length += len(part)
-        if length > limit:
-            raise _TooLongError
-        parts.append(part)
-        if not message.get("more_body", False):
-            return b"".join(parts)
+        arriving.add(message.get("body", b""))
+        more = message.get("more_body", False)
+    return await shorten(arriving.whole())
 
 
 def _length(headers: Headers) -> int:

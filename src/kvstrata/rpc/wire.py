@@ -232,7 +232,7 @@ class ReserveOutcome(enum.IntEnum):
     POOL_PINNED = 4
     """All chunks that could be evicted are in use."""
     SESSION_LIMIT = 5
-    """This process has reserved too many bytes."""
+    """This session, its process or its token has reserved too many bytes; reserve again when some have ended."""
     QUOTA = 6
     """The tenant's quota of L1 is used up."""
     TOO_LARGE = 7

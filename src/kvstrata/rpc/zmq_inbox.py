@@ -10,7 +10,9 @@ mark: libzmq never stops reading, its messages are taken at once, and this modul
 2. Connections take turns: one message of each is handled at a time.
 3. At most `max_connections()` are open.  When one more opens, the connection that has been silent longest is cut, first
    among those that never sent a message.
-4. Cutting means `shutdown` of the descriptor, which libzmq takes for a hang-up of the other side.  The descriptor
+4. The messages of a cut connection are freed over several wakes: giving 64 MiB back to the system takes milliseconds.
+   A wake frees a sixteenth, at least FREED_BYTES.
+5. Cutting means `shutdown` of the descriptor, which libzmq takes for a hang-up of the other side.  The descriptor
    belongs to libzmq and may have been reused meanwhile, so it is shut down only if it is a connection of this listener.
 """
 
@@ -31,6 +33,8 @@ MAX_TOTAL_LARGEST = 32
 MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
 """A port uses at most this share of the descriptors that the process may open: one in eight."""
+FREED_BYTES = 1 << 20
+"""Bytes of cut connections' messages that are freed at a time, at least."""
 MESSAGE_COST_BYTES = 200
 """Each waiting message counts as its length plus this many bytes."""
 
@@ -71,6 +75,9 @@ class Inbox:
         """The other connections; the connection of the newest message is last."""
         self._cut: set[int] = set()
         """Connections that were cut, and whose last messages may still arrive."""
+        self._dropped: deque[Message] = deque()
+        """Messages of cut connections, to be freed."""
+        self._dropped_bytes = 0
         self.cut_count = 0
 
     def __len__(self) -> int:
@@ -150,10 +157,23 @@ class Inbox:
             del self._waiting_bytes[connection]
         return message
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether messages of cut connections are still to be freed."""
+        return bool(self._dropped)
+
+    def free_some(self) -> None:
+        """Free some messages of cut connections: a sixteenth of their bytes, at least FREED_BYTES."""
+        goal = self._dropped_bytes - max(FREED_BYTES, self._dropped_bytes // 16)
+        while self._dropped and self._dropped_bytes > goal:
+            self._dropped_bytes -= _size(self._dropped.popleft())
+
     def _cut_off(self, connection: int) -> None:
         """Drop the messages of a connection, and shut it down."""
-        self._waiting.pop(connection, None)
-        self._total_bytes -= self._waiting_bytes.pop(connection, 0)
+        self._dropped.extend(self._waiting.pop(connection, ()))
+        held = self._waiting_bytes.pop(connection, 0)
+        self._total_bytes -= held
+        self._dropped_bytes += held
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
         self._cut.add(connection)

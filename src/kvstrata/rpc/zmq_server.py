@@ -327,7 +327,9 @@ class ZmqServer:
             self._draining = False
         if not self._sockets:
             return  # a handler has closed this server
-        if not empty or (self._reading and self._inboxes[local]):
+        inbox = self._inboxes[local]
+        inbox.free_some()
+        if not empty or inbox.has_dropped or (self._reading and inbox):
             self._wake_soon(local)
         sent_to, self._sent_to = self._sent_to, set()
         for other in sent_to:

@@ -21,6 +21,7 @@ from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.policy.misses import Explainer
 from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, tenant_number
+from kvstrata.policy.reserved import ReservedBytes
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Sessions
@@ -88,6 +89,7 @@ class Tables(NamedTuple):
     sessions: Sessions
     leases: Leases
     in_flight: InFlight
+    reserved: ReservedBytes
     replies: Replies
     send: Send
 
@@ -182,6 +184,7 @@ def make_tables(ground: Ground, send: Send) -> Tables:
         sessions=Sessions(replies.error),
         leases=leases,
         in_flight=in_flight,
+        reserved=ReservedBytes(ground.pool.extents_bytes, ground.facts.max_reserved_bytes),
         replies=replies,
         send=send,
     )
@@ -297,6 +300,7 @@ def make_boundary(
         l2.store,
         counters,
         facts.epoch,
+        tables.reserved,
     )
     handlers = Handlers(
         facts=facts,

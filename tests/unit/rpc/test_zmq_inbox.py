@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,3 +141,26 @@ def test_a_descriptor_that_another_connection_has_taken_over_is_not_cut(wire: Wi
             assert wire.inbox.add(message(descriptor, bytes(9 * SIZE))) == descriptor
         theirs.sendall(b"alive")
         assert ours.recv(5) == b"alive"
+
+
+def test_the_messages_of_a_cut_connection_are_freed_over_several_wakes(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_inbox, "FREED_BYTES", 2_500)
+    flooding, other = wire.connect(), wire.connect()
+    body = bytes(SIZE)
+    unused = sys.getrefcount(body)
+    cut = None
+    while cut is None:
+        cut = wire.inbox.add(message(flooding, body))
+    assert cut == flooding and wire.is_cut(flooding)
+    wire.inbox.add(message(other, b"later"))
+    found = wire.inbox.next()
+    assert found is not None and found.connection == other, "a dropped message is never handled"
+    assert wire.inbox.next() is None
+    kept = []
+    while wire.inbox.has_dropped:
+        kept.append(sys.getrefcount(body) - unused)
+        wire.inbox.free_some()
+    assert kept == [7, 4, 1], "three messages of 1,200 bytes each time"
+    assert sys.getrefcount(body) == unused

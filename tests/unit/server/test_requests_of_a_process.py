@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import Refused
+from kvstrata.policy.processes import Owner
 from kvstrata.rpc import frame as frames
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, prove
 from kvstrata.rpc.session import MAX_SEQ_STEP
 from kvstrata.rpc.zmq_server import Address
+from kvstrata.server.admin import prewarm
 from kvstrata.server.requests import boundary, running
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of
@@ -37,15 +39,61 @@ def test_tasks_of_one_process_leave_room_for_those_of_another(server: InstanceIn
 
     async def run() -> None:
         for _ in range(running.MAX_UNKEPT_OF_PROCESS):
-            tasks.check_room_for_unkept(7)
-            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), 7)
+            tasks.check_room_for_unkept(Owner(7, None))
+            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(7, None))
         with pytest.raises(Refused):
-            tasks.check_room_for_unkept(7)
-        tasks.check_room_for_unkept(8)
+            tasks.check_room_for_unkept(Owner(7, None))
+        tasks.check_room_for_unkept(Owner(8, None))
         ended.set()
         await server.supervisor.idle()
         await asyncio.sleep(0)
-        tasks.check_room_for_unkept(7)
+        tasks.check_room_for_unkept(Owner(7, None))
+
+    server.loop.run_until_complete(run())
+
+
+def test_tasks_of_one_token_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
+    tasks, ended = server.requests.running, asyncio.Event()
+    blue, green = frozenset({"blue"}), frozenset({"green"})
+
+    async def reply() -> wire.Reply:
+        await ended.wait()
+        return wire.Ok(1, server.epoch)
+
+    async def run() -> None:
+        for pid in range(running.MAX_UNKEPT_OF_TOKEN):
+            tasks.check_room_for_unkept(Owner(pid, blue))
+            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(pid, blue))
+        with pytest.raises(Refused):
+            tasks.check_room_for_unkept(Owner(1_000, blue))
+        tasks.check_room_for_unkept(Owner(1_000, green))
+        ended.set()
+        await server.supervisor.idle()
+        await asyncio.sleep(0)
+        tasks.check_room_for_unkept(Owner(1_000, blue))
+
+    server.loop.run_until_complete(run())
+
+
+def test_prewarms_of_one_token_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
+    prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
+    blue, green = frozenset({"blue"}), frozenset({"green"})
+
+    def start(token: frozenset[str] | None) -> int:
+        return prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000, token)
+
+    async def run() -> None:
+        for _ in range(prewarm.MAX_RUNNING_OF_TOKEN):
+            start(blue)
+        with pytest.raises(Refused, match="4 prewarm jobs of this token are running"):
+            start(blue)
+        others = [start(green), *(start(None) for _ in range(3))]
+        with pytest.raises(Refused, match="8 prewarm jobs are running"):
+            start(None)
+        await server.supervisor.idle()
+        assert all((prewarms.job(job) or {})["state"] == "done" for job in others)
+        start(blue)
+        await server.supervisor.idle()
 
     server.loop.run_until_complete(run())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvstrata.controller.prompts import MAX_KEYS, MAX_TOKENS
+from kvstrata.controller.prompts import MAX_TOKENS
+from kvstrata.process.http import long_list
+from kvstrata.process.http_body import MAX_KEYS
 
 MAX_WAIT_S = 60.0
 DEFAULT_WAIT_S = 5.0
@@ -41,10 +44,17 @@ class ChunksBody(BaseModel):
     """Chunks, named by a prompt's tokens or by keys."""
 
     model_config = ConfigDict(extra="forbid")
-    tokens: Annotated[list[Token], Field(max_length=MAX_TOKENS)] | None = None
-    keys: Annotated[list[str], Field(max_length=MAX_KEYS)] | None = Field(
-        None, description="Storage keys in hexadecimal, instead of tokens."
-    )
+    tokens: (
+        Annotated[
+            list[Token],
+            Field(max_length=MAX_TOKENS, fail_fast=True),
+            long_list(array, MAX_TOKENS),
+        ]
+        | None
+    ) = None
+    keys: (
+        Annotated[list[str], Field(max_length=MAX_KEYS, fail_fast=True), long_list(list, MAX_KEYS)] | None
+    ) = Field(None, description="Storage keys in hexadecimal, instead of tokens.")
     model: str = Field("", description="Model of an attached engine; empty: the only one.")
     kind: int | None = Field(None, description="Number in /v1/models, where several match.")
     adapter: str = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from kvstrata.clock import Clock
@@ -24,6 +25,8 @@ from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
 
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
+MAX_RUNNING_OF_TOKEN = 4
+"""Most of them that processes with one token began, so that others can begin some."""
 
 
 class JobState(enum.StrEnum):
@@ -54,11 +57,13 @@ MACHINE = Machine(
 class Job:
     """One prewarm and its outcome so far."""
 
-    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "state", "tenant")
+    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "state", "tenant", "token")
 
-    def __init__(self, number: int, tenant: int, chunks: int) -> None:
+    def __init__(self, number: int, tenant: int, chunks: int, token: frozenset[str] | None) -> None:
         self.number = number
         self.tenant = tenant
+        self.token = token
+        """The tenants of the process that began it; None: it has no token, or an admin began it."""
         self.state: JobState = MACHINE.first
         self.chunks = chunks
         self.l1_chunks = 0
@@ -99,7 +104,7 @@ class Prewarms:
         self._next = 1
 
     async def prewarm(
-        self, *, model: str, request: RequestIdentity, tokens: list[int], budget_bytes: int, ttl_ms: int
+        self, *, model: str, request: RequestIdentity, tokens: Sequence[int], budget_bytes: int, ttl_ms: int
     ) -> int:
         """Start loading the chunks of a prompt; returns the job's number.
 
@@ -111,15 +116,31 @@ class Prewarms:
         return self.start(group, root, tenant_number(request.tenant), chain, budget_bytes, ttl_ms)
 
     def start(
-        self, group: EngineGroup, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
+        self,
+        group: EngineGroup,
+        root: bytes,
+        tenant: int,
+        chain: bytes,
+        budget_bytes: int,
+        ttl_ms: int,
+        token: frozenset[str] | None = None,
     ) -> int:
-        """Start loading the chunks of these chain keys; returns the job's number. Raises Refused."""
+        """Start loading the chunks of these chain keys; returns the job's number. Raises Refused.
+
+        `token`: the tenants that the process may name; None: any.
+        """
         if not group.complete:
             raise Refused("engine_slices: not all slices of this engine are attached; try later")
-        running = sum(job.state is JobState.RUNNING for job in self._jobs.values())
-        if running >= MAX_RUNNING_JOBS:
-            raise Refused(f"{running} prewarm jobs are running; try again when some have ended")
-        job = Job(self._next, tenant, len(chain) // KEY_BYTES)
+        running = [job for job in self._jobs.values() if job.state is JobState.RUNNING]
+        if len(running) >= MAX_RUNNING_JOBS:
+            raise Refused(f"{len(running)} prewarm jobs are running; try again when some have ended")
+        of_token = 0 if token is None else sum(job.token == token for job in running)
+        if of_token >= MAX_RUNNING_OF_TOKEN:
+            raise Refused(
+                f"{of_token} prewarm jobs of this token are running, and one token may have "
+                f"{MAX_RUNNING_OF_TOKEN}; try again when some have ended"
+            )
+        job = Job(self._next, tenant, len(chain) // KEY_BYTES, token)
         self._next += 1
         self._jobs[job.number] = job
         if len(self._jobs) > MAX_JOBS:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_PREFETCH_TOKENS = 4_194_304
+from kvstrata.process.http import long_list
+from kvstrata.process.http_body import MAX_TOKENS
+
 MAX_WAIT_S = 600.0
 DEFAULT_WAIT_S = 10.0
 
@@ -15,7 +18,11 @@ class PrefetchBody(BaseModel):
     """A prompt to load into L1 before any user asks."""
 
     model_config = ConfigDict(extra="forbid")
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=MAX_PREFETCH_TOKENS)]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0, lt=1 << 32)]],
+        Field(max_length=MAX_TOKENS, fail_fast=True),
+        long_list(array, MAX_TOKENS),
+    ]
     model: str = Field("", description="Model of an attached engine; empty: the only one.")
     adapter: str = ""
     tenant: str = ""

@@ -63,7 +63,7 @@ from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.handlers import Handlers
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.reserve import Reserving
-from kvstrata.server.requests.running import KeptOutcome, Replies, Running
+from kvstrata.server.requests.running import NOBODY, KeptOutcome, Replies, Running
 from kvstrata.types import shown_name
 
 Kept = Callable[[Call, AttachedProcess, Any], KeptOutcome | Coroutine[Any, Any, KeptOutcome]]
@@ -210,7 +210,7 @@ class Boundary:
             outcome = answer(request, process)
             if isinstance(outcome, Reply):
                 return encode(outcome)
-            owner = _owner(process)
+            owner = NOBODY if process is None else process.owner
             try:
                 self._running.check_room_for_unkept(owner)
             except Refused:
@@ -220,9 +220,9 @@ class Boundary:
             return None
         work = self._kept[kind]
         if request.session == NO_SESSION and isinstance(request, Clear) and address.local:
-            self._running.check_room_for_unkept(None)
+            self._running.check_room_for_unkept(NOBODY)
             self._running.begin_unkept(
-                op, address, request.seq, self._handlers.clear_unattached(request), None
+                op, address, request.seq, self._handlers.clear_unattached(request), NOBODY
             )
             return None
         receipt = self._sessions.request(
@@ -240,7 +240,7 @@ class Boundary:
         call = receipt.call
         process = self._processes.get(request.session)
         assert process is not None, "an open session without a process"
-        owner = _owner(process)
+        owner = process.owner
         try:
             if kind in _TAKES_TIME:
                 self._running.check_room_for_kept(owner)
@@ -288,11 +288,6 @@ class Boundary:
             index = int(match[1])
             field = ("op", *fields)[index] + match[2] if index <= len(fields) else "message"
         return self._replies.error(seq, BadRequest(f"{field}: {text}", field=field))
-
-
-def _owner(process: AttachedProcess | None) -> int | bytes | None:
-    """The process whose running requests are counted together."""
-    return None if process is None else process.pid or process.session
 
 
 _TAKES_TIME = frozenset({Lookup, Reserve, Prefetch, Clear, Corrupt})

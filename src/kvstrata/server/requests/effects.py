@@ -68,7 +68,7 @@ class Effects:
             self._pool.abort(effect.ticket, None)
             if kept:
                 self._in_flight.remove(effect.open_keys.values())
-            effect.open_keys.clear()
+            effect.over()
 
     def carry_out(self, undoing: Undoing) -> int:
         """Carry out what a cancel or a ping decided. Returns how many requests it ended."""
@@ -120,7 +120,7 @@ class Effects:
         for effect in left:
             if isinstance(effect, Reservation):
                 self._in_flight.remove(effect.open_keys.values())
-                effect.open_keys.clear()
+                effect.over()
         for lease in self._leases.row_gone(row):
             self._settle(lease)
         for effect in left:

@@ -219,7 +219,13 @@ class Handlers:
         identity = self._processes.identity(process, request.identity_id)
         whole_keys(request.keys, "keys")
         job = self._prewarms.start(
-            process.group, identity.root, identity.tenant, request.keys, request.budget_bytes, request.ttl_ms
+            process.group,
+            identity.root,
+            identity.tenant,
+            request.keys,
+            request.budget_bytes,
+            request.ttl_ms,
+            process.tenants,
         )
         return PrefetchReply(call.seq, self._epoch, job), None
 

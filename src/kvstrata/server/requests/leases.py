@@ -20,6 +20,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
+from kvstrata.policy.reserved import Share
 from kvstrata.rpc.session import Address, Effect
 
 MAX_TOLD = 1_024
@@ -56,12 +57,19 @@ class Lease(Effect):
 class Reservation(Effect):
     """Extents being written. `open_keys`: index → storage key of those neither committed nor given back."""
 
-    __slots__ = ("open_keys", "ticket")
+    __slots__ = ("open_keys", "share", "ticket")
 
-    def __init__(self, ticket: int, open_keys: dict[int, bytes]) -> None:
+    def __init__(self, ticket: int, open_keys: dict[int, bytes], share: Share) -> None:
         super().__init__(wanted_by_ping=False)
         self.ticket = ticket
         self.open_keys = open_keys
+        self.share = share
+        """The bytes of `open_keys`, counted for their process and token."""
+
+    def over(self) -> None:
+        """All its items have ended."""
+        self.share.keep(0)
+        self.open_keys.clear()
 
 
 class Leases:

@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from kvstrata.errors import BadRequest
+from kvstrata.errors import BadRequest, Refused
 from kvstrata.keys.batch import nth
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import IdentityMemory
 from kvstrata.policy.processes import AttachedProcess, ProcessTable
+from kvstrata.policy.reserved import ReservedBytes, Share
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.session import Call, Sessions
 from kvstrata.rpc.wire import (
@@ -30,6 +31,7 @@ from kvstrata.rpc.wire import (
     Reserve,
     ReserveOutcome,
     ReserveReply,
+    key_count,
 )
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.l2.store import StoreController
@@ -56,6 +58,10 @@ _REFUSALS = {
 }
 
 
+Answer = tuple[int, bytes, bytes]
+"""Ticket, outcomes and extents, as `Pool.reserve` returns them."""
+
+
 class Reserving:
     """Answers the requests of writers. Each public method is a verb of the boundary. Belongs to the event loop."""
 
@@ -72,6 +78,7 @@ class Reserving:
         store: StoreController,
         counters: ServerCounters,
         epoch: int,
+        reserved: ReservedBytes,
     ) -> None:
         self._pool = pool
         self._lane = lane
@@ -84,6 +91,7 @@ class Reserving:
         self._store = store
         self._counters = counters
         self._epoch = epoch
+        self._reserved = reserved
 
     def reserve(
         self, call: Call, process: AttachedProcess, request: Reserve
@@ -110,15 +118,17 @@ class Reserving:
         process.has_records_of(request.record_bytes)
         keys = storage_keys(identity.root, request.keys, process.digest)
         parent = storage_keys(identity.root, request.parent, process.digest) if request.parent else b""
-        arguments = (keys, parent, request.record_bytes, process.row, identity.root, identity.tenant)
         if not request.parent:
             self._identities.stored(request.probe, identity.root, identity.layout, identity.request)
         if self._freeze:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
-            return self._reserved(call, keys, 0, outcomes, _NO_EXTENT * n_chunks)
+            share = self._reserved.begin(process.owner, request.record_bytes, 0)
+            return self._outcome(call, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
+        share = self._reserved.begin(process.owner, request.record_bytes, n_chunks)
+        arguments = (parent, request.record_bytes, process.row, identity.root, identity.tenant)
         if n_chunks > KEYS_ON_LOOP:
-            return self._reserve_on_lane(call, keys, arguments)
-        return self._reserved(call, keys, *self._pool.reserve(*arguments))
+            return self._reserve_on_lane(call, keys, share, arguments)
+        return self._outcome(call, keys, share, _reserve(self._pool, share.n_chunks, keys, arguments))
 
     def commit(self, call: Call, process: AttachedProcess, request: Commit) -> KeptOutcome:
         """Make written chunks visible, item by item."""
@@ -131,6 +141,7 @@ class Reserving:
             if index in reservation.open_keys and index not in wanted:
                 wanted[index] = position
         codes = self._pool.commit(reservation.ticket, list(wanted)) if wanted else b""
+        reservation.share.end(len(wanted))
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
             outcomes[position] = code
@@ -155,6 +166,7 @@ class Reserving:
         given_back = list(dict.fromkeys(index for index in indices if index in reservation.open_keys))
         if given_back:
             self._pool.abort(reservation.ticket, given_back)
+            reservation.share.end(len(given_back))
             self._in_flight.remove(reservation.open_keys.pop(index) for index in given_back)
         self._settle_if_over(process, request.reservation, reservation)
         return Ok(call.seq, self._epoch, len(given_back)), None
@@ -172,17 +184,32 @@ class Reserving:
 
         return Ok(call.seq, self._epoch, await asyncio.shield(self._lane.run(check))), None
 
-    async def _reserve_on_lane(self, call: Call, keys: bytes, arguments: tuple[Any, ...]) -> KeptOutcome:
+    async def _reserve_on_lane(
+        self, call: Call, keys: bytes, share: Share, arguments: tuple[Any, ...]
+    ) -> KeptOutcome:
         pool = self._pool
-        future = self._lane.run(pool.reserve, *arguments)
-        try:
-            ticket, outcomes, extents = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(lambda done: pool.abort(done.result()[0], None))
-            raise
-        return self._reserved(call, keys, ticket, outcomes, extents)
 
-    def _reserved(self, call: Call, keys: bytes, ticket: int, outcomes: bytes, extents: bytes) -> KeptOutcome:
+        def undo(done: asyncio.Future[Answer]) -> None:
+            if (
+                not done.cancelled() and done.exception() is None
+            ):  # the pool refuses a process that has died meanwhile
+                pool.abort(done.result()[0], None)
+            share.keep(0)
+
+        try:
+            future = self._lane.run(_reserve, pool, share.n_chunks, keys, arguments)
+        except Refused:
+            share.keep(0)
+            raise
+        try:
+            answer = await asyncio.shield(future)
+        except BaseException:
+            future.add_done_callback(undo)
+            raise
+        return self._outcome(call, keys, share, answer)
+
+    def _outcome(self, call: Call, keys: bytes, share: Share, answer: Answer) -> KeptOutcome:
+        ticket, outcomes, extents = answer
         open_keys: dict[int, bytes] = {}
         counters = self._counters.reserve_outcomes
         for index, code in enumerate(outcomes):
@@ -193,7 +220,8 @@ class Reserving:
         for code in set(outcomes):
             name = ReserveOutcome(code).name.lower()
             counters[name] = counters.get(name, 0) + outcomes.count(code)
-        effect = Reservation(ticket, open_keys) if open_keys else None
+        share.keep(len(open_keys))
+        effect = Reservation(ticket, open_keys, share) if open_keys else None
         return ReserveReply(call.seq, self._epoch, outcomes, extents), effect
 
     def _reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:
@@ -204,3 +232,14 @@ class Reserving:
     def _settle_if_over(self, process: AttachedProcess, seq: int, reservation: Reservation) -> None:
         if not reservation.open_keys:
             self._sessions.settle(process.session, seq)
+
+
+def _reserve(pool: Pool, n_new: int, keys: bytes, arguments: tuple[Any, ...]) -> Answer:
+    """Reserve extents for at most `n_new` chunks besides those present; the others hear of the session's limit."""
+    n_chunks = key_count(keys)
+    n_asked = n_chunks if n_new == n_chunks else min(n_chunks, pool.peek(keys) + n_new)
+    ticket, outcomes, extents = 0, b"", b""
+    if n_asked:
+        ticket, outcomes, extents = pool.reserve(keys[: n_asked * KEY_BYTES], *arguments)
+    left = n_chunks - n_asked
+    return ticket, outcomes + bytes([ReserveOutcome.SESSION_LIMIT]) * left, extents + _NO_EXTENT * left

@@ -6,12 +6,13 @@ import asyncio
 import functools
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Hashable, Iterable
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
 
 from kvstrata import failpoints
 from kvstrata.errors import DeadlineExceeded, InternalError, KvstrataError, Refused
 from kvstrata.observability.metrics import ServerCounters
+from kvstrata.policy.processes import Owner
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Address, Call, Effect, Sessions
 from kvstrata.rpc.wire import MAX_DEADLINE_MS, Error, Reply, encode
@@ -24,12 +25,15 @@ MAX_UNKEPT_OF_PROCESS = 16
 MAX_KEPT_OF_PROCESS = 2_048
 """Most tasks of kept requests of one process at a time, over all its sessions."""
 
-Owner = Hashable
-"""The process whose task it is: its pid, or its session where no pid can be seen; None without a session."""
+MAX_UNKEPT_OF_TOKEN = 32
+"""Most of them of all processes with one token."""
+NOBODY = Owner(0, None)
+"""The owner of requests without a session."""
 GRACE_S = 0.02
 """Grace after a request's deadline before it is answered with the deadline's error."""
 UNREAD = "this connection leaves too many bytes of replies unread; read them, then ask again"
 
+Key = TypeVar("Key")
 KeptOutcome = tuple[Reply, Effect | None]
 """A reply, and the effect that the request left behind, if any."""
 
@@ -94,16 +98,17 @@ class Running:
         self._effects = effects
         self._replies = replies
         self._work: dict[Call, asyncio.Task[None]] = {}
-        self._kept: Counter[Owner] = Counter()
-        self._unkept: Counter[Owner] = Counter()
+        self._kept: Counter[int | bytes] = Counter()
+        self._unkept: Counter[int | bytes] = Counter()
+        self._unkept_of_token: Counter[frozenset[str]] = Counter()
 
     def begin(
         self, call: Call, work: Coroutine[Any, Any, KeptOutcome], deadline_s: float, owner: Owner
     ) -> None:
         """Run a kept request as a task; its outcome, or the deadline's error, is sent when it ends."""
-        self._kept[owner] += 1
+        self._kept[owner.process] += 1
         task = self._supervisor.spawn(self._run(call, work, deadline_s), call.op)
-        task.add_done_callback(lambda _: _one_less(self._kept, owner))
+        task.add_done_callback(lambda _: _one_less(self._kept, owner.process))
         self._work[call] = task
         # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
         call.stop = functools.partial(self._loop.call_soon, task.cancel)
@@ -112,20 +117,27 @@ class Running:
         self, op: str, address: Address, seq: int, work: Coroutine[Any, Any, Reply], owner: Owner
     ) -> None:
         """Run a request whose outcome is not kept as a task."""
-        self._unkept[owner] += 1
+        self._unkept[owner.process] += 1
         task = self._supervisor.spawn(self._run_unkept(op, address, seq, work), op)
-        task.add_done_callback(lambda _: _one_less(self._unkept, owner))
+        task.add_done_callback(lambda _: _one_less(self._unkept, owner.process))
+        if (token := owner.token) is not None:
+            self._unkept_of_token[token] += 1
+            task.add_done_callback(lambda _: _one_less(self._unkept_of_token, token))
 
     def check_room_for_kept(self, owner: Owner) -> None:
         """Raises Refused if one more `begin` is too many for its owner."""
-        if self._kept[owner] >= MAX_KEPT_OF_PROCESS:
+        if self._kept[owner.process] >= MAX_KEPT_OF_PROCESS:
             raise Refused(
-                f"this process has {self._kept[owner]} requests that take time running; wait for some"
+                f"this process has {self._kept[owner.process]} requests that take time running; wait for some"
             )
 
     def check_room_for_unkept(self, owner: Owner) -> None:
         """Raises Refused if one more `begin_unkept` is too many now."""
-        if self._unkept[owner] >= MAX_UNKEPT_OF_PROCESS or self._unkept.total() >= MAX_UNKEPT_TASKS:
+        if (
+            self._unkept[owner.process] >= MAX_UNKEPT_OF_PROCESS
+            or (owner.token is not None and self._unkept_of_token[owner.token] >= MAX_UNKEPT_OF_TOKEN)
+            or self._unkept.total() >= MAX_UNKEPT_TASKS
+        ):
             raise Refused("too many requests of this kind are running; try again")
 
     def stop(self, calls: Iterable[Call]) -> None:
@@ -187,7 +199,7 @@ class Running:
         self._replies.send_unkept(op, address, seq, frame)
 
 
-def _one_less(counts: Counter[Owner], owner: Owner) -> None:
+def _one_less(counts: Counter[Key], owner: Key) -> None:
     counts[owner] -= 1
     if not counts[owner]:
         del counts[owner]
