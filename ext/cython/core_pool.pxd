@@ -100,6 +100,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         double watermark
         double watermark_ratio
         uint32_t max_session_share
+        uint64_t epoch
 
     cdef cppclass Id16 "std::array<std::uint8_t, 16>":
         uint8_t* data() noexcept

@@ -89,7 +89,8 @@ Status Pool::create(int index_fd, int extents_fd, const PoolOptions& options,
   header.bucket_lines = layout.bucket_lines;
   store_word<std::uint64_t>(own_row.claimed, 1);
   KVSTRATA_RETURN_IF_ERROR(segment->open_extents(extents_fd));
-  const std::uint64_t epoch = static_cast<std::uint64_t>(now_unix_ns());
+  const std::uint64_t epoch =
+      options.epoch != 0 ? options.epoch : static_cast<std::uint64_t>(now_unix_ns());
   const std::shared_ptr<Pool> pool(new Pool(std::move(segment), options, epoch));
   store_word(header.epoch, epoch);
   store_word(own_row.epoch, epoch);

@@ -69,6 +69,7 @@ struct PoolOptions {
   double watermark = 0.0;        // share of the pool at which evict_to_watermark acts; 0: never
   double watermark_ratio = 0.0;  // share of the used bytes that it then evicts
   std::uint32_t max_session_share = 8;
+  std::uint64_t epoch = 0;  // the epoch that begins; 0: chosen by the clock
 };
 
 class Pool : public std::enable_shared_from_this<Pool> {

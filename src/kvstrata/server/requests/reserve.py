@@ -101,10 +101,11 @@ class Reserving:
                 field="parent",
             )
         check_probe(request.probe)
-        if not _MIN_RECORD_BYTES < request.record_bytes <= self._pool.extents_bytes:
+        pool = process.own_pool or self._pool
+        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.extents_bytes:
             raise BadRequest(
                 f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
-                f"{self._pool.extents_bytes}, found {request.record_bytes}",
+                f"{pool.extents_bytes}, found {request.record_bytes}",
                 field="record_bytes",
             )
         process.has_records_of(request.record_bytes)
@@ -115,10 +116,10 @@ class Reserving:
             self._identities.stored(request.probe, identity.root, identity.layout, identity.request)
         if self._freeze:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
-            return self._reserved(call, keys, 0, outcomes, _NO_EXTENT * n_chunks)
+            return self._reserved(call, pool, keys, 0, outcomes, _NO_EXTENT * n_chunks)
         if n_chunks > KEYS_ON_LOOP:
-            return self._reserve_on_lane(call, keys, arguments)
-        return self._reserved(call, keys, *self._pool.reserve(*arguments))
+            return self._reserve_on_lane(call, pool, keys, arguments)
+        return self._reserved(call, pool, keys, *pool.reserve(*arguments))
 
     def commit(self, call: Call, process: AttachedProcess, request: Commit) -> KeptOutcome:
         """Make written chunks visible, item by item."""
@@ -130,7 +131,7 @@ class Reserving:
         for position, index in enumerate(request.indices):
             if index in reservation.open_keys and index not in wanted:
                 wanted[index] = position
-        codes = self._pool.commit(reservation.ticket, list(wanted)) if wanted else b""
+        codes = reservation.pool.commit(reservation.ticket, list(wanted)) if wanted else b""
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
             outcomes[position] = code
@@ -142,7 +143,7 @@ class Reserving:
                 self._counters.bad_records += 1
         if done:
             self._history.committed(done)
-            self._store.committed(done)
+            self._store.committed(done, reservation.pool)
         self._settle_if_over(process, request.reservation, reservation)
         return CommitReply(call.seq, self._epoch, bytes(outcomes)), None
 
@@ -154,7 +155,7 @@ class Reserving:
         indices = list(reservation.open_keys) if request.indices is None else request.indices
         given_back = list(dict.fromkeys(index for index in indices if index in reservation.open_keys))
         if given_back:
-            self._pool.abort(reservation.ticket, given_back)
+            reservation.pool.abort(reservation.ticket, given_back)
             self._in_flight.remove(reservation.open_keys.pop(index) for index in given_back)
         self._settle_if_over(process, request.reservation, reservation)
         return Ok(call.seq, self._epoch, len(given_back)), None
@@ -167,22 +168,27 @@ class Reserving:
             raise BadRequest("slice: this process declared none when it attached", field="slice")
         keys = storage_keys(identity.root, request.keys, process.digest)
 
+        pool = process.own_pool or self._pool
+
         def check() -> int:
-            return sum(self._pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
+            return sum(pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
 
         return Ok(call.seq, self._epoch, await asyncio.shield(self._lane.run(check))), None
 
-    async def _reserve_on_lane(self, call: Call, keys: bytes, arguments: tuple[Any, ...]) -> KeptOutcome:
-        pool = self._pool
+    async def _reserve_on_lane(
+        self, call: Call, pool: Pool, keys: bytes, arguments: tuple[Any, ...]
+    ) -> KeptOutcome:
         future = self._lane.run(pool.reserve, *arguments)
         try:
             ticket, outcomes, extents = await asyncio.shield(future)
         except asyncio.CancelledError:
             future.add_done_callback(lambda done: pool.abort(done.result()[0], None))
             raise
-        return self._reserved(call, keys, ticket, outcomes, extents)
+        return self._reserved(call, pool, keys, ticket, outcomes, extents)
 
-    def _reserved(self, call: Call, keys: bytes, ticket: int, outcomes: bytes, extents: bytes) -> KeptOutcome:
+    def _reserved(
+        self, call: Call, pool: Pool, keys: bytes, ticket: int, outcomes: bytes, extents: bytes
+    ) -> KeptOutcome:
         open_keys: dict[int, bytes] = {}
         counters = self._counters.reserve_outcomes
         for index, code in enumerate(outcomes):
@@ -193,7 +199,7 @@ class Reserving:
         for code in set(outcomes):
             name = ReserveOutcome(code).name.lower()
             counters[name] = counters.get(name, 0) + outcomes.count(code)
-        effect = Reservation(ticket, open_keys) if open_keys else None
+        effect = Reservation(pool, ticket, open_keys) if open_keys else None
         return ReserveReply(call.seq, self._epoch, outcomes, extents), effect
 
     def _reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:
