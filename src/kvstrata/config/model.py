@@ -276,7 +276,8 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
             max_length=4096,
             description="Tenants by `name`, each with its `pool`: `shared`, as for all tenants that are not listed, or "
             "`own`: a part of L1 as large as `quotas_gb` says, in memory that only this tenant's processes map. Such a "
-            "tenant needs a token that opens no other tenant.",
+            "tenant needs a token that opens no other tenant. `max_gb`: up to how many GB the quota of an own pool can "
+            "be raised while the server runs; empty: its quota at the start.",
         ),
     ] = []
     log_level: Annotated[

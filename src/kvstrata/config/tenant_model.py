@@ -13,3 +13,4 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     pool: Literal["shared", "own"] = "shared"
+    max_gb: Annotated[float, Meta(gt=0, le=1 << 20)] | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,27 +29,39 @@ _ENTRY_PER_BYTES = 64 << 10
 _MIN_ENTRIES, _MAX_ENTRIES = 1024, 4 << 20
 
 
+class OwnSize(NamedTuple):
+    """The size of a tenant's pool."""
+
+    quota_bytes: int
+    """Memory that it may have at first."""
+    most_bytes: int
+    """Memory that it may ever have: the length of its file."""
+
+
 def segment_name(tenant: str) -> str:
     """The name of a tenant's segment in folders and in the holder."""
     return hashlib.sha256(tenant.encode()).hexdigest()[:16]
 
 
-def own_settings(shared: SegmentSettings, tenant: str, extents_bytes: int, epoch: int) -> SegmentSettings:
+def own_settings(shared: SegmentSettings, tenant: str, size: OwnSize, epoch: int) -> SegmentSettings:
     """Settings of a tenant's segment: those of the shared one, with a size and an index of its own."""
     name = segment_name(tenant)
     return msgspec.structs.replace(
         shared,
         directory=shared.directory / f"{PREFIX}{name}",
-        extents_bytes=extents_bytes,
+        extents_bytes=size.most_bytes,
+        limit_bytes=size.quota_bytes,
         beside_bytes=0,
-        entry_capacity=min(max(extents_bytes // _ENTRY_PER_BYTES, _MIN_ENTRIES), _MAX_ENTRIES),
+        entry_capacity=min(max(size.most_bytes // _ENTRY_PER_BYTES, _MIN_ENTRIES), _MAX_ENTRIES),
         holder_name=name,
         epoch=epoch,
     )
 
 
-def open_own_segments(shared: SegmentSettings, epoch: int, sizes: Mapping[str, int]) -> dict[str, Segment]:
-    """Adopt or make the segment of each tenant of `sizes` (bytes by name), and remove those of all other tenants.
+def open_own_segments(
+    shared: SegmentSettings, epoch: int, sizes: Mapping[str, OwnSize]
+) -> dict[str, Segment]:
+    """Adopt or make the segment of each tenant of `sizes`, and remove those of all other tenants.
 
     `shared` are the settings of the shared segment, which is open, and `epoch` is its epoch.  Raises as `Segment.open`;
     what was opened is closed again then.
@@ -56,8 +69,8 @@ def open_own_segments(shared: SegmentSettings, epoch: int, sizes: Mapping[str, i
     _remove_others(shared, {segment_name(tenant) for tenant in sizes})
     opened: dict[str, Segment] = {}
     try:
-        for tenant, extents_bytes in sizes.items():
-            opened[tenant] = Segment.open_beside(own_settings(shared, tenant, extents_bytes, epoch))
+        for tenant, size in sizes.items():
+            opened[tenant] = Segment.open_beside(own_settings(shared, tenant, size, epoch))
     except BaseException:
         for segment in opened.values():
             segment.close()

@@ -118,6 +118,8 @@ class Segment:
     def open_beside(cls, settings: SegmentSettings) -> Segment:
         """As `open`, for a further segment of an instance: the caller has locked the socket directory."""
         found = _find(settings)
+        if settings.limit_bytes is not None:
+            found.pool.set_limit(settings.limit_bytes)
         try:
             segment = cls(settings, found)
         except BaseException:
@@ -325,7 +327,7 @@ def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
         os.close(extents)
         return f"sessions.lock: {error.strerror}"
     parts = _Parts(index, extents, sessions_lock)
-    missing = settings.extents_bytes - os.fstat(extents).st_blocks * 512
+    missing = settings.memory_bytes() - os.fstat(extents).st_blocks * 512
     if missing > (free := free_bytes(directory)):
         found: Pool | str = f"{missing} bytes of its L1 have no memory yet and only {free} are free"
     else:

@@ -28,7 +28,9 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
     """Segment directory, see `paths.segment_dir`."""
     extents_bytes: int
-    """Size of L1, a multiple of 4096."""
+    """Size of the extents' file, a multiple of 4096."""
+    limit_bytes: int | None = None
+    """Bytes of memory that it may have at first (Pool.set_limit); None: all."""
     beside_bytes: int = 0
     """Memory that further segments of the instance will take at the same place."""
     entry_capacity: int | None = None
@@ -52,7 +54,11 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def needed_bytes(self) -> int:
         """Memory that L1 and index take once all their pages are touched."""
-        return self.extents_bytes + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
+        return self.memory_bytes() + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
+
+    def memory_bytes(self) -> int:
+        """Memory that the extents may have at first."""
+        return self.extents_bytes if self.limit_bytes is None else self.limit_bytes
 
 
 def check_size(settings: SegmentSettings) -> None:

@@ -71,7 +71,7 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_bad_records": Family(
         "counter", (), "Commits refused because the record did not match its reservation."
     ),
-    "kvstrata_own_pool_bytes": Family("gauge", ("tenant",), "Size of a tenant's own pool."),
+    "kvstrata_own_pool_bytes": Family("gauge", ("tenant",), "Memory that a tenant's own pool may have."),
     "kvstrata_own_pool_used_bytes": Family(
         "gauge", ("tenant",), "Bytes of a tenant's own pool occupied by extents in any state."
     ),
@@ -96,7 +96,7 @@ FAMILIES: dict[str, Family] = {
 """By name."""
 
 _OF_OWN_POOL = {
-    "bytes": "extents_bytes",
+    "bytes": "limit_bytes",
     "used_bytes": "used_bytes",
     "evicted_entries": "evicted_entries",
 }
@@ -104,6 +104,8 @@ _OF_OWN_POOL = {
 
 STATUS_NUMBERS: dict[str, str] = {
     "pool.extents_bytes": "Size of L1.",
+    "pool.limit_bytes": "Memory that L1 may have now: its size, or less while tenants' own pools have more than at the "
+    "start.",
     "pool.used_bytes": "Bytes of L1 occupied by extents in any state.",
     "pool.free_bytes": "Bytes of L1 occupied by no extent.",
     "pool.slab_bytes": "Size of one slab.",

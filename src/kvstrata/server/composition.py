@@ -211,7 +211,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
         trimmed=history.trimmed,
         news=news,
-        own_backlogs={one: int(one.extents_bytes * settings.l2.backlog_share) for one in ground.own},
+        own_backlogs={one: int(one.limit_bytes * settings.l2.backlog_share) for one in ground.own},
     )
     borrowed = Borrowed(pool, ground.own_lane, ground.clock)
 

@@ -14,6 +14,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
+from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.pool_events import PoolEvents
 
@@ -51,8 +52,10 @@ class Housekeeping:
         clock: Clock,
         supervisor: Supervisor,
         own: Iterable[Pool] = (),
+        quotas: Quotas | None = None,
     ) -> None:
-        """`own`: the pools beside the shared one."""
+        """`own`: the pools beside the shared one; `quotas` moves memory between them."""
+        self._quotas = quotas
         self._pools = (pool, *own)
         self._lane = lane
         self._events = events
@@ -104,6 +107,8 @@ class Housekeeping:
         if now_s - self._looked_s < MISSING_S:
             return
         self._looked_s = now_s
+        if self._quotas is not None and self._quotas.owed_bytes:
+            await self._quotas.settle()
         missing_bytes = await asyncio.shield(
             self._lane.run(lambda: sum(pool.retry_missing() for pool in self._pools))
         )

@@ -50,6 +50,7 @@ from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
 from kvstrata.rpc.zmq_curve import ClusterKeys, read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
+from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.condition import Condition
@@ -203,8 +204,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 
     # 5. The boundary, which answers frames, and the HTTP application.
     boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
+    quotas = Quotas(pool, ground.own, own_lane)
     housekeeping = Housekeeping(
-        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor, ground.own
+        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor, ground.own, quotas
     )
     restarts = shell.restarts
     ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
@@ -223,6 +225,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             admin.prewarms,
             admin.clearing,
             StrandedSessions(attach),
+            quotas,
             control,
         )
         insecure = settings.security.insecure
@@ -284,11 +287,15 @@ def _open_segments(
     # No later server would look for the segment of a port that was taken at random.
     nameless = settings.port == 0 and not settings.l1.segment_dir
     shared = segment_settings(
-        settings, plan.extents_bytes, directory, shm, beside_bytes=sum(plan.own_bytes.values())
+        settings,
+        plan.extents_bytes,
+        directory,
+        shm,
+        beside_bytes=sum(size.quota_bytes for size in plan.own_sizes.values()),
     )
     segment = Segment.open(shared)
     closers.append(soon(segment.destroy if nameless else segment.close))
-    own = open_own_segments(shared, segment.pool.epoch, plan.own_bytes)
+    own = open_own_segments(shared, segment.pool.epoch, plan.own_sizes)
     closers += [soon(one.destroy if nameless else one.close) for one in own.values()]
     if settings.l1.core_dump:
         try:

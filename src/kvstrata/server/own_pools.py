@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvstrata.config.model import ServerSettings
+from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.errors import ConfigError
+from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES
 from kvstrata.native.pool import Pool
 from kvstrata.policy.processes import TenantTokens
@@ -44,9 +46,9 @@ class OwnPools:
 
 def own_sizes(
     settings: ServerSettings, tokens: TenantTokens, l1_bytes: int, alignment: int
-) -> dict[str, int]:
-    """Bytes of each own pool by tenant; the rest of `l1_bytes` is the shared pool's. Raises ConfigError."""
-    sizes: dict[str, int] = {}
+) -> dict[str, OwnSize]:
+    """The size of each own pool by tenant; the rest of `l1_bytes` is the shared pool's. Raises ConfigError."""
+    sizes: dict[str, OwnSize] = {}
     names = [tenant.name for tenant in settings.tenants]
     for number, tenant in enumerate(settings.tenants):
         path = f"tenants[{number}]"
@@ -58,8 +60,14 @@ def own_sizes(
         if tenant.pool == "own":
             _check_company(settings, f"{path}.pool")
             _check_tokens(tokens, tenant.name, f"{path}.pool")
-            sizes[tenant.name] = _size(settings, tenant.name, f"{path}.pool", alignment)
-    taken = sum(sizes.values())
+            sizes[tenant.name] = _size(settings, tenant, path, alignment)
+        elif tenant.max_gb is not None:
+            raise ConfigError(
+                f"{path}.max_gb: {tenant.max_gb:g}, but its pool is shared, where a quota can be raised without it; "
+                "remove it, or choose pool: own",
+                field=f"{path}.max_gb",
+            )
+    taken = sum(size.quota_bytes for size in sizes.values())
     if sizes and taken + MIN_EXTENTS_BYTES > l1_bytes:
         raise ConfigError(
             f"quotas_gb: the tenants' own pools have {taken} bytes together, L1 has {l1_bytes}, of which the shared "
@@ -117,18 +125,27 @@ def _check_tokens(tokens: TenantTokens, name: str, field: str) -> None:
             )
 
 
-def _size(settings: ServerSettings, name: str, field: str, alignment: int) -> int:
-    gigabytes = settings.quotas_gb.get(name)
+def _size(settings: ServerSettings, tenant: TenantSettings, path: str, alignment: int) -> OwnSize:
+    gigabytes = settings.quotas_gb.get(tenant.name)
     if gigabytes is None:
         raise ConfigError(
-            f"{field}: own, but quotas_gb has no {name!r:.80}; it is the size of the pool, so set it",
-            field=field,
+            f"{path}.pool: own, but quotas_gb has no {tenant.name!r:.80}; it is the size of the pool, so set it",
+            field=f"{path}.pool",
         )
-    size = round(gigabytes * GB) & ~(alignment - 1)
-    if size < MIN_EXTENTS_BYTES:
+    quota_bytes = round(gigabytes * GB) & ~(alignment - 1)
+    if quota_bytes < MIN_EXTENTS_BYTES:
         raise ConfigError(
-            f"quotas_gb: {gigabytes:g} for {name!r:.80} makes an own pool of {size} bytes, the least is "
+            f"quotas_gb: {gigabytes:g} for {tenant.name!r:.80} makes an own pool of {quota_bytes} bytes, the least is "
             f"{MIN_EXTENTS_BYTES}; raise it",
             field="quotas_gb",
         )
-    return size
+    if tenant.max_gb is None:
+        return OwnSize(quota_bytes, quota_bytes)
+    most_bytes = round(tenant.max_gb * GB) & ~(alignment - 1)
+    if most_bytes < quota_bytes:
+        raise ConfigError(
+            f"{path}.max_gb: {tenant.max_gb:g} is less than the tenant's {gigabytes:g} in quotas_gb; raise it, or "
+            "leave it out",
+            field=f"{path}.max_gb",
+        )
+    return OwnSize(quota_bytes, most_bytes)

@@ -18,6 +18,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
+from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import SegmentSettings, check_size
 from kvstrata.policy.processes import TenantTokens
@@ -45,7 +46,7 @@ class Plan(NamedTuple):
     settings: ServerSettings
     extents_bytes: int
     """Size of the shared pool."""
-    own_bytes: dict[str, int]
+    own_sizes: dict[str, OwnSize]
     """Sizes of the tenants' own pools, by tenant."""
     adapters: list[TierConfig]
     embedded_l2: bool
@@ -76,7 +77,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)
     tokens = read_tenants_file(settings.security.tenants_file)
-    own_bytes = own_sizes(settings, tokens, extents_bytes, alignment)
+    sizes = own_sizes(settings, tokens, extents_bytes, alignment)
     http_token = ""
     if settings.http.enabled:
         http_token = read_token(settings.http, insecure=settings.security.insecure)
@@ -92,8 +93,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
     return Plan(
         settings,
-        extents_bytes - sum(own_bytes.values()),
-        own_bytes,
+        extents_bytes - sum(size.quota_bytes for size in sizes.values()),
+        sizes,
         adapters,
         embedded,
         tokens,

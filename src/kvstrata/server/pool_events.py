@@ -53,13 +53,15 @@ class PoolEvents:
         drained.set()
         idle = not self._waiting
         for pool in self._pools:
+            events = pool.events()
+            if not events:
+                continue  # then none was lost either
             if pool.events_lost != self._lost[pool]:
                 self._lost[pool] = pool.events_lost
                 self._history.events_lost()
                 self._news.pool_events_lost()
-            if events := pool.events():
-                self._news.pool_events(events)
-                self._waiting.extend((pool, kind, key) for kind, key, _ in events)
+            self._news.pool_events(events)
+            self._waiting.extend((pool, kind, key) for kind, key, _ in events)
         if idle and self._waiting:
             self._tell()
 

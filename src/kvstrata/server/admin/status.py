@@ -112,13 +112,18 @@ class TenantRows:
         self._settings = settings
         self._processes = processes
         self._pools = pools
+        """The shared one first."""
         self._store = store
 
     def in_l1(self) -> list[dict[str, Any]]:
         """Bytes of L1."""
         names = self._names()
         return [
-            {"tenant": names.get(number, f"#{number:08x}"), **numbers}
+            {
+                "tenant": names.get(number, f"#{number:08x}"),
+                **numbers,
+                **({} if pool is self._pools[0] else {"quota_bytes": pool.limit_bytes}),
+            }
             for pool in self._pools
             for number, numbers in pool.stats()["tenants"].items()
         ]

@@ -116,7 +116,7 @@ class Handlers:
             socket_dir=str(facts.socket_dir),
             max_message_bytes=MAX_MESSAGE_BYTES,
             has_l2=self._tiers.take_loads,
-            max_reserved_bytes=own.extents_bytes // MAX_SESSION_SHARE if own else facts.max_reserved_bytes,
+            max_reserved_bytes=own.limit_bytes // MAX_SESSION_SHARE if own else facts.max_reserved_bytes,
         )
 
     def ping(self, request: Ping) -> bytes:

@@ -102,10 +102,10 @@ class Reserving:
             )
         check_probe(request.probe)
         pool = process.own_pool or self._pool
-        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.extents_bytes:
+        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.limit_bytes:
             raise BadRequest(
                 f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
-                f"{pool.extents_bytes}, found {request.record_bytes}",
+                f"{pool.limit_bytes}, found {request.record_bytes}",
                 field="record_bytes",
             )
         process.has_records_of(request.record_bytes)
