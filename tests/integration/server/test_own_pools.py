@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -318,6 +320,18 @@ def test_what_cannot_be_combined_stops_the_start_and_names_the_setting(
     with pytest.raises(ServerFailed) as caught:
         start(text + "\n", flags=flags, l2="embedded")
     assert says in str(caught.value)
+
+
+def test_an_adapter_that_cannot_reach_own_pools_is_not_added_at_run_time(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(f"{OWN}l2: {{runtime: {{roots: [{tmp_path}]}}}}\n")
+    for isolation, expected in (("process", "'process' is not supported"), ("in_process", '"name"')):
+        entry = {"type": "fs", "base_path": str(tmp_path / isolation), "isolation": isolation}
+        command = ["ctl", "--url", server.url, "--json", "l2", "add", json.dumps(entry)]
+        done = subprocess.run([sys.executable, "-m", "kvstrata", *command], capture_output=True, text=True)
+        assert expected in done.stdout + done.stderr
+    assert len(server.get("/v1/l2/adapters")["adapters"]) == 1
 
 
 def test_a_token_that_opens_another_tenant_too_stops_the_start(
