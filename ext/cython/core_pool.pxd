@@ -100,6 +100,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         double watermark
         double watermark_ratio
         uint32_t max_session_share
+        uint64_t epoch
 
     cdef cppclass Id16 "std::array<std::uint8_t, 16>":
         uint8_t* data() noexcept
@@ -135,7 +136,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t leases_trimmed, bad_records
         uint64_t adopted_entries, adoption_dropped
         uint64_t events_lost, prefaulted_bytes
-        uint64_t backed_bytes, missing_bytes, rows_capacity
+        uint64_t limit_bytes, backed_bytes, missing_bytes, rows_capacity
         uint64_t entry_capacity, rows_claimed
         double fragmentation
         const char* policy
@@ -204,6 +205,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         ClearedInUse cleared_in_use(int64_t) noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         void set_quota(uint32_t, int64_t) noexcept
+        uint64_t set_limit(uint64_t) noexcept
+        uint64_t limit_bytes() noexcept
         uint64_t evict_to_watermark() noexcept
         vector[CKey] victims_preview(uint64_t) noexcept
         vector[CEvent] take_events(uint64_t*) noexcept

@@ -174,7 +174,7 @@ cdef Hold _wrap_hold(CHold& hold):
     return result
 
 
-cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_session_share) except *:
+cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch) except *:
     cdef PoolOptions options
     if not 0 <= extents_bytes < 1 << 63:
         raise ValueError(f"extents_bytes: must be positive, got {extents_bytes}")
@@ -182,12 +182,15 @@ cdef PoolOptions _options(extents_bytes, entry_capacity, policy, watermark, max_
         raise ValueError(f"entry_capacity: must be between 1 and {1 << 30}, got {entry_capacity}")
     if not 1 <= max_session_share <= 1 << 20:
         raise ValueError(f"max_session_share: must be between 1 and {1 << 20}, got {max_session_share}")
+    if not 0 <= epoch < 1 << 63:
+        raise ValueError(f"epoch: must be positive, got {epoch}")
     options.extents_bytes = extents_bytes
     options.entry_capacity = entry_capacity
     options.policy = policy.encode()
     options.watermark = watermark[0] if watermark is not None else 0.0
     options.watermark_ratio = watermark[1] if watermark is not None else 0.0
     options.max_session_share = max_session_share
+    options.epoch = epoch
     return options
 
 
@@ -201,9 +204,11 @@ cdef class Pool:
 
     @staticmethod
     def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="LRU", watermark=None,
-               max_session_share=8):
+               max_session_share=8, epoch=0):
         cdef Pool self = Pool.__new__(Pool)
-        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
+        cdef PoolOptions options = _options(
+            extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch
+        )
         cdef Status status
         with nogil:
             status = CPool.create(index_fd, extents_fd, options, &self.pool)
@@ -212,9 +217,11 @@ cdef class Pool:
 
     @staticmethod
     def adopt(int index_fd, int extents_fd, *, policy="LRU", watermark=None, max_session_share=8, extents_bytes=0,
-              entry_capacity=0):
+              entry_capacity=0, epoch=0):
         cdef Pool self = Pool.__new__(Pool)
-        cdef PoolOptions options = _options(extents_bytes, entry_capacity, policy, watermark, max_session_share)
+        cdef PoolOptions options = _options(
+            extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch
+        )
         cdef Status status
         cdef FormatMismatch mismatch
         with nogil:
@@ -460,6 +467,16 @@ cdef class Pool:
     def set_quota(self, uint32_t tenant, int64_t quota_bytes):
         with nogil:
             self.pool.get().set_quota(tenant, quota_bytes)
+
+    @property
+    def limit_bytes(self):
+        return self.pool.get().limit_bytes()
+
+    def set_limit(self, uint64_t limit_bytes):
+        cdef uint64_t excess
+        with nogil:
+            excess = self.pool.get().set_limit(limit_bytes)
+        return excess
 
     def evict_to_watermark(self):
         cdef uint64_t count

@@ -29,10 +29,9 @@ from kvstrata.server.composition import (
     make_requests,
     make_tables,
 )
-from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.plan import MAX_SESSION_SHARE
 from kvstrata.server.requests.leases import Lease, Reservation
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part

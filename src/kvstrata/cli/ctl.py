@@ -167,6 +167,11 @@ def parser() -> argparse.ArgumentParser:
     steps.add_parser("list", help="the sessions, and the bytes that they keep in quarantine")
     free = steps.add_parser("clear", help="free the bytes; only once the GPU no longer writes")
     free.add_argument("session", help="as `list` prints it, or `all`")
+    quota = commands.add_parser(
+        "quota", help="change how much of L1 a tenant may have, until the server ends"
+    )
+    quota.add_argument("tenant")
+    quota.add_argument("quota_gb", type=float, metavar="GB")
     pool = commands.add_parser("pool", help="look into the files of a pool, with or without a server")
     looks = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
     shown = looks.add_parser("dump", help="header, attached processes and entries of a pool; changes nothing")
@@ -293,6 +298,9 @@ def _request(options: argparse.Namespace) -> Ask:
             return Ask("/v1/stranded")
         case "stranded":
             return Ask("/v1/stranded/clear", {"session": options.session})
+        case "quota":
+            path = f"/v1/tenants/{urllib.parse.quote(options.tenant, safe='')}/quota"
+            return Ask(path, {"quota_gb": options.quota_gb}, "PUT")
         case "l2":
             return _l2_request(options)
         case "cluster":

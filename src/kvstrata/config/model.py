@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.l2_model import L2Settings
+from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
 
@@ -269,6 +270,16 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
         Meta(description="GB that a tenant may have in L1, by tenant name."),
     ] = {}
+    tenants: Annotated[
+        list[TenantSettings],
+        Meta(
+            max_length=4096,
+            description="Tenants by `name`, each with its `pool`: `shared`, as for all tenants that are not listed, or "
+            "`own`: a part of L1 as large as `quotas_gb` says, in memory that only this tenant's processes map. Such a "
+            "tenant needs a token that opens no other tenant. `max_gb`: up to how many GB the quota of an own pool can "
+            "be raised while the server runs; empty: its quota at the start.",
+        ),
+    ] = []
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
     ] = "info"

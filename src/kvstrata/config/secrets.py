@@ -34,7 +34,7 @@ SHOWN = frozenset({
     "tenant", "types", "url", "user", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
-    "module_path", "name", "policy", "read_ahead_size", "relative_tmp_dir", "s3_endpoint", "s3_num_io_threads",
+    "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint", "s3_num_io_threads",
     "s3_prefer_http2", "sentinel_master", "sentinels", "serde", "startup_nodes", "tls_server_name", "type",
     "username",
     # options of Mooncake's setup

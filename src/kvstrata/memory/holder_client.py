@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvstrata.memory import linux
-from kvstrata.memory.holder import HELD_COUNT, MAX_CONNECTIONS, MAX_MESSAGE_BYTES
+from kvstrata.memory.holder import HELD_COUNT, MAX_CONNECTIONS, MAX_MESSAGE_BYTES, MAX_NAMES_BYTES
 from kvstrata.process.child_environment import plain
 
 _REPLY_TIMEOUT_S = 3.0
@@ -66,12 +66,13 @@ def start(path: Path) -> None:
             raise OSError(errno.ECHILD, f"the holder process did not start: {done.stderr.strip()[-500:]}")
 
 
-def fetch(path: Path) -> list[int]:
-    """Copies of the held descriptors (index, extents, sessions.lock), for the caller to close; empty if none are held.
+def fetch(path: Path, name: str = "") -> list[int]:
+    """Copies of a segment's descriptors (index, extents, sessions.lock), for the caller to close; empty if not held.
 
-    Raises HolderUnreachable, and PermissionError when the socket is served by another uid.
+    `name`: of the segment, empty for the shared one.  Raises HolderUnreachable, and PermissionError when the socket is
+    served by another uid.
     """
-    received = _ask(path, b"get", [])
+    received = _ask(path, _request("get", name), [])
     if received.data == b"held" and len(received.fds) == HELD_COUNT:
         return received.fds
     linux.close_all(received.fds)
@@ -82,27 +83,42 @@ def fetch(path: Path) -> list[int]:
     )
 
 
-def keep(path: Path, fds: list[int]) -> None:
-    """Hand copies of (index, extents, sessions.lock) to the holder, which drops the descriptors that it had.
+def keep(path: Path, fds: list[int], name: str = "") -> None:
+    """Hand copies of (index, extents, sessions.lock) to the holder, which drops those that it had by this name.
 
     Raises as `fetch`.
     """
-    _expect_ok(path, b"put", fds)
+    _told(path, _request("put", name), fds, (b"ok",))
 
 
-def dismiss(path: Path) -> None:
-    """Tell the holder to close its descriptors and end. Raises as `fetch`."""
-    _expect_ok(path, b"exit", [])
+def dismiss(path: Path, name: str = "") -> bool:
+    """Tell the holder to drop a segment. Returns whether it ends now, having no other. Raises as `fetch`."""
+    return _told(path, _request("exit", name), [], (b"ok", b"last")) == b"last"
 
 
-def _expect_ok(path: Path, request: bytes, fds: list[int]) -> None:
+def names(path: Path) -> list[str]:
+    """Names of the segments that the holder has; that of the shared one is empty. Raises as `fetch`."""
+    received = _ask(path, b"names", [], MAX_NAMES_BYTES)
+    linux.close_all(received.fds)
+    word, *held = received.data.decode(errors="replace").split(" ")
+    if word != "names":
+        raise HolderUnreachable(f"{path}: unexpected answer {word!r:.80} to 'names'")
+    return held
+
+
+def _request(verb: str, name: str) -> bytes:
+    return f"{verb} {name}".rstrip().encode()
+
+
+def _told(path: Path, request: bytes, fds: list[int], expected: tuple[bytes, ...]) -> bytes:
     received = _ask(path, request, fds)
     linux.close_all(received.fds)
-    if received.data != b"ok":
+    if received.data not in expected:
         raise HolderUnreachable(f"{path}: unexpected answer {received.data!r} to {request!r}")
+    return received.data
 
 
-def _ask(path: Path, request: bytes, fds: list[int]) -> linux.Received:
+def _ask(path: Path, request: bytes, fds: list[int], most_bytes: int = MAX_MESSAGE_BYTES) -> linux.Received:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
             linux.connect(sock, os.fspath(path), _REPLY_TIMEOUT_S)
@@ -110,7 +126,7 @@ def _ask(path: Path, request: bytes, fds: list[int]) -> linux.Received:
             if linux.credentials_of(sock).uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "holder socket is served by another uid", os.fspath(path))
             linux.send(sock, request, fds)
-            return linux.receive(sock, MAX_MESSAGE_BYTES, HELD_COUNT)
+            return linux.receive(sock, most_bytes, HELD_COUNT)
         except PermissionError:
             raise
         except OSError as error:

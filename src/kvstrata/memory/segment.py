@@ -25,16 +25,11 @@ import errno
 import logging
 import os
 import time
-from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import holder_client, linux, numa
-from kvstrata.memory.linux import HUGE_PAGE_BYTES
-from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
 from kvstrata.memory.paths import HOLDER_SOCKET
 from kvstrata.memory.segment_files import (
     EXTENTS,
@@ -48,45 +43,13 @@ from kvstrata.memory.segment_files import (
     remove_replaced,
     write_pid,
 )
+from kvstrata.memory.segment_settings import SegmentSettings, check_huge_pages, check_size
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
-from kvstrata.types import GB
 
 _log = logging.getLogger(__name__)
 
-MIN_EXTENTS_BYTES = 1 << 20
 _HOSTS_END_S = 2.0
 """Longest wait for adapter hosts that the kernel kills together with their server."""
-_ENTRY_PER_BYTES = 64 << 10
-_MIN_ENTRIES, _MAX_ENTRIES = 16 << 10, 4 << 20
-_INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 96 << 10, 144  # upper bounds
-
-
-class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a segment."""
-
-    socket_dir: Path
-    directory: Path
-    """Segment directory, see `paths.segment_dir`."""
-    extents_bytes: int
-    """Size of L1, a multiple of 4096."""
-    entry_capacity: int | None = None
-    """Entries of the index; None: one per 64 KiB of L1, at least 16 Ki, at most 4 Mi."""
-    policy: str = "LRU"
-    watermark: tuple[float, float] | None = None
-    max_session_share: int = 8
-    huge_pages: bool = False
-    """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""
-    placement: numa.Placement = numa.Placement()
-    """Nodes for the pages of the extents that do not exist yet."""
-
-    def entries(self) -> int:
-        """Entry capacity of a new segment."""
-        derived = min(max(self.extents_bytes // _ENTRY_PER_BYTES, _MIN_ENTRIES), _MAX_ENTRIES)
-        return self.entry_capacity or derived
-
-    def needed_bytes(self) -> int:
-        """Memory that L1 and index take once all their pages are touched."""
-        return self.extents_bytes + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
 
 
 class Descriptors(NamedTuple):
@@ -111,9 +74,9 @@ class _Parts(NamedTuple):
 
 
 class Segment:
-    """An open segment with its pool.  Owns the descriptors, both locks and the pool until `close`."""
+    """An open segment with its pool.  Owns the descriptors, the locks and the pool until `close`."""
 
-    def __init__(self, settings: SegmentSettings, instance_lock: int, found: _Found) -> None:
+    def __init__(self, settings: SegmentSettings, found: _Found) -> None:
         self.pool = found.pool
         self.backing = found.backing
         """"files" or "memfd"."""
@@ -128,7 +91,8 @@ class Segment:
         )
         self._settings = settings
         self._parts = found.parts
-        self._instance_lock = instance_lock
+        self._instance_lock: int | None = None
+        """Descriptor with the lock of the socket directory; None: another segment of the instance has it."""
         self._gpu_nodes = sorted(set(numa.nodes_of_gpus()))
         self._closed = False
 
@@ -143,15 +107,24 @@ class Segment:
         make_private_dir(settings.socket_dir, "socket_dir")
         instance_lock = lock_instance(settings.socket_dir)
         try:
-            found = _find(settings)
-            try:
-                segment = cls(settings, instance_lock, found)
-            except BaseException:
-                found.pool.close()
-                found.parts.close()
-                raise
+            segment = cls.open_beside(settings)
         except BaseException:
             os.close(instance_lock)
+            raise
+        segment._instance_lock = instance_lock
+        return segment
+
+    @classmethod
+    def open_beside(cls, settings: SegmentSettings) -> Segment:
+        """As `open`, for a further segment of an instance: the caller has locked the socket directory."""
+        found = _find(settings)
+        if settings.limit_bytes is not None:
+            found.pool.set_limit(settings.limit_bytes)
+        try:
+            segment = cls(settings, found)
+        except BaseException:
+            found.pool.close()
+            found.parts.close()
             raise
         try:
             numa.place(settings.placement, segment.pool.extents_address, settings.extents_bytes)
@@ -190,14 +163,15 @@ class Segment:
         os.close(self.descriptors.index_readonly)
         os.close(self.descriptors.extents_readonly)
         self._parts.close()
-        os.close(self._instance_lock)
+        if self._instance_lock is not None:
+            os.close(self._instance_lock)
 
     def destroy(self) -> None:
         """Remove the files or the holder, then close: the memory is free when the last process unmaps it."""
         if self._closed:
             return
         if self.backing == "memfd":
-            _dismiss_holder(self._settings.socket_dir)
+            _dismiss_holder(self._settings)
         else:
             remove_own(self._settings.directory)
         self.close()
@@ -215,44 +189,6 @@ class _Found(NamedTuple):
     reason: str
 
 
-def check_size(settings: SegmentSettings) -> None:
-    """Raises ConfigError for a size of L1 that is invalid for a pool, or too large for memory or cgroup."""
-    size = settings.extents_bytes
-    if size < MIN_EXTENTS_BYTES or size % 4096:
-        raise ConfigError(
-            f"l1_size_gb: L1 of {size} bytes; it must be a multiple of 4096 and at least "
-            f"{MIN_EXTENTS_BYTES} bytes",
-            field="l1_size_gb",
-        )
-    if settings.huge_pages and size % HUGE_PAGE_BYTES:
-        raise ConfigError(
-            f"l1_size_gb: L1 of {size} bytes is not a multiple of a huge page of {HUGE_PAGE_BYTES} bytes",
-            field="l1_size_gb",
-        )
-    limit = memory_limit()
-    needed = settings.needed_bytes()
-    if needed > limit.limit_bytes:
-        raise ConfigError(
-            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, but {limit.source} is "
-            f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / GB:.2f}",
-            field="l1_size_gb",
-        )
-    _check_nodes(settings)
-    if not settings.huge_pages and needed > (free := available_bytes()):
-        _log.warning("segment: L1 needs %d bytes, but only %d are available now", needed, free)
-
-
-def _check_nodes(settings: SegmentSettings) -> None:
-    """Raises ConfigError if L1 is larger than the nodes it is bound to: the kernel would kill processes."""
-    there = settings.placement.memory_bytes
-    if there is not None and settings.extents_bytes > there:
-        raise ConfigError(
-            f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is bound to nodes with "
-            f"{there} bytes; add nodes, choose interleave, or lower --l1-size-gb",
-            field="l1.numa",
-        )
-
-
 # --- finding and making -----------------------------------------------------------------------------------
 
 
@@ -265,8 +201,8 @@ def _find(settings: SegmentSettings) -> _Found:
         remove_replaced(settings.directory)
         if held:
             _log.warning("segment: the holder's segment was given up: %s", held)
-            _dismiss_holder(settings.socket_dir)  # its huge pages are needed for the new segment
-        _check_huge_pages(settings)
+            _dismiss_holder(settings)  # its huge pages are needed for the new segment
+        check_huge_pages(settings)
         return _make_held(settings, "huge pages were asked for")
     try:
         filed = _adopt_or_make_files(settings)
@@ -275,29 +211,9 @@ def _find(settings: SegmentSettings) -> _Found:
     if isinstance(filed, _Found):
         if held:
             _log.warning("segment: the holder's segment was given up: %s", held)
-            _dismiss_holder(settings.socket_dir)
+            _dismiss_holder(settings)
         return filed
     return _make_held(settings, "; ".join(filter(None, [held, filed])))
-
-
-def _check_huge_pages(settings: SegmentSettings) -> None:
-    """Raises SegmentError if the reserve of huge pages, of the machine or of the nodes, is smaller than L1."""
-    reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
-    if needed > reserve.free:
-        raise SegmentError(
-            f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, but {reserve.free} of {reserve.total} are free; "
-            f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
-            "--l1-size-gb or leave --l1-use-hugepages out",
-            field="l1.use_hugepages",
-        )
-    wanted = settings.placement
-    if wanted.policy == linux.MPOL_BIND and needed > (free := numa.free_huge_pages(wanted.nodes)):
-        raise SegmentError(
-            f"l1.numa: {wanted.setting!r}: L1 needs {needed} huge pages of 2 MiB, but {free} are free on nodes "
-            f"{', '.join(map(str, wanted.nodes))}; reserve them there (nr_hugepages below "
-            "/sys/devices/system/node/nodeN/hugepages) or choose interleave",
-            field="l1.numa",
-        )
 
 
 def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
@@ -314,6 +230,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
             max_session_share=settings.max_session_share,
             extents_bytes=settings.extents_bytes,
             entry_capacity=settings.entry_capacity or 0,
+            epoch=settings.epoch,
         )
     except PoolFormatError as error:
         return f"its {error.field} is {error.found:#x} and should be {error.expected:#x}"
@@ -346,6 +263,7 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
             policy=settings.policy,
             watermark=settings.watermark,
             max_session_share=settings.max_session_share,
+            epoch=settings.epoch,
         )
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error
@@ -377,11 +295,11 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
     try:
         for name in (EXTENTS, SESSIONS_LOCK):
             (directory / name).unlink(missing_ok=True)
-        free = free_bytes(directory)
-        if free < settings.needed_bytes():
+        free, needed = free_bytes(directory), settings.needed_bytes() + settings.beside_bytes
+        if free < needed:
             remove_own(directory)
             os.close(index)
-            return f"{str(directory.parent)!r} has {free} bytes free, but L1 needs {settings.needed_bytes()}"
+            return f"{str(directory.parent)!r} has {free} bytes free, but L1 needs {needed}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         parts = _Parts(index, os.open(directory / EXTENTS, flags, 0o600), -1)
         parts = parts._replace(sessions_lock_fd=os.open(directory / SESSIONS_LOCK, flags, 0o600))
@@ -409,7 +327,7 @@ def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
         os.close(extents)
         return f"sessions.lock: {error.strerror}"
     parts = _Parts(index, extents, sessions_lock)
-    missing = settings.extents_bytes - os.fstat(extents).st_blocks * 512
+    missing = settings.memory_bytes() - os.fstat(extents).st_blocks * 512
     if missing > (free := free_bytes(directory)):
         found: Pool | str = f"{missing} bytes of its L1 have no memory yet and only {free} are free"
     else:
@@ -426,7 +344,7 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
     if not path.exists():
         return ""
     try:
-        fds = holder_client.fetch(path)
+        fds = holder_client.fetch(path, settings.holder_name)
     except PermissionError as error:
         raise SegmentError(f"{str(path)!r}: {error.strerror}; remove it", field="socket_dir") from error
     except holder_client.HolderUnreachable as error:
@@ -469,10 +387,10 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
             for fd in fds:
                 linux.seal_size(fd)
             try:
-                holder_client.keep(path, fds)
+                holder_client.keep(path, fds, settings.holder_name)
             except holder_client.HolderUnreachable:
                 holder_client.start(path)
-                holder_client.keep(path, fds)
+                holder_client.keep(path, fds, settings.holder_name)
         except BaseException:
             if pool is not None:
                 pool.close()
@@ -489,9 +407,13 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
     return _Found(pool, parts, "memfd", False, f"made, because {reason}")
 
 
-def _dismiss_holder(socket_dir: Path) -> None:
+def _dismiss_holder(settings: SegmentSettings) -> None:
+    """Let the holder drop this segment; it ends if it has no other."""
+    path = settings.socket_dir / HOLDER_SOCKET
     try:
-        holder_client.dismiss(socket_dir / HOLDER_SOCKET)
+        ends = holder_client.dismiss(path, settings.holder_name)
     except (OSError, holder_client.HolderUnreachable) as error:
-        _log.warning("segment: the holder could not be told to end: %s", error)
-    (socket_dir / HOLDER_SOCKET).unlink(missing_ok=True)  # without this path the holder ends by itself
+        _log.warning("segment: the holder could not be told to drop it: %s", error)
+        ends = True
+    if ends:
+        path.unlink(missing_ok=True)  # without this path the holder ends by itself

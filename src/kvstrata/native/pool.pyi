@@ -108,13 +108,15 @@ class Pool:
         policy: str = "LRU",
         watermark: tuple[float, float] | None = None,
         max_session_share: int = 8,
+        epoch: int = 0,
     ) -> Pool:
         """Makes a pool in two empty files and sizes them.
 
         `extents_bytes`: a multiple of 4096.  `entry_capacity`: most extents (144 bytes of index each).
         `policy`: LRU, ARC, S3FIFO or noop (never evicts).  `watermark`: (share of the pool at which
         `evict_to_watermark` acts, share of the used bytes that it evicts then).  The reserved and quarantined extents
-        of one row may take at most 1/`max_session_share` of the pool, but one extent is always allowed.
+        of one row may take at most 1/`max_session_share` of the pool, but one extent is always allowed.  `epoch`: the
+        epoch that begins, for a pool beside that of a running server; 0: chosen by the clock.
         Raises ValueError naming a bad option, OSError when a file cannot be sized or mapped.
         """
     @staticmethod
@@ -127,12 +129,13 @@ class Pool:
         max_session_share: int = 8,
         extents_bytes: int = 0,
         entry_capacity: int = 0,
+        epoch: int = 0,
     ) -> Pool:
         """Takes over the pool that another server left, in a new epoch.
 
         Committed entries become UNVERIFIED; extents that processes of earlier epochs may touch are kept from eviction
         and reuse until `row_gone` or `row_quiesced`.  Quotas have to be set again.  Sizes other than 0 must be those
-        of the files.
+        of the files; an `epoch` other than 0 must come after that of the files.
         Raises PoolFormatError when the files are no pool of this format; damaged entries are dropped.
         """
     @property
@@ -237,6 +240,15 @@ class Pool:
         """Limits the bytes of a tenant; -1: no limit.
 
         At its quota, the tenant's own oldest chunks are evicted to make room.
+        """
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes of memory that the extents may have: `extents_bytes`, or less by `set_limit`."""
+    def set_limit(self, limit_bytes: int) -> int:
+        """Lets the extents have this much memory, and gives back the rest, evicting the oldest entries.
+
+        Returns the bytes still beyond the limit: entries in use have them, the pool is being prefaulted, a device has
+        registered them, or the policy never evicts; call it again later.  Blocks for as long as it frees.
         """
     def evict_to_watermark(self) -> int:
         """Bytes evicted; 0 below the watermark."""

@@ -71,6 +71,13 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_bad_records": Family(
         "counter", (), "Commits refused because the record did not match its reservation."
     ),
+    "kvstrata_own_pool_bytes": Family("gauge", ("tenant",), "Memory that a tenant's own pool may have."),
+    "kvstrata_own_pool_used_bytes": Family(
+        "gauge", ("tenant",), "Bytes of a tenant's own pool occupied by extents in any state."
+    ),
+    "kvstrata_own_pool_evicted_entries": Family(
+        "counter", ("tenant",), "Chunks evicted from a tenant's own pool."
+    ),
     "kvstrata_retrieved_bytes": Family("counter", (), "Bytes sent by retrieve."),
     "kvstrata_lookup_seconds": Family("histogram", (), "Time from a lookup's arrival to its reply."),
     "kvstrata_l2_seconds": Family(
@@ -88,8 +95,17 @@ FAMILIES: dict[str, Family] = {
 }
 """By name."""
 
+_OF_OWN_POOL = {
+    "bytes": "limit_bytes",
+    "used_bytes": "used_bytes",
+    "evicted_entries": "evicted_entries",
+}
+"""What follows `kvstrata_own_pool_` → number of a row of the status's section `own_pools`."""
+
 STATUS_NUMBERS: dict[str, str] = {
     "pool.extents_bytes": "Size of L1.",
+    "pool.limit_bytes": "Memory that L1 may have now: its size, or less while tenants' own pools have more than at the "
+    "start.",
     "pool.used_bytes": "Bytes of L1 occupied by extents in any state.",
     "pool.free_bytes": "Bytes of L1 occupied by no extent.",
     "pool.slab_bytes": "Size of one slab.",
@@ -384,6 +400,7 @@ def _counted(
     def by_word(values: Mapping[str, int]) -> list[tuple[list[str], Any]]:
         return [([word], count) for word, count in sorted(values.items())]
 
+    own_pools = numbers.get("own_pools", [])
     l2 = [(list(name), counted) for name, counted in sorted(counters.l2.items())]
     return {
         "kvstrata_instance": [([instance_id], 1.0)],
@@ -399,6 +416,10 @@ def _counted(
         "kvstrata_revoked_leases": [([], counters.revoked_leases)],
         "kvstrata_committed_chunks": [([], counters.committed_chunks)],
         "kvstrata_bad_records": [([], counters.bad_records)],
+        **{
+            f"kvstrata_own_pool_{name}": [([row["tenant"]], row[number]) for row in own_pools]
+            for name, number in _OF_OWN_POOL.items()
+        },
         "kvstrata_retrieved_bytes": [([], counters.retrieved_bytes)],
         "kvstrata_lookup_seconds": [([], counters.lookup)],
         "kvstrata_l2_seconds": [(labels, counted.time) for labels, counted in l2],

@@ -8,9 +8,10 @@ Invariants:
 
 1. All members of a group declared the same LayoutIdentity and the same number of slices; the attach handshake
    refuses others (memory/attach/checks.py).
-2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
+2. All members of a group are attached to one pool.
+3. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
-This module does not know the outcomes of requests (rpc/session.py), sockets or the pool.
+This module does not know the outcomes of requests (rpc/session.py) or sockets, and calls no pool.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
+from kvstrata.native.pool import Pool
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 MAX_IDENTITIES = 4096
@@ -60,10 +62,14 @@ class Owner(NamedTuple):
 class EngineGroup:
     """One engine: its members and their slices."""
 
-    __slots__ = ("_order", "engine_slices", "layout", "members", "name")
+    __slots__ = ("_order", "engine_slices", "layout", "members", "name", "own_pool")
 
-    def __init__(self, name: bytes, layout: LayoutIdentity, engine_slices: int) -> None:
+    def __init__(
+        self, name: bytes, layout: LayoutIdentity, engine_slices: int, own_pool: Pool | None
+    ) -> None:
         self.name = name
+        self.own_pool = own_pool
+        """The pool of its tenant, in which all its chunks are; None: the shared pool."""
         self.layout = layout
         self.engine_slices = engine_slices
         self.members: dict[bytes, AttachedProcess] = {}
@@ -162,12 +168,22 @@ class AttachedProcess:
         """Its bounds are shared with all sessions of the same pid, and of the same token."""
         return Owner(self.pid or self.session, self.tenants)
 
+    @property
+    def own_pool(self) -> Pool | None:
+        """The pool of its tenant; None: the shared pool."""
+        return self.group.own_pool
+
     def has_records_of(self, record_bytes: int) -> None:
         """Note a record length that the process declared, or for which it reserves extents."""
         self.lengths.pop(record_bytes, None)
         self.lengths[record_bytes] = None
         if len(self.lengths) > MOST_LENGTHS:
             del self.lengths[next(iter(self.lengths))]
+
+
+def only_tenant(tenants: frozenset[str] | None) -> str:
+    """The tenant whose name a process must use, of those that it may name; "" if it has a choice, or has no token."""
+    return next(iter(tenants)) if tenants is not None and len(tenants) == 1 else ""
 
 
 class TenantTokens:
@@ -180,6 +196,11 @@ class TenantTokens:
     def without(self) -> frozenset[str] | None:
         """The tenants that a process without a token may use (None: any)."""
         return frozenset({""}) if self._tokens else None
+
+    @property
+    def sets(self) -> list[frozenset[str]]:
+        """For each token the tenants that it opens."""
+        return list(self._tokens.values())
 
     def allowed(self, token: str) -> frozenset[str] | None:
         """The tenants that a process with this token may use (None: any). Raises NotPermitted for an unknown token."""
@@ -265,14 +286,23 @@ class ProcessTable:
         pid: int,
         secret: bytes,
         record_bytes: int = 0,
+        own_pool: Pool | None = None,
     ) -> AttachedProcess:
         """Add a process whose declaration was checked; for a session that is known, return its process.
 
         `part`: the process's slice, None for a scheduler. `tenants`: the tenants that it may name, None for any.
         `secret`: proves its requests from now on.
         `record_bytes`: the length of its slice's records, 0 if it did not declare one.
+        `own_pool`: the pool of its tenant, None for the shared pool.
+        Raises NotPermitted if the session, or its group, is an engine's of another pool.
         """
         process = self._processes.get(session)
+        known = process.group if process is not None else self._groups.get(group)
+        if known is not None and known.own_pool is not own_pool:
+            raise NotPermitted(
+                "group: its processes may use other tenants; give all processes of an engine the same token",
+                field="group",
+            )
         if process is not None:
             process.detached = False
             process.tenants = tenants
@@ -282,7 +312,7 @@ class ProcessTable:
             return process
         of_engine = self._groups.get(group)
         if of_engine is None:
-            of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices)
+            of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices, own_pool)
         process = AttachedProcess(session, of_engine, role, part, row, pid)
         process.tenants = tenants
         process.secret = secret

@@ -44,6 +44,7 @@ from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.puts import StoreLimits
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.readiness import Readiness, StoreFreeze
 from kvstrata.server.requests.boundary import Boundary
@@ -66,6 +67,8 @@ class Ground(NamedTuple):
     settings: ServerSettings
     facts: InstanceFacts
     pool: Pool
+    """The shared pool."""
+    own: OwnPools
     loop: asyncio.AbstractEventLoop
     supervisor: Supervisor
     lane: PoolLane
@@ -79,6 +82,11 @@ class Ground(NamedTuple):
     explainer: Explainer
     history: ChunkHistory
     board: StatusBoard
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """All pools, the shared one first."""
+        return (self.pool, *self.own)
 
 
 class Tables(NamedTuple):
@@ -131,18 +139,23 @@ def lay_ground(
     own_lane: PoolLane,
     clock: Clock,
     explainer: Explainer,
+    own: OwnPools | None = None,
 ) -> Ground:
-    """Make the parts that refer to no other part, and set the tenants' quotas in the pool."""
+    """Make the parts that refer to no other part, and set the quotas of the tenants that share the pool."""
+    own = own or OwnPools()
     for tenant, gigabytes in settings.quotas_gb.items():
-        pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+        if own.get(tenant) is None:
+            pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
     counters, readiness, board = ServerCounters(), Readiness(), StatusBoard()
     board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
     board.put("pool", functools.partial(pool_section, pool))
+    board.put("own_pools", own.section)
     board.put("counters", counters.as_dict, metrics=False)
     return Ground(
         settings=settings,
         facts=facts,
         pool=pool,
+        own=own,
         loop=loop,
         supervisor=supervisor,
         lane=lane,
@@ -201,6 +214,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
         trimmed=history.trimmed,
         news=news,
+        own_backlogs={one: int(one.limit_bytes * settings.l2.backlog_share) for one in ground.own},
     )
     borrowed = Borrowed(pool, ground.own_lane, ground.clock)
 
@@ -222,14 +236,13 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         prefetch=prefetch,
         borrowed=borrowed,
         peer_reads=PeerReads(peer_tier, tiers.stack, ground.counters),
-        events=PoolEvents(pool, history, store, news, ground.clock),
+        events=PoolEvents(ground.pools, history, store, news, ground.clock),
     )
 
 
 def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Requests:
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
     effects = Effects(
-        ground.pool,
         tables.sessions,
         tables.leases,
         tables.in_flight,
@@ -248,6 +261,7 @@ def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Reque
         tokens,
         SessionLimits(security.sessions_per_process, security.sessions_per_token),
         ground.readiness,
+        ground.own,
     )
     return Requests(effects, running, hooks)
 
@@ -255,16 +269,22 @@ def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Reque
 def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     """Make prewarms, clear and explain."""
     prewarms = Prewarms(
-        tables.processes, ground.pool, ground.lane, l2.prefetch, ground.clock, ground.supervisor
+        tables.processes,
+        ground.pool,
+        ground.own,
+        ground.lane,
+        l2.prefetch,
+        ground.clock,
+        ground.supervisor,
     )
-    tenants = TenantRows(ground.settings, tables.processes, ground.pool, l2.store)
+    tenants = TenantRows(ground.settings, tables.processes, ground.pools, l2.store)
     ground.board.put("tenants", tenants.in_l1, metrics=False)
     ground.board.put("l2_tenants", tenants.in_l2, metrics=False)
     ground.board.put("jobs", prewarms.documents, metrics=False)
     return AdminParts(
         prewarms,
-        Clearing(ground.pool, ground.own_lane, l2.store, l2.events),
-        Explaining(ground.explainer, ground.pool, tables.in_flight, ground.settings.l1.eviction_policy),
+        Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events),
+        Explaining(ground.explainer, ground.pools, tables.in_flight, ground.settings.l1.eviction_policy),
     )
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+MAX_SESSION_SHARE = 8
+"""A session may have 1/8 of its pool reserved or quarantined."""
+
 
 class InstanceFacts(NamedTuple):
     """Name, ports and age of one instance."""

@@ -1,4 +1,4 @@
-"""The instance's own work on its pool: verify adopted chunks, offer them to L2, evict ahead of need, get memory.
+"""The instance's own work on its pools: verify adopted chunks, offer them to L2, evict ahead of need, get memory.
 
 It runs on a lane of its own, so that requests cannot crowd it out, however many they are.
 """
@@ -6,6 +6,7 @@ It runs on a lane of its own, so that requests cannot crowd it out, however many
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.native.pool import Pool
@@ -13,6 +14,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
+from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.pool_events import PoolEvents
 
@@ -28,16 +30,17 @@ ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 
 
-async def heartbeat(pool: Pool, events: PoolEvents) -> None:
-    """Write the heartbeat that readers of the index look at, and read the pool's events, until cancelled."""
+async def heartbeat(pools: Sequence[Pool], events: PoolEvents) -> None:
+    """Write the heartbeats that readers of each index look at, and read the pools' events, until cancelled."""
     while True:
-        pool.heartbeat()
+        for pool in pools:
+            pool.heartbeat()
         events.drain()
         await asyncio.sleep(TICK_S)
 
 
 class Housekeeping:
-    """The instance's own work on its pool. Belongs to the event loop."""
+    """The instance's own work on its pools. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -48,8 +51,12 @@ class Housekeeping:
         borrowed: Borrowed,
         clock: Clock,
         supervisor: Supervisor,
+        own: Iterable[Pool] = (),
+        quotas: Quotas | None = None,
     ) -> None:
-        self._pool = pool
+        """`own`: the pools beside the shared one; `quotas` moves memory between them."""
+        self._quotas = quotas
+        self._pools = (pool, *own)
         self._lane = lane
         self._events = events
         self._store = store
@@ -70,34 +77,51 @@ class Housekeeping:
 
     async def round(self) -> None:
         """Run one round: do all work that is due."""
-        pool, lane, events = self._pool, self._lane, self._events
+        lane, events = self._lane, self._events
         if self._unverified:
-            self._unverified = await asyncio.shield(lane.run(pool.verify_next, VERIFY_BYTES))
+            self._unverified = await asyncio.shield(lane.run(self._verify))
             events.drain()  # now, because the pool keeps a bounded number of events
         offering = self._offering is not None and not self._offering.done()
         if events.verified and not offering:
             self._offering = self._supervisor.spawn(self._put_adopted(), "puts of adopted chunks")
-        await asyncio.shield(lane.run(pool.evict_to_watermark))
+        await asyncio.shield(lane.run(self._evict))
         await self._see_to_memory()
         await self._borrowed.drop_due()
 
+    def _verify(self) -> int:
+        """Verify chunks of the first pool that has adopted ones left. Returns how many are left in all pools."""
+        left, read = 0, False
+        for pool in self._pools:
+            # A pool verifies at least one chunk at a time.
+            left += (n_left := pool.verify_next(1 if read else VERIFY_BYTES))
+            read = read or n_left > 0
+        return left
+
+    def _evict(self) -> None:
+        for pool in self._pools:
+            pool.evict_to_watermark()
+
     async def _see_to_memory(self) -> None:
         """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""
-        pool, now_s = self._pool, self._clock.monotonic_s()
+        now_s, extents_bytes = self._clock.monotonic_s(), sum(pool.extents_bytes for pool in self._pools)
         if now_s - self._looked_s < MISSING_S:
             return
         self._looked_s = now_s
-        missing_bytes = await asyncio.shield(self._lane.run(pool.retry_missing))
+        if self._quotas is not None and self._quotas.owed_bytes:
+            await self._quotas.settle()
+        missing_bytes = await asyncio.shield(
+            self._lane.run(lambda: sum(pool.retry_missing() for pool in self._pools))
+        )
         if missing_bytes and not self._missing_bytes:
             self._log.warning(
                 "l1_memory_missing",
                 missing_bytes=missing_bytes,
-                extents_bytes=pool.extents_bytes,
+                extents_bytes=extents_bytes,
                 advice="the file system of L1 is full and L1 uses what it got: free space there (/dev/shm), enlarge "
                 "it, or lower --l1-size-gb",
             )
         elif self._missing_bytes and not missing_bytes:
-            self._log.info("l1_memory_complete", extents_bytes=pool.extents_bytes)
+            self._log.info("l1_memory_complete", extents_bytes=extents_bytes)
         self._missing_bytes = missing_bytes
 
     async def _put_adopted(self) -> None:
@@ -110,7 +134,7 @@ class Housekeeping:
         chunks = 0
         while verified:
             await store.idle()
-            keys = [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]
-            store.committed(keys)
-            chunks += len(keys)
+            for pool, key in [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]:
+                store.committed([key], pool)
+                chunks += 1
         self._log.info("adopted_chunks_offered_to_l2", chunks=chunks)

@@ -29,6 +29,7 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.errors import SegmentError, StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.linux import dump_memory
+from kvstrata.memory.own_segments import open_own_segments
 from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, log_stats
@@ -50,6 +51,7 @@ from kvstrata.rpc.key_file import KeyFile
 from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
+from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.condition import Condition
@@ -71,13 +73,14 @@ from kvstrata.server.composition import (
     make_requests,
     make_tables,
 )
-from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import FIELD, TierControl
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.plan import MAX_SESSION_SHARE, Plan, embedded_adapter, segment_settings
+from kvstrata.server.own_pools import OwnPools, refuse_hosts
+from kvstrata.server.plan import Plan, embedded_adapter, segment_settings
 from kvstrata.server.requests.boundary import Boundary
 from kvstrata.storage.admission import admitted
 from kvstrata.storage.base import AdapterContext
@@ -135,7 +138,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
         closers.append(soon(listener.close))
-    segment, directory = _open_segment(plan, port, closers)
+    segment, own_segments, directory = _open_segments(plan, port, closers)
     pool = segment.pool
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
@@ -152,7 +155,16 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     lane, own_lane = PoolLane(shell.loop), PoolLane(shell.loop, threads=1, queue=None, name="kv-own")
     closers += [soon(lane.close), soon(own_lane.close)]
     ground = lay_ground(
-        settings, facts, pool, shell.loop, shell.supervisor, lane, own_lane, SystemClock(), Explainer()
+        settings,
+        facts,
+        pool,
+        shell.loop,
+        shell.supervisor,
+        lane,
+        own_lane,
+        SystemClock(),
+        Explainer(),
+        OwnPools({tenant: one.pool for tenant, one in own_segments.items()}),
     )
 
     # 2. Tables, news, L2 and its tiers.
@@ -172,7 +184,12 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     # 3. Requests, processes, and the operations of admins.
     requests = make_requests(ground, tables, plan.tokens)
     attach = AttachServer(
-        directory / ATTACH_SOCKET, pool, segment.descriptors, requests.hooks, instance_id=facts.instance_id
+        directory / ATTACH_SOCKET,
+        pool,
+        segment.descriptors,
+        requests.hooks,
+        own=own_segments,
+        instance_id=facts.instance_id,
     )
     admin = make_admin(ground, tables, l2)
 
@@ -188,8 +205,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 
     # 5. The boundary, which answers frames, and the HTTP application.
     boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
+    quotas = Quotas(pool, ground.own, own_lane)
     housekeeping = Housekeeping(
-        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor
+        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor, ground.own, quotas
     )
     restarts = shell.restarts
     ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
@@ -208,6 +226,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             admin.prewarms,
             admin.clearing,
             StrandedSessions(attach),
+            quotas,
             control,
         )
         insecure = settings.security.insecure
@@ -254,28 +273,41 @@ def _bind(rpc: ZmqServer, settings: ServerSettings) -> int:
     )
 
 
-def _open_segment(
+def _open_segments(
     plan: Plan, port: int, closers: list[Callable[[], Coroutine[Any, Any, None]]]
-) -> tuple[Segment, Path]:
-    """Make or adopt L1. Returns its segment and the folder of the sockets. Raises SegmentError."""
+) -> tuple[Segment, dict[str, Segment], Path]:
+    """Make or adopt L1. Returns the shared segment, those of tenants, and the folder of the sockets.
+
+    Raises ConfigError or SegmentError.
+    """
     settings = plan.settings
     directory = socket_dir(settings.socket_dir, port)
     shm = (
         Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
     )
-    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm))
+    # No later server would look for the segment of a port that was taken at random.
+    nameless = settings.port == 0 and not settings.l1.segment_dir
+    shared = segment_settings(
+        settings,
+        plan.extents_bytes,
+        directory,
+        shm,
+        beside_bytes=sum(size.quota_bytes for size in plan.own_sizes.values()),
+    )
+    segment = Segment.open(shared)
+    closers.append(soon(segment.destroy if nameless else segment.close))
+    own = open_own_segments(shared, segment.pool.epoch, plan.own_sizes)
+    closers += [soon(one.destroy if nameless else one.close) for one in own.values()]
     if settings.l1.core_dump:
         try:
-            dump_memory(segment.pool.extents_address, segment.pool.extents_bytes)
+            for one in (segment, *own.values()):
+                dump_memory(one.pool.extents_address, one.pool.extents_bytes)
         except OSError as error:
             raise SegmentError(
                 f"l1.core_dump: L1 cannot be put into core dumps: {error.strerror}; leave the setting out",
                 field="l1.core_dump",
             ) from error
-    # No later server would look for the segment of a port that was taken at random.
-    nameless = settings.port == 0 and not settings.l1.segment_dir
-    closers.append(soon(segment.destroy if nameless else segment.close))
-    return segment, directory
+    return segment, own, directory
 
 
 def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
@@ -288,7 +320,9 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
     )
 
     def build(config: TierConfig) -> Stack:
-        return build_stack(config, around)
+        stack = build_stack(config, around)
+        refuse_hosts(ground.own, config, stack.adapter.capabilities.wants_registered_memory)
+        return stack
 
     def context(name: str) -> AdapterContext:
         return AdapterContext(
@@ -312,6 +346,7 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
         build=build,
         context=context,
         forget=ground.counters.forget_adapter,
+        own=ground.own,
     )
 
 

@@ -18,11 +18,14 @@ from kvstrata.errors import ConfigError
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
+from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
-from kvstrata.memory.segment import SegmentSettings, check_size
+from kvstrata.memory.segment_settings import SegmentSettings, check_size
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.listen import read_token
 from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
+from kvstrata.server.facts import MAX_SESSION_SHARE
+from kvstrata.server.own_pools import own_sizes
 from kvstrata.storage.admission import RuntimeRules, checked_rules
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.text import remember_secret
@@ -35,8 +38,6 @@ CACHE_FOLDER = "kvstrata"
 RUNTIME_TYPES = ("disk", "fs")
 """Types of adapters that may be added while the server runs, unless `l2.runtime.types` says others."""
 L1_ALIGNMENT = 1 << 20
-MAX_SESSION_SHARE = 8
-"""A session may have 1/8 of L1 reserved or quarantined."""
 
 
 class Plan(NamedTuple):
@@ -44,6 +45,9 @@ class Plan(NamedTuple):
 
     settings: ServerSettings
     extents_bytes: int
+    """Size of the shared pool."""
+    own_sizes: dict[str, OwnSize]
+    """Sizes of the tenants' own pools, by tenant."""
     adapters: list[TierConfig]
     embedded_l2: bool
     """The only adapter is the default one; if it cannot be opened, the server runs without L2."""
@@ -73,6 +77,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)
     tokens = read_tenants_file(settings.security.tenants_file)
+    sizes = own_sizes(settings, tokens, extents_bytes, alignment)
     http_token = ""
     if settings.http.enabled:
         http_token = read_token(settings.http, insecure=settings.security.insecure)
@@ -88,7 +93,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
     keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
     return Plan(
         settings,
-        extents_bytes,
+        extents_bytes - sum(size.quota_bytes for size in sizes.values()),
+        sizes,
         adapters,
         embedded,
         tokens,
@@ -183,15 +189,17 @@ def read_tenants_file(path: str) -> TenantTokens:
 
 
 def segment_settings(
-    settings: ServerSettings, extents_bytes: int, directory: Path, shm: Path
+    settings: ServerSettings, extents_bytes: int, directory: Path, shm: Path, *, beside_bytes: int = 0
 ) -> SegmentSettings:
-    """The layout of L1. `directory` is for sockets, `shm` for shared memory."""
+    """The layout of the shared pool. `directory` is for sockets, `shm` for shared memory; `beside_bytes`: size of all
+    other pools."""
     l1 = settings.l1
     watermark = (l1.eviction_trigger_watermark, l1.eviction_ratio) if l1.eviction_ratio else None
     return SegmentSettings(
         socket_dir=directory,
         directory=shm,
         extents_bytes=extents_bytes,
+        beside_bytes=beside_bytes,
         entry_capacity=l1.entries,
         policy=l1.eviction_policy,
         watermark=watermark,

@@ -66,17 +66,18 @@ class Server(Process):
         """Open the instance and begin to answer. Raises KvstrataError; the closers then undo what was opened."""
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
-        pool, settings = instance.ground.pool, self._plan.settings
+        pools, settings = instance.ground.pools, self._plan.settings
         if instance.peer_server is not None:
             instance.peer_server.start()
         instance.rpc.bind_ipc(instance.facts.socket_dir / RPC_SOCKET)
         await instance.attach.start()
         instance.rpc.start(instance.boundary.on_frame, instance.boundary.on_frame_count)
-        pool.heartbeat()
-        self.supervisor.spawn(heartbeat(pool, instance.l2.events), "heartbeat")
+        for pool in pools:
+            pool.heartbeat()
+        self.supervisor.spawn(heartbeat(pools, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         if settings.l1.prefault_threads:
-            pool.prefault_start(settings.l1.prefault_threads)
+            instance.ground.pool.prefault_start(settings.l1.prefault_threads)
         if instance.membership is not None:
             instance.membership.start()
         if instance.http is not None:
@@ -108,7 +109,7 @@ class Server(Process):
             "http_socket": str(instance.http[0].path or "") if instance.http is not None else "",
             "http_token_file": instance.http_token_file,
             "socket_dir": str(facts.socket_dir),
-            "l1_bytes": instance.ground.pool.extents_bytes,
+            "l1_bytes": sum(pool.extents_bytes for pool in instance.ground.pools),
             "adopted": instance.adopted,
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }

@@ -158,12 +158,12 @@ async def test_every_policy_puts_a_chunk_again_whose_record_was_bad(
     await puts.controller.stop(0)
 
 
-async def test_the_work_of_a_fetch_grows_linearly_with_its_holes() -> None:
+async def test_the_work_of_a_fetch_grows_linearly_with_its_holes(l1: L1) -> None:
     """Thousands of holes may be filled one by one because another fetch already loads them."""
 
     def steps(n: int) -> int:
         """Count the lines of Python that run to fill n holes in their order."""
-        fetch = Fetch(chain("a", n), 1, [], IDENTITY, 1, 0.0)
+        fetch = Fetch(l1.pool, chain("a", n), 1, [], IDENTITY, 1, 0.0)
         fetch.planned(Plan(n, [Hole(i, key, Source(0, RECORD)) for i, key in enumerate(fetch.keys)], ""))
         count = 0
 

@@ -16,7 +16,7 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.policy.processes import tenant_number
 from kvstrata.rpc import wire
-from kvstrata.types import KEY_BYTES, Extent, Role, shown_name, unpack_extents
+from kvstrata.types import KEY_BYTES, Role, shown_name, unpack_extents
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     RECORD_BYTES,
@@ -25,89 +25,28 @@ from tests.harness.rpc_client import (
     RpcError,
     chain_of,
     keys_of,
-    payload,
     until,
 )
 from tests.harness.server_process import ServerProcess
+from tests.harness.tenants import BLUE, GREEN, Tenant, tenant_settings
 
 pytestmark = pytest.mark.integration
 
-BLUE, GREEN = "secret-of-blue-0123456", "secret-of-green-012345"
+QUOTAS = "quotas_gb: {green: 0.01953125, blue: 0.015625}\n"
+POOLS = {"shared": "", "own": "tenants: [{name: green, pool: own}, {name: blue, pool: own}]\n"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with two tenants and an L2, for all tests of this file."""
+@pytest.fixture(scope="module", params=POOLS)
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[ServerProcess]:
+    """A server with two tenants and an L2, for all tests of this file: the tenants share a pool, or have their own."""
     folder = tmp_path_factory.mktemp("server")
-    tenants = folder / "tenants"
-    tenants.write_text(f"{BLUE} blue\n{GREEN} green\n")
-    tenants.chmod(0o600)
-    config = folder / "server.yaml"
-    config.write_text(f"security: {{tenants_file: {tenants}}}\nquotas_gb: {{green: 0.5, blue: 0.25}}\n")
     adapter = f'{{"type": "fs", "base_path": "{folder / "l2"}", "capacity_gb": 1}}'
-    flags = ("--config", str(config), "--l2-adapter", adapter)
+    flags = (*tenant_settings(folder, QUOTAS + POOLS[request.param]), "--l2-adapter", adapter)
     with ServerProcess(folder, l1_mb=64, l2="embedded", flags=flags) as server:
         server.start()
         yield server
-
-
-class Tenant(RpcClient):
-    """A client with a tenant's token, and that tenant's identity of this test."""
-
-    def __init__(self, server: ServerProcess, name: str, token: str, salt: str) -> None:
-        super().__init__(server.socket_dir, token=token)
-        self.name, self.salt = name, salt
-
-    def begin(self) -> None:
-        """Declare the identity."""
-        self.identity = self.identify(tenant=self.name, salt=self.salt)
-
-    @property
-    def root(self) -> bytes:
-        return self.identity.root
-
-    def looks_up(self, chain: bytes, request_id: str = "") -> wire.LookupReply:
-        """Look a chain up under the own identity, and give the lease back."""
-        reply = self.lookup(self.identity.identity_id, chain, request_id=request_id)
-        self.release([(self.session, reply.seq)], group=True)
-        return reply
-
-    def retrieves(self, key: bytes) -> wire.RetrieveReply:
-        """Ask for the bytes of a chunk of the own slice."""
-        assert self.slice is not None
-        return self.ask(
-            wire.Retrieve(
-                self.session, self.next_seq(), self.identity.identity_id, key, self.slice.digest(), 0, RECORD_BYTES
-            ),
-            wire.RetrieveReply,
-        )  # fmt: skip
-
-    def prewarms(self, chain: bytes) -> dict[str, object]:
-        """Prewarm a chain; the job's document once it has ended."""
-        request = wire.Prefetch(self.session, self.next_seq(), self.identity.identity_id, chain, 0, 10_000)
-        job = self.ask(request, wire.PrefetchReply).job
-        while (document := self.job(job))["state"] == "running":
-            pass
-        return document
-
-    def job(self, number: int) -> dict[str, object]:
-        """The document of a job."""
-        return self.ask(wire.Status(self.session, self.next_seq(), number), wire.Document).body
-
-    def reports_corrupt(self, keys: bytes) -> int:
-        """Report chunks as corrupt; how many the server dropped."""
-        number = self.identity.identity_id
-        return self.ask(wire.Corrupt(self.session, self.next_seq(), number, keys), wire.Ok).count
-
-    def clears(self, tier: wire.ClearScope) -> int:
-        """Clear the own tenants' chunks; how many went."""
-        return self.ask(wire.Clear(self.session, self.next_seq(), tier), wire.Cleared).count
-
-    def extent_of(self, key: bytes) -> Extent:
-        """Where an own chunk lies in L1."""
-        reply = self.looks_up(key)
-        assert reply.n_chunks == 1
-        return unpack_extents(reply.extents)[0]
 
 
 @pytest.fixture
@@ -122,17 +61,6 @@ def green(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[Ten
     with Tenant(server, "green", GREEN, request.node.name) as green:
         green.begin()
         yield green
-
-
-def green_reads_its_own(green: Tenant, chain: bytes) -> None:
-    """Assert that green finds all chunks of its prompt, with the bytes that it stored."""
-    reply = green.lookup(green.identity.identity_id, chain)
-    try:
-        assert reply.n_chunks == len(chain) // KEY_BYTES, reply
-        for key, extent in zip(keys_of(chain), unpack_extents(reply.extents), strict=True):
-            assert green.read(extent) == payload(key)
-    finally:
-        green.release([(green.session, reply.seq)], group=True)
 
 
 def in_l2(server: ServerProcess, tenant: Tenant, chain: bytes) -> bool:
@@ -156,7 +84,7 @@ def test_blue_finds_nothing_by_green_s_keys_and_hears_what_any_unknown_key_gives
         )
         assert blue.retrieves(keys[:KEY_BYTES]) == wire.RetrieveReply(blue.seq, blue.epoch, False, 0, b"")
     assert green.retrieves(chain[:KEY_BYTES]).found
-    green_reads_its_own(green, chain)
+    green.reads_its_own(chain)
 
 
 def test_green_s_chunks_and_absent_ones_are_reserved_alike(blue, green):
@@ -170,7 +98,7 @@ def test_green_s_chunks_and_absent_ones_are_reserved_alike(blue, green):
         )
         assert blue.abort(seq) == len(keys) // KEY_BYTES
     green.abort(in_flight)
-    green_reads_its_own(green, chain)
+    green.reads_its_own(chain)
 
 
 @pytest.mark.parametrize("first", ["blue", "green"])
@@ -182,9 +110,9 @@ def test_what_blue_stores_under_green_s_keys_is_never_green_s(blue, green, first
     if first == "blue":
         assert green.looks_up(chain).n_chunks == 0
         assert set(green.store(green.identity, chain)) == {wire.ReserveOutcome.RESERVED}
-    green_reads_its_own(green, chain)
+    green.reads_its_own(chain)
     assert blue.clears(wire.ClearScope.L1) >= 4
-    green_reads_its_own(green, chain)
+    green.reads_its_own(chain)
 
 
 def test_a_record_in_green_s_name_is_not_committed(blue, green):
@@ -225,7 +153,7 @@ def test_green_s_chunks_in_l2_are_neither_found_nor_loaded_nor_deleted_by_blue(s
     until(blue, lambda _: in_l2(server, blue, chain))
     assert blue.clears(wire.ClearScope.L1) >= 4
     assert in_l2(server, green, chain)
-    green_reads_its_own(green, chain)
+    green.reads_its_own(chain)
     assert blue.looks_up(chain).n_chunks == 4, "blue's own records under these keys"
 
 
@@ -250,7 +178,7 @@ def test_status_names_no_other_tenant_engine_or_quota(blue, green, unattached):
     for client in (blue, unattached):
         told = msgspec.json.encode(client.status()).decode()
         assert [word for word in words if word in told] == []
-        assert str(1 << 29) not in told, "green's quota in bytes"
+        assert str(20 << 20) not in told, "green's quota in bytes"
     assert [row["tenant"] for row in blue.status()["tenants"]] == ["blue"]
     assert [row["session"] for row in blue.status()["peers"]] == [shown_name(blue.session)]
     assert unattached.status()["tenants"] == unattached.status()["peers"] == []
@@ -301,7 +229,7 @@ def test_clears_without_a_session_or_by_blue_leave_green_s_chunks(blue, green, u
             blue.ask(wire.Clear(blue.session, blue.next_seq(), tier, tenant), wire.Cleared)
     blue.clears(wire.ClearScope.L1)
     green.release([(green.session, lease.seq)], group=True)
-    green_reads_its_own(green, chain)
+    green.reads_its_own(chain)
 
 
 def test_a_clear_by_blue_counts_no_chunk_of_green_in_use(blue, green):

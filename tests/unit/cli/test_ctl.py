@@ -126,6 +126,11 @@ def test_stranded_commands_send_these_requests():
     assert asked("clear", "ab12") == ctl.Ask("/v1/stranded/clear", {"session": "ab12"})
 
 
+def test_a_quota_is_put_to_its_tenant_whatever_the_name():
+    options = ctl.parser().parse_args(["quota", "a/b c", "0.5"])
+    assert ctl._request(options) == ctl.Ask("/v1/tenants/a%2Fb%20c/quota", {"quota_gb": 0.5}, "PUT")
+
+
 @pytest.mark.parametrize(
     ("arguments", "asked"),
     [

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -84,9 +86,17 @@ def claim(rows: Rows, name: bytes, speaker: Speaker) -> Owner:
     return rows.claim(request, None, os.eventfd(0, os.EFD_CLOEXEC), speaker)
 
 
-async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_noticed(locks: Locks) -> None:
+@pytest.fixture
+def lane() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(1) as lane:
+        yield lane
+
+
+async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_noticed(
+    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
+) -> None:
     pool, hooks, old, new = Pool(), Hooks(), Speaker(), Speaker()
-    rows = Rows(pool, -1, hooks, 1.0)
+    rows = Rows(pool, -1, hooks, 1.0, lane)
     await rows.start()
     first = claim(rows, b"a", old)
     locks.locker = PID
@@ -106,9 +116,11 @@ async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_
     await rows.ended()
 
 
-async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(locks: Locks) -> None:
+async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(
+    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
+) -> None:
     hooks, earlier, later = Hooks(), Speaker(), Speaker()
-    rows = Rows(Pool(), -1, hooks, 1.0)
+    rows = Rows(Pool(), -1, hooks, 1.0, lane)
     await rows.start()
     owner = claim(rows, b"a", earlier)
     locks.locker = PID

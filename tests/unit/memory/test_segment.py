@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.errors import ConfigError, SegmentError
-from kvstrata.memory import linux, segment, segment_files
+from kvstrata.memory import linux, segment, segment_files, segment_settings
 from kvstrata.memory.memory_limit import HugePages, MemoryLimit, huge_pages
 from kvstrata.memory.segment import Segment, SegmentSettings
 
@@ -280,7 +280,7 @@ def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(
     settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        segment, "memory_limit", lambda: MemoryLimit(4 * MIB, "the memory limit of cgroup /x")
+        segment_settings, "memory_limit", lambda: MemoryLimit(4 * MIB, "the memory limit of cgroup /x")
     )
     with pytest.raises(ConfigError, match=r"the memory limit of cgroup /x is 4194304 bytes"):
         Segment.open(settings)
@@ -289,7 +289,7 @@ def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(
 def test_a_pool_larger_than_the_free_memory_is_only_a_warning(
     settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(segment, "available_bytes", lambda: MIB)
+    monkeypatch.setattr(segment_settings, "available_bytes", lambda: MIB)
     Segment.open(settings).close()
     assert "only 1048576 are available now" in caplog.text
 
@@ -330,7 +330,7 @@ def test_directory_of_others_is_refused(settings: SegmentSettings) -> None:
 def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
     settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment, "huge_pages", lambda: HugePages(total=5, free=1))
+    monkeypatch.setattr(segment_settings, "huge_pages", lambda: HugePages(total=5, free=1))
     with pytest.raises(
         SegmentError, match=r"needs 2 huge pages.*1 of 5 are free.*vm\.nr_hugepages=6"
     ) as refused:
@@ -363,4 +363,4 @@ def test_a_pool_in_huge_pages_is_adopted_and_given_up_when_they_are_switched_off
         third.destroy()
     finally:
         first.close()
-        segment._dismiss_holder(settings.socket_dir)
+        segment._dismiss_holder(settings)

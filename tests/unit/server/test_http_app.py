@@ -68,6 +68,7 @@ class Plain:
         self.prewarms = SimpleNamespace(prewarm=self._prewarm, job=self._job)
         self.clearing = SimpleNamespace(clear=self._clear)
         self.stranded = SimpleNamespace(rows=lambda: [{"session": "ab"}], clear=self._clear_stranded)
+        self.quotas = SimpleNamespace(change=self._change_quota)
         self.board = SimpleNamespace(document=lambda: {"epoch": 1})
 
     def readiness(self) -> tuple[bool, str]:
@@ -87,6 +88,9 @@ class Plain:
 
     async def _clear(self, tier: str, tenant: str | None, *, wait: bool = False) -> Cleared:
         return Cleared({tier: 3}, held=0 if wait else 2, leased=1, kept=4)
+
+    async def _change_quota(self, tenant: str, quota_bytes: int) -> dict[str, Any]:
+        return {"tenant": tenant, "quota_bytes": quota_bytes}
 
     async def _clear_stranded(self, session: str) -> list[dict[str, Any]]:
         return [{"session": session}]
@@ -117,6 +121,8 @@ async def test_every_route_answers(admin):
             assert (await http.post("/v1/clear", json={"tier": "l1", "wait": wait})).json() == {
                 "cleared": {"l1": 3}, "pending": {"held": held, "leased": 1}, "kept": {"pinned": 4},
             }  # fmt: skip
+        quota = await http.put("/v1/tenants/blue/quota", json={"quota_gb": 0.5})
+        assert quota.json() == {"tenant": "blue", "quota_bytes": 1 << 29}
         assert (await http.get("/v1/stranded")).json() == {"stranded": [{"session": "ab"}]}
         cleared = await http.post("/v1/stranded/clear", json={"session": "ab"})
         assert cleared.json() == {"cleared": [{"session": "ab"}]}

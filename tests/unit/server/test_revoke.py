@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvstrata.client.copies import CopyLedger
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.client.link import Step
 from kvstrata.config.model import ClientSettings
+from kvstrata.native.pool import Pool
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.requests.leases import MAX_REVOKES, MAX_TOLD, Lease, Leases
@@ -204,13 +206,14 @@ def test_leases_asked_back_are_counted_and_explained(server, old, new, prompts, 
 
 
 def test_a_lookup_examines_a_bounded_number_of_leases_and_a_reply_names_a_bounded_number():
-    leases, session = Leases(), b"s" * 16
+    leases, session, pool = Leases(), b"s" * 16, cast(Pool, object())
     for seq in range(1, 2001):
-        leases.add(Lease((session, seq), b"g" * 16, seq, [1]))
-    assert leases.revoke(lambda tickets: 0) == []
-    chosen = leases.revoke(len)
+        leases.add(Lease((session, seq), b"g" * 16, pool, seq, [1]))
+    assert leases.revoke(cast(Pool, object()), len) == [], "of another pool"
+    assert leases.revoke(pool, lambda tickets: 0) == []
+    chosen = leases.revoke(pool, len)
     assert [lease.ticket for lease in chosen] == list(range(1, MAX_REVOKES + 1))
-    while leases.revoke(len):
+    while leases.revoke(pool, len):
         leases.validate()
     assert leases.n_revoked == 2000
     assert leases.revoked(session) == list(range(1, MAX_TOLD + 1))

@@ -67,18 +67,45 @@ bool Backing::is_backed(std::uint64_t offset, std::uint64_t length) const noexce
   return true;
 }
 
-// Two threads may reserve the same step at the same time; only one of them counts it.
+// Counts first, so that threads together stay within the limit. Two threads may reserve the same
+// step at the same time; one of them takes its count back.
 bool Backing::reserve_step(std::uint64_t step) noexcept {
-  const std::uint64_t begin = step * kStepBytes;
-  const std::uint64_t length = std::min(kStepBytes, bytes_ - begin);
-  const int failed = reserve(fd_, begin, length);
-  if (failed != 0) {
-    error_.store(failed, std::memory_order_release);
+  const std::uint64_t length = step_bytes(step);
+  const std::uint64_t before = backed_bytes_.fetch_add(length, std::memory_order_relaxed);
+  if (before + length > limit_bytes()) {
+    backed_bytes_.fetch_sub(length, std::memory_order_relaxed);
     return false;
   }
+  const int failed = reserve(fd_, step * kStepBytes, length);
+  const std::uint64_t bit = 1ULL << (step % 64);
+  if (failed != 0) {
+    error_.store(failed, std::memory_order_release);
+  } else if ((backed_[step / 64].fetch_or(bit, std::memory_order_acq_rel) & bit) == 0) {
+    return true;
+  }
+  backed_bytes_.fetch_sub(length, std::memory_order_relaxed);
+  return failed == 0;
+}
+
+void Backing::note(std::uint64_t step) noexcept {
   const std::uint64_t bit = 1ULL << (step % 64);
   if ((backed_[step / 64].fetch_or(bit, std::memory_order_acq_rel) & bit) == 0)
-    backed_bytes_.fetch_add(length, std::memory_order_relaxed);
+    backed_bytes_.fetch_add(step_bytes(step), std::memory_order_relaxed);
+}
+
+bool Backing::release(std::uint64_t step) noexcept {
+  int failed = 0;
+  do {
+    failed = fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                       static_cast<off_t>(step * kStepBytes),
+                       static_cast<off_t>(step_bytes(step))) == 0
+                 ? 0
+                 : errno;
+  } while (failed == EINTR);
+  if (failed != 0) return false;
+  const std::uint64_t bit = 1ULL << (step % 64);
+  if ((backed_[step / 64].fetch_and(~bit, std::memory_order_acq_rel) & bit) != 0)
+    backed_bytes_.fetch_sub(step_bytes(step), std::memory_order_relaxed);
   return true;
 }
 

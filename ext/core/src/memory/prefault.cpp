@@ -30,9 +30,15 @@ Status Prefault::start(std::uint8_t* address, Backing* backing, std::uint32_t th
   address_ = address;
   backing_ = backing;
   try {
-    for (std::uint32_t i = 0; i < threads; ++i)
-      threads_.emplace_back([this] { work(); });
+    for (std::uint32_t i = 0; i < threads; ++i) {
+      running_.fetch_add(1, std::memory_order_relaxed);
+      threads_.emplace_back([this] {
+        work();
+        running_.fetch_sub(1, std::memory_order_release);
+      });
+    }
   } catch (const std::system_error& failure) {
+    running_.fetch_sub(1, std::memory_order_relaxed);
     if (threads_.empty())
       return Status(StatusCode::kOsError, "cannot start a thread", failure.code().value());
   }
@@ -56,6 +62,7 @@ void Prefault::work() noexcept {
     const std::uint64_t length = std::min(kStepBytes, bytes - begin);
     while (!backing_->ensure(begin, length)) {
       if (stop_.load(std::memory_order_relaxed)) return;
+      if (!backing_->is_short() && backing_->limit_bytes() < bytes) return;
       backing_->wait_while_short();
     }
     std::uint8_t* step = address_ + begin;

@@ -1,8 +1,9 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // Prefault: threads that fault in the pages of a shared mapping ahead of use, in small steps. Each
-// step is reserved (Backing) before it is touched; while no memory is left, the threads wait. The
-// threads change no byte, and other threads and processes can use the mapping meanwhile.
+// step is reserved (Backing) before it is touched; while no memory is left, the threads wait, and
+// they end once the backing has reached its limit. The threads change no byte, and other threads
+// and processes can use the mapping meanwhile.
 #pragma once
 
 #include <atomic>
@@ -31,6 +32,8 @@ class Prefault {
   // its present step. Idempotent. A stopped prefault cannot be started again.
   void stop() noexcept;
   std::uint64_t done_bytes() const noexcept { return done_bytes_.load(std::memory_order_relaxed); }
+  // Whether a thread may still touch memory.
+  bool is_running() const noexcept { return running_.load(std::memory_order_acquire) != 0; }
   // errno of a step that could not be faulted in although its memory was reserved; otherwise 0.
   int error() const noexcept { return error_.load(std::memory_order_relaxed); }
 
@@ -41,6 +44,7 @@ class Prefault {
   Backing* backing_ = nullptr;
   std::atomic<std::uint64_t> next_{0};
   std::atomic<std::uint64_t> done_bytes_{0};
+  std::atomic<std::uint32_t> running_{0};
   std::atomic<bool> stop_{false};
   std::atomic<int> error_{0};
   std::vector<std::thread> threads_;

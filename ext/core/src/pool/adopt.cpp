@@ -111,13 +111,16 @@ Status Pool::adopt(int index_fd, int extents_fd, const PoolOptions& options,
   if (options.entry_capacity != 0 && options.entry_capacity != layout.entry_capacity) {
     return differs("entry_capacity", layout.entry_capacity, options.entry_capacity);
   }
+  const std::uint64_t old_epoch = load_word(header.epoch);
+  if (options.epoch != 0 && old_epoch >= options.epoch)
+    return differs("epoch", old_epoch, options.epoch - 1);
   const std::uint64_t touched = std::min(load_word(header.entries_touched), layout.entry_capacity);
   KVSTRATA_RETURN_IF_ERROR(segment->back_index(index_fd, index_bytes,
                                                layout.hot_offset + touched * sizeof(HotEntry),
                                                layout.cold_offset, touched * sizeof(ColdEntry)));
   KVSTRATA_RETURN_IF_ERROR(segment->open_extents(extents_fd));
 
-  const std::uint64_t epoch = epoch_after(load_word(header.epoch));
+  const std::uint64_t epoch = options.epoch != 0 ? options.epoch : epoch_after(old_epoch);
   const std::shared_ptr<Pool> pool(new Pool(std::move(segment), options, epoch));
   Adoption(*pool).run();
   store_word<std::uint64_t>(header.flags, 0);

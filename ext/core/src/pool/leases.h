@@ -62,6 +62,9 @@ struct Leases {
   // As Pool::leases_to_end.
   std::size_t to_end(std::span<const std::uint64_t> tickets, std::uint64_t need_bytes);
 
+  // The pool may use this many bytes from now on; leases that exist stay.
+  void set_pool_bytes(std::uint64_t bytes) noexcept { limit_bytes = bytes / 2; }
+
   void end(Iterator lease);
   void touch(std::uint32_t entry) noexcept {
     entries.touch(entry);
@@ -71,7 +74,7 @@ struct Leases {
   Entries& entries;
   Departures& departures;
   Rows& rows;
-  const std::uint64_t limit_bytes;
+  std::uint64_t limit_bytes;
   std::uint64_t& next_ticket;
   std::unordered_map<std::uint64_t, Lease> leases;  // by ticket
   std::size_t items = 0;                            // entries of all leases

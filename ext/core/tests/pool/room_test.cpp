@@ -1,3 +1,5 @@
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -193,4 +195,83 @@ TEST(what_was_being_written_for_long_is_new_when_it_is_committed) {
     CHECK_EQ(f.peek(slow), 1);
     CHECK_OK(f.pool->validate());
   }
+}
+
+namespace {
+
+constexpr std::uint64_t kMiB = 1ULL << 20;
+
+// Bytes that the file system has given to a file.
+std::uint64_t memory_of(int fd) {
+  struct stat info{};
+  CHECK(fstat(fd, &info) == 0);
+  return static_cast<std::uint64_t>(info.st_blocks) * 512;
+}
+
+}  // namespace
+
+TEST(a_lower_limit_gives_memory_back_and_evicts_the_oldest) {
+  Fixture f(64 * kMiB / kRecordBytes, "LRU", 4096);
+  constexpr std::uint64_t kRecord = kMiB / 2;
+  for (std::uint64_t p = 0; p < 120; ++p)
+    f.store(chain(p, 1), 0, kRecord);
+  CHECK(memory_of(f.files.extents) >= 60 * kMiB);
+  CHECK_EQ(f.pool->set_limit(20 * kMiB), 0);
+  CHECK(memory_of(f.files.extents) <= 20 * kMiB);
+  CHECK_EQ(f.peek(chain(119, 1)), 1);
+  CHECK_EQ(f.peek(chain(0, 1)), 0);
+  CHECK_OK(f.pool->validate());
+  // Within the limit old entries make room for new ones.
+  for (std::uint64_t p = 200; p < 300; ++p)
+    f.store(chain(p, 1), 0, kRecord);
+  CHECK_EQ(f.peek(chain(299, 1)), 1);
+  CHECK(memory_of(f.files.extents) <= 20 * kMiB);
+  CHECK_OK(f.pool->validate());
+  CHECK_EQ(f.pool->set_limit(40 * kMiB), 0);
+  for (std::uint64_t p = 300; p < 400; ++p)
+    f.store(chain(p, 1), 0, kRecord);
+  CHECK(memory_of(f.files.extents) > 36 * kMiB);
+  CHECK(memory_of(f.files.extents) <= 40 * kMiB);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(what_is_in_use_keeps_its_memory_under_a_lower_limit) {
+  Fixture f(32 * kMiB / kRecordBytes, "LRU", 4096);
+  constexpr std::uint64_t kRecord = 2 * kMiB;
+  std::vector<Hold> holds(15);
+  for (std::uint64_t p = 0; p < 15; ++p) {
+    f.store(chain(p, 1), 0, kRecord);
+    CHECK_OK(f.pool->hold(make_key(p * 1000), nullptr, &holds[p]));
+    std::memset(f.pool->extents_address() + holds[p].offset() + 4096, static_cast<int>(p), kMiB);
+  }
+  const std::uint64_t excess = f.pool->set_limit(8 * kMiB);
+  CHECK(excess >= 22 * kMiB);
+  for (std::uint64_t p = 0; p < 15; ++p)
+    CHECK_EQ(f.pool->extents_address()[holds[p].offset() + 5000], p);
+  for (std::uint64_t p = 0; p < 12; ++p)
+    holds[p].drop();
+  CHECK_EQ(f.pool->set_limit(8 * kMiB), 0);
+  CHECK(memory_of(f.files.extents) <= 8 * kMiB);
+  CHECK_EQ(f.peek(chain(14, 1)), 1);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(a_limit_holds_for_the_memory_of_an_earlier_server) {
+  Fixture f(64 * kMiB / kRecordBytes, "LRU", 4096);
+  for (std::uint64_t p = 0; p < 100; ++p)
+    f.store(chain(p, 1), 0, kMiB / 2);
+  f.adopt();
+  CHECK_EQ(f.pool->set_limit(16 * kMiB), 0);
+  CHECK(memory_of(f.files.extents) <= 16 * kMiB);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(a_limit_that_is_not_lowered_reserves_and_frees_nothing) {
+  Fixture f(64 * kMiB / kRecordBytes, "LRU", 4096);
+  f.store(chain(1, 1), 0, kMiB);
+  const std::uint64_t before = memory_of(f.files.extents);
+  CHECK_EQ(f.pool->set_limit(64 * kMiB), 0);
+  CHECK_EQ(memory_of(f.files.extents), before);
+  CHECK_EQ(f.pool->limit_bytes(), 64 * kMiB);
+  CHECK_EQ(f.peek(chain(1, 1)), 1);
 }

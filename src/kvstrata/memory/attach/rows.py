@@ -51,10 +51,18 @@ _log = logging.getLogger(__name__)
 
 
 class Rows:
-    """All rows but the server's own. Used on the event loop only; slow calls of the pool run on a lane of its own."""
+    """All rows of a pool but the server's own. Used on the event loop only; slow calls of the pool run on the lane."""
 
-    def __init__(self, pool: Pool, sessions_lock: int, hooks: AttachHooks, old_row_interval_s: float) -> None:
-        """`sessions_lock`: descriptor of sessions.lock; `old_row_interval_s`: time between two looks at its locks."""
+    def __init__(
+        self,
+        pool: Pool,
+        sessions_lock: int,
+        hooks: AttachHooks,
+        old_row_interval_s: float,
+        lane: concurrent.futures.Executor,
+    ) -> None:
+        """`sessions_lock`: descriptor of sessions.lock; `old_row_interval_s`: time between two looks at its locks;
+        `lane`: a thread for slow calls of the pool, which must outlive `ended`."""
         self._pool = pool
         self._sessions_lock = sessions_lock
         self._hooks = hooks
@@ -65,7 +73,7 @@ class Rows:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
-        self._lane = concurrent.futures.ThreadPoolExecutor(1, "kv-rows")
+        self._lane = lane
 
     # --- life --------------------------------------------------------------------------------------------
 
@@ -94,7 +102,6 @@ class Rows:
     async def ended(self) -> None:
         """Wait until the rows that are being ended have ended. No row can be ended after this."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._lane.shutdown()
 
     def stats(self) -> dict[str, int]:
         """Return the number of rows in the states that operators see, and the bytes that stranded rows quarantine."""

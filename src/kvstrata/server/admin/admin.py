@@ -8,6 +8,7 @@ from kvstrata.observability.metrics import ServerCollector
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms
+from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.l2.tier_control import TierControl
@@ -24,4 +25,5 @@ class Admin(NamedTuple):
     prewarms: Prewarms
     clearing: Clearing
     stranded: StrandedSessions
+    quotas: Quotas
     tiers: TierControl

@@ -15,6 +15,7 @@ from kvstrata.policy.processes import tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import ClearScope
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
 
 CLEAR_WAIT_S = 30.0
@@ -46,8 +47,11 @@ class Cleared(NamedTuple):
 class Clearing:
     """Clears L1 and L2. Belongs to the event loop; makes one call into the pool at a time."""
 
-    def __init__(self, pool: Pool, lane: PoolLane, store: StoreController, events: PoolEvents) -> None:
+    def __init__(
+        self, pool: Pool, own: OwnPools, lane: PoolLane, store: StoreController, events: PoolEvents
+    ) -> None:
         self._pool = pool
+        self._own = own
         self._lane = lane
         self._store = store
         self._events = events
@@ -67,17 +71,18 @@ class Clearing:
         tiers: dict[str, int] = {}
         kept = 0
         number = -1 if tenant is None else tenant_number(tenant)
+        pools = self._pools_of(tenant)
         if scope in (ClearScope.L1, ClearScope.ALL):
-            tiers["l1"], kept = await self._on_lane(self._pool.clear, number)
+            tiers["l1"], kept = await self._on_lane(Pool.clear, pools, number)
         if scope in (ClearScope.L2, ClearScope.ALL):
             tiers["l2"] = await self._store.clear()
-        held, leased = await self._on_lane(self._pool.cleared_in_use, number)
+        held, leased = await self._on_lane(Pool.cleared_in_use, pools, number)
         if wait:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLEAR_WAIT_S):
                     while held or leased:
                         await self._events.next_drain()
-                        held, leased = await self._on_lane(self._pool.cleared_in_use, number)
+                        held, leased = await self._on_lane(Pool.cleared_in_use, pools, number)
         shown = "*" if tenant is None else tenant
         self._log.repeated(
             logging.INFO, f"cleared {scope} {shown}"[:200], "cleared",
@@ -85,6 +90,20 @@ class Clearing:
         )  # fmt: skip
         return Cleared(tiers, held, leased, kept)
 
-    async def _on_lane(self, work: Callable[..., tuple[int, int]], *arguments: int) -> tuple[int, int]:
+    def _pools_of(self, tenant: str | None) -> list[Pool]:
+        """The pools that may have chunks of a tenant, or of any (None)."""
+        if tenant is None:
+            return [self._pool, *self._own]
+        return [self._own.get(tenant) or self._pool]
+
+    async def _on_lane(
+        self, work: Callable[[Pool, int], tuple[int, int]], pools: list[Pool], number: int
+    ) -> tuple[int, int]:
+        """The sums of what `work` returns for each pool."""
+
+        def all_of_it() -> tuple[int, int]:
+            firsts, seconds = zip(*(work(pool, number) for pool in pools), strict=True)
+            return sum(firsts), sum(seconds)
+
         async with self._on_lane_now:
-            return await asyncio.shield(self._lane.run(work, *arguments))
+            return await asyncio.shield(self._lane.run(all_of_it))

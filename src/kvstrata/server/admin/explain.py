@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvstrata.keys.batch import split
@@ -13,10 +14,10 @@ from kvstrata.server.requests.leases import InFlight
 class Explaining:
     """Answers explain requests. It only reads."""
 
-    def __init__(self, explainer: Explainer, pool: Pool, in_flight: InFlight, policy: str) -> None:
+    def __init__(self, explainer: Explainer, pools: Sequence[Pool], in_flight: InFlight, policy: str) -> None:
         """`policy`: name of the eviction policy of L1."""
         self._explainer = explainer
-        self._pool = pool
+        self._pools = pools
         self._in_flight = in_flight
         self._policy = policy
 
@@ -36,7 +37,7 @@ class Explaining:
         """For each storage key, whether its chunk is in L1 and, if not, the reason as far as it is remembered."""
         told = []
         for key in split(keys):
-            if self._pool.peek(key, 1):
+            if any(pool.peek(key, 1) for pool in self._pools):
                 told.append({"tier": "l1", "reason": "", "detail": ""})
                 continue
             reason, detail = self._explainer.why_key(

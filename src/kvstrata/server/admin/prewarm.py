@@ -20,6 +20,7 @@ from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.own_pools import OwnPools
 from kvstrata.states import Machine
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
 
@@ -89,6 +90,7 @@ class Prewarms:
         self,
         processes: ProcessTable,
         pool: Pool,
+        own: OwnPools,
         lane: PoolLane,
         prefetch: PrefetchController,
         clock: Clock,
@@ -96,6 +98,7 @@ class Prewarms:
     ) -> None:
         self._processes = processes
         self._pool = pool
+        self._own = own
         self._lane = lane
         self._prefetch = prefetch
         self._clock = clock
@@ -110,7 +113,8 @@ class Prewarms:
 
         `model`: of an attached engine, empty for the only one. Raises BadRequest or Refused.
         """
-        group = self._group_of(model)
+        pool = self._own.get(request.tenant)
+        group = self._group_of(model, pool)
         root = identity_root(group.layout, request)
         chain = await asyncio.shield(self._lane.run(chain_keys, root, tokens, group.layout.chunk_tokens))
         return self.start(group, root, tenant_number(request.tenant), chain, budget_bytes, ttl_ms)
@@ -146,7 +150,7 @@ class Prewarms:
         if len(self._jobs) > MAX_JOBS:
             ended = (number for number, other in self._jobs.items() if other.state is not JobState.RUNNING)
             del self._jobs[next(ended)]
-        work = self._run(job, group.packed_slices, group.lengths, root, tenant, chain, budget_bytes, ttl_ms)
+        work = self._run(job, group, root, tenant, chain, budget_bytes, ttl_ms)
         self._supervisor.spawn(work, f"prewarm-{job.number}")
         return job.number
 
@@ -162,19 +166,20 @@ class Prewarms:
         return [job.document() for job in self._jobs.values()]
 
     async def _run(
-        self, job: Job, slices: bytes, lengths: list[frozenset[int]], root: bytes, tenant: int, chain: bytes,
-        budget_bytes: int, ttl_ms: int,
+        self, job: Job, group: EngineGroup, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
     ) -> None:  # fmt: skip
+        pool, slices, lengths = group.own_pool or self._pool, group.packed_slices, group.lengths
         n_slices = len(lengths)
         deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
         try:
             keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
-            job.l1_chunks = self._pool.peek(keys, n_slices)
+            job.l1_chunks = pool.peek(keys, n_slices)
             n_chunks = count(keys, n_slices)
             if job.l1_chunks < n_chunks:
                 fetched = await self._prefetch.fetch(
                     part(keys, job.l1_chunks, n_chunks, n_slices),
                     n_slices,
+                    pool=pool,
                     identity=root,
                     tenant=tenant,
                     parent=before(keys, job.l1_chunks, n_slices=n_slices),
@@ -188,8 +193,8 @@ class Prewarms:
         finally:
             job.state = MACHINE.after(job.state, JobEvent.ENDED)
 
-    def _group_of(self, model: str) -> EngineGroup:
-        groups = self._processes.groups
+    def _group_of(self, model: str, own_pool: Pool | None) -> EngineGroup:
+        groups = [group for group in self._processes.groups if group.own_pool is own_pool]
         found = [group for group in groups if model in ("", group.layout.model)]
         if len({group.layout for group in found}) != 1:
             names = ", ".join(sorted({group.layout.model for group in groups})) or "none"

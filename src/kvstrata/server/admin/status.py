@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstrata import __version__
@@ -49,7 +49,7 @@ class StatusBoard:
         """
         document = {name: self._sections[name]() for name in OPEN_SECTIONS if name in self._sections}
         document["peers"] = [row for row in self._sections["peers"]() if row["group"] == group]
-        for name in ("tenants", "l2_tenants"):
+        for name in ("tenants", "l2_tenants", "own_pools"):
             document[name] = [row for row in self._sections[name]() if row["tenant"] in tenants]
         return document
 
@@ -103,19 +103,29 @@ class TenantRows:
     """Bytes by tenant. A tenant is shown by its name if a quota or an attached process tells it, else by its number."""
 
     def __init__(
-        self, settings: ServerSettings, processes: ProcessTable, pool: Pool, store: StoreController
+        self,
+        settings: ServerSettings,
+        processes: ProcessTable,
+        pools: Sequence[Pool],
+        store: StoreController,
     ) -> None:
         self._settings = settings
         self._processes = processes
-        self._pool = pool
+        self._pools = pools
+        """The shared one first."""
         self._store = store
 
     def in_l1(self) -> list[dict[str, Any]]:
         """Bytes of L1."""
         names = self._names()
         return [
-            {"tenant": names.get(number, f"#{number:08x}"), **numbers}
-            for number, numbers in self._pool.stats()["tenants"].items()
+            {
+                "tenant": names.get(number, f"#{number:08x}"),
+                **numbers,
+                **({} if pool is self._pools[0] else {"quota_bytes": pool.limit_bytes}),
+            }
+            for pool in self._pools
+            for number, numbers in pool.stats()["tenants"].items()
         ]
 
     def in_l2(self) -> list[dict[str, Any]]:

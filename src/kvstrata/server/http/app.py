@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Query, Response
+from fastapi import FastAPI, HTTPException, Path, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvstrata.process.http import make_base
@@ -18,9 +18,10 @@ from kvstrata.server.http.bodies import (
     ClearStrandedBody,
     DrainAdapterBody,
     PrefetchBody,
+    QuotaBody,
     ResumeAdapterBody,
 )
-from kvstrata.types import RequestIdentity
+from kvstrata.types import GB, RequestIdentity
 
 
 def make_app(admin: Admin) -> FastAPI:
@@ -88,6 +89,17 @@ def make_app(admin: Admin) -> FastAPI:
     async def clear_stranded(body: ClearStrandedBody) -> dict[str, list[Any]]:
         """Free a stranded session's extents. Do it only when neither the system nor the driver lists its process."""
         return {"cleared": await admin.stranded.clear(body.session)}
+
+    @app.put("/v1/tenants/{tenant:path}/quota", dependencies=guarded)
+    async def change_quota(
+        tenant: Annotated[str, Path(min_length=1, max_length=256)], body: QuotaBody
+    ) -> dict[str, Any]:
+        """Set how much of L1 a tenant may have, until the server ends: put it into the settings (`quotas_gb`) too.
+
+        An own pool gives memory back, or gets it, at once; `now_bytes` is what it may have. While other pools cannot
+        give back what their engines use, it gets the rest later.
+        """
+        return await admin.quotas.change(tenant, round(body.quota_gb * GB))
 
     def named(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
         if answer is None:

@@ -64,6 +64,17 @@ class ClearStrandedBody(BaseModel):
     session: str = Field(description="As listed, or `all`.", min_length=1, max_length=64)
 
 
+class QuotaBody(BaseModel):
+    """How much of L1 a tenant may have."""
+
+    model_config = ConfigDict(extra="forbid")
+    quota_gb: float = Field(
+        description="In GB of 2^30 bytes. The pool of a tenant with `pool: own` may have its `max_gb` at most.",
+        gt=0,
+        le=1 << 20,
+    )
+
+
 class AddAdapterBody(BaseModel):
     """An L2 adapter to open in a running server."""
 

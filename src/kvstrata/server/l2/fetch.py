@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvstrata.native.pool import Pool
 from kvstrata.policy.prefetch import Hole, Plan
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.server.l2.gate import Loader
@@ -64,6 +65,7 @@ class Fetch:
 
     def __init__(
         self,
+        pool: Pool,
         keys: list[bytes],
         n_slices: int,
         parents: list[bytes],
@@ -77,6 +79,7 @@ class Fetch:
         """For each slice the lengths that its records may have; an empty set: not known."""
         self.deletes_odd = deletes_odd
         """Values of other lengths are deleted, since they cannot be records of these keys."""
+        self.pool = pool
         self.keys = keys
         self.n_slices = n_slices
         self.parents = parents
@@ -106,6 +109,10 @@ class Fetch:
         """Whether the record of this key may have this length."""
         lengths = self.lengths[number % self.n_slices] if self.lengths else ()
         return not lengths or record_bytes in lengths
+
+    def in_l1(self, key: bytes) -> bool:
+        """Whether the chunk is in the pool now."""
+        return self.pool.peek(key, 1) == 1
 
     def planned(self, plan: Plan) -> None:
         """Set the holes, once L1 and the tiers have answered."""

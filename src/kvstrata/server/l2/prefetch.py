@@ -109,6 +109,7 @@ class PrefetchController:
         keys: bytes,
         n_slices: int,
         *,
+        pool: Pool | None = None,
         identity: bytes,
         tenant: int,
         deadline_s: float,
@@ -117,7 +118,7 @@ class PrefetchController:
         lengths: Sequence[frozenset[int]] = (),
         deletes_odd: bool = False,
     ) -> FetchOutcome:
-        """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
+        """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into `pool` (None: shared).
 
         `identity` is the 32-byte root that the records must name, `tenant` the tenant that the bytes count for,
         `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
@@ -125,8 +126,10 @@ class PrefetchController:
         each slice the lengths that its records may have; an empty set allows any.  With `deletes_odd`, values of other
         lengths are deleted.  Cancelling ends the wait and every load that has not begun.
         """
-        before = split(parent)
-        fetch = Fetch(split(keys), n_slices, before, identity, tenant, deadline_s, lengths, deletes_odd)
+        fetch = Fetch(
+            pool or self._pool, split(keys), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            deletes_odd,
+        )  # fmt: skip
         if self._stopping:
             return FetchOutcome(0, 0, miss_reason("stopping"), "stopping")
         self._counts["fetches"] += 1
@@ -257,7 +260,7 @@ class PrefetchController:
         """Ask L1, then the tiers in their order, each for the keys that were not found before it."""
         keys, n_slices = fetch.keys, fetch.n_slices
         fetch.sources = [self._loaders[tier.name] for tier in self._tiers if tier.takes_loads]
-        l1_chunks = [self._pool.peek(b"".join(keys[s::n_slices]), 1) for s in range(n_slices)]
+        l1_chunks = [fetch.pool.peek(b"".join(keys[s::n_slices]), 1) for s in range(n_slices)]
         missing = [i for i in range(len(keys)) if i // n_slices >= l1_chunks[i % n_slices]]
         sources: dict[int, Source] = {}
         unknown: dict[int, str] = {}
@@ -273,12 +276,9 @@ class PrefetchController:
                         sources[i] = Source(number, record_bytes)
                     elif presence is Presence.UNKNOWN:
                         unknown.setdefault(i, reason or "unknown")
-            if not all(i in sources or self._in_l1(keys[i]) for i in part):
+            if not all(i in sources or fetch.in_l1(keys[i]) for i in part):
                 break  # the prefix ends in this part
-        return make_plan(keys, n_slices, l1_chunks, sources, self._in_l1, unknown, budget_bytes)
-
-    def _in_l1(self, key: bytes) -> bool:
-        return self._pool.peek(key, 1) == 1
+        return make_plan(keys, n_slices, l1_chunks, sources, fetch.in_l1, unknown, budget_bytes)
 
     async def _ask(self, fetch: Fetch, number: int, names: dict[int, bytes]) -> list[Found]:
         """Ask one tier which of the keys, by their numbers, it has; all are unknown if it does not answer in time."""
@@ -365,7 +365,7 @@ class PrefetchController:
         for run in reserve_runs(batch, fetch.keys, fetch.n_slices, fetch.parents):
             part, beyond = self._reserve(fetch, run, beyond)
             for i, hole in zip(part.indices, part.holes, strict=True):
-                hold = self._pool.hold(hole.key, part.ticket, i)
+                hold = fetch.pool.hold(hole.key, part.ticket, i)
                 assert hold is not None, "an item just reserved has a hold"
                 items.append(LoadItem(hole.key, hold))
             if part.indices:
@@ -399,7 +399,7 @@ class PrefetchController:
         holes = [hole for hole in run.holes if hole.number // n_slices < beyond.chunk]
         if not holes:
             return _Reserved(0, [], []), beyond
-        ticket, outcomes, _ = self._pool.reserve(
+        ticket, outcomes, _ = fetch.pool.reserve(
             b"".join(hole.key for hole in holes),
             run.parent,
             run.record_bytes,
@@ -419,7 +419,7 @@ class PrefetchController:
                 beyond = _Refusal(chunk, ReserveOutcome(outcome).name.lower())
                 self._counts[f"reserve:{beyond.word}"] += 1
         if useless:
-            self._pool.abort(ticket, useless)
+            fetch.pool.abort(ticket, useless)
         return _Reserved(ticket, indices, [holes[i] for i in indices]), beyond
 
     async def _load(
@@ -454,10 +454,10 @@ class PrefetchController:
     ) -> None:
         loaded = [i for i, o in zip(part.indices, outcomes, strict=True) if o.status is LoadStatus.LOADED]
         lost = [i for i, o in zip(part.indices, outcomes, strict=True) if o.status is not LoadStatus.LOADED]
-        committed = dict(zip(loaded, self._pool.commit(part.ticket, loaded), strict=True)) if loaded else {}
+        committed = dict(zip(loaded, fetch.pool.commit(part.ticket, loaded), strict=True)) if loaded else {}
         failpoints.hit("load.committed")
         if lost:
-            self._pool.abort(part.ticket, lost)
+            fetch.pool.abort(part.ticket, lost)
         foreign: list[bytes] = []
         lost_keys: list[bytes] = []
         found: list[tuple[bytes, int]] = []

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
+from kvstrata.policy.processes import AttachedProcess
 from kvstrata.rpc.session import Address, Call, Effect, Sessions, Undoing
 from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.requests.leases import InFlight, Lease, Leases, Reservation
@@ -29,7 +30,6 @@ class Effects:
 
     def __init__(
         self,
-        pool: Pool,
         sessions: Sessions,
         leases: Leases,
         in_flight: InFlight,
@@ -37,7 +37,6 @@ class Effects:
         epoch: int,
         send: Send,
     ) -> None:
-        self._pool = pool
         self._sessions = sessions
         self._leases = leases
         self._in_flight = in_flight
@@ -62,10 +61,10 @@ class Effects:
     def _undo(self, effect: Effect, *, kept: bool = True) -> None:
         """Give back what a request did. `kept`: `finish` has kept its effect."""
         if isinstance(effect, Lease):
-            self._pool.release(effect.ticket, -1)
+            effect.pool.release(effect.ticket, -1)
             self._leases.drop(effect)
         elif isinstance(effect, Reservation):
-            self._pool.abort(effect.ticket, None)
+            effect.pool.abort(effect.ticket, None)
             if kept:
                 self._in_flight.remove(effect.open_keys.values())
             effect.over()
@@ -85,7 +84,7 @@ class Effects:
         """End one row's share. False if it had none. `own`: the row belongs to the process that looked up."""
         if row not in lease.rows:
             return False
-        self._pool.release(lease.ticket, row)
+        lease.pool.release(lease.ticket, row)
         self._leases.begun(lease)
         if own:
             lease.wanted_by_ping = False
@@ -95,23 +94,23 @@ class Effects:
 
     def release_all(self, lease: Lease) -> None:
         """End every share."""
-        self._pool.release(lease.ticket, -1)
+        lease.pool.release(lease.ticket, -1)
         self._leases.drop(lease)
         self._settle(lease)
 
-    def revoke(self, need_bytes: int) -> int:
-        """Revoke the oldest unused leases, as many as it takes to lease `need_bytes` more. Returns how many.
+    def revoke(self, pool: Pool, need_bytes: int) -> int:
+        """Revoke the oldest unused leases of a pool, as many as it takes to lease `need_bytes` more. Returns how many.
 
         The processes that looked up are told at once, and again in each answer to their pings.  Nothing waits for
         them, and only what they release becomes free.
         """
-        chosen = self._leases.revoke(lambda tickets: self._pool.leases_to_end(tickets, need_bytes))
+        chosen = self._leases.revoke(pool, lambda tickets: pool.leases_to_end(tickets, need_bytes))
         self._counters.revoked_leases += len(chosen)
         for session, address in {lease.name[0]: lease.address for lease in chosen}.items():
             self._send(address, encode(Pong(0, self._epoch, [], self._leases.revoked(session))))
         return len(chosen)
 
-    def process_gone(self, row: int, left: Sequence[Effect]) -> None:
+    def process_gone(self, process: AttachedProcess, left: Sequence[Effect]) -> None:
         """End the shares of a process that has ended, and account for the effects that it left behind.
 
         Its reservations end in the pool, with its row.  Leases of which other processes of its group hold a share go
@@ -121,7 +120,7 @@ class Effects:
             if isinstance(effect, Reservation):
                 self._in_flight.remove(effect.open_keys.values())
                 effect.over()
-        for lease in self._leases.row_gone(row):
+        for lease in self._leases.process_gone(process.group.name, process.row):
             self._settle(lease)
         for effect in left:
             if isinstance(effect, Lease) and effect.rows:

@@ -9,7 +9,8 @@ and again until it gives it back, hands it on, or dies.  A revoke by itself free
 Invariants:
 
 1. A lease is in `Leases` exactly as long as some row still holds a share of its ticket.
-2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the group.
+2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the group, whose processes
+   are all attached to the lease's pool.
 3. As long as the process that looked up is attached and no process of the group has released its share, the lease is
    either in `_waiting` or revoked.  Every other lease is neither.
 """
@@ -20,6 +21,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
+from kvstrata.native.pool import Pool
 from kvstrata.policy.reserved import Share
 from kvstrata.rpc.session import Address, Effect
 
@@ -35,12 +37,13 @@ LeaseId = tuple[bytes, int]
 class Lease(Effect):
     """One pool ticket granted to a group."""
 
-    __slots__ = ("address", "group", "name", "rows", "ticket")
+    __slots__ = ("address", "group", "name", "pool", "rows", "ticket")
 
     def __init__(
         self,
         name: LeaseId,
         group: bytes,
+        pool: Pool,
         ticket: int,
         rows: Iterable[int],
         address: Address | None = None,
@@ -48,6 +51,7 @@ class Lease(Effect):
         super().__init__(wanted_by_ping=True)
         self.name = name
         self.group = group
+        self.pool = pool
         self.ticket = ticket
         self.rows = set(rows)
         self.address = address
@@ -57,10 +61,11 @@ class Lease(Effect):
 class Reservation(Effect):
     """Extents being written. `open_keys`: index → storage key of those neither committed nor given back."""
 
-    __slots__ = ("open_keys", "share", "ticket")
+    __slots__ = ("open_keys", "pool", "share", "ticket")
 
-    def __init__(self, ticket: int, open_keys: dict[int, bytes], share: Share) -> None:
+    def __init__(self, pool: Pool, ticket: int, open_keys: dict[int, bytes], share: Share) -> None:
         super().__init__(wanted_by_ping=False)
+        self.pool = pool
         self.ticket = ticket
         self.open_keys = open_keys
         self.share = share
@@ -77,8 +82,8 @@ class Leases:
 
     def __init__(self) -> None:
         self._leases: dict[LeaseId, Lease] = {}
-        self._orphans: dict[int, set[LeaseId]] = {}
-        """Row → the leases of which it holds a share and whose process that looked up is gone."""
+        self._orphans: dict[tuple[bytes, int], set[LeaseId]] = {}
+        """(Group, row) → the leases of which it holds a share and whose process that looked up is gone."""
         # An OrderedDict, because a plain dict finds its first item only after skipping all earlier deleted ones.
         self._waiting: OrderedDict[LeaseId, Lease] = OrderedDict()
         """Leases that no process is known to use yet, in the order in which they were granted."""
@@ -112,7 +117,7 @@ class Leases:
     def drop_share(self, lease: Lease, row: int) -> bool:
         """End one row's share. True if it was the last."""
         lease.rows.discard(row)
-        orphans = self._orphans.get(row)
+        orphans = self._orphans.get((lease.group, row))
         if orphans is not None:
             orphans.discard(lease.name)
         if lease.rows:
@@ -133,19 +138,20 @@ class Leases:
         """Note that the process that looked up is gone: each row that holds a share will be told to end it."""
         self.begun(lease)
         for row in lease.rows:
-            self._orphans.setdefault(row, set()).add(lease.name)
+            self._orphans.setdefault((lease.group, row), set()).add(lease.name)
 
-    def orphans(self, row: int) -> list[LeaseId]:
-        """Orphaned leases of which this row holds a share, at most `MAX_TOLD`."""
-        names = self._orphans.get(row) if self._orphans else None
+    def orphans(self, group: bytes, row: int) -> list[LeaseId]:
+        """Orphaned leases of which this row of a group holds a share, at most `MAX_TOLD`."""
+        names = self._orphans.get((group, row)) if self._orphans else None
         return sorted(itertools.islice(names, MAX_TOLD)) if names else []
 
-    def revoke(self, choose: Callable[[list[int]], int]) -> list[Lease]:
-        """Revoke the oldest leases that no process has begun to use. Returns them.
+    def revoke(self, pool: Pool, choose: Callable[[list[int]], int]) -> list[Lease]:
+        """Revoke the oldest leases of a pool that no process has begun to use. Returns them.
 
         `choose` gets the tickets of the candidates, oldest first, and returns how many of them to revoke.
         """
-        oldest = list(itertools.islice(self._waiting.values(), MAX_REVOKES))
+        of_pool = (lease for lease in self._waiting.values() if lease.pool is pool)
+        oldest = list(itertools.islice(of_pool, MAX_REVOKES))
         chosen = oldest[: choose([lease.ticket for lease in oldest])] if oldest else []
         for lease in chosen:
             session, seq = lease.name
@@ -168,14 +174,18 @@ class Leases:
         assert all(self._revoked.values())
         assert not revoked & self._waiting.keys()
         assert revoked | self._waiting.keys() <= self._leases.keys()
-        for row, names in self._orphans.items():
+        for (_, row), names in self._orphans.items():
             assert not names & (revoked | self._waiting.keys())
             assert all(row in self._leases[name].rows for name in names)
 
-    def row_gone(self, row: int) -> list[Lease]:
-        """End all shares of a dead process's row. Returns the leases that ended with them."""
-        self._orphans.pop(row, None)
-        return [lease for lease in self if row in lease.rows and self.drop_share(lease, row)]
+    def process_gone(self, group: bytes, row: int) -> list[Lease]:
+        """End all shares of a dead process: of its row, in leases of its group. Returns the leases that ended."""
+        self._orphans.pop((group, row), None)
+        return [
+            lease
+            for lease in self
+            if lease.group == group and row in lease.rows and self.drop_share(lease, row)
+        ]
 
 
 class InFlight:

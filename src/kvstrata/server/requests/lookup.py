@@ -76,12 +76,19 @@ class Asked(NamedTuple):
     call: Call
     process: AttachedProcess
     identity: DeclaredIdentity
+    pool: Pool
     request: Lookup
     n_chunks: int
     slices: bytes
     n_slices: int
     started_s: float
     deadline_s: float
+
+
+def _give_up(asked: Asked, granted: Granted) -> None:
+    """End a lease that no reply names."""
+    if granted.ticket:
+        asked.pool.release(granted.ticket, -1)
 
 
 class Lookups:
@@ -104,7 +111,7 @@ class Lookups:
         epoch: int,
         policy: str,
     ) -> None:
-        """`policy`: name of the eviction policy of L1."""
+        """`pool`: the shared one; `policy`: name of the eviction policy of L1."""
         self._pool = pool
         self._lane = lane
         self._clock = clock
@@ -130,8 +137,8 @@ class Lookups:
         group = process.group
         now_s = self._clock.monotonic_s()
         asked = Asked(
-            call, process, identity, request, n_chunks, group.packed_slices, len(group.slices), now_s,
-            now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
+            call, process, identity, group.own_pool or self._pool, request, n_chunks, group.packed_slices,
+            len(group.slices), now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -140,7 +147,7 @@ class Lookups:
             return self._on_lane(asked)
         root = identity.root
         all_keys = storage_keys(root, keys, asked.slices)
-        granted = _granted(self._pool.lease(all_keys, asked.n_slices, group.rows, root), group.rows)
+        granted = _granted(asked.pool.lease(all_keys, asked.n_slices, group.rows, root), group.rows)
         if granted.n_chunks == n_chunks or not (granted.unverified or self._tiers.take_loads):
             return self._answer(asked, all_keys, granted, granted.n_chunks)
         return self._more(asked, all_keys, granted)
@@ -152,13 +159,13 @@ class Lookups:
 
         def work() -> tuple[bytes, Granted]:
             all_keys = storage_keys(root, chain, asked.slices)
-            return all_keys, _granted(self._pool.lease(all_keys, asked.n_slices, rows, root), rows)
+            return all_keys, _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root), rows)
 
         future = self._lane.run(work)
         try:
             all_keys, granted = await asyncio.shield(future)
         except asyncio.CancelledError:
-            future.add_done_callback(lambda done: self._give_up(done.result()[1]))
+            future.add_done_callback(lambda done: _give_up(asked, done.result()[1]))
             raise
         return await self._more(asked, all_keys, granted)
 
@@ -170,7 +177,7 @@ class Lookups:
             if held.unverified and not self._late(asked):
                 beyond = all_keys[held.n_chunks * asked.n_slices * KEY_BYTES :]
                 with contextlib.suppress(Refused):
-                    await self._until_deadline(asked, self._lane.run(self._pool.verify, beyond))
+                    await self._until_deadline(asked, self._lane.run(asked.pool.verify, beyond))
                 held = await self._lease(asked, all_keys, held)
             l1_chunks = held.n_chunks
             beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
@@ -178,6 +185,7 @@ class Lookups:
                 fetched = await self._prefetch.fetch(
                     part(all_keys, held.n_chunks, asked.n_chunks, asked.n_slices),
                     asked.n_slices,
+                    pool=asked.pool,
                     identity=asked.identity.root,
                     tenant=asked.identity.tenant,
                     parent=before(all_keys, held.n_chunks, n_slices=asked.n_slices),
@@ -189,7 +197,7 @@ class Lookups:
                 if fetched.n_chunks:
                     held = await self._lease(asked, all_keys, held)
         except BaseException:
-            self._give_up(held)
+            _give_up(asked, held)
             raise
         return self._answer(asked, all_keys, held, l1_chunks, reason, detail)
 
@@ -200,23 +208,19 @@ class Lookups:
         """
         rows, root = list(asked.process.group.rows), asked.identity.root
         if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
-            again = _granted(self._pool.lease(all_keys, asked.n_slices, rows, root), rows)
+            again = _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root), rows)
         else:
             try:
-                future = self._lane.run(self._pool.lease, all_keys, asked.n_slices, rows, root)
+                future = self._lane.run(asked.pool.lease, all_keys, asked.n_slices, rows, root)
             except Refused:
                 return held
             try:
                 again = _granted(await asyncio.shield(future), rows)
             except asyncio.CancelledError:
-                future.add_done_callback(lambda done: self._give_up(_granted(done.result(), rows)))
+                future.add_done_callback(lambda done: _give_up(asked, _granted(done.result(), rows)))
                 raise
-        self._give_up(held)
+        _give_up(asked, held)
         return again
-
-    def _give_up(self, granted: Granted) -> None:
-        if granted.ticket:
-            self._pool.release(granted.ticket, -1)
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""
@@ -240,7 +244,7 @@ class Lookups:
         """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
         if granted.n_chunks == asked.n_chunks:
             return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
-        asked_back = self._effects.revoke(granted.short_bytes) if granted.short_bytes else 0
+        asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
         reason, detail = self._why(asked, all_keys, granted, asked_back)
         if load_reason not in ("", MissReason.NEVER_STORED):
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
@@ -249,7 +253,7 @@ class Lookups:
     def _why(self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int) -> tuple[str, str]:
         first = granted.n_chunks * asked.n_slices
         keys = [nth(all_keys, index) for index in range(first, first + asked.n_slices)]
-        if self._pool.peek(b"".join(keys), asked.n_slices):
+        if asked.pool.peek(b"".join(keys), asked.n_slices):
             detail = f"present, but leases may cover no more of L1 now; {asked_back} older leases have been revoked"
             return MissReason.REFUSED, detail
         if granted.unverified and self._late(asked):
@@ -277,11 +281,11 @@ class Lookups:
             group = asked.process.group
             name = (call.session.name, call.seq)
             address = call.waiters[-1] if call.waiters else None
-            effect = Lease(name, group.name, granted.ticket, granted.rows, address)
+            effect = Lease(name, group.name, asked.pool, granted.ticket, granted.rows, address)
             if granted.rows is not group.rows:
                 # Processes that died while a lane worked on this will never end their shares.
                 for row in effect.rows.difference(group.rows):
-                    self._pool.release(granted.ticket, row)
+                    asked.pool.release(granted.ticket, row)
                     effect.rows.discard(row)
         now_s = self._clock.monotonic_s()
         n = granted.n_chunks
@@ -292,7 +296,7 @@ class Lookups:
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
         if l1_chunks and self._store.wants_touches:
-            self._store.touched(split(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]))
+            self._store.touched(split(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]), asked.pool)
         if reason:
             counters.misses[reason] = counters.misses.get(reason, 0) + 1
         self._explainer.requests.add(

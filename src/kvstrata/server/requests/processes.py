@@ -14,11 +14,12 @@ from kvstrata.errors import BadRequest, LayoutRefused, Unavailable
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens
+from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, only_tenant
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.session import Sessions
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.record_lengths import declared_record_bytes
+from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.running import Running
@@ -38,6 +39,7 @@ class Processes:
         tokens: TenantTokens,
         limits: SessionLimits,
         readiness: Readiness,
+        own: OwnPools,
     ) -> None:
         self._table = table
         self._payload_kinds = payload_kinds
@@ -47,6 +49,7 @@ class Processes:
         self._tokens = tokens
         self._limits = limits
         self._readiness = readiness
+        self._own = own
         self._log = EventLog("instance")
 
     def admit(self, request: AttachRequest) -> None:
@@ -73,7 +76,7 @@ class Processes:
         return tenants
 
     def on_attached(self, session: SessionRow) -> None:
-        """Requests of this session are valid from now on."""
+        """Requests of this session are valid from now on. Raises NotPermitted if another tenant has its id or group."""
         request = session.request
         assert request is not None
         self._table.attach(
@@ -88,6 +91,7 @@ class Processes:
             pid=session.pid,
             secret=session.secret,
             record_bytes=declared_record_bytes(request.facts),
+            own_pool=self._own.get(only_tenant(session.tenants)),
         )
         self._payload_kinds.attached(request.slice, request.facts)
         self._sessions.open(session.session)
@@ -103,9 +107,13 @@ class Processes:
 
     async def on_gone(self, session: SessionRow) -> None:
         """Stop the requests of a process that has ended, and end its effects."""
-        self._table.gone(session.session)
-        left = self._sessions.close(session.session)
-        self._running.stop(left.stopped)
-        self._effects.process_gone(session.row, left.effects)
-        await self._running.ended(left.stopped)
+        if (
+            session.request is not None
+        ):  # else it has done nothing here, and an engine of another pool may have its id
+            process = self._table.gone(session.session)
+            left = self._sessions.close(session.session)
+            self._running.stop(left.stopped)
+            if process is not None:
+                self._effects.process_gone(process, left.effects)
+            await self._running.ended(left.stopped)
         self._log.debug("gone", session=shown_name(session.session), pid=session.pid, row=session.row)

@@ -109,10 +109,11 @@ class Reserving:
                 field="parent",
             )
         check_probe(request.probe)
-        if not _MIN_RECORD_BYTES < request.record_bytes <= self._pool.extents_bytes:
+        pool = process.own_pool or self._pool
+        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.limit_bytes:
             raise BadRequest(
                 f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
-                f"{self._pool.extents_bytes}, found {request.record_bytes}",
+                f"{pool.limit_bytes}, found {request.record_bytes}",
                 field="record_bytes",
             )
         process.has_records_of(request.record_bytes)
@@ -123,12 +124,12 @@ class Reserving:
         if self._freeze:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
             share = self._reserved.begin(process.owner, request.record_bytes, 0)
-            return self._outcome(call, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
+            return self._outcome(call, pool, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
         share = self._reserved.begin(process.owner, request.record_bytes, n_chunks)
         arguments = (parent, request.record_bytes, process.row, identity.root, identity.tenant)
         if n_chunks > KEYS_ON_LOOP:
-            return self._reserve_on_lane(call, keys, share, arguments)
-        return self._outcome(call, keys, share, _reserve(self._pool, share.n_chunks, keys, arguments))
+            return self._reserve_on_lane(call, pool, keys, share, arguments)
+        return self._outcome(call, pool, keys, share, _reserve(pool, share.n_chunks, keys, arguments))
 
     def commit(self, call: Call, process: AttachedProcess, request: Commit) -> KeptOutcome:
         """Make written chunks visible, item by item."""
@@ -140,7 +141,7 @@ class Reserving:
         for position, index in enumerate(request.indices):
             if index in reservation.open_keys and index not in wanted:
                 wanted[index] = position
-        codes = self._pool.commit(reservation.ticket, list(wanted)) if wanted else b""
+        codes = reservation.pool.commit(reservation.ticket, list(wanted)) if wanted else b""
         reservation.share.end(len(wanted))
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
@@ -153,7 +154,7 @@ class Reserving:
                 self._counters.bad_records += 1
         if done:
             self._history.committed(done)
-            self._store.committed(done)
+            self._store.committed(done, reservation.pool)
         self._settle_if_over(process, request.reservation, reservation)
         return CommitReply(call.seq, self._epoch, bytes(outcomes)), None
 
@@ -165,7 +166,7 @@ class Reserving:
         indices = list(reservation.open_keys) if request.indices is None else request.indices
         given_back = list(dict.fromkeys(index for index in indices if index in reservation.open_keys))
         if given_back:
-            self._pool.abort(reservation.ticket, given_back)
+            reservation.pool.abort(reservation.ticket, given_back)
             reservation.share.end(len(given_back))
             self._in_flight.remove(reservation.open_keys.pop(index) for index in given_back)
         self._settle_if_over(process, request.reservation, reservation)
@@ -179,16 +180,16 @@ class Reserving:
             raise BadRequest("slice: this process declared none when it attached", field="slice")
         keys = storage_keys(identity.root, request.keys, process.digest)
 
+        pool = process.own_pool or self._pool
+
         def check() -> int:
-            return sum(self._pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
+            return sum(pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
 
         return Ok(call.seq, self._epoch, await asyncio.shield(self._lane.run(check))), None
 
     async def _reserve_on_lane(
-        self, call: Call, keys: bytes, share: Share, arguments: tuple[Any, ...]
+        self, call: Call, pool: Pool, keys: bytes, share: Share, arguments: tuple[Any, ...]
     ) -> KeptOutcome:
-        pool = self._pool
-
         def undo(done: asyncio.Future[Answer]) -> None:
             if (
                 not done.cancelled() and done.exception() is None
@@ -206,9 +207,9 @@ class Reserving:
         except BaseException:
             future.add_done_callback(undo)
             raise
-        return self._outcome(call, keys, share, answer)
+        return self._outcome(call, pool, keys, share, answer)
 
-    def _outcome(self, call: Call, keys: bytes, share: Share, answer: Answer) -> KeptOutcome:
+    def _outcome(self, call: Call, pool: Pool, keys: bytes, share: Share, answer: Answer) -> KeptOutcome:
         ticket, outcomes, extents = answer
         open_keys: dict[int, bytes] = {}
         counters = self._counters.reserve_outcomes
@@ -221,7 +222,7 @@ class Reserving:
             name = ReserveOutcome(code).name.lower()
             counters[name] = counters.get(name, 0) + outcomes.count(code)
         share.keep(len(open_keys))
-        effect = Reservation(ticket, open_keys, share) if open_keys else None
+        effect = Reservation(pool, ticket, open_keys, share) if open_keys else None
         return ReserveReply(call.seq, self._epoch, outcomes, extents), effect
 
     def _reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:

@@ -1,0 +1,119 @@
+"""The settings of a segment, and whether the machine has the memory that they ask for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from kvstrata.errors import ConfigError, SegmentError
+from kvstrata.memory import linux, numa
+from kvstrata.memory.linux import HUGE_PAGE_BYTES
+from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
+from kvstrata.types import GB
+
+_log = logging.getLogger(__name__)
+
+MIN_EXTENTS_BYTES = 1 << 20
+_ENTRY_PER_BYTES = 64 << 10
+_MIN_ENTRIES, _MAX_ENTRIES = 16 << 10, 4 << 20
+_INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 96 << 10, 144  # upper bounds
+
+
+class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of a segment."""
+
+    socket_dir: Path
+    directory: Path
+    """Segment directory, see `paths.segment_dir`."""
+    extents_bytes: int
+    """Size of the extents' file, a multiple of 4096."""
+    limit_bytes: int | None = None
+    """Bytes of memory that it may have at first (Pool.set_limit); None: all."""
+    beside_bytes: int = 0
+    """Memory that further segments of the instance will take at the same place."""
+    entry_capacity: int | None = None
+    """Entries of the index; None: one per 64 KiB of L1, at least 16 Ki, at most 4 Mi."""
+    policy: str = "LRU"
+    watermark: tuple[float, float] | None = None
+    max_session_share: int = 8
+    huge_pages: bool = False
+    """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""
+    placement: numa.Placement = numa.Placement()
+    """Nodes for the pages of the extents that do not exist yet."""
+    holder_name: str = ""
+    """The segment's name in the holder; empty: the shared segment of the instance."""
+    epoch: int = 0
+    """The epoch that begins: a tenant's segment has that of the shared segment; 0: chosen by the pool."""
+
+    def entries(self) -> int:
+        """Entry capacity of a new segment."""
+        derived = min(max(self.extents_bytes // _ENTRY_PER_BYTES, _MIN_ENTRIES), _MAX_ENTRIES)
+        return self.entry_capacity or derived
+
+    def needed_bytes(self) -> int:
+        """Memory that L1 and index take once all their pages are touched."""
+        return self.memory_bytes() + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
+
+    def memory_bytes(self) -> int:
+        """Memory that the extents may have at first."""
+        return self.extents_bytes if self.limit_bytes is None else self.limit_bytes
+
+
+def check_size(settings: SegmentSettings) -> None:
+    """Raises ConfigError for a size of L1 that is invalid for a pool, or too large for memory or cgroup."""
+    size = settings.extents_bytes
+    if size < MIN_EXTENTS_BYTES or size % 4096:
+        raise ConfigError(
+            f"l1_size_gb: L1 of {size} bytes; it must be a multiple of 4096 and at least "
+            f"{MIN_EXTENTS_BYTES} bytes",
+            field="l1_size_gb",
+        )
+    if settings.huge_pages and size % HUGE_PAGE_BYTES:
+        raise ConfigError(
+            f"l1_size_gb: L1 of {size} bytes is not a multiple of a huge page of {HUGE_PAGE_BYTES} bytes",
+            field="l1_size_gb",
+        )
+    limit = memory_limit()
+    needed = settings.needed_bytes()
+    if needed > limit.limit_bytes:
+        raise ConfigError(
+            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, but {limit.source} is "
+            f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / GB:.2f}",
+            field="l1_size_gb",
+        )
+    _check_nodes(settings)
+    if not settings.huge_pages and needed > (free := available_bytes()):
+        _log.warning("segment: L1 needs %d bytes, but only %d are available now", needed, free)
+
+
+def _check_nodes(settings: SegmentSettings) -> None:
+    """Raises ConfigError if L1 is larger than the nodes it is bound to: the kernel would kill processes."""
+    there = settings.placement.memory_bytes
+    if there is not None and settings.extents_bytes > there:
+        raise ConfigError(
+            f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is bound to nodes with "
+            f"{there} bytes; add nodes, choose interleave, or lower --l1-size-gb",
+            field="l1.numa",
+        )
+
+
+def check_huge_pages(settings: SegmentSettings) -> None:
+    """Raises SegmentError if the reserve of huge pages, of the machine or of the nodes, is smaller than L1."""
+    reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
+    if needed > reserve.free:
+        raise SegmentError(
+            f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, but {reserve.free} of {reserve.total} are free; "
+            f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
+            "--l1-size-gb or leave --l1-use-hugepages out",
+            field="l1.use_hugepages",
+        )
+    wanted = settings.placement
+    if wanted.policy == linux.MPOL_BIND and needed > (free := numa.free_huge_pages(wanted.nodes)):
+        raise SegmentError(
+            f"l1.numa: {wanted.setting!r}: L1 needs {needed} huge pages of 2 MiB, but {free} are free on nodes "
+            f"{', '.join(map(str, wanted.nodes))}; reserve them there (nr_hugepages below "
+            "/sys/devices/system/node/nodeN/hugepages) or choose interleave",
+            field="l1.numa",
+        )
