@@ -119,6 +119,7 @@ class AdminParts(NamedTuple):
     prewarms: Prewarms
     clearing: Clearing
     explain: Explaining
+    tenants: TenantRows
 
 
 def lay_ground(
@@ -265,6 +266,7 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
         prewarms,
         Clearing(ground.pool, ground.own_lane, l2.store, l2.events),
         Explaining(ground.explainer, ground.pool, tables.in_flight, ground.settings.l1.eviction_policy),
+        tenants,
     )
 
 
