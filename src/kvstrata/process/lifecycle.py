@@ -21,6 +21,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
@@ -36,6 +37,8 @@ EXIT_CRASHED = 70
 SAME_STOP_S = 0.2
 CLOSING_S = 5.0
 """Time for closing everything, after the time for finishing work."""
+GUARD_S = 1.0
+"""After this time beyond the budget of a stop a thread ends the process, since the loop or another thread hangs."""
 WAIT_SAID_S = 1.0
 MAX_ASKED = 8
 """Signals that wait for their answer; further ones ask for nothing new."""
@@ -49,7 +52,11 @@ def set_up() -> None:
 
 
 def run(process: Process) -> int:
-    """Run a process on a loop of its own; returns the exit status. Raises KvstrataError if the start fails."""
+    """Run a process on a loop of its own; returns the exit status. Raises KvstrataError if the start fails.
+
+    From its stop on, the whole interpreter has a limited time to end.
+    """
+    process.guarded = True
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(process.run())
@@ -64,6 +71,8 @@ class Process(ABC):
         self.log = EventLog(name)
         self._name = name
         self._stopping_s = 0.0
+        self.guarded = False
+        """Whether a stop may end the interpreter."""
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """Functions that each close one thing that was opened; called in reverse order at the end."""
 
@@ -133,6 +142,10 @@ class Process(ABC):
         begun_s, drain_s = self.loop.time(), self.drain_s
         stopping = self.loop.create_task(self._drain_and_close(drain_s), name="stop")
         budget_s = drain_s + CLOSING_S
+        if self.guarded:
+            guard = threading.Timer(budget_s + GUARD_S, self._end_late)
+            guard.daemon = True
+            guard.start()
         await asyncio.wait({stopping}, timeout=WAIT_SAID_S)
         if not stopping.done():
             self.log.info("stop_waits", **self.under_way(), budget_s=budget_s)
@@ -141,6 +154,10 @@ class Process(ABC):
             self.log.warning("stop_cut_short", budget_s=budget_s, **self.given_up())
             end_now(0)
         return stopping.result()
+
+    def _end_late(self) -> None:
+        self.log.warning("stop_cut_short", note="a thread does not end")
+        end_now(0)
 
     async def _drain_and_close(self, drain_s: float) -> dict[str, object]:
         await self.drain(drain_s)

@@ -180,7 +180,7 @@ def test_a_stop_says_what_it_waits_for_and_what_it_gave_up(tmp_path: Path) -> No
 
 
 PROCESS = """
-import asyncio, os, sys
+import asyncio, os, sys, threading
 from kvstrata.observability.logging import set_up
 from kvstrata.process import lifecycle
 
@@ -189,7 +189,13 @@ class Small(lifecycle.Process):
     async def start(self):
         if sys.argv[1] == "stuck":
             self.closers.append(self.never)
+        if sys.argv[1] == "blocked":
+            self.closers.append(self.block)
+        if sys.argv[1] == "thread":
+            threading.Thread(target=threading.Event().wait).start()
         os.write(1, b"ready\\n")
+    async def block(self):
+        threading.Event().wait()
     async def never(self):
         await self.loop.create_future()
     async def drain(self, drain_s):
@@ -220,6 +226,20 @@ def test_a_part_that_cannot_be_closed_does_not_hold_up_the_stop() -> None:
         "stop_waits things=1 budget_s=1.5",
         "stop_cut_short budget_s=1.5 things=2",
     ]
+
+
+@pytest.mark.parametrize("what", ["blocked", "thread"])
+def test_a_thread_that_does_not_end_does_not_hold_up_the_stop(what: str) -> None:
+    """The loop itself, or a thread that the interpreter waits for at its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert log.splitlines()[-1].endswith('stop_cut_short note="a thread does not end"')
 
 
 def test_a_process_ends_with_its_terminal() -> None:
