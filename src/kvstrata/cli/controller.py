@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
+    import functools
     import json
 
     import msgspec
@@ -30,18 +31,20 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     try:
         flags = parse_controller_flags(arguments)
-        settings = load(
+        read = functools.partial(
+            load,
             ControllerSettings,
             file=flags.config_file or None,
             environment=os.environ,
             flags=flags.settings,
         )
+        settings = read()
         if flags.check:
             plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
             return 0
         notes = pod_link_notes(os.environ)
-        return run(settings, notes=notes, ready_fd=flags.ready_fd, restarts=restarts)
+        return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         print(f"lmcache-controller: {error.message}", file=sys.stderr)
         return EXIT_CONFIG

@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
+    import functools
     import json
 
     import msgspec
@@ -33,7 +34,10 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     try:
         flags = parse_server_flags(arguments)
         file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
-        settings = load(ServerSettings, file=file or None, environment=os.environ, flags=flags.settings)
+        read = functools.partial(
+            load, ServerSettings, file=file or None, environment=os.environ, flags=flags.settings
+        )
+        settings = read()
         if flags.check:
             planned = plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
@@ -44,7 +48,14 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             )
             return 0
         notes = [*flags.notes, *pod_link_notes(os.environ)]
-        return run(settings, notes=notes, exposed=flags.exposed, ready_fd=flags.ready_fd, restarts=restarts)
+        return run(
+            settings,
+            notes=notes,
+            exposed=flags.exposed,
+            reread=read,
+            ready_fd=flags.ready_fd,
+            restarts=restarts,
+        )
     except KvstrataError as error:
         print(f"lmcache-server: {error.message}", file=sys.stderr)
         return EXIT_CONFIG

@@ -51,7 +51,12 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 5_000
     drain_s: Annotated[
         float,
-        Meta(ge=0, le=600, description="Seconds that puts in flight may still take when the server stops."),
+        Meta(
+            ge=0,
+            le=600,
+            description="Seconds that puts and loads under way may still take when the server stops; closing takes "
+            "up to 5 s more.",
+        ),
     ] = 10.0
     runtime: L2RuntimeSettings = L2RuntimeSettings()
     quotas_gb: Annotated[

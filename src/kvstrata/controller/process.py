@@ -13,13 +13,14 @@ import importlib.util
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from kvstrata import __version__
 from kvstrata.clock import Clock, SystemClock
+from kvstrata.config.changes import sorted_out
 from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.answers import Answers
@@ -32,6 +33,7 @@ from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError
+from kvstrata.observability.logging import set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
@@ -41,9 +43,9 @@ from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import (
     Listener,
     Prepared,
+    ServedToken,
     listen,
     prepare,
-    publish,
     read_token,
     serve,
     warn_if_open,
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
     from kvstrata.controller.election import Election
 
 NO_SNAPSHOT = "none"
+DRAIN_S = 10.0
+LIVE = ("log_level",)
+HTTP_TOKEN = "http.token_file"
 STREAMS = frozenset({"/v1/events/stream", "/v1/live"})
 """Paths of the API that bound the number of their readers themselves."""
 DASHBOARD = frozenset({"/", "/dashboard/"})
@@ -145,13 +150,17 @@ def run(
     settings: ControllerSettings,
     *,
     notes: list[str],
+    reread: Callable[[], ControllerSettings],
     ready_fd: int = -1,
     restarts: Restarts = NOT_RESTARTED,
 ) -> int:
-    """Run a controller until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready."""
+    """Run a controller until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready.
+
+    `reread` reads the settings again for SIGHUP.
+    """
     set_up_logging(settings.log_level)
     set_up()
-    controller = Controller(plan(settings, os.environ), ready_fd, restarts)
+    controller = Controller(plan(settings, os.environ), reread, ready_fd, restarts)
     for note in notes:
         controller.log.warning("setting_has_no_effect", note=note)
     return run_process(controller)
@@ -160,8 +169,16 @@ def run(
 class Controller(Process):
     """One controller process."""
 
-    def __init__(self, checked: Plan, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> None:
+    def __init__(
+        self,
+        checked: Plan,
+        reread: Callable[[], ControllerSettings],
+        ready_fd: int = -1,
+        restarts: Restarts = NOT_RESTARTED,
+    ) -> None:
         super().__init__("controller")
+        self._reread = reread
+        self._settings = checked.settings
         self._restarts = restarts
         self._plan = checked
         self._ready_fd = ready_fd
@@ -208,7 +225,7 @@ class Controller(Process):
             self._snapshots = Snapshots(loop, cluster, folder, settings.directory)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
-        around = Surroundings(
+        self._around = around = Surroundings(
             ports=sockets.ports,
             sockets=sockets.stats,
             http=self._http_stats,
@@ -217,12 +234,11 @@ class Controller(Process):
         )
         token, insecure = self._plan.http_token, settings.security.insecure
         warn_if_open(settings.http, token, listener.port, self.log, insecure=insecure)
-        found = publish(settings.http, listener, token, "controller", self.log)
-        if found is not None:
-            self.closers.append(soon(found.close))
         own_name = urlsplit(settings.etcd.advertise_url).netloc
         logins = Logins(listener.port)
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
+        self._http_token = ServedToken(access, settings.http, listener, token, "controller", self.log)
+        self.closers.append(soon(self._http_token.close))
         door = Door(access, logins, url if listener.path is None else "")
         make_app = functools.partial(self._make_app, cluster, around, door)
         self._http_server = http_server = await prepare(make_app, access, streams=STREAMS)
@@ -246,7 +262,7 @@ class Controller(Process):
             "host": settings.http.host,
             "http_port": listener.port,
             "http_socket": str(listener.path or ""),
-            "http_token_file": str(found.path) if found is not None and token else "",
+            "http_token_file": self._http_token.path,
             "ports": sockets.ports,
             "snapshot_dir": str(folder) if self._snapshots is not None else "",
             "ready_s": round(time.monotonic() - self._started_s, 3),
@@ -256,7 +272,37 @@ class Controller(Process):
             self.log.info("dashboard", open=door.link(), once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
-    async def drain(self) -> None:
+    @property
+    def drain_s(self) -> float:
+        """Time for the last snapshot."""
+        return DRAIN_S
+
+    def under_way(self) -> dict[str, object]:
+        """A stop waits for the snapshot."""
+        return {"snapshot": self._snapshots is not None}
+
+    def given_up(self) -> dict[str, object]:
+        """Instances that were registered; they go on, and look for a controller."""
+        return {"instances": len(list(self._cluster.members))}
+
+    async def reload(self) -> dict[str, object]:
+        """Apply another log level and another token of the HTTP port. Raises ConfigError."""
+        newer = await self.loop.run_in_executor(None, lambda: plan(self._reread(), os.environ))
+        found = sorted_out(self._settings, newer.settings, LIVE, (HTTP_TOKEN,))
+        has_token = HTTP_TOKEN not in found.restart and bool(newer.settings.http.token_file)
+        if has_token and self._http_token.replace(newer.http_token):
+            found.applied.add(HTTP_TOKEN)
+        self._settings = found.in_force
+        set_level(found.in_force.log_level)
+        return found.shown()
+
+    def page(self) -> dict[str, object]:
+        """The cluster at a glance, as /v1/cluster has it."""
+        from kvstrata.controller.routes import views  # imports FastAPI
+
+        return views.cluster_body(self._cluster, self._around).model_dump()
+
+    async def drain(self, drain_s: float) -> None:
         """Write the last snapshot."""
         self._cluster.set_ready("stopping")
         if self._snapshots is not None:

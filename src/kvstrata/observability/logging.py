@@ -9,11 +9,12 @@ library's error quotes a credential, that is left out too (text.py).
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvstrata.observability.log_writer import LogWriter
@@ -131,6 +132,11 @@ class EventLog:
     def error(self, event: str, **fields: object) -> None:
         """Write that a part of the server ends, or that a promise to users may be broken."""
         self._write(logging.ERROR, event, fields)
+
+    def sections(self, event: str, sections: Mapping[str, object]) -> None:
+        """Write one line for each section, with its content as JSON, of which MAX_MESSAGE_CHARS are written."""
+        for name, content in sections.items():
+            self._logger.info("%s section=%s %s", event, name, json.dumps(content, default=str))
 
     def repeated(self, level: int, kind: str, event: str, **fields: object) -> None:
         """Write an event of level `level`, but at most one line per `kind` in each `WINDOW_S`."""

@@ -192,6 +192,12 @@ class TenantTokens:
     def __init__(self, tokens: Mapping[str, frozenset[str]] | None = None) -> None:
         self._tokens = dict(tokens or {})
 
+    def replace(self, other: TenantTokens) -> bool:
+        """Allow what `other` allows, from the next attach on; returns whether that differs. Both must have tokens."""
+        assert self._tokens and other._tokens
+        before, self._tokens = self._tokens, other._tokens
+        return self._tokens != before
+
     @property
     def without(self) -> frozenset[str] | None:
         """The tenants that a process without a token may use (None: any)."""

@@ -10,7 +10,7 @@ Records that were stored before the server's start and not used since do not cou
 
 Invariants
 1. Counted bytes plus the bytes of admitted puts never exceed the tenant's quota, except by records that were found or
-   loaded, since those are stored already.
+   loaded, since those are stored already, and after a quota was set or lowered.
 2. Each admitted put ends once, in `ended`.
 3. At most `limit_keys` records are known; when one more is noted, the least recently used record of the same tenant is
    forgotten and no longer counts.
@@ -48,23 +48,31 @@ class TenantLedger:
         self._there: collections.Counter[int] = collections.Counter()
         self._on_its_way: collections.Counter[int] = collections.Counter()
 
+    def set_quotas(self, quotas: Mapping[int, int]) -> None:
+        """Other quotas from now on. What a tenant has stored counts from the time at which it has a quota."""
+        for tenant in self.quotas.keys() - quotas.keys():
+            self.gone(list(self._order[tenant]))
+            del self._order[tenant]
+        for tenant in quotas.keys() - self.quotas.keys():
+            self._order[tenant] = collections.OrderedDict()
+        self.quotas = dict(quotas)
+
     def admit(self, tenant: int, key: bytes, length_bytes: int) -> bool:
         """Whether this record may be put now; if so, its bytes count until `ended`."""
         quota_bytes = self.quotas.get(tenant)
-        if quota_bytes is None:
-            return True
         new_bytes = 0 if key in self._known else length_bytes
-        if new_bytes and self.used_bytes(tenant) + new_bytes > quota_bytes:
+        if quota_bytes is not None and new_bytes and self.used_bytes(tenant) + new_bytes > quota_bytes:
             return False
         self._on_its_way[tenant] += length_bytes
         return True
 
     def ended(self, tenant: int, key: bytes, length_bytes: int, there: bool) -> None:
         """Note that an admitted put has ended; `there`: the record is stored now."""
-        if tenant in self.quotas:
-            self._on_its_way[tenant] -= length_bytes
-            if there:
-                self.found(tenant, key, length_bytes)
+        self._on_its_way[tenant] -= length_bytes
+        if not self._on_its_way[tenant]:
+            del self._on_its_way[tenant]
+        if there:
+            self.found(tenant, key, length_bytes)
 
     def found(self, tenant: int, key: bytes, length_bytes: int) -> None:
         """Note that this record is stored, and has just been used."""
@@ -102,8 +110,8 @@ class TenantLedger:
         Their deletion frees a further 1/TRIM_SHARE of the quota.  Empty if no deletion is needed, or if none helps
         because the new record and the admitted puts alone exceed the quota.
         """
-        quota_bytes = self.quotas[tenant]
-        if self._on_its_way[tenant] + need_bytes > quota_bytes:
+        quota_bytes = self.quotas.get(tenant)
+        if quota_bytes is None or self._on_its_way[tenant] + need_bytes > quota_bytes:
             return []
         over_bytes = self.used_bytes(tenant) + need_bytes - quota_bytes
         if over_bytes <= 0:

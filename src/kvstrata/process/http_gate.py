@@ -65,8 +65,8 @@ class Access:
         `pages`: paths for people, which links on other sites may lead to. `names`: further names of the port.
         `logins`: None for a port without pages.
         """
-        self._token = token.encode()
         self._logins = logins
+        self.set_token(token)
         self._loopback = is_loopback(settings.host) or settings.host.startswith(SCHEME)
         open_metrics = self._loopback if settings.open_metrics is None else settings.open_metrics
         self._public = {*PROBES, *public, *((METRICS,) if open_metrics else ())}
@@ -78,6 +78,12 @@ class Access:
             own += [platform.node(), platform.node().partition(".")[0]]
         self._names = {bare_host(name) for name in own} - {""}
         self._any_host = not token and not self._loopback
+
+    def set_token(self, token: str) -> None:
+        """Ask for this token from now on, and end the sessions that the last one opened; empty: the port is open."""
+        self._token = token.encode()
+        if self._logins is not None:
+            self._logins.end_all()
 
     def knows_host(self, host: str) -> bool:
         """Whether a `Host` header names this port."""

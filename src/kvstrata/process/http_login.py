@@ -84,6 +84,10 @@ class Logins:
         if (session := self._of(headers)) is not None:
             self._sessions.remove(session)
 
+    def end_all(self) -> None:
+        """End all sessions, and forget all codes."""
+        self._codes, self._sessions = [], []
+
     def _of(self, headers: Mapping[bytes, bytes]) -> _Kept | None:
         """The session of a request; None without one."""
         cookie, page_key = _digest(self._cookie(headers)), _digest(headers.get(PAGE_KEY, b""))

@@ -10,7 +10,7 @@ Rules:
    standard library's os, select, signal, sys and time are used here.
 2. Every signal of FORWARDED goes on to the child, except a signal that the terminal sent, since the terminal sent it to
    the child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started
-   again.
+   again.  SIGHUP tells it to end only if the terminal sent it, because it is gone.
 3. When the keeper ends, by SIGKILL too, the kernel kills the child (PR_SET_PDEATHSIG), so no process is left behind
    that owns the ports and the pool.
 4. Exit status 2 (bad settings) is final for the first start only: after a crash the same settings may fail for a while,
@@ -40,9 +40,11 @@ _ENDS_BY_ITSELF = frozenset({"--check", "--help", "-h"})
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
 EXIT_CONFIG = 2
-ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals that tell a process to end."""
-FORWARDED = ENDING | {signal.SIGUSR1, signal.SIGUSR2}
+ASKING: frozenset[int] = frozenset({signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
+"""Signals that ask a process that serves for something (process/lifecycle.py)."""
+FORWARDED = ENDING | ASKING
 _FROM_KERNEL = 0x80
 """`si_code` of a signal that the terminal sent to its whole foreground group."""
 
@@ -67,9 +69,18 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     In a child this function never returns.
     """
     _open_standard_descriptors()
-    if NO_SUPERVISE in arguments or not _ENDS_BY_ITSELF.isdisjoint(arguments):
+    if not _ENDS_BY_ITSELF.isdisjoint(arguments):
+        return serve(arguments, NOT_RESTARTED)
+    for number in ASKING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _pass_over)
+    if NO_SUPERVISE in arguments:
         return serve(arguments, NOT_RESTARTED)
     return _Keeper(name, arguments, serve).run()
+
+
+def _pass_over(number: int, frame: object) -> None:
+    """Keep a signal from ending a process that is still starting and cannot answer it."""
 
 
 def _open_standard_descriptors() -> None:
@@ -158,7 +169,7 @@ class _Keeper:
                 if ended is not None:
                     return ended
                 continue
-            self._told_to_end |= told.si_signo in ENDING
+            self._told_to_end |= _ends(told)
             if told.si_code != _FROM_KERNEL:
                 # The child is not reaped yet, so its process number names no other process.
                 os.kill(self._child, told.si_signo)
@@ -189,7 +200,7 @@ class _Keeper:
             told = signal.sigtimedwait(waited, left_s)
             if told is not None and told.si_signo == signal.SIGCHLD:
                 self._reap()
-            elif told is not None and told.si_signo in ENDING:
+            elif told is not None and _ends(told):
                 return True
         return False
 
@@ -210,6 +221,10 @@ class _Keeper:
             self._dropped_lines = 0
         except OSError:
             self._dropped_lines += 1  # nobody reads the log, and serving is more important
+
+
+def _ends(told: signal.struct_siginfo) -> bool:
+    return told.si_signo in ENDING or (told.si_signo == signal.SIGHUP and told.si_code == _FROM_KERNEL)
 
 
 def _quoted(text: str) -> str:

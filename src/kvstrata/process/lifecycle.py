@@ -4,7 +4,12 @@
 2. SIGTERM and SIGINT stop the process in order; a second signal ends it at once.  Signals within SAME_STOP_S of the
    first count as the same one, since a signal to a whole process group arrives twice: directly, and from the keeper,
    which forwards it.
-3. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
+3. A stop takes `drain_s` and CLOSING_S at most.  After WAIT_SAID_S a line says what it waits for, and the last line
+   says what was given up.  If something cannot be closed in time, the process ends without closing the rest, which is
+   left as after SIGKILL.
+4. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process), SIGUSR1 logs a
+   status page, SIGUSR2 does nothing.  Those that come before the process serves wait until it does.
+5. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
    as they are, exactly as after SIGKILL.  The keeper starts the process again (process/keeper.py).
 """
 
@@ -16,6 +21,7 @@ import json
 import os
 import resource
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn
@@ -23,12 +29,20 @@ from typing import Any, NoReturn
 import uvloop
 
 from kvstrata import failpoints
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import EventLog, flush_log
 from kvstrata.process.supervisor import Supervisor
 
 EXIT_CRASHED = 70
 SAME_STOP_S = 0.2
+CLOSING_S = 5.0
+"""Time for closing everything, after the time for finishing work."""
+GUARD_S = 1.0
+"""After this time beyond the budget of a stop a thread ends the process, since the loop or another thread hangs."""
+WAIT_SAID_S = 1.0
+MAX_ASKED = 8
+"""Signals that wait for their answer; further ones ask for nothing new."""
+ASKING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def set_up() -> None:
@@ -38,7 +52,11 @@ def set_up() -> None:
 
 
 def run(process: Process) -> int:
-    """Run a process on a loop of its own; returns the exit status. Raises KvstrataError if the start fails."""
+    """Run a process on a loop of its own; returns the exit status. Raises KvstrataError if the start fails.
+
+    From its stop on, the whole interpreter has a limited time to end.
+    """
+    process.guarded = True
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(process.run())
@@ -53,6 +71,8 @@ class Process(ABC):
         self.log = EventLog(name)
         self._name = name
         self._stopping_s = 0.0
+        self.guarded = False
+        """Whether a stop may end the interpreter."""
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
         """Functions that each close one thing that was opened; called in reverse order at the end."""
 
@@ -61,8 +81,32 @@ class Process(ABC):
         """Open everything and serve. Raises KvstrataError; `closers` then close everything that was opened."""
 
     @abstractmethod
-    async def drain(self) -> None:
-        """Finish the work under way, within bounds, because the process is told to stop."""
+    async def drain(self, drain_s: float) -> None:
+        """Finish the work under way within `drain_s`, because the process is told to stop."""
+
+    @property
+    @abstractmethod
+    def drain_s(self) -> float:
+        """Time for finishing work."""
+
+    @abstractmethod
+    def under_way(self) -> dict[str, object]:
+        """What a stop waits for, for the log."""
+
+    @abstractmethod
+    def given_up(self) -> dict[str, object]:
+        """What a stop has given up, for the log. Called after `drain`."""
+
+    @abstractmethod
+    async def reload(self) -> dict[str, object]:
+        """Read settings and token files again and apply what can change now; returns what changed, for the log.
+
+        Raises KvstrataError; then nothing has changed.
+        """
+
+    @abstractmethod
+    def page(self) -> dict[str, object]:
+        """The sections of the status page that SIGUSR1 asks for."""
 
     async def run(self) -> int:
         """Start, serve, stop. If the start fails, closes everything that was opened and raises KvstrataError."""
@@ -71,8 +115,14 @@ class Process(ABC):
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number, stop)
+        self._had_terminal = _has_terminal()
+        self._asked: asyncio.Queue[signal.Signals] = asyncio.Queue(MAX_ASKED)
+        for number in ASKING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._asks, number, stop)
         try:
             await self.start()
+            self.supervisor.spawn(self._answer(), "signals")
             stopping = loop.create_task(stop.wait(), name="stop-signal")
             ends: set[asyncio.Future[Any]] = {stopping, self.supervisor.failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -80,11 +130,40 @@ class Process(ABC):
             if self.supervisor.failure.done():
                 self.log.error(f"{self._name}_failed", reason=self.supervisor.failure.result())
                 end_now(EXIT_CRASHED)
-            await self.drain()
-        finally:
+            given_up = await self._stop()
+        except BaseException:
             await self._close()
-        self.log.info("stopped")
+            raise
+        self.log.info("stopped", **given_up)
         return 0
+
+    async def _stop(self) -> dict[str, object]:
+        """Drain and close within the budget; returns what was given up."""
+        begun_s, drain_s = self.loop.time(), self.drain_s
+        stopping = self.loop.create_task(self._drain_and_close(drain_s), name="stop")
+        budget_s = drain_s + CLOSING_S
+        if self.guarded:
+            guard = threading.Timer(budget_s + GUARD_S, self._end_late)
+            guard.daemon = True
+            guard.start()
+        await asyncio.wait({stopping}, timeout=WAIT_SAID_S)
+        if not stopping.done():
+            self.log.info("stop_waits", **self.under_way(), budget_s=budget_s)
+            await asyncio.wait({stopping}, timeout=begun_s + budget_s - self.loop.time())
+        if not stopping.done():
+            self.log.warning("stop_cut_short", budget_s=budget_s, **self.given_up())
+            end_now(0)
+        return stopping.result()
+
+    def _end_late(self) -> None:
+        self.log.warning("stop_cut_short", note="a thread does not end")
+        end_now(0)
+
+    async def _drain_and_close(self, drain_s: float) -> dict[str, object]:
+        await self.drain(drain_s)
+        given_up = self.given_up()
+        await self._close()
+        return given_up
 
     def _signalled(self, number: signal.Signals, stop: asyncio.Event) -> None:
         if stop.is_set():
@@ -96,10 +175,39 @@ class Process(ABC):
         self._stopping_s = self.loop.time()
         stop.set()
 
+    def _asks(self, number: signal.Signals, stop: asyncio.Event) -> None:
+        if number == signal.SIGHUP and self._had_terminal and not _has_terminal():
+            self._signalled(number, stop)
+        elif not self._asked.full():
+            self._asked.put_nowait(number)
+
+    async def _answer(self) -> None:
+        """Answer the signals that ask for something, one after the other."""
+        while True:
+            number = await self._asked.get()
+            if number == signal.SIGHUP:
+                try:
+                    self.log.info("reloaded", **await self.reload())
+                except KvstrataError as error:
+                    self.log.error("reload_failed", reason=error.message, note="everything stays as it was")
+            elif number == signal.SIGUSR1:
+                self.log.sections("status", self.page())
+            else:
+                self.log.info("signal_ignored", signal=signal.Signals(number).name)
+
     async def _close(self) -> None:
         await self.supervisor.stop()
         while self.closers:
             await self.closers.pop()()
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a terminal that has not hung up."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def soon(close: Callable[[], object]) -> Callable[[], Coroutine[Any, Any, None]]:

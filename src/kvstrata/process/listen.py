@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -89,6 +90,46 @@ def publish(
         flag = "--token-file" if listener.path is None else f"--url {SCHEME}{listener.path}"
         log.warning("http_port_not_found", note=f"clients need {flag}: {error.message}")
         return None
+
+
+class ServedToken:
+    """The token of a port that is served: `access` asks for it, and clients of the same user find it in a file."""
+
+    def __init__(
+        self,
+        access: Access,
+        settings: ListenSettings,
+        listener: Listener,
+        token: str,
+        kind: str,
+        log: EventLog,
+    ) -> None:
+        """Publish the token. Raises ConfigError; for this and `kind` see `publish`."""
+        self._access = access
+        self._token = token
+        self._publish = functools.partial(publish, settings, listener, kind=kind, log=log)
+        self._file = self._publish(token)
+
+    @property
+    def path(self) -> str:
+        """The file in which clients find the token; empty without one."""
+        return str(self._file.path) if self._file is not None and self._token else ""
+
+    def replace(self, token: str) -> bool:
+        """Ask for this token from now on; returns whether it differs. Raises ConfigError; then the old one stays."""
+        if token == self._token:
+            return False
+        before, self._file = self._file, self._publish(token)
+        self._token = token
+        self._access.set_token(token)
+        if before is not None:
+            before.close()
+        return True
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.close()
 
 
 def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog, *, insecure: bool) -> None:

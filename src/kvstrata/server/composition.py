@@ -127,6 +127,7 @@ class AdminParts(NamedTuple):
     prewarms: Prewarms
     clearing: Clearing
     explain: Explaining
+    tenants: TenantRows
 
 
 def lay_ground(
@@ -285,6 +286,7 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
         prewarms,
         Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events),
         Explaining(ground.explainer, ground.pools, tables.in_flight, ground.settings.l1.eviction_policy),
+        tenants,
     )
 
 

@@ -42,7 +42,7 @@ from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.keeper import Restarts
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
-from kvstrata.process.listen import Listener, Prepared, publish, warn_if_open
+from kvstrata.process.listen import Listener, Prepared, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.supervisor import Supervisor
@@ -52,6 +52,7 @@ from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_fi
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.quotas import Quotas
+from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.condition import Condition
@@ -123,8 +124,10 @@ class Instance(NamedTuple):
     peer_server: PeerServer | None
     membership: Membership | None
     http: tuple[Listener, Prepared] | None
-    http_token_file: str
-    """Where clients of the same user find the admin port's token; empty without one."""
+    http_token: ServedToken | None
+    """The admin port's token; None without that port."""
+    tenants: TenantRows
+    quotas: Quotas
 
 
 async def open_instance(plan: Plan, shell: Shell) -> Instance:
@@ -216,7 +219,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     ground.board.put("rpc", rpc.stats)
     ground.board.put("numa", segment.numa_status)
     closers.append(attach.stop)
-    http, token_file = None, ""
+    http, http_token = None, None
     if listener is not None:
         whole_admin = Admin(
             ground.readiness,
@@ -231,12 +234,11 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         )
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
-        found = publish(settings.http, listener, plan.http_token, "server", shell.log)
-        if found is not None:
-            closers.append(soon(found.close))
-            token_file = str(found.path) if plan.http_token else ""
+        access = Access(settings.http, plan.http_token)
+        http_token = ServedToken(access, settings.http, listener, plan.http_token, "server", shell.log)
+        closers.append(soon(http_token.close))
         make_app = functools.partial(_make_app, whole_admin)
-        prepared = await http_prepare(make_app, Access(settings.http, plan.http_token))
+        prepared = await http_prepare(make_app, access)
         ground.board.put("http", prepared.stats)
         http = listener, prepared
     return Instance(
@@ -252,7 +254,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         peer_server=served.server if served else None,
         membership=membership,
         http=http,
-        http_token_file=token_file,
+        http_token=http_token,
+        tenants=admin.tenants,
+        quotas=quotas,
     )
 
 

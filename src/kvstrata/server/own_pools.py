@@ -48,6 +48,7 @@ def own_sizes(
     settings: ServerSettings, tokens: TenantTokens, l1_bytes: int, alignment: int
 ) -> dict[str, OwnSize]:
     """The size of each own pool by tenant; the rest of `l1_bytes` is the shared pool's. Raises ConfigError."""
+    check_tokens(settings, tokens)
     sizes: dict[str, OwnSize] = {}
     names = [tenant.name for tenant in settings.tenants]
     for number, tenant in enumerate(settings.tenants):
@@ -59,7 +60,6 @@ def own_sizes(
             )
         if tenant.pool == "own":
             _check_company(settings, f"{path}.pool")
-            _check_tokens(tokens, tenant.name, f"{path}.pool")
             sizes[tenant.name] = _size(settings, tenant, path, alignment)
         elif tenant.max_gb is not None:
             raise ConfigError(
@@ -75,6 +75,13 @@ def own_sizes(
             field="quotas_gb",
         )
     return sizes
+
+
+def check_tokens(settings: ServerSettings, tokens: TenantTokens) -> None:
+    """Raises ConfigError unless each own pool's tenant has a token, and no token opens it together with others."""
+    for number, tenant in enumerate(settings.tenants):
+        if tenant.pool == "own":
+            _check_tokens(tokens, tenant.name, f"tenants[{number}].pool")
 
 
 def refuse_hosts(own: OwnPools, config: TierConfig, registers_memory: bool) -> None:

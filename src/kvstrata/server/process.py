@@ -6,8 +6,8 @@ Rules:
 
 1. Any wrong setting, port or file stops the start with one line that says what to change.
 2. No port is read before the instance can answer: `open_instance` binds the ports, and `start` begins to read them.
-3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts get `l2.drain_s`, sockets close, the pool
-   stays in shared memory for the next server (unless it is named after a port that was taken at random).
+3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts and loads get `l2.drain_s`, sockets close, the
+   pool stays in shared memory for the next server (unless it is named after a port that was taken at random).
 4. After a crash, which process/lifecycle.py describes, the next server adopts the pool.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Callable
 
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
@@ -29,6 +30,7 @@ from kvstrata.process.listen import serve as http_serve
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.plan import Plan, plan
+from kvstrata.server.reload import Reload
 
 
 def run(
@@ -36,10 +38,14 @@ def run(
     *,
     notes: list[str],
     exposed: list[str],
+    reread: Callable[[], ServerSettings],
     ready_fd: int = -1,
     restarts: Restarts = NOT_RESTARTED,
 ) -> int:
-    """Run a server until it is told to stop. Returns the exit status. Raises KvstrataError if it cannot start."""
+    """Run a server until it is told to stop. Returns the exit status. Raises KvstrataError if it cannot start.
+
+    `reread` reads the settings again for SIGHUP.
+    """
     set_up_logging(settings.log_level)
     set_up()
     checked = plan(settings, os.environ)
@@ -49,15 +55,22 @@ def run(
     for field in exposed:
         advice = "every user of this machine can read it there; name a file that holds it, or use --config"
         log.warning("secret_on_the_command_line", field=field, advice=advice)
-    return run_process(Server(checked, ready_fd, restarts))
+    return run_process(Server(checked, reread, ready_fd, restarts))
 
 
 class Server(Process):
     """One server process."""
 
-    def __init__(self, checked: Plan, ready_fd: int = -1, restarts: Restarts = NOT_RESTARTED) -> None:
+    def __init__(
+        self,
+        checked: Plan,
+        reread: Callable[[], ServerSettings],
+        ready_fd: int = -1,
+        restarts: Restarts = NOT_RESTARTED,
+    ) -> None:
         super().__init__("server")
         self._plan = checked
+        self._reread = reread
         self._ready_fd = ready_fd
         self._restarts = restarts
         self._started_s = time.monotonic()
@@ -66,6 +79,7 @@ class Server(Process):
         """Open the instance and begin to answer. Raises KvstrataError; the closers then undo what was opened."""
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
+        self._reload = Reload(self._plan, self._reread, instance)
         pools, settings = instance.ground.pools, self._plan.settings
         if instance.peer_server is not None:
             instance.peer_server.start()
@@ -87,14 +101,43 @@ class Server(Process):
         gc.freeze()
         self._announce(instance)
 
-    async def drain(self) -> None:
-        """Take no new processes, and let L2 finish its puts for up to `l2.drain_s`."""
-        instance, drain_s = self._instance, self._plan.settings.l2.drain_s
+    @property
+    def drain_s(self) -> float:
+        """`l2.drain_s`."""
+        return self._reload.settings.l2.drain_s
+
+    async def drain(self, drain_s: float) -> None:
+        """Take no new processes, and let L2 finish its puts and loads."""
+        instance, ends_s = self._instance, self.loop.time() + drain_s
         instance.ground.readiness.set("stopping")
+        self._held = self._in_use()
         if instance.membership is not None:
             await instance.membership.stop()
-        await instance.l2.store.stop(drain_s)
-        await instance.l2.prefetch.stop(drain_s)
+        await instance.l2.store.stop(max(0.0, ends_s - self.loop.time()))
+        await instance.l2.prefetch.stop(max(0.0, ends_s - self.loop.time()))
+
+    def under_way(self) -> dict[str, object]:
+        """Puts and loads that a stop waits for."""
+        l2 = self._instance.l2
+        return {"puts": l2.store.undone, "fetches": l2.prefetch.stats()["fetches_running"]}
+
+    def given_up(self) -> dict[str, object]:
+        """Puts that were given up, and what the engines held when the stop began; they keep it over the restart."""
+        return {"puts_given_up": self._instance.l2.store.undone, **self._held}
+
+    async def reload(self) -> dict[str, object]:
+        """See server/reload.py. Raises ConfigError."""
+        newer = await self.loop.run_in_executor(None, self._reload.read)
+        changed = self._reload.apply(newer).shown()
+        return {**changed, **await self._reload.resize_own_pools()}
+
+    def page(self) -> dict[str, object]:
+        """The status document, as `kvstrata ctl status` has it."""
+        return self._instance.ground.board.document()
+
+    def _in_use(self) -> dict[str, object]:
+        tables = self._instance.tables
+        return {"engines": len(tables.processes.groups), "leases": len(tables.leases)}
 
     def _announce(self, instance: Instance) -> None:
         facts = instance.facts
@@ -107,7 +150,7 @@ class Server(Process):
             "tcp": facts.tcp,
             "http_port": facts.http_port,
             "http_socket": str(instance.http[0].path or "") if instance.http is not None else "",
-            "http_token_file": instance.http_token_file,
+            "http_token_file": instance.http_token.path if instance.http_token is not None else "",
             "socket_dir": str(facts.socket_dir),
             "l1_bytes": sum(pool.extents_bytes for pool in instance.ground.pools),
             "adopted": instance.adopted,

@@ -121,8 +121,8 @@ class Failing(Process):
         async def fail():
             raise ValueError("the reason")
         self.supervisor.spawn(fail(), "failing")
-    async def drain(self):
-        pass
+    drain_s = 0.0
+    drain = under_way = given_up = reload = page = None
 
 set_up("info")
 run(Failing("test"))

@@ -19,6 +19,7 @@ class Ledger(RuleBasedStateMachine):
     @initialize(limit=st.sampled_from([4, 100]))
     def begin(self, limit: int) -> None:
         self.limit = limit
+        self.quotas = dict(QUOTAS)
         self.ledger = TenantLedger(QUOTAS, limit)
         self.of: dict[bytes, tuple[int, int]] = {}
         self.there: dict[bytes, None] = {}  # oldest first
@@ -28,7 +29,7 @@ class Ledger(RuleBasedStateMachine):
         return self.of.setdefault(key, (tenant, length))
 
     def use(self, key: bytes) -> None:
-        if self.of[key][0] in QUOTAS:
+        if self.of[key][0] in self.quotas:
             self.there.pop(key, None)
             self.there[key] = None
             if len(self.there) > self.limit:
@@ -42,7 +43,7 @@ class Ledger(RuleBasedStateMachine):
     def put(self, key: bytes, tenant: int, length: int) -> None:
         tenant, length = self.record(key, tenant, length)
         admitted = self.ledger.admit(tenant, key, length)
-        fits = key in self.there or self.bytes_of(tenant) + length <= QUOTAS.get(tenant, 10**9)
+        fits = key in self.there or self.bytes_of(tenant) + length <= self.quotas.get(tenant, 10**9)
         assert admitted == fits
         if admitted:
             self.putting.append(key)
@@ -68,22 +69,28 @@ class Ledger(RuleBasedStateMachine):
         for key in keys:
             self.there.pop(key, None)
 
-    @rule(tenant=st.sampled_from(list(QUOTAS)), need=LENGTHS, most=st.integers(1, 20))
+    @rule(quotas=st.dictionaries(TENANTS, st.integers(1, 200)))
+    def other_quotas(self, quotas: dict[int, int]) -> None:
+        self.ledger.set_quotas(quotas)
+        self.quotas = quotas
+        self.there = {key: None for key in self.there if self.of[key][0] in quotas}
+
+    @rule(tenant=TENANTS, need=LENGTHS, most=st.integers(1, 20))
     def room_is_made_of_the_tenants_own_oldest(self, tenant: int, need: int, most: int) -> None:
         leaving = self.ledger.to_leave(tenant, need, most)
         mine = [key for key in self.there if self.of[key][0] == tenant]
         assert leaving == mine[: len(leaving)] and len(leaving) <= most
-        if self.bytes_of(tenant) + need <= QUOTAS[tenant]:
+        if tenant not in self.quotas or self.bytes_of(tenant) + need <= self.quotas[tenant]:
             assert not leaving, "keys leave although there is room"
         elif leaving and len(leaving) < most:
             left = self.bytes_of(tenant) - sum(self.of[key][1] for key in leaving)
-            assert left + need <= QUOTAS[tenant], "the keys that leave do not make enough room"
+            assert left + need <= self.quotas[tenant], "the keys that leave do not make enough room"
 
     @invariant()
     def sums_are_right(self) -> None:
         if hasattr(self, "ledger"):
             self.ledger.validate()
-            for tenant in QUOTAS:
+            for tenant in (1, 2, 3):
                 assert self.ledger.used_bytes(tenant) == self.bytes_of(tenant)
 
 

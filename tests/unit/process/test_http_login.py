@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvstrata.config.model import ListenSettings
+from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, MAX_CODES, MAX_SESSIONS, PAGE_KEY, SESSION_S, Logins, Session
 
 
@@ -88,3 +90,12 @@ def test_a_session_ends_with_its_time_and_at_the_bound_the_oldest_ends(logins, c
     assert [logins.proven(headers(one)) for one in sessions] == [False] * 2 + [True] * MAX_SESSIONS
     clock.now_s += SESSION_S
     assert not any(logins.proven(headers(one)) for one in sessions)
+
+
+def test_another_token_ends_the_sessions_that_the_last_one_opened(logins):
+    access = Access(ListenSettings(), "an-old-token-0123456789", logins=logins)
+    session, code = headers(logins.begin()), logins.new_code()
+    assert access.proven(session)
+    access.set_token("a-new-token-0123456789")
+    assert not access.proven(session) and not logins.take(code)
+    assert access.proven({b"authorization": b"Bearer a-new-token-0123456789"})

@@ -214,7 +214,7 @@ async def nothing() -> None:
 
 
 async def test_an_instance_opens_and_closes_its_parts_in_this_order(watched: Watched, tmp_path: Path) -> None:
-    server = process.Server(plan(settings(tmp_path), os.environ))
+    server = process.Server(plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
     await whole_life(server, nothing)
     at = watched.said.index("ready") + 1
     opened, watched.said[:at] = watched.said[:at], []
@@ -229,7 +229,7 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
 ) -> None:
     taken = settings(tmp_path)
     (tmp_path / "l2").write_text("not a folder")
-    server = process.Server(plan(taken, os.environ))
+    server = process.Server(plan(taken, os.environ), lambda: taken)
     with pytest.raises(Exception, match="base_path"):
         await server.run()
     assert "ready" not in watched.said
@@ -257,7 +257,7 @@ def keys_in(document: Any, above: str = "") -> Iterator[str]:
 
 
 async def test_the_status_document_has_these_keys(tmp_path: Path) -> None:
-    server = process.Server(plan(settings(tmp_path), os.environ))
+    server = process.Server(plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
     port = 0
     told: dict[str, Any] = {}
 

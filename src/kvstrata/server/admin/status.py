@@ -109,11 +109,16 @@ class TenantRows:
         pools: Sequence[Pool],
         store: StoreController,
     ) -> None:
-        self._settings = settings
+        self._named: dict[int, str] = {}
+        self.name(settings)
         self._processes = processes
         self._pools = pools
         """The shared one first."""
         self._store = store
+
+    def name(self, settings: ServerSettings) -> None:
+        """Show the tenants that have a quota in these settings by their names."""
+        self._named |= {tenant_number(name): name for name in (*settings.quotas_gb, *settings.l2.quotas_gb)}
 
     def in_l1(self) -> list[dict[str, Any]]:
         """Bytes of L1."""
@@ -134,8 +139,7 @@ class TenantRows:
         return [{**row, "tenant": names[row["tenant"]]} for row in self._store.tenants()]
 
     def _names(self) -> dict[int, str]:
-        settings = self._settings
-        names = {tenant_number(name): name for name in (*settings.quotas_gb, *settings.l2.quotas_gb)}
+        names = dict(self._named)
         for process in self._processes:
             names.update((i.tenant, i.request.tenant) for i in process.identities.values())
         return names

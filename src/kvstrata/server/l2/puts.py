@@ -126,6 +126,12 @@ class TierPuts:
         return bool(self._queue or self._retrying or self._in_flight or self._trimmer)
 
     @property
+    def undone(self) -> int:
+        """Chunks that wait for the tier or are in flight to it, and those given up because the server stops."""
+        waiting = len(self._queue) + len(self._retrying) + len(self._trimmer)
+        return waiting + self._in_flight + self._counts[f"skipped:{Skip.STOPPING}"]
+
+    @property
     def has_unpinned(self) -> bool:
         """Whether chunks wait because the backlog had no room for them."""
         return bool(self._unpinned)

@@ -174,6 +174,13 @@ class StoreController:
                 puts.offer(key, pool or self._pool)
         self._note_progress()
 
+    def set_quotas(self, quotas: Mapping[int, int]) -> None:
+        """Set other quotas: bytes by tenant number, for each tier by itself. A tenant above its quota is trimmed as it
+        puts more."""
+        self._quotas = quotas
+        for puts in self._puts.values():
+            puts.ledger.set_quotas(quotas)
+
     # -- the end, and clear --------------------------------------------------------------------------------
 
     async def idle(self) -> None:
@@ -199,6 +206,11 @@ class StoreController:
         for puts in self._puts.values():
             puts.drop_queued(Skip.STOPPING)
         await asyncio.gather(*(puts.dismiss() for puts in self._puts.values()))
+
+    @property
+    def undone(self) -> int:
+        """Puts that wait or are under way, and those that were given up because the server stops."""
+        return len(self._waiting) + sum(puts.undone for puts in self._puts.values())
 
     async def clear(self) -> int:
         """Skip the chunks that wait and remove the records of every tier. Returns the number of records.

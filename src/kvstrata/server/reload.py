@@ -1,0 +1,85 @@
+"""What a server changes while it runs, when SIGHUP has it read its settings and token files again.
+
+Everything is read and checked before anything changes.  The changes themselves take one turn of the loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from kvstrata.config.changes import Changes, sorted_out
+from kvstrata.config.model import ServerSettings
+from kvstrata.errors import BadRequest, Refused
+from kvstrata.observability.logging import set_level
+from kvstrata.policy.processes import tenant_number
+from kvstrata.server.instance import Instance
+from kvstrata.server.own_pools import check_tokens
+from kvstrata.server.plan import Plan, plan
+from kvstrata.types import GB
+
+LIVE = ("log_level", "quotas_gb", "l2.quotas_gb", "l2.drain_s")
+HTTP_TOKEN, TENANTS = "http.token_file", "security.tenants_file"
+NO_QUOTA = -1
+
+
+class Reload:
+    """The settings in force, and how others come into force. `apply` belongs to the event loop."""
+
+    def __init__(self, checked: Plan, reread: Callable[[], ServerSettings], instance: Instance) -> None:
+        """`reread` reads the settings from where they came from, and raises ConfigError."""
+        self.settings = checked.settings
+        self._reread = reread
+        self._tokens = checked.tokens
+        self._instance = instance
+
+    def read(self) -> Plan:
+        """Read and check settings and token files, on any thread. Raises ConfigError."""
+        newer = plan(self._reread(), os.environ)
+        check_tokens(self.settings, newer.tokens)
+        return newer
+
+    def apply(self, newer: Plan) -> Changes[ServerSettings]:
+        """Change what can change now. Raises ConfigError; then nothing has changed."""
+        instance, before = self._instance, self.settings
+        pool, own = instance.ground.pool, instance.ground.own
+        found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN, TENANTS))
+        self._apply_tokens(newer, found)
+        self.settings = after = found.in_force
+        set_level(after.log_level)
+        for tenant in before.quotas_gb.keys() - after.quotas_gb.keys():
+            pool.set_quota(tenant_number(tenant), NO_QUOTA)
+        for tenant, gigabytes in after.quotas_gb.items():
+            if own.get(tenant) is None:
+                pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+        instance.l2.store.set_quotas(
+            {tenant_number(tenant): int(gigabytes * GB) for tenant, gigabytes in after.l2.quotas_gb.items()}
+        )
+        instance.tenants.name(after)
+        return found
+
+    async def resize_own_pools(self) -> dict[str, object]:
+        """Give own pools the quotas in force. Returns, for the log, the pools that keep their size, and why."""
+        own, kept = self._instance.ground.own, []
+        more_bytes = {
+            tenant: int(gigabytes * GB) - pool.limit_bytes
+            for tenant, gigabytes in self.settings.quotas_gb.items()
+            if (pool := own.get(tenant)) is not None
+        }
+        # Pools that shrink come first: what they give back is what others get.
+        for tenant in sorted(more_bytes, key=lambda tenant: more_bytes[tenant]):
+            try:
+                await self._instance.quotas.change(tenant, int(self.settings.quotas_gb[tenant] * GB))
+            except (BadRequest, Refused) as error:
+                kept.append(f"{tenant}: {error}")
+        return {"own_pools_kept": "; ".join(kept)} if kept else {}
+
+    def _apply_tokens(self, newer: Plan, found: Changes[ServerSettings]) -> None:
+        """Replace tokens whose files have other ones. A file that is new, or not named any more, needs a restart."""
+        served, given = self._instance.http_token, newer.settings
+        has_token = HTTP_TOKEN not in found.restart and bool(given.http.token_file)
+        if served is not None and has_token and served.replace(newer.http_token):
+            found.applied.add(HTTP_TOKEN)
+        has_tenants = TENANTS not in found.restart and bool(given.security.tenants_file)
+        if has_tenants and self._tokens.replace(newer.tokens):
+            found.applied.add(TENANTS)

@@ -1,0 +1,267 @@
+"""Signals to real servers and controllers: reload, status page, and a stop within its budget that says what it did."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import termios
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.http_read import read
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+OLD, NEW = "an-old-token-0123456789", "a-new-token-0123456789"
+
+
+def lines(log: Path, event: str) -> list[str]:
+    """The lines of an event."""
+    return [line for line in log.read_text().splitlines() if event in line.split()]
+
+
+def said(log: Path, event: str, count: int = 1) -> str:
+    """The newest of `count` lines of an event, once it is there."""
+    return eventually(f"{event} in the log", lambda: len(found := lines(log, event)) >= count and found[-1])
+
+
+class Config:
+    """A server's configuration file and token files, which a test changes while the server runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "server.yaml"
+        self.settings: dict[str, Any] = {
+            "http": {"token_file": self.secret("http", OLD)},
+            "security": {"tenants_file": self.secret("tenants", f"{OLD} blue")},
+        }
+        self.write()
+
+    def secret(self, name: str, text: str) -> str:
+        path = self.folder / f"{name}.secret"
+        path.touch(mode=0o600)
+        path.write_text(text + "\n")
+        return str(path)
+
+    def write(self, **more: Any) -> None:
+        self.settings |= more
+        self.path.write_text(yaml.safe_dump(self.settings))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(tmp_path)
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "kept"])
+def server(request: pytest.FixtureRequest, tmp_path: Path, config: Config) -> Iterator[ServerProcess]:
+    flags = ("--config", str(config.path))
+    with ServerProcess(
+        tmp_path, l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=flags, supervised=request.param
+    ) as made:
+        made.start()
+        yield made
+
+
+def test_no_asking_signal_ends_a_server(server: ServerProcess) -> None:
+    for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP):
+        server.signal(number)
+    assert "signal=SIGUSR2" in said(server.log, "signal_ignored")
+    page = said(server.log, "section=pool")
+    assert json.loads(page.partition("section=pool ")[2])["extents_bytes"] == server.ready["l1_bytes"]
+    assert said(server.log, "reloaded").endswith("reloaded changed=nothing needs_restart=nothing")
+    assert read(f"{server.url}/healthz")
+    assert server.stop() == 0
+    assert all(len(line) < 5_000 for line in server.log.read_text().splitlines())
+
+
+def status(server: ServerProcess, token: str) -> dict[str, Any]:
+    return json.loads(read(f"{server.url}/v1/status", token=token))
+
+
+def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProcess, config: Config) -> None:
+    assert status(server, OLD)["tenants"] == []
+    config.secret("http", NEW)
+    config.secret("tenants", f"{NEW} green")
+    config.write(
+        log_level="debug",
+        p2p={"keep": False},
+        quotas_gb={"green": 0.001},
+        l2={"quotas_gb": {"green": 1}, "drain_s": 1},
+    )
+    server.signal(signal.SIGHUP)
+    assert said(server.log, "reloaded").partition("reloaded ")[2] == (
+        "changed=http.token_file,l2.drain_s,l2.quotas_gb,log_level,quotas_gb,security.tenants_file "
+        "needs_restart=p2p.keep"
+    )
+    with pytest.raises(urllib.error.HTTPError):
+        status(server, OLD)
+    assert status(server, NEW)["instance"]["ready"]
+    command = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "status"]
+    subprocess.run(command, check=True, capture_output=True)  # it finds the new token
+    token = config.secret("engine", NEW)
+    with CacheEngine(server.socket_dir, tenant="green", settings={"token_file": token}) as engine:
+        engine.connect()
+        engine.stored(prompt(64))
+        [row] = [row for row in status(server, NEW)["tenants"] if row["tenant"] == "green"]
+        assert 0 < row["bytes"] <= 0.001 * 2**30
+    [row] = status(server, NEW)["l2_tenants"]
+    assert (row["tenant"], row["quota_bytes"]) == ("green", 2**30)
+    assert lines(server.log, "DEBUG"), "the new log level"
+    config.write(log_level="warning")
+    server.signal(signal.SIGHUP)
+    eventually(
+        "the log is quiet", lambda: status(server, NEW) and server.log.read_text().count("reloaded") == 1
+    )
+    assert server.stop() == 0
+
+
+@pytest.mark.parametrize("wrong", ["not: [yaml", "l1: {size_gb: none}\n", "log_levle: debug\n"])
+def test_a_bad_file_changes_nothing_and_is_said(server: ServerProcess, config: Config, wrong: str) -> None:
+    config.secret("http", NEW)
+    config.path.write_text(wrong)
+    server.signal(signal.SIGHUP)
+    assert str(config.path) in said(server.log, "reload_failed")
+    assert status(server, OLD)["instance"]["ready"], "the token did not change either"
+    config.write(log_level="debug")
+    server.signal(signal.SIGHUP)
+    assert "changed=http.token_file,log_level" in said(server.log, "reloaded")
+
+
+def test_a_controller_reloads_its_token_and_says_its_status(tmp_path: Path, config: Config) -> None:
+    config.settings = {"http": config.settings["http"]}
+    config.write()
+    with ControllerProcess(tmp_path / "controller", flags=("--config", str(config.path))) as controller:
+        assert controller.ask("/v1/cluster", token=OLD)
+        config.secret("http", NEW)
+        config.write(max_instances=7)
+        for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            controller.signal(number)
+        line = said(controller.log, "reloaded")
+        assert line.endswith("changed=http.token_file needs_restart=max_instances")
+        assert said(controller.log, "status") and said(controller.log, "signal_ignored")
+        with pytest.raises(urllib.error.HTTPError):
+            controller.ask("/v1/cluster", token=OLD)
+        assert controller.ask("/v1/cluster", token=NEW)
+        assert controller.stop() == 0
+
+
+def test_a_stop_says_what_it_waits_for_and_what_it_gave_up(tmp_path: Path) -> None:
+    """The adapter never answers its puts; the whole stop takes no longer than the budget of its drain."""
+    inner = {"type": "fs", "base_path": str(tmp_path / "bad"), "capacity_gb": 1}
+    hang = {"type": "fault_inject", "inner": inner, "rate": 1.0, "seed": 1, "faults": ["hang"]}
+    flags = ("--l2-adapter", json.dumps(hang | {"deadline_ms": 60_000}))
+    environment = {**os.environ, "KVSTRATA_L2_DRAIN_S": "1.5"}
+    with ServerProcess(
+        tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2="embedded", flags=flags, environment=environment
+    ) as server:
+        server.start()
+        with CacheEngine(server.socket_dir) as engine:
+            engine.connect()
+            engine.stored(prompt(4))
+            lookup = engine.lookup(prompt(4))
+            assert lookup.wait(60)
+            assert server.stop() == 0
+        [waits] = lines(server.log, "stop_waits")
+        assert "puts=4 fetches=0 budget_s=6.5" in waits
+        assert lines(server.log, "stopped")[0].endswith("stopped puts_given_up=4 engines=1 leases=1")
+
+
+PROCESS = """
+import asyncio, os, sys, threading
+from kvstrata.observability.logging import set_up
+from kvstrata.process import lifecycle
+
+class Small(lifecycle.Process):
+    drain_s = 0.0
+    async def start(self):
+        if sys.argv[1] == "stuck":
+            self.closers.append(self.never)
+        if sys.argv[1] == "blocked":
+            self.closers.append(self.block)
+        if sys.argv[1] == "thread":
+            threading.Thread(target=threading.Event().wait).start()
+        os.write(1, b"ready\\n")
+    async def block(self):
+        threading.Event().wait()
+    async def never(self):
+        await self.loop.create_future()
+    async def drain(self, drain_s):
+        pass
+    def under_way(self):
+        return {"things": 1}
+    def given_up(self):
+        return {"things": 2}
+    reload = page = None
+
+lifecycle.CLOSING_S = 1.5
+set_up("info")
+sys.exit(lifecycle.run(Small("small")))
+"""
+
+
+def test_a_part_that_cannot_be_closed_does_not_hold_up_the_stop() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, "stuck"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert [line.partition("small ")[2] for line in log.splitlines()] == [
+        "stopping signal=SIGTERM",
+        "stop_waits things=1 budget_s=1.5",
+        "stop_cut_short budget_s=1.5 things=2",
+    ]
+
+
+@pytest.mark.parametrize("what", ["blocked", "thread"])
+def test_a_thread_that_does_not_end_does_not_hold_up_the_stop(what: str) -> None:
+    """The loop itself, or a thread that the interpreter waits for at its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert log.splitlines()[-1].endswith('stop_cut_short note="a thread does not end"')
+
+
+def test_a_process_ends_with_its_terminal() -> None:
+    """SIGHUP asks for a reload only as long as the terminal, if there was one, is there."""
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, ""],
+        stdin=slave,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_take_terminal,
+    )
+    os.close(slave)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    os.close(master)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "stopping signal=SIGHUP" in log
+
+
+def _take_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
