@@ -167,10 +167,8 @@ class ZmqServer:
         keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
-        `clients()` is called for each new connection and returns the keys that may connect now; by default, those of
-        `curve`.
-        `max_keyless_bytes`: longest message if no keys are asked for; a longer one closes its connection.
-
+        `clients()`, called for each new connection, returns the keys that may connect now; default: those of `curve`.
+        A message longer than `max_keyless_bytes` closes its connection, if no keys are asked for.
         Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
         the port is taken; the error then names the process that holds the port.
         """
