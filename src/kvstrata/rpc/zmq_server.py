@@ -30,7 +30,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +80,9 @@ class Address(NamedTuple):
     routing_id: bytes
 
 
-Handler = Callable[[Address, Any], None]
-"""Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later."""
+Handler = Callable[[Address, Any], bool | None]
+"""Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later.
+Returns False if it refused the frame unread."""
 FrameErrorHandler = Callable[[Address, int], bytes]
 """Gets the number of frames of a message that has not exactly one frame; returns the error reply."""
 
@@ -336,7 +337,7 @@ class ZmqServer:
         started_s = time.monotonic()
         n_handled = 0
         while self._reading and n_handled < MESSAGES_PER_WAKE and (message := inbox.next()) is not None:
-            self._handle(server, Address(local, message.routing_id), message.frames)
+            self._handle(server, local, message)
             n_handled += 1
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 n_handled = MESSAGES_PER_WAKE
@@ -360,31 +361,31 @@ class ZmqServer:
             if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
                 n_handled += 1
                 if inbox.hears(connection):
-                    self._handle(server, Address(local, routing_id), frames)
+                    self._handle(server, local, Message(connection, routing_id, frames))
             elif inbox.add(Message(connection, routing_id, frames)) is not None:
-                self._log.repeated(
-                    logging.WARNING,
-                    f"cut {self._name(local)}",
-                    "connection_cut",
-                    port=self._name(local),
-                    why="more of its messages waited than the bounds allow",
-                )
+                self._say_cut(local, "more of its messages waited than the bounds allow")
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
         return False
 
-    def _handle(
-        self, server: zmq.Socket[bytes], address: Address, frames: Sequence[bytes | memoryview]
-    ) -> None:
+    def _handle(self, server: zmq.Socket[bytes], local: bool, message: Message) -> None:
         handler, frame_error = self._handler, self._frame_error
         assert handler is not None and frame_error is not None, "reading before start"
+        address, frames = Address(local, message.routing_id), message.frames
+        refused = True
         if len(frames) == 1:
-            handler(address, frames[0])
-            return
-        delimiter = [b""] if len(frames) > 1 and not frames[0] else []
-        reply = frame_error(address, len(frames))
-        if not self._receive_only:
-            self._send(server, [address.routing_id, *delimiter, reply])
+            refused = handler(address, frames[0]) is False
+        else:
+            delimiter = [b""] if len(frames) > 1 and not frames[0] else []
+            reply = frame_error(address, len(frames))
+            if not self._receive_only:
+                self._send(server, [address.routing_id, *delimiter, reply])
+        if self._inboxes[local].handled(message, refused=refused):
+            self._say_cut(local, "its messages were none of the protocol")
+
+    def _say_cut(self, local: bool, why: str) -> None:
+        name = self._name(local)
+        self._log.repeated(logging.WARNING, f"cut {name} {why}", "connection_cut", port=name, why=why)
 
     def _name(self, local: bool) -> str:
         return str(self._ipc_path) if local else self._sockets[local].getsockopt_string(zmq.LAST_ENDPOINT)
