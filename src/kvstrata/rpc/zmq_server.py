@@ -318,7 +318,8 @@ class ZmqServer:
         if not self._sockets:
             return  # a handler has closed this server
         inbox = self._inboxes[local]
-        inbox.free_some()
+        if inbox.has_dropped:
+            inbox.free_some()
         if not empty or inbox.has_dropped or (self._reading and inbox):
             self._wake_soon(local)
         sent_to, self._sent_to = self._sent_to, set()
