@@ -245,8 +245,8 @@ STATUS_NUMBERS: dict[str, str] = {
     "rpc.unread_reply_bytes": "Bytes of large replies that clients have not read yet.",
     "rpc.refused_handshakes": "Connections that ended before they had proved the right keys.",
     "rpc.connections": "Open connections.",
-    "rpc.cut_connections": "Connections cut since the start: over the limit, or with more "
-    "unprocessed bytes than allowed.",
+    "rpc.cut_connections": "Connections cut since the start: over the limit, with more unprocessed bytes than allowed, "
+    "or with nothing but refused messages.",
 }
 """Numbers of the status document that are served as gauges, with their meaning. ADAPTER stands for the name of an
 adapter (`fs-0`), WORD for one of several words."""

@@ -12,7 +12,9 @@ mark: libzmq never stops reading, its messages are taken at once, and this modul
    among those that never sent a message.
 4. The messages of a cut connection are freed over several wakes: giving 64 MiB back to the system takes milliseconds.
    A wake frees a sixteenth, at least FREED_BYTES.
-5. Cutting means `shutdown` of the descriptor, which libzmq takes for a hang-up of the other side.  The descriptor
+5. A connection is cut if MAX_REFUSED of its messages in a row were refused unread, or if one has more than MAX_FRAMES
+   frames: no client of ours does either, and reading such a flood takes the CPU time of both of our threads.
+6. Cutting means `shutdown` of the descriptor, which libzmq takes for a hang-up of the other side.  The descriptor
    belongs to libzmq and may have been reused meanwhile, so it is shut down only if it is a connection of this listener.
 """
 
@@ -30,6 +32,8 @@ MAX_WAITING_LARGEST = 8
 """Messages of the largest size that may wait for one connection."""
 MAX_TOTAL_LARGEST = 32
 """Messages of the largest size that may wait for all connections together."""
+MAX_REFUSED = 256
+MAX_FRAMES = 8
 MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
 """A port uses at most this share of the descriptors that the process may open: one in eight."""
@@ -73,6 +77,8 @@ class Inbox:
         """Connections that have sent no message, oldest first."""
         self._heard: dict[int, None] = {}
         """The other connections; the connection of the newest message is last."""
+        self._refused: dict[int, int] = {}
+        """How many of a connection's latest messages were refused."""
         self._cut: set[int] = set()
         """Connections that were cut, and whose last messages may still arrive."""
         self._dropped: deque[Message] = deque()
@@ -102,6 +108,7 @@ class Inbox:
         """A connection was accepted; if it exceeds the bound, the connection that has been silent longest is cut."""
         self._cut.discard(connection)
         self._heard.pop(connection, None)
+        self._refused.pop(connection, None)
         self._silent[connection] = None
         if self.connections_count > max_connections():
             self._cut_off(next(iter(self._silent if len(self._silent) > 1 else self._heard)))
@@ -110,6 +117,7 @@ class Inbox:
         """A connection has ended; its waiting messages are still handled."""
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
+        self._refused.pop(connection, None)
 
     def hears(self, connection: int) -> bool:
         """A message of this connection has arrived; False: the connection was cut, so the caller drops the message."""
@@ -157,6 +165,21 @@ class Inbox:
             del self._waiting_bytes[connection]
         return message
 
+    def handled(self, message: Message, *, refused: bool) -> bool:
+        """A message was handled; returns whether its connection was cut because of it (rule 5)."""
+        connection = message.connection
+        if not refused:
+            if self._refused:
+                self._refused.pop(connection, None)
+            return False
+        if connection not in self._silent and connection not in self._heard:
+            return False  # it is closed or cut already
+        count = self._refused[connection] = self._refused.get(connection, 0) + 1
+        if count < MAX_REFUSED and len(message.frames) <= MAX_FRAMES:
+            return False
+        self._cut_off(connection)
+        return True
+
     @property
     def has_dropped(self) -> bool:
         """Whether messages of cut connections are still to be freed."""
@@ -176,6 +199,7 @@ class Inbox:
         self._dropped_bytes += held
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
+        self._refused.pop(connection, None)
         self._cut.add(connection)
         self.cut_count += 1
         with contextlib.suppress(OSError):  # the connection has ended by itself

@@ -30,7 +30,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,8 +86,9 @@ class Address(NamedTuple):
     """IP address of that connection's other end; empty on sockets without CURVE."""
 
 
-Handler = Callable[[Address, Any], None]
-"""Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later."""
+Handler = Callable[[Address, Any], bool | None]
+"""Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later.
+Returns False if it refused the frame unread."""
 FrameErrorHandler = Callable[[Address, int], bytes]
 """Gets the number of frames of a message that does not have exactly one; returns the error reply."""
 
@@ -326,7 +327,8 @@ class ZmqServer:
         if not self._sockets:
             return  # a handler has closed this server
         inbox = self._inboxes[local]
-        inbox.free_some()
+        if inbox.has_dropped:
+            inbox.free_some()
         if not empty or inbox.has_dropped or (self._reading and inbox):
             self._wake_soon(local)
         sent_to, self._sent_to = self._sent_to, set()
@@ -345,8 +347,7 @@ class ZmqServer:
         started_s = time.monotonic()
         n_handled = 0
         while self._reading and n_handled < MESSAGES_PER_WAKE and (message := inbox.next()) is not None:
-            address = Address(local, message.routing_id, message.key, message.host)
-            self._handle(server, address, message.frames)
+            self._handle(server, local, message)
             n_handled += 1
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 n_handled = MESSAGES_PER_WAKE
@@ -373,31 +374,32 @@ class ZmqServer:
             if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
                 n_handled += 1
                 if inbox.hears(connection):
-                    self._handle(server, Address(local, routing_id, key, host), frames)
+                    self._handle(server, local, Message(connection, routing_id, frames, key, host))
             elif inbox.add(Message(connection, routing_id, frames, key, host)) is not None:
-                self._log.repeated(
-                    logging.WARNING,
-                    f"cut {self._name(local)}",
-                    "connection_cut",
-                    port=self._name(local),
-                    why="more of its messages waited than the bounds allow",
-                )
+                self._say_cut(local, "more of its messages waited than the bounds allow")
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
         return False
 
-    def _handle(
-        self, server: zmq.Socket[bytes], address: Address, frames: Sequence[bytes | memoryview]
-    ) -> None:
+    def _handle(self, server: zmq.Socket[bytes], local: bool, message: Message) -> None:
         handler, frame_error = self._handler, self._frame_error
         assert handler is not None and frame_error is not None, "reading before start"
+        address, frames = Address(local, message.routing_id, message.key, message.host), message.frames
+        refused = True
         if len(frames) == 1:
-            handler(address, frames[0])
-            return
-        delimiter = [b""] if len(frames) > 1 and not frames[0] else []
-        reply = frame_error(address, len(frames))
-        if not self._receive_only:
-            self._send(server, [address.routing_id, *delimiter, reply])
+            refused = handler(address, frames[0]) is False
+        else:
+            delimiter = [b""] if len(frames) > 1 and not frames[0] else []
+            reply = frame_error(address, len(frames))
+            if not self._receive_only:
+                self._send(server, [address.routing_id, *delimiter, reply])
+        if self._inboxes[local].handled(message, refused=refused):
+            self._say_cut(local, "its messages were none of the protocol")
+
+    def _say_cut(self, local: bool, why: str) -> None:
+        self._log.repeated(
+            logging.WARNING, f"{local} {why}", "connection_cut", port=self._name(local), why=why
+        )
 
     def _name(self, local: bool) -> str:
         return str(self._ipc_path) if local else self._sockets[local].getsockopt_string(zmq.LAST_ENDPOINT)

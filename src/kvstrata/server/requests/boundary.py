@@ -118,8 +118,8 @@ class Boundary:
             Explain: handlers.explain,
         }
 
-    def on_frame(self, address: Address, frame: bytes | memoryview) -> None:
-        """Answer one frame, now or when its task has ended."""
+    def on_frame(self, address: Address, frame: bytes | memoryview) -> bool:
+        """Answer one frame, now or when its task has ended. Returns False if it was refused unread."""
         found = SCAN(frame)
         proof, _, session, _, fault = found
         sender = self._processes.get(session)
@@ -134,10 +134,10 @@ class Boundary:
             request = decode_request(frame[PROOF_BYTES:] if proof else frame)
         except KvstrataError as error:
             self._replies.send_error(address, self._replies.error(found[3], error))
-            return
+            return False
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._replies.send_error(address, self._undecodable(Head(*found), len(frame), error))
-            return
+            return False
         kind = type(request)
         op = _OPS[kind]
         failpoints.hit(op, "received")
@@ -154,6 +154,7 @@ class Boundary:
             self._replies.send_unkept(op, address, request.seq, reply)
         elif reply is not None:
             self._replies.send(op, (address,), reply)
+        return True
 
     def on_frame_count(self, address: Address, count: int) -> bytes:
         """The error for a message that does not have exactly one frame."""
