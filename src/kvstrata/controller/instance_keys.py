@@ -67,6 +67,12 @@ class InstanceKeys:
             self._make_room(now_s, is_member)
         self._orders.learn_key(instance, KeyOfId(key, now_s))
 
+    def seen(self, instance: str) -> None:
+        """The instance has been a member until now."""
+        known, now_s = self._orders.keys.get(instance), int(self._unix_s())
+        if known is not None and now_s - known.seen_unix_s >= SEEN_AGAIN_S:
+            self._orders.learn_key(instance, KeyOfId(known.key, now_s))
+
     def forget(self, instance: str) -> None:
         """The id belongs to no key any more."""
         self._orders.learn_key(instance, None)
@@ -103,13 +109,9 @@ class InstanceKeys:
         self.forget(min(old)[1])
 
     def _tell(self, instance: str, host: str, why: str) -> None:
+        # One kind for all ids, since senders choose them.
         self._log.repeated(
-            logging.WARNING,
-            f"refused {instance}",
-            "registration_refused",
-            instance=instance,
-            host=host,
-            why=why,
+            logging.WARNING, f"refused: {why}", "registration_refused", instance=instance, host=host, why=why
         )
 
 

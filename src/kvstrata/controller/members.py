@@ -303,6 +303,7 @@ class Members:
 
     def _lose(self, member: Member, why: str) -> None:
         """End the member's placements, sync and commands."""
+        self._keys.seen(member.id)
         self._outbox.forgotten.append(member)
         self._syncs.lost(member)
         self._commands.lost(member, why)

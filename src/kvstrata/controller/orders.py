@@ -64,7 +64,7 @@ class KeyOfId(msgspec.Struct, frozen=True):
     key: str
     """Public key in Z85."""
     seen_unix_s: int
-    """When the instance registered with it, give or take a day."""
+    """When the instance was a member, give or take a day."""
 
 
 class _File(msgspec.Struct, frozen=True):

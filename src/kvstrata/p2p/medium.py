@@ -52,12 +52,13 @@ def _shown(settings: PeerSettings) -> dict[str, Any]:
 
 def _prepare(settings: PeerSettings, place: Place, name: str) -> Make:
     def make() -> StorageAdapter:
-        from kvstrata.p2p.engines.nixl import NixlEngine
-        from kvstrata.p2p.engines.ucx import UcxEngine, for_this_host
+        from kvstrata.p2p.engines import nixl, ucx
         from kvstrata.p2p.tier import PeerTier
 
-        ucx = for_this_host if settings.this_host_only else UcxEngine
-        return PeerTier(settings, NixlEngine if settings.engine == "nixl" else ucx, name=name)
+        if settings.engine == "nixl":
+            engine = nixl.for_this_host if settings.this_host_only else nixl.NixlEngine
+            return PeerTier(settings, engine, name=name)
+        return PeerTier(settings, ucx.for_this_host if settings.this_host_only else ucx.UcxEngine, name=name)
 
     return make
 

@@ -15,7 +15,7 @@ class PeerSettings(msgspec.Struct, frozen=True):
     engine: str
     """Name of the transfer engine."""
     this_host_only: bool = False
-    """Peers reach this instance from its own host only, so UCX needs no port."""
+    """Peers reach this instance from its own host only, so UCX needs no port that others reach."""
     curve_file: str = ""
     lookup_timeout_ms: int = 250
     load_timeout_ms: int = 5_000

@@ -89,19 +89,23 @@ def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster:
         settled(cluster, 1)
 
 
-def listening_on(pid: int) -> set[int]:
-    """Return the tcp ports on which a process listens."""
+def listening_on(pid: int) -> set[tuple[str, int]]:
+    """Return the tcp addresses, in the kernel's hexadecimal, and ports on which a process or its children listen."""
     inodes = set()
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for process in (str(pid), *children):
+        for fd in Path(f"/proc/{process}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
     net = Path(f"/proc/{pid}/net")
     rows = [line.split() for name in ("tcp", "tcp6") for line in (net / name).read_text().splitlines()[1:]]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+    found = (row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes)
+    return {(address, int(port, 16)) for address, port in found}
 
 
-@pytest.mark.parametrize("engine", ["ucx"], indirect=True)
-def test_on_loopback_ucx_opens_no_port(cluster: Cluster) -> None:
+def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(
+    cluster: Cluster, engine: dict[str, str]
+) -> None:
     with engines(cluster) as (one, other):
         read(other, stored_and_known(cluster, one))
         for server in cluster.servers:
@@ -111,7 +115,10 @@ def test_on_loopback_ucx_opens_no_port(cluster: Cluster) -> None:
                 if row["pid"] == server.pid
             ]
             known = {server.port, server.ready["http_port"], int(peer.rpartition(":")[2])}
-            assert listening_on(server.pid) <= known
+            listening = listening_on(server.pid)
+            assert {address for address, _ in listening} == {"0100007F"}
+            if engine["KVSTRATA_P2P_ENGINE"] == "ucx":
+                assert {port for _, port in listening} <= known
 
 
 def test_a_prompt_longer_than_an_owner_leases_at_a_time_is_read_whole(cluster: Cluster) -> None:

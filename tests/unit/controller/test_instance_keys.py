@@ -80,6 +80,23 @@ def test_a_flood_of_new_ids_sets_no_absent_id_free_until_it_is_old():
     assert refusal(known, "i0", THEIRS) == "wrong_key"
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_an_id_is_new_from_the_end_of_its_member_on(leaves):
+    now = [0.0]
+    orders = Orders(SystemClock())
+    known = KnownMembers(orders=orders, unix_s=lambda: now[0])
+    refusal(known, "a", OURS)
+    orders.keys |= {f"i{number}": KeyOfId(OURS, KEPT_S) for number in range(MAX_KEYS - 1)}
+    now[0] = KEPT_S + 1.0
+    if leaves:
+        known.goodbye(wire.Goodbye(1, "a", CURRENT), 0.0, OURS)
+    else:
+        for now_s in range(0, 33, 3):
+            known.tick(float(now_s))
+    assert refusal(known, "new", THEIRS) == "refused"
+    assert refusal(known, "a", THEIRS) == "wrong_key"
+
+
 async def test_keys_survive_a_restart_by_the_file_and_end_when_an_admin_removes_the_instance(tmp_path: Path):
     orders = Orders(SystemClock())
     await orders.keep_in(tmp_path, lambda path, error: None)

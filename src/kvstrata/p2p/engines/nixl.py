@@ -94,6 +94,14 @@ class _Read:
         self.handle: Any = None
 
 
+def for_this_host() -> NixlEngine:
+    """An engine for peers on this host, whose port is on loopback unless the environment names devices.
+
+    NIXL finds no way to a peer without tcp; see WITHOUT_PORTS of our own engine (ucx.py).
+    """
+    return NixlEngine({} if "UCX_NET_DEVICES" in os.environ else {"NET_DEVICES": "lo"})
+
+
 class NixlEngine(TransferEngine):
     """See the module. `settings` are UCX's, with or without their prefix UCX_."""
 
