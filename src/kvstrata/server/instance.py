@@ -21,16 +21,13 @@ import os
 import platform
 import re
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
-from kvstrata.errors import SegmentError, StorageError
+from kvstrata.errors import StorageError
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.memory.linux import dump_memory
-from kvstrata.memory.own_segments import open_own_segments
-from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
+from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, log_stats
 from kvstrata.observability.metrics import ServerCollector
@@ -80,8 +77,9 @@ from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import FIELD, TierControl
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.own_pools import OwnPools, refuse_hosts
-from kvstrata.server.plan import Plan, embedded_adapter, segment_settings
+from kvstrata.server.plan import Plan, embedded_adapter
 from kvstrata.server.requests.boundary import Boundary
+from kvstrata.server.segments import open_segments
 from kvstrata.storage.admission import admitted
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import TierConfig, configure_tier
@@ -138,7 +136,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
         closers.append(soon(listener.close))
-    segment, own_segments, directory = _open_segments(plan, port, closers)
+    segment, own_segments, directory = open_segments(plan, port, closers)
     pool = segment.pool
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
@@ -271,43 +269,6 @@ def _bind(rpc: ZmqServer, settings: ServerSettings) -> int:
         insecure=settings.security.insecure,
         max_keyless_bytes=MAX_UNPROVEN_BYTES,
     )
-
-
-def _open_segments(
-    plan: Plan, port: int, closers: list[Callable[[], Coroutine[Any, Any, None]]]
-) -> tuple[Segment, dict[str, Segment], Path]:
-    """Make or adopt L1. Returns the shared segment, those of tenants, and the folder of the sockets.
-
-    Raises ConfigError or SegmentError.
-    """
-    settings = plan.settings
-    directory = socket_dir(settings.socket_dir, port)
-    shm = (
-        Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
-    )
-    # No later server would look for the segment of a port that was taken at random.
-    nameless = settings.port == 0 and not settings.l1.segment_dir
-    shared = segment_settings(
-        settings,
-        plan.extents_bytes,
-        directory,
-        shm,
-        beside_bytes=sum(size.quota_bytes for size in plan.own_sizes.values()),
-    )
-    segment = Segment.open(shared)
-    closers.append(soon(segment.destroy if nameless else segment.close))
-    own = open_own_segments(shared, segment.pool.epoch, plan.own_sizes)
-    closers += [soon(one.destroy if nameless else one.close) for one in own.values()]
-    if settings.l1.core_dump:
-        try:
-            for one in (segment, *own.values()):
-                dump_memory(one.pool.extents_address, one.pool.extents_bytes)
-        except OSError as error:
-            raise SegmentError(
-                f"l1.core_dump: L1 cannot be put into core dumps: {error.strerror}; leave the setting out",
-                field="l1.core_dump",
-            ) from error
-    return segment, own, directory
 
 
 def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
