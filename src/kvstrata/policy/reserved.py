@@ -1,9 +1,10 @@
 """Bytes of open reservations by process and by token, with a bound for each.
 
-The pool bounds each session by a share of L1, but a process may have many sessions, and a token many processes.
+A pool bounds each session by a share of its bytes, but a process may have many sessions, and a token many processes.
 
 1. A process has at most as many bytes reserved as one session may have; all processes with one token at most
-   1/TOKEN_SHARE of L1.  An owner without any reservation may reserve one chunk, however long it is, as in the pool.
+   1/TOKEN_SHARE of their pool.  An owner without any reservation may reserve one chunk, however long it is, as in the
+   pool.
 2. The bytes that a reserve asks for count from its beginning; when its outcome is known, those that it got.
 3. Bytes end with their chunk: by commit, abort, undoing, or the death of the process.
 
@@ -17,7 +18,7 @@ from collections.abc import Hashable
 from kvstrata.policy.processes import Owner
 
 TOKEN_SHARE = 2
-"""Processes with one token may have 1/TOKEN_SHARE of L1 reserved."""
+"""Processes with one token may have 1/TOKEN_SHARE of their pool reserved."""
 GRANULE_BYTES = 4_096
 
 
@@ -54,18 +55,21 @@ class Share:
 class ReservedBytes:
     """What processes and tokens have reserved. Single-threaded."""
 
-    def __init__(self, l1_bytes: int, max_of_process_bytes: int) -> None:
-        self._max_of_process_bytes = max_of_process_bytes
-        self._max_of_token_bytes = l1_bytes // TOKEN_SHARE
+    def __init__(self, session_share: int) -> None:
+        """`session_share`: a session may have 1/`session_share` of its pool reserved."""
+        self._session_share = session_share
         self._reserved: dict[Hashable, int] = {}
 
-    def begin(self, owner: Owner, record_bytes: int, n_chunks: int) -> Share:
-        """The share of a reserve of `n_chunks` records; fewer of them, down to none, where a bound is reached."""
+    def begin(self, owner: Owner, pool_bytes: int, record_bytes: int, n_chunks: int) -> Share:
+        """The share of a reserve of `n_chunks` records; fewer of them, down to none, where a bound is reached.
+
+        `pool_bytes`: what the pool in which they are reserved may have.
+        """
         bytes_each = -(-record_bytes // GRANULE_BYTES) * GRANULE_BYTES
-        n_chunks = min(n_chunks, self._room(owner.process, bytes_each, self._max_of_process_bytes))
+        n_chunks = min(n_chunks, self._room(owner.process, bytes_each, pool_bytes // self._session_share))
         if owner.token is None:
             return Share(self._reserved, (owner.process,), bytes_each, n_chunks)
-        n_chunks = min(n_chunks, self._room(owner.token, bytes_each, self._max_of_token_bytes))
+        n_chunks = min(n_chunks, self._room(owner.token, bytes_each, pool_bytes // TOKEN_SHARE))
         return Share(self._reserved, owner, bytes_each, n_chunks)
 
     def of(self, owner: Hashable) -> int:

@@ -36,7 +36,7 @@ from kvstrata.server.admin.status import (
     processes_section,
 )
 from kvstrata.server.chunk_history import ChunkHistory
-from kvstrata.server.facts import InstanceFacts
+from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.payload_kinds import PayloadKinds
@@ -198,7 +198,7 @@ def make_tables(ground: Ground, send: Send) -> Tables:
         sessions=Sessions(replies.error),
         leases=leases,
         in_flight=in_flight,
-        reserved=ReservedBytes(ground.pool.extents_bytes, ground.facts.max_reserved_bytes),
+        reserved=ReservedBytes(MAX_SESSION_SHARE),
         replies=replies,
         send=send,
     )

@@ -81,6 +81,7 @@ from kvstrata.server.open_l1 import open_segments
 from kvstrata.server.own_pools import OwnPools, refuse_hosts
 from kvstrata.server.plan import Plan, embedded_adapter
 from kvstrata.server.requests.boundary import Boundary
+from kvstrata.server.segments import open_segments
 from kvstrata.storage.admission import admitted
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import TierConfig, configure_tier

@@ -6,6 +6,7 @@ other; `EngineGroup.own_pool` names it.  All other processes share one pool.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ from kvstrata.native.pool import Pool
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.storage.entry import TierConfig
 from kvstrata.types import GB
+
+DESCRIPTORS_EACH = 7
+"""Descriptors of the server for one pool."""
+MOST_DESCRIPTORS = 65_536
+"""The server raises its limit of descriptors up to this, if it may (process/lifecycle.py)."""
 
 
 class OwnPools:
@@ -67,6 +73,7 @@ def own_sizes(
                 "remove it, or choose pool: own",
                 field=f"{path}.max_gb",
             )
+    _check_descriptors(len(sizes))
     taken = sum(size.quota_bytes for size in sizes.values())
     if sizes and taken + MIN_EXTENTS_BYTES > l1_bytes:
         raise ConfigError(
@@ -130,6 +137,20 @@ def _check_tokens(tokens: TenantTokens, name: str, field: str) -> None:
                 "maps one pool, so give this tenant a token of its own",
                 field=field,
             )
+
+
+def _check_descriptors(count: int) -> None:
+    """Raises ConfigError if this many pools would take most of the descriptors that the server can have."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    there = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    needed = count * DESCRIPTORS_EACH
+    if needed > there * 3 // 4:
+        raise ConfigError(
+            f"tenants: {count} own pools need {needed} descriptors of the {there} that this process may have, and "
+            "clients need a quarter of them; raise the limit (`ulimit -Hn`, LimitNOFILE of systemd), or choose pool: "
+            "shared for some",
+            field="tenants",
+        )
 
 
 def _size(settings: ServerSettings, tenant: TenantSettings, path: str, alignment: int) -> OwnSize:

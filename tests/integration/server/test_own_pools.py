@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,11 +16,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvstrata.native.hashing import storage_keys
+from kvstrata.policy.reserved import GRANULE_BYTES
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES
-from tests.harness.cache_engine import eventually
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.child import Child
-from tests.harness.rpc_client import RpcClient, chain_of, keys_of, part
+from tests.harness.rpc_client import RECORD_BYTES, RpcClient, chain_of, keys_of, part
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.harness.tenants import BLUE, GREEN, Tenant, tenant_settings
 from tests.integration.server.pool_spy import INVERSE
@@ -192,6 +194,22 @@ def test_a_dead_process_leaves_nothing_in_its_tenant_s_pool(
     assert (sessions["leases"], sessions["extents_being_written"], sessions["attached"]) == (0, 0, 0)
 
 
+def test_what_a_process_may_reserve_follows_from_its_own_pool(start: Callable[..., ServerProcess]) -> None:
+    server = start(OWN.replace("green: 0.015625", "green: 0.03125"))
+    with of(server, "green") as green, of(server, "blue") as blue:
+        reserved = []
+        for tenant in (green, blue):
+            tenant.begin()
+            hello = wire.Hello(tenant.session, tenant.next_seq(), wire.PROTOCOL_VERSION, "test")
+            limit_bytes = tenant.ask(hello, wire.HelloReply).max_reserved_bytes
+            seq, reply = tenant.reserve(tenant.identity.identity_id, chain_of(tenant.root, 100))
+            count = reply.outcomes.count(wire.ReserveOutcome.RESERVED)
+            assert count == limit_bytes // (-(-RECORD_BYTES // GRANULE_BYTES) * GRANULE_BYTES)
+            reserved.append(limit_bytes)
+            tenant.abort(seq)  # both are sessions of this process, whose reservations count together
+        assert reserved == [32 * (1 << 20) // 8, POOL_BYTES // 8], "the shared pool's share is 2 MiB"
+
+
 def test_two_tenants_with_equal_rows_end_each_their_own_leases(start: Callable[..., ServerProcess]) -> None:
     server = start()
     with of(server, "green") as green:
@@ -295,6 +313,44 @@ def test_a_tenant_that_loses_its_pool_leaves_no_memory(
     server.start()
     assert len(list(server.segment_dir.glob("own-*"))) == 1
     assert [row["tenant"] for row in server.get("/v1/status")["own_pools"]] == ["green"]
+
+
+def test_engines_keep_working_when_their_tenant_gets_or_loses_a_pool(
+    start: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    server = start(chunk_tokens=CHUNK_TOKENS)
+    engines = []
+    with contextlib.ExitStack() as stack:
+        for name, token in (("green", GREEN), ("blue", BLUE)):
+            file = tmp_path / f"{name}.token"
+            file.write_text(token)
+            file.chmod(0o600)
+            engine = CacheEngine(
+                server.socket_dir,
+                group=name.encode().ljust(16),
+                tenant=name,
+                settings={"token_file": str(file)},
+            )
+            engines.append(stack.enter_context(engine))
+        tokens = prompt(4)
+        for engine in engines:
+            engine.connect()
+            assert set(engine.stored(tokens)) == {"stored"}
+            assert engine.hit(tokens) == 4
+        pools = [OWN, f"{QUOTAS}tenants: [{{name: green, pool: own}}]\n", OWN]
+        for number, (text, kept) in enumerate(zip(pools, ((4, 4), (4, 0), (4, 0)), strict=True)):
+            server.kill()
+            tenant_settings(server.folder, text)
+            epoch = server.start()["epoch"]
+            for engine, expected in zip(engines, kept, strict=True):
+                eventually(
+                    "the engine is attached again",
+                    lambda engine=engine, epoch=epoch: engine.client.epoch == epoch,
+                )
+                engine.connect()
+                assert engine.hit(tokens) == expected, number
+                assert set(engine.stored(tokens)) <= {"stored", "present"}
+                assert engine.hit(tokens) == 4
 
 
 HOSTED = '{"type": "fs", "base_path": "/nowhere", "isolation": "process"}'

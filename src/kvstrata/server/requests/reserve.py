@@ -123,9 +123,9 @@ class Reserving:
             self._identities.stored(request.probe, identity.root, identity.layout, identity.request)
         if self._freeze:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
-            share = self._reserved.begin(process.owner, request.record_bytes, 0)
+            share = self._reserved.begin(process.owner, pool.limit_bytes, request.record_bytes, 0)
             return self._outcome(call, pool, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
-        share = self._reserved.begin(process.owner, request.record_bytes, n_chunks)
+        share = self._reserved.begin(process.owner, pool.limit_bytes, request.record_bytes, n_chunks)
         arguments = (parent, request.record_bytes, process.row, identity.root, identity.tenant)
         if n_chunks > KEYS_ON_LOOP:
             return self._reserve_on_lane(call, pool, keys, share, arguments)
