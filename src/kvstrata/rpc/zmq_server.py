@@ -87,8 +87,7 @@ class Address(NamedTuple):
 
 
 Handler = Callable[[Address, Any], bool | None]
-"""Gets one frame (bytes, or a memoryview: see `lent_from_bytes`); answers through `ZmqServer.send`, now or later.
-Returns False if it refused the frame unread."""
+"""Gets one frame (see `lent_from_bytes`); answers through `send`, now or later. False: it has refused the frame."""
 FrameErrorHandler = Callable[[Address, int], bytes]
 """Gets the number of frames of a message that does not have exactly one; returns the error reply."""
 
@@ -397,9 +396,8 @@ class ZmqServer:
             self._say_cut(local, "its messages were none of the protocol")
 
     def _say_cut(self, local: bool, why: str) -> None:
-        self._log.repeated(
-            logging.WARNING, f"{local} {why}", "connection_cut", port=self._name(local), why=why
-        )
+        name = self._name(local)
+        self._log.repeated(logging.WARNING, f"cut {name} {why}", "connection_cut", port=name, why=why)
 
     def _name(self, local: bool) -> str:
         return str(self._ipc_path) if local else self._sockets[local].getsockopt_string(zmq.LAST_ENDPOINT)
