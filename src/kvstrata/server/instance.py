@@ -77,7 +77,6 @@ from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import FIELD, TierControl
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.open_l1 import open_segments
 from kvstrata.server.own_pools import OwnPools, refuse_hosts
 from kvstrata.server.plan import Plan, embedded_adapter
 from kvstrata.server.requests.boundary import Boundary
