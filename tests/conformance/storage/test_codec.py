@@ -251,7 +251,7 @@ async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
         reason = "wrong_key" if after is OTHER_KEY else "no_key"
         assert [(o.status, o.reason) for o in outcomes] == [(LoadStatus.FAILED, reason)] * 2
         assert adapter.stats()[reason] == 2
-        assert sum("Give all servers" in record.getMessage() for record in caplog.records) == 1
+        assert sum("Give all its servers" in record.getMessage() for record in caplog.records) == 1
         found = await adapter.exists([key_of(1)])
         assert [(f.presence, f.reason) for f in found] == [(Presence.UNKNOWN, reason)]
         item = soft_put_item(key_of(1), 200_000)
