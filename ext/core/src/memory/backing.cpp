@@ -96,11 +96,11 @@ void Backing::note(std::uint64_t step) noexcept {
 bool Backing::release(std::uint64_t step) noexcept {
   int failed = 0;
   do {
-    failed = fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                       static_cast<off_t>(step * kStepBytes),
-                       static_cast<off_t>(step_bytes(step))) == 0
-                 ? 0
-                 : errno;
+    failed =
+        fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  static_cast<off_t>(step * kStepBytes), static_cast<off_t>(step_bytes(step))) == 0
+            ? 0
+            : errno;
   } while (failed == EINTR);
   if (failed != 0) return false;
   const std::uint64_t bit = 1ULL << (step % 64);

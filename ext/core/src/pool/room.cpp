@@ -159,7 +159,8 @@ std::vector<bool> Room::used_steps() const {
       if (run.slots[slot] == 0) continue;
       const std::uint64_t begin = slabs.offset_of(first, slot);
       const std::uint64_t end = begin + slabs.size_class(run.cls).extent_bytes;
-      for (std::uint64_t step = begin / Backing::kStepBytes; step * Backing::kStepBytes < end; ++step)
+      for (std::uint64_t step = begin / Backing::kStepBytes; step * Backing::kStepBytes < end;
+           ++step)
         used[step] = true;
     }
   }

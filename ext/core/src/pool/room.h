@@ -49,9 +49,9 @@ struct Room {
   std::vector<Key> preview(std::uint64_t need_bytes);
 
   // Gives memory of the extents back to the file system until they are within their limit, at most
-  // `most_bytes`: memory that no extent uses, then that of the oldest runs, which it evicts. Returns
-  // the bytes given back; 0 if they are within the limit, or if what is left cannot be evicted.
-  // REQUIRES: no prefault thread runs, and find_backed() was called for an adopted pool.
+  // `most_bytes`: memory that no extent uses, then that of the oldest runs, which it evicts.
+  // Returns the bytes given back; 0 if they are within the limit, or if what is left cannot be
+  // evicted. REQUIRES: no prefault thread runs, and find_backed() was called for an adopted pool.
   std::uint64_t give_back(std::uint64_t most_bytes);
   // Counts the memory of an earlier server's extents; with `release`, gives back what it had beside
   // them.

@@ -275,3 +275,18 @@ TEST(a_limit_that_is_not_lowered_reserves_and_frees_nothing) {
   CHECK_EQ(f.pool->limit_bytes(), 64 * kMiB);
   CHECK_EQ(f.peek(chain(1, 1)), 1);
 }
+
+TEST(memory_that_a_device_has_registered_is_not_given_back) {
+  Fixture f(32 * kMiB / kRecordBytes, "LRU", 4096);
+  for (std::uint64_t p = 0; p < 50; ++p)
+    f.store(chain(p, 1), 0, kMiB / 2);
+  const std::uint32_t device = f.row(1, true);
+  const std::uint64_t before = memory_of(f.files.extents);
+  CHECK_EQ(f.pool->set_limit(8 * kMiB), before - 8 * kMiB);
+  CHECK_EQ(memory_of(f.files.extents), before);
+  CHECK_EQ(f.peek(chain(49, 1)), 1);
+  CHECK_OK(f.pool->row_gone(device));
+  CHECK_EQ(f.pool->set_limit(8 * kMiB), 0);
+  CHECK(memory_of(f.files.extents) <= 8 * kMiB);
+  CHECK_OK(f.pool->validate());
+}
