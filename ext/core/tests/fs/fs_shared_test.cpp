@@ -194,8 +194,8 @@ TEST(a_server_alone_and_those_that_share_keep_each_other_out) {
   member->close();
   CHECK_EQ(alone.open({}), std::string());
   const std::string wrong = shared.make()->open({});
-  CHECK(wrong.find("that does not share it; give each server a directory of its own, or all of "
-                   "them \"shared\": true") != std::string::npos);
+  CHECK(wrong.find("that does not share it; give each server a directory of its own, or set "
+                   "\"shared\": true for all of them") != std::string::npos);
 }
 
 TEST(members_with_another_cap_or_another_temporary_directory_are_refused) {
