@@ -9,7 +9,12 @@ SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 COMMAND, MORE = 4, 1
 
 
-GREETING = SIGNATURE + bytes((3, 1)) + b"NULL".ljust(20, b"\0") + bytes(32)
+def greeting(mechanism: bytes) -> bytes:
+    """The greeting of a peer with this security mechanism."""
+    return SIGNATURE + bytes((3, 1)) + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+GREETING = greeting(b"NULL")
 ZMTP_2, DEALER_2 = 1, 5
 """The bytes by which ZMTP 2 (RFC 15) names its version and a DEALER."""
 
@@ -90,3 +95,13 @@ class ZmtpPeer:
                 raise ConnectionError("the other side hung up during the handshake")
             data += part
         return data
+
+
+class CurvePeer(ZmtpPeer):
+    """One connection that has greeted as a client with CURVE keys, and has not sent its HELLO yet."""
+
+    def __init__(self, port: int | str) -> None:
+        """Connect and greet. Raises ConnectionError when the other side refuses."""
+        self.socket = socket.create_connection(("127.0.0.1", int(port)), timeout=30)
+        self.socket.sendall(greeting(b"CURVE"))
+        self._receive(64)
