@@ -77,7 +77,7 @@ def test_millions_of_tokens_are_prefetched(server: ServerProcess) -> None:
 @pytest.mark.parametrize("name", [name for name in BODIES if name != "tokens"])
 def test_a_large_body_is_refused_by_a_controller(controller: ControllerProcess, name: str) -> None:
     body, expected, says = BODIES[name]
-    status, answer = send(port_of(controller), {}, body, request="POST /v1/lookup")
+    status, answer = send(port_of(controller), controller.bearer(), body, request="POST /v1/lookup")
     assert (status, json.loads(answer)["code"]) == (expected, "bad_request")
     assert says in json.loads(answer)["message"]
 
@@ -98,5 +98,5 @@ def test_a_controller_takes_as_many_tokens_and_keys_as_its_api_says(
     controller: ControllerProcess, field: str, listed: bytes, status: int, says: str
 ) -> None:
     body = b'{"%s": [%s]}' % (field.encode(), listed)
-    found, answer = send(port_of(controller), {}, body, request="POST /v1/lookup")
+    found, answer = send(port_of(controller), controller.bearer(), body, request="POST /v1/lookup")
     assert (found, says in answer) == (status, True), answer[:500]
