@@ -131,9 +131,7 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
             clear_l1(client)
             forged = forged_record(client, identity.root, chain[:KEY_BYTES], b"FORGED!!")
             attacker.set(first, attack(forged, *genuine))
-            for _ in range(
-                5
-            ):  # a load may fail before it has read anything, such as at its deadline on a busy machine
+            for _ in range(5):  # seen once in some 30 runs: a load failed (l2_failed); why is not known
                 n_chunks, reason, starts = read_back(client, identity.identity_id, chain)
                 assert (n_chunks, starts) == (0, []), what
                 if reason != "l2_failed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -164,3 +165,11 @@ def test_a_moved_quota_ends_with_the_server(server: ServerProcess) -> None:
         green.attach()
         green.connect()
         assert 0 < fill(green, "green", 10)() == 10
+
+
+def test_a_reload_resizes_own_pools(server: ServerProcess, tmp_path: Path) -> None:
+    [settings] = [path for path in tmp_path.rglob("*.y*ml") if SIZES in path.read_text()]
+    settings.write_text(settings.read_text().replace("{green: 0.015625", "{green: 0.0390625"))
+    server.signal(signal.SIGHUP)
+    eventually("green's pool grows", lambda: row_of(server, "green")["limit_bytes"] == 40 * MIB)
+    assert total_bytes(server) <= L1_MB * MIB
