@@ -31,7 +31,7 @@ from kvstrata.measure.raw_io import RawFiles, in_batches
 from kvstrata.memory import linux
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.native.record import RecordSpec, record_bytes, seal_record
-from kvstrata.rpc.wire import CommitOutcome
+from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.storage.base import AdapterContext, Found, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.stack import Stack
 from kvstrata.types import KEY_BYTES, unpack_extents
@@ -180,9 +180,14 @@ class Records:
         return self._address + number * self.record_bytes
 
     def _reserve(self, number: int) -> tuple[int, int]:
-        ticket, _, packed = self.pool.reserve(self.keys[number], b"", self.record_bytes, self._row, IDENTITY)
+        ticket, outcomes, packed = self.pool.reserve(
+            self.keys[number], b"", self.record_bytes, self._row, IDENTITY
+        )
         if not ticket:
-            raise StorageError("the adapter still holds extents of an earlier batch")
+            why = ReserveOutcome(outcomes[0]).name.lower()
+            raise StorageError(
+                f"no extent for a record ({why}): the adapter may hold those of an earlier batch"
+            )
         return ticket, self.pool.extents_address + unpack_extents(packed)[0].offset_bytes
 
 

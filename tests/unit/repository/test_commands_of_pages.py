@@ -1,0 +1,143 @@
+"""Every command on a page, in a block or between backticks, is one that the program's own parser accepts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from kvstrata import cli
+from kvstrata.config.flags import parse_controller_flags, parse_server_flags
+from kvstrata.errors import ConfigError
+from tests.unit.repository.test_pages import PAGES, ROOT
+
+BLOCK = re.compile(r"^( *)```(?P<language>\w*)\n(?P<text>.*?)^\1```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:kvstrata|lmcache-server|lmcache-controller|make) [a-z-][^`\n]*)`")
+COMMENT = re.compile(r"\s{2,}#.*$")
+LABELS = re.compile(r"kvstrata (aes-gcm|mac)\b")
+"""Begin the names of keys in docs/formats.md, which are no commands."""
+LEFT_OUT = re.compile(r"[…|\[]|\.\.\.")
+"""In a text between backticks: parts that are left out, choices and options. Such a text is no whole command."""
+TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
+PLACEHOLDER = re.compile(r"^[A-Z_]{2,}$")
+PARSES: dict[str, Callable[[Sequence[str]], object]] = {
+    "kvstrata": cli.main,
+    "lmcache-server": parse_server_flags,
+    "lmcache-controller": parse_controller_flags,
+}
+
+
+class Accepted(Exception):
+    """A parser has accepted a command line."""
+
+
+def lines_of_block(text: str, console: bool) -> Iterator[str]:
+    """The command lines of a block. A line goes on after a backslash at its end, and while a quotation is open."""
+    waiting = ""
+    for line in text.splitlines():
+        if waiting:
+            waiting += "\n" + line.strip()
+        elif not console:
+            waiting = line.strip()
+        elif line.strip().startswith("$ "):
+            waiting = line.strip()[2:]
+        if waiting.endswith("\\"):
+            waiting = waiting[:-1]
+            continue
+        with contextlib.suppress(ValueError):  # a quotation is open
+            shlex.split(waiting)
+            yield COMMENT.sub("", waiting)
+            waiting = ""
+
+
+def commands_of(text: str) -> tuple[list[str], list[str]]:
+    """The command lines of a page that start a program of this project: those in blocks, and those in sentences."""
+    lines = [
+        line
+        for block in BLOCK.finditer(text)
+        for line in lines_of_block(block["text"], block["language"] == "console")
+        if line.split(" ")[0] in (*PARSES, "make")
+    ]
+    inline = INLINE.finditer(BLOCK.sub("", text))
+    return lines, [
+        found[1] for found in inline if not LEFT_OUT.search(found[1]) and not LABELS.match(found[1])
+    ]
+
+
+@pytest.fixture
+def stops_once_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command is carried out: a parser that accepts its arguments raises Accepted."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        parse(self, *arguments)
+        raise Accepted
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+def refusal(words: Sequence[str]) -> str:
+    """What a program of this project says against its arguments; empty if it accepts them. See stops_once_parsed."""
+    if words[1:2] in (["server"], ["controller"]):
+        words = [f"lmcache-{words[1]}", *words[2:]]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            status = PARSES[words[0]](words[1:])
+        except Accepted:
+            return ""
+        except ConfigError as error:
+            return error.message
+        except SystemExit as ended:
+            status = ended.code
+    return "" if status == 0 else said.getvalue()
+
+
+def refusal_of_text(line: str) -> str:
+    """As `refusal`, for a command within a sentence: the name of a command is enough, and GB stands for a number."""
+    words = ["1" if PLACEHOLDER.match(word) else word for word in shlex.split(line)]
+    said = refusal(words)
+    return "" if "arguments are required" in said or "invalid choice: '1'" in said else said
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.usefixtures("stops_once_parsed")
+def test_every_command_of_a_page_is_accepted(page: Path) -> None:
+    targets = set(TARGET.findall((ROOT / "Makefile").read_text()))
+    blocks, text = commands_of(page.read_text())
+    for line in (*blocks, *text):
+        words = shlex.split(line)
+        if words[0] == "make":
+            named = {word for word in words[1:] if "=" not in word}
+            assert "-C" in words or named <= targets, line
+        elif said := refusal(words) if line in blocks else refusal_of_text(line):
+            pytest.fail(f"{line}\n{said}")
+        if "--l2-adapter" in words and line in blocks:
+            json.loads(words[words.index("--l2-adapter") + 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks", "inline"),
+    [
+        ("```console\n$ kvstrata ctl \\\n    status   # all\nready\n```", ["kvstrata ctl \nstatus"], []),
+        ("```bash\nmake demo\nls\n```", ["make demo"], []),
+        ("`kvstrata ctl l2 list`, `kvstrata ctl l2 …` and `kvstrata`", [], ["kvstrata ctl l2 list"]),
+        ("```\nlmcache-server --l2-adapter '{\n  }'\n```", ["lmcache-server --l2-adapter '{\n}'"], []),
+    ],
+)
+def test_commands_are_found(text: str, blocks: list[str], inline: list[str]) -> None:
+    assert commands_of(text) == (blocks, inline)
+
+
+@pytest.mark.usefixtures("stops_once_parsed")
+@pytest.mark.parametrize("line", ["kvstrata ctl staus", "kvstrata stat", "lmcache-server --l1-size 1"])
+def test_a_wrong_command_is_refused(line: str) -> None:
+    assert refusal(line.split())
