@@ -15,113 +15,19 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from kvstrata.cli import ctl_cluster, ctl_explain
-from kvstrata.cli.unix_http import opener
-from kvstrata.config.model import HttpSettings
-from kvstrata.config.tokens import bearer_token, read_bearer_token
-from kvstrata.errors import BadRequest, KvstrataError, Unavailable
-from kvstrata.process.http_token import find_sockets, find_token
-from kvstrata.process.http_unix import SCHEME
-from kvstrata.process.ports import port_uids
-from kvstrata.text import printable
+from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
+from kvstrata.cli.table import table
+from kvstrata.errors import BadRequest, KvstrataError
 
 TIER_NAME = re.compile(r"[A-Za-z][\w]*-\d+")
-TIMEOUT_S = 30
 CLOSE_S = 60
 """Time for opening or closing an adapter, on top of the command's own `--wait-s`."""
 MAX_WAIT_S = 600
-
-
-class Ask(NamedTuple):
-    """One request to the admin port."""
-
-    path: str
-    body: Mapping[str, Any] | None = None
-    method: str = ""
-    """Empty: GET without a body, POST with one."""
-    timeout_s: float = TIMEOUT_S
-
-
-def ask(url: str, asked: Ask, *, token: str = "") -> Any:
-    """Ask the admin port; returns its JSON. Raises BadRequest for an HTTP error, Unavailable without an answer.
-
-    If `token` is empty, the token that a local server has published is used, if any (process/http_token.py).
-    """
-    body = asked.body
-    method = asked.method or ("GET" if body is None else "POST")
-    base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
-    request = urllib.request.Request(base + asked.path, method=method)
-    if body is not None:
-        request.data = json.dumps(body).encode()
-        request.add_header("Content-Type", "application/json")
-    if token := token or find_token(url):
-        # An unredirected header is not sent to another port to which an answer redirects.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    try:
-        with opener(url).open(request, timeout=asked.timeout_s) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise BadRequest(_message(error)) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise Unavailable(f"--url: {url} does not answer ({reason}); is it running?") from None
-
-
-def default_url() -> str:
-    """URL of the admin port of a server on this host with default settings."""
-    http = HttpSettings()
-    return f"http://{http.host}:{http.port}"
-
-
-def find_url(usual: str, kind: str) -> str:
-    """The URL of our user's server or controller (`kind`) on this host: `usual`, or else its unix socket.
-
-    Raises BadRequest if there are several sockets.
-    """
-    port = urllib.parse.urlsplit(usual).port or 0
-    found = [] if os.geteuid() in port_uids(port) else find_sockets(kind)
-    if len(found) > 1:
-        raise BadRequest(
-            f"--url: no {kind} of this user listens at {usual}, and several listen on sockets; choose one of "
-            f"{', '.join(f'{SCHEME}{path}' for path in found)}",
-            field="--url",
-        )
-    return f"{SCHEME}{found[0]}" if found else usual
-
-
-def table(value: Any, indent: str = "") -> str:
-    """Nested values as aligned lines; a list of mappings becomes a table with a header.
-
-    Engines choose some of the texts, such as the name of a model, so nothing in them reaches the terminal as a command.
-    """
-    if isinstance(value, Mapping):
-        named = {printable(str(key)): inner for key, inner in value.items()}
-        width = max(map(len, named), default=0)
-        lines = []
-        for key, inner in named.items():
-            if isinstance(inner, (Mapping, list)) and inner:
-                lines.append(f"{indent}{key}")
-                lines.append(table(inner, indent + "  "))
-            else:
-                lines.append(f"{indent}{key:<{width}}  {_cell(inner)}")
-        return "\n".join(lines)
-    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
-        heads = list(dict.fromkeys(key for row in value for key in row))
-        rows = [list(map(printable, heads))] + [
-            [_cell(row.get(head, "-")) for head in heads] for row in value
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-        return "\n".join(
-            indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
-    if isinstance(value, list):
-        return "\n".join(f"{indent}{_cell(row)}" for row in value)
-    return indent + _cell(value)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -304,10 +210,10 @@ def _request(options: argparse.Namespace) -> Ask:
         case "l2":
             return _l2_request(options)
         case "cluster":
-            asked = ctl_cluster.request(options, _read)
+            asked = ctl_cluster.request(options, read_text)
             return Ask(asked.path, asked.body, asked.method, asked.wait_s + TIMEOUT_S)
     try:
-        tokens = json.loads(_read(options.tokens))
+        tokens = json.loads(read_text(options.tokens))
     except ValueError as error:
         raise BadRequest(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
     fields = ("model", "adapter", "tenant", "salt", "budget_bytes")
@@ -319,7 +225,7 @@ def _l2_request(options: argparse.Namespace) -> Ask:
     if options.action in ("list", "show", "export"):
         return Ask(path)
     if options.action == "add":
-        text = _read("-") if options.adapter == "-" else options.adapter
+        text = read_text("-") if options.adapter == "-" else options.adapter
         adapter: Any = text
         if not TIER_NAME.fullmatch(text):
             try:
@@ -393,46 +299,3 @@ def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
         "after_restart": "kept" if row["in_settings"] else "gone",
         "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
     }
-
-
-def read_token(flag: str, path: str) -> str:
-    """The bearer token of an admin port in this file, or on standard input for `-`; empty without a path.
-
-    Raises ConfigError.
-    """
-    if not path:
-        return ""
-    if path == "-":
-        return bearer_token(_read(path), "standard input", flag)
-    return read_bearer_token(path, flag)
-
-
-def _read(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{path}: cannot be read: {error}") from None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        body = json.load(error)
-        return str(body.get("message") or body.get("why") or body)
-    except (ValueError, AttributeError):
-        return f"HTTP {error.code} {error.reason}"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{printable(key)}={_part(inner)}" for key, inner in value.items()) or "-"
-    if isinstance(value, list):
-        return ", ".join(_part(inner) for inner in value) or "-"
-    return "-" if value is None else printable(str(value)) or "-"
-
-
-def _part(value: Any) -> str:
-    return f"({_cell(value)})" if isinstance(value, (Mapping, list)) and value else _cell(value)

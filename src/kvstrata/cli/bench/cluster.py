@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
-from kvstrata.cli.ctl import table
+from kvstrata.cli.table import table
 from kvstrata.measure.cluster import LookupStep, SimulatedCluster, Step, figures_of
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_cluster

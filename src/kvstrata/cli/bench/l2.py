@@ -23,7 +23,7 @@ import uvloop
 
 from kvstrata import __version__
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
-from kvstrata.cli.ctl import table
+from kvstrata.cli.table import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, Refused, StorageError

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata import __version__
+from kvstrata.cli.asking import read_token
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
-from kvstrata.cli.ctl import read_token, table
+from kvstrata.cli.table import table
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_serve
