@@ -9,13 +9,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstrata.cli.unix_http import opener
 from kvstrata.config.model import HttpSettings
 from kvstrata.config.tokens import bearer_token, read_bearer_token
-from kvstrata.errors import BadRequest, Unavailable
+from kvstrata.errors import BadRequest, ConfigError, Unavailable
 from kvstrata.process.http_token import find_sockets, find_token
 from kvstrata.process.http_unix import SCHEME
 from kvstrata.process.ports import port_uids
@@ -34,12 +35,15 @@ class Ask(NamedTuple):
 
 
 def ask(url: str, asked: Ask, *, token: str = "") -> Any:
-    """Ask the admin port; returns its JSON. Raises BadRequest for an HTTP error, Unavailable without an answer.
+    """Ask the admin port; returns its JSON.
+
+    Raises ConfigError for a wrong URL, BadRequest for an HTTP error, Unavailable without an answer.
 
     If `token` is empty, the token that a local server has published is used, if any (process/http_token.py).
     """
     body = asked.body
     method = asked.method or ("GET" if body is None else "POST")
+    _check_url(url)
     base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
     request = urllib.request.Request(base + asked.path, method=method)
     if body is not None:
@@ -53,9 +57,24 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise BadRequest(_message(error)) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         reason = getattr(error, "reason", error)
-        raise Unavailable(f"--url: {url} does not answer ({reason}); is it running?") from None
+        raise Unavailable(f"--url: {url} does not answer ({reason}); is a server running there?") from None
+
+
+def _check_url(url: str) -> None:
+    """Raise ConfigError unless this is the URL of a port or socket."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        known = url.startswith(SCHEME) or (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        )
+    except ValueError:
+        known = False
+    if not known or not url.isprintable() or " " in url:
+        raise ConfigError(
+            f"--url: {url!a:.200} must be http://HOST:PORT, https://HOST:PORT or {SCHEME}PATH", field="--url"
+        )
 
 
 def default_url() -> str:
@@ -96,7 +115,7 @@ def read_text(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{path}: cannot be read: {error}") from None
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import urllib.error
@@ -21,8 +20,9 @@ import yaml
 
 from kvstrata.cli import ctl_cluster, ctl_explain
 from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
+from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
-from kvstrata.errors import BadRequest, KvstrataError
+from kvstrata.errors import BadRequest, ConfigError
 
 TIER_NAME = re.compile(r"[A-Za-z][\w]*-\d+")
 CLOSE_S = 60
@@ -172,18 +172,12 @@ def run(options: argparse.Namespace) -> Any:
     return _list(answer) or "no adapter" if brief else answer
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns exit status 0, or 1 with one line on standard error."""
+@guarded("kvstrata ctl")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
-    try:
-        answer = run(options)
-    except KvstrataError as error:
-        print(f"kvstrata ctl: {error}", file=sys.stderr)
-        return 1
-    try:
-        print(json.dumps(answer, indent=1) if options.json else _text(options, answer), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    answer = run(options)
+    print(json.dumps(answer, indent=1) if options.json else _text(options, answer))
     return 0
 
 
@@ -215,7 +209,7 @@ def _request(options: argparse.Namespace) -> Ask:
     try:
         tokens = json.loads(read_text(options.tokens))
     except ValueError as error:
-        raise BadRequest(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
+        raise ConfigError(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
     fields = ("model", "adapter", "tenant", "salt", "budget_bytes")
     return Ask("/v1/prefetch", {"tokens": tokens, **{name: getattr(options, name) for name in fields}})
 
@@ -232,7 +226,7 @@ def _l2_request(options: argparse.Namespace) -> Ask:
                 adapter = json.loads(text)
             except ValueError as error:
                 # The text itself is not shown: it may hold a password.
-                raise BadRequest(f"JSON: neither JSON nor the name of an adapter: {error}") from None
+                raise ConfigError(f"JSON: neither JSON nor the name of an adapter: {error}") from None
         body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
         return Ask(path, body, timeout_s=CLOSE_S)
     one = f"{path}/{urllib.parse.quote(options.name, safe='')}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvstrata.cli import ctl_explain
 from kvstrata.config.model import ControllerHttpSettings
-from kvstrata.errors import BadRequest
+from kvstrata.errors import ConfigError
 
 DEFAULT_WAIT_S = 5.0
 MAX_WAIT_S = 60.0
@@ -117,7 +117,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
 
 
 def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterAsk:
-    """The request for these arguments. Raises BadRequest."""
+    """The request for these arguments. Raises ConfigError."""
     action = options.action
     if action in ("instances", "tiers", "models", "pins", "commands"):
         return ClusterAsk(f"/v1/{action}")
@@ -145,7 +145,7 @@ def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterA
             body = {**_chunks(options, read), "to": options.to, "source": options.source}
         case "explain":
             if (options.tokens is None) == (options.request_id is None):
-                raise BadRequest("FILE: give either FILE or --request-id", field="FILE")
+                raise ConfigError("FILE: give either FILE or --request-id", field="FILE")
             body = {
                 **_chunks(options, read),
                 "request_id": options.request_id,
@@ -188,7 +188,7 @@ def _chunks(options: argparse.Namespace, read: Callable[[str], str]) -> dict[str
     try:
         named = json.loads(read(options.tokens))
     except ValueError as error:
-        raise BadRequest(f"FILE: {options.tokens}: not a JSON list: {error}") from None
+        raise ConfigError(f"FILE: {options.tokens}: not a JSON list: {error}") from None
     keys = isinstance(named, list) and bool(named) and isinstance(named[0], str)
     return {**body, "keys" if keys else "tokens": named}
 

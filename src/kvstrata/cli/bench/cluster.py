@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
+from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.measure.cluster import LookupStep, SimulatedCluster, Step, figures_of
 from kvstrata.measure.figures import machine
@@ -60,10 +61,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    top = parser()
-    return run_and_report(top.prog, top.parse_args(arguments), run, shown=shown, draw=draw_cluster)
+@guarded("kvstrata bench cluster")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
+    return run_and_report(parser().parse_args(arguments), run, shown=shown, draw=draw_cluster)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import contextlib
 import json
 import secrets
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.bench.report import MB, report_of, shown
+from kvstrata.cli.boundary import guarded
 from kvstrata.config.model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, Timed, wait_until
@@ -78,18 +78,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with one line on standard error, or 130 after Ctrl-C."""
+@guarded("kvstrata bench")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
-    try:
-        with _ctrl_c_on_sigterm():
-            report = run(options)
-    except KvstrataError as error:
-        print(f"kvstrata bench: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("kvstrata bench: interrupted", file=sys.stderr)
-        return 130
+    with _ctrl_c_on_sigterm():
+        report = run(options)
     print(json.dumps(report, indent=1, ensure_ascii=False) if options.json else shown(report))
     return 0
 

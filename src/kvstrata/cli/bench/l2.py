@@ -23,6 +23,7 @@ import uvloop
 
 from kvstrata import __version__
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
+from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
@@ -90,17 +91,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    top = parser()
-    return run_and_report(
-        top.prog,
-        top.parse_args(arguments),
-        run,
-        shown=shown,
-        draw=draw_l2,
-        interrupted=(Interrupted, KeyboardInterrupt),
-    )
+@guarded("kvstrata bench l2")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
+    options = parser().parse_args(arguments)
+    try:
+        return run_and_report(options, run, shown=shown, draw=draw_l2)
+    except Interrupted:
+        raise KeyboardInterrupt from None
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
