@@ -12,15 +12,16 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvstrata.cli import ctl_cluster, ctl_explain
+from kvstrata.cli import ctl_cluster, ctl_explain, ctl_pages
 from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
 from kvstrata.cli.boundary import guarded
+from kvstrata.cli.leaves import leaves
 from kvstrata.cli.table import table
 from kvstrata.errors import BadRequest, ConfigError
 
@@ -33,17 +34,14 @@ MAX_WAIT_S = 600
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata ctl`."""
     top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
-    top.add_argument(
-        "--url",
-        default="",
-        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()}); "
-        "unix:PATH: a unix socket; without --url, a socket of this user is found if its server has none of these ports",
-    )
-    top.add_argument("--token-file", default="",
-                     help="file with the bearer token; default: that of a server of the same user")  # fmt: skip
-    top.add_argument("--json", action="store_true", help="print JSON")
+    _add_common(top)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("status", help="pool, sessions, adapters and counters")
+    ctl_pages.add_page_flags(
+        commands.add_parser("status", help="the server at a glance; --all: all that is known")
+    )
+    ctl_pages.add_top_flags(
+        commands.add_parser("top", help="what engines, tiers and tenants do now, drawn again and again")
+    )
     commands.add_parser("ready", help="whether requests are served")
     explain = commands.add_parser("explain", help="why a recent request missed")
     explain.add_argument(
@@ -88,8 +86,6 @@ def parser() -> argparse.ArgumentParser:
         help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
     )
     shown.add_argument("--entries", action="store_true", help="list each entry too")
-    # --json may also follow the command. It has no default, which would overwrite the value given before the command.
-    shown.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
     l2 = commands.add_parser("l2", help="list, show, export, add, drain, resume or remove L2 adapters")
@@ -132,7 +128,21 @@ def parser() -> argparse.ArgumentParser:
             metavar="S",
             help="longest wait for puts and loads under way (%(default)s)",
         )
+    for each in leaves(top):
+        _add_common(each, default=argparse.SUPPRESS)
     return top
+
+
+def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the options that may stand before the command and after it. `default`: SUPPRESS keeps what stood before."""
+    add = parser.add_argument
+    add("--url", default=default or "",
+        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()}); "
+        "unix:PATH: a unix socket; without --url, a socket of this user is found if its server has none of these "
+        "ports")  # fmt: skip
+    add("--token-file", metavar="FILE", default=default or "",
+        help="file with the bearer token; -: standard input (that of a server of this user)")  # fmt: skip
+    add("--json", action="store_true", default=default or False, help="print JSON, all that the server said")
 
 
 def _seconds(text: str) -> float:
@@ -152,12 +162,7 @@ def run(options: argparse.Namespace) -> Any:
         from kvstrata.memory.pool_dump import dump
 
         return dump(options.path, entries=options.entries)
-    token = read_token("--token-file", options.token_file)
-    if options.command == "cluster":
-        url = options.url or find_url(ctl_cluster.default_url(), "controller")
-    else:
-        url = options.url or find_url(default_url(), "server")
-    answer = ask(url, _request(options), token=token)
+    answer = _asker(options)(_request(options))
     if options.command == "cluster" and options.action == "dashboard-link":
         answer = ctl_cluster.reachable(answer, options.url)
     if options.command == "cluster":
@@ -176,9 +181,22 @@ def run(options: argparse.Namespace) -> Any:
 def main(arguments: Sequence[str] | None) -> int:
     """Run the command; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
+    if ctl_pages.draws(options):
+        ctl_pages.run(options, _asker(options))
+        return 0
     answer = run(options)
     print(json.dumps(answer, indent=1) if options.json else _text(options, answer))
     return 0
+
+
+def _asker(options: argparse.Namespace) -> Callable[[Ask], Any]:
+    """Asks the server, for `cluster` the controller, that the options name. Raises ConfigError."""
+    token = read_token("--token-file", options.token_file)
+    if options.command == "cluster":
+        url = options.url or find_url(ctl_cluster.default_url(), "controller")
+    else:
+        url = options.url or find_url(default_url(), "server")
+    return lambda asked: ask(url, asked, token=token)
 
 
 def _request(options: argparse.Namespace) -> Ask:

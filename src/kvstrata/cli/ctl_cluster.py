@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvstrata.cli import ctl_explain
+from kvstrata.cli.ctl_pages import add_page_flags
 from kvstrata.config.model import ControllerHttpSettings
 from kvstrata.errors import ConfigError
 
@@ -58,7 +60,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
         made.add_argument("--salt", default="")
         return made
 
-    action("status", "the cluster at a glance")
+    add_page_flags(action("status", "the cluster at a glance; --all: all that is known"))
     action("ready", "whether requests are served")
     action("dashboard-link", "a link that opens the dashboard and logs a browser in, once, within 5 minutes")
     action("instances", "one line for each instance; --json prints all that is known")
@@ -220,7 +222,13 @@ def brief(action: str, answer: Any) -> Any:
         ] or "no instance"
     if action == "events":
         rows = [
-            {"number": row["number"], "kind": row["kind"], "instance": row["instance"] or "-", **row["facts"]}
+            {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row["unix_ms"] / 1000)),
+                "number": row["number"],
+                "kind": row["kind"],
+                "instance": row["instance"] or "-",
+                "facts": row["facts"],
+            }
             for row in answer["events"]
         ]
         return rows or "nothing happened"
