@@ -50,7 +50,7 @@ def asked(
         *(Path(sys.executable).with_name("kvstrata"), "bench", "serve", "long-doc-qa", "--url", engine.url),
         *("--documents", str(documents), "--document-tokens", str(tokens), "--rounds", "1"),
         *("--concurrency", "1", "--extra-body", '{"detokenize": false}', "--label", case),
-        *("--json", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
+        *("--json-file", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
         *(("--cache-server", server.url) if server else ()),
     ]
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)

@@ -142,6 +142,7 @@ HEAVY = {
     "vllm": ("connectors.",),
     "zmq": ("rpc.zmq_",),
     "rich": ("cli.live", "cli.page_"),
+    "shtab": ("cli.completion",),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
 }
 """Packages and the modules that may import them."""

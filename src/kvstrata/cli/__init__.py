@@ -20,6 +20,7 @@ usage: kvstrata COMMAND [arguments]
               `bench cluster` a controller
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
+  completion  print a script with which bash, zsh or fish completes commands and options
   doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
 kvstrata COMMAND --help tells more. kvstrata --version prints the version; kvstrata --native-include-dir prints the
@@ -80,6 +81,10 @@ def _command(name: str) -> Command | None:
         from kvstrata.cli.l2 import main as l2
 
         return l2
+    if name == "completion":
+        from kvstrata.cli.completion import main as completion
+
+        return completion
     if name == "doctor":
         from kvstrata.cli.doctor import main as doctor
 

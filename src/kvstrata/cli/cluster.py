@@ -9,15 +9,14 @@ from kvstrata.cli.boundary import guarded
 from kvstrata.rpc.key_folder import CONTROLLER, KeyFolder
 
 
-@guarded("kvstrata cluster")
-def main(arguments: Sequence[str] | None) -> int:
-    """Run the command; returns the exit status. Raises KvstrataError."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata cluster`."""
+    top = argparse.ArgumentParser(
         prog="kvstrata cluster",
         description="Makes the CURVE keys of a cluster, one file for the controllers and one for each member. A member "
         "may register instances called NAME or NAME-…; the default ids of a host's instances begin with its host name.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = top.add_subparsers(dest="command", required=True)
     for command, text in (
         ("init", "make keys for a controller and for members"),
         ("add", "make keys for more members, or new ones for a member"),
@@ -28,7 +27,13 @@ def main(arguments: Sequence[str] | None) -> int:
         made.add_argument("names", metavar="NAME", nargs="+", help="a member, as a rule its host's name")
         if command != "remove":
             made.add_argument("--overwrite", action="store_true", help="replace keys that exist")
-    options = parser.parse_args(arguments)
+    return top
+
+
+@guarded("kvstrata cluster")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns the exit status. Raises KvstrataError."""
+    options = parser().parse_args(arguments)
     keys = KeyFolder(options.folder)
     match options.command:
         case "init":

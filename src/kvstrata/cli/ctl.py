@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
         "request_id", metavar="REQUEST_ID", help="as the API returned it, or as the engine logs it"
     )
     clear = commands.add_parser("clear", help="drop chunks")
-    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
-    clear.add_argument("--tenant")
+    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="where (%(default)s)")
+    clear.add_argument("--tenant", metavar="NAME", help="only this tenant's chunks (those of every tenant)")
     clear.add_argument(
         "--wait",
         action="store_true",
@@ -57,13 +57,16 @@ def parser() -> argparse.ArgumentParser:
     )
     prefetch = commands.add_parser("prefetch", help="load a prompt's chunks from L2 into L1")
     prefetch.add_argument("tokens", metavar="FILE", help="JSON list of token ids; - reads standard input")
-    prefetch.add_argument("--model", default="")
-    prefetch.add_argument("--adapter", default="")
-    prefetch.add_argument("--tenant", default="")
-    prefetch.add_argument("--salt", default="")
-    prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
+    ctl_cluster.add_identity(prefetch)
+    prefetch.add_argument(
+        "--budget-bytes",
+        type=int,
+        default=1 << 30,
+        metavar="BYTES",
+        help="load at most so many bytes (%(default)s)",
+    )
     job = commands.add_parser("job", help="outcome of a prefetch")
-    job.add_argument("number", type=int)
+    job.add_argument("number", metavar="NUMBER", type=int, help="as `prefetch` printed it")
     stranded = commands.add_parser(
         "stranded", help="sessions of dead processes whose GPU may still write into L1"
     )
@@ -74,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     quota = commands.add_parser(
         "quota", help="change how much of L1 a tenant may have, until the server ends"
     )
-    quota.add_argument("tenant")
-    quota.add_argument("quota_gb", type=float, metavar="GB")
+    quota.add_argument("tenant", metavar="TENANT", help="its name")
+    quota.add_argument("quota_gb", type=float, metavar="GB", help="its quota, in GB")
     pool = commands.add_parser("pool", help="look into the files of a pool, with or without a server")
     looks = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
     shown = looks.add_parser("dump", help="header, attached processes and entries of a pool; changes nothing")
@@ -104,7 +107,8 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--position",
         type=int,
-        help="place in the order in which lookups ask the adapters, from 0; by default the last",
+        metavar="NUMBER",
+        help="place in the order in which lookups ask the adapters, from 0 (the last)",
     )
     add.add_argument(
         "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"

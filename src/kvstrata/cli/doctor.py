@@ -155,12 +155,17 @@ def findings() -> list[Finding]:
     return found
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata doctor`."""
+    top = argparse.ArgumentParser(prog="kvstrata doctor", description=__doc__)
+    top.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
 @guarded("kvstrata doctor")
 def main(arguments: Sequence[str] | None) -> int:
     """Print the report; the exit status is 1 when a check failed."""
-    parser = argparse.ArgumentParser(prog="kvstrata doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     found = findings()
     if options.json:
         print(json.dumps([finding._asdict() for finding in found], indent=1))

@@ -16,11 +16,10 @@ from kvstrata.storage.wrap.codec_rewrite import rewrite
 DONE = ("rewritten", "current")
 
 
-@guarded("kvstrata l2")
-def main(arguments: Sequence[str] | None) -> int:
-    """Run the command; returns the exit status: 1 if a record was not rewritten. Raises KvstrataError."""
-    parser = argparse.ArgumentParser(prog="kvstrata l2", description="work on the storage of an L2 adapter")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata l2`."""
+    top = argparse.ArgumentParser(prog="kvstrata l2", description="work on the storage of an L2 adapter")
+    commands = top.add_subparsers(dest="command", required=True)
     again = commands.add_parser(
         "rewrite",
         help="write all records again with the first of key_files; may be interrupted and run again",
@@ -29,7 +28,13 @@ def main(arguments: Sequence[str] | None) -> int:
         "run can be started again.",
     )
     again.add_argument("entry", metavar="JSON", help="the adapter, as for --l2-adapter of the server")
-    options = parser.parse_args(arguments)
+    return top
+
+
+@guarded("kvstrata l2")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns the exit status: 1 if a record was not rewritten. Raises KvstrataError."""
+    options = parser().parse_args(arguments)
     counts = asyncio.run(_rewrite(options.entry))
     for name, count in sorted(counts.items()):
         print(f"{name}: {count}")

@@ -31,7 +31,7 @@ def url_of(controller: ControllerProcess) -> str:
 def test_a_run_reports_what_the_controller_took_and_its_instances_leave(controller, tmp_path, capsys):
     report_file, plot = tmp_path / "report.json", tmp_path / "plot.svg"
     flags = ("--controller", url_of(controller), "--most-keys-per-s", "4000", *QUICK)
-    assert main([*flags, "--json", str(report_file), "--svg", str(plot)]) == 0
+    assert main([*flags, "--json-file", str(report_file), "--svg", str(plot)]) == 0
     report = json.loads(report_file.read_text())
     assert report["join"]["keys_per_s"] > 0
     [step] = report["events"]

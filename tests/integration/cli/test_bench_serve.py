@@ -100,7 +100,7 @@ def served(endpoint: Endpoint) -> Iterator[str]:
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    status = main([*arguments, "--json", "-"])
+    status = main([*arguments, "--json"])
     captured = capsys.readouterr()
     assert status == 0, captured.err
     found: dict[str, Any] = json.loads(captured.out)

@@ -59,13 +59,14 @@ COMMANDS: dict[str, list[str]] = {
     ],
     "bench serve": SERVE,
     "bench cluster": ["kvstrata", "bench", "cluster", "--controller", "tcp://nonsense"],
+    "completion": ["kvstrata", "completion", "bash"],
     "doctor": ["kvstrata", "doctor"],
     "doctor --json": ["kvstrata", "doctor", "--json"],
 }
 """Arguments of `python -m`. FOLDER stands for an adapter in a folder of the test."""
 PRINTS = (
     *("--check", "--help", "--version", "kvstrata server", "kvstrata controller"),
-    *("doctor", "bench l2"),
+    *("doctor", "bench l2", "completion"),
 )
 """Commands of these names print something in this test."""
 

@@ -58,7 +58,7 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
         (("--l2-adapter", FS, "--seed", "x"), "--seed: must be a whole number from 0"),
         (("--l2-adapter", FS, "--threads", "257"), "--threads: must be a whole number from 1 to 256"),
         (
-            ("--l2-adapter", FS, "--json", "/no/where/a"),
+            ("--l2-adapter", FS, "--json-file", "/no/where/a"),
             "--json: /no/where/a: the directory /no/where does not exist",
         ),
         (("--l2-adapter", FS, "--svg", "/"), "--svg: / is a directory; name a file"),

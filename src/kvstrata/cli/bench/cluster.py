@@ -35,7 +35,12 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add("--controller", type=_endpoint, default="tcp://localhost:8400", metavar="URL",
         help="reply port of the controller (%(default)s)")  # fmt: skip
-    add("--curve-file", default="", metavar="FILE", help="CURVE keys, as in a server's controller.curve_file")
+    add(
+        "--curve-file",
+        default="",
+        metavar="FILE",
+        help="CURVE keys, as in a server's controller.curve_file (none)",
+    )
     add(
         "--instances", type=whole(2, 1_000), default=16, metavar="N", help="simulated instances (%(default)s)"
     )

@@ -78,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=whole(1, 1000), default=5, metavar="N",
         help="measured passes for each size, after one that warms up (%(default)s)")  # fmt: skip
     add("--burst", type=whole(1, MOST_CALLERS), metavar="N",
-        help=f"measure lookups of {LOOKUP_KEYS} keys instead, alone and while N callers put a pass at the same time; "
-        f"defaults are then --chunk-mb {BURST_SIZES[0]:g}, --count {BURST_COUNT}, --batch {BURST_BATCH}")  # fmt: skip
+        help=f"measure lookups of {LOOKUP_KEYS} keys instead, alone and while N callers put a pass (no). Then by "
+        f"default: --chunk-mb {BURST_SIZES[0]:g}, --count {BURST_COUNT}, --batch {BURST_BATCH}")  # fmt: skip
     add("--raw-dir", default="", metavar="DIR",
         help="directory for raw I/O, on the adapter's medium (the adapter's base_path)")  # fmt: skip
     add("--threads", type=whole(1, MOST_THREADS), metavar="N",

@@ -73,16 +73,16 @@ def parser() -> argparse.ArgumentParser:
     add("--stop-early", action="store_true",
         help="let the model end its answers; otherwise ignore_eos is sent, which vLLM accepts")  # fmt: skip
     add("--extra-body", type=_object, default={}, metavar="JSON",
-        help='further fields for every request, like {"detokenize": false} for a vLLM without a tokenizer')  # fmt: skip
+        help='further fields of requests (none); {"detokenize": false} for vLLM without a tokenizer')  # fmt: skip
     add("--cache-server", action="append", default=[], metavar="URL",
-        help="admin port of an lmcache-server behind the endpoints, to tell L1 from L2 hits; repeatable")  # fmt: skip
+        help="admin port of a server behind the endpoints, to tell L1 from L2 hits; repeatable (none)")  # fmt: skip
     add(
         "--cache-token-file",
         default="",
         metavar="FILE",
-        help="file with the bearer token of every --cache-server",
+        help="file with the bearer token of every --cache-server (that of a server of this user)",
     )
-    add("--label", default="", help="title of the report and the plot")
+    add("--label", default="", metavar="TEXT", help="title of the report and the plot (none)")
     add_report_flags(common)
     top = argparse.ArgumentParser(
         prog="kvstrata bench serve",
