@@ -19,10 +19,14 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.process.keeper import open_standard_descriptors
 from kvstrata.text import one_line
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 SPELLING = "kvstrata.ascii"
 """Name of our handler of characters that an encoding lacks."""
@@ -118,7 +122,7 @@ def _unexpected(name: str, error: Exception) -> int:
 def _lost_output(name: str, error: OSError) -> int:
     """Say that standard output takes nothing more, unless its reader has just gone; returns the exit status."""
     with contextlib.suppress(OSError, ValueError):
-        # The interpreter flushes once more at its end.
+        # What is still in the buffer is flushed once more at the end of the interpreter.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
         return Exit.READER_GONE
@@ -127,12 +131,16 @@ def _lost_output(name: str, error: OSError) -> int:
 
 
 def _flush() -> OSError | None:
-    """Flush standard output; returns why that is impossible."""
+    """Flush standard output; returns why it could not be written, once."""
+    error: OSError | None = None
     try:
         sys.stdout.flush()
-    except OSError as error:
-        return error
-    return None
+    except OSError as failed:
+        error = failed
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, _Recorded):
+        error, raw.failed = error or raw.failed, None
+    return error
 
 
 def _tell(line: str) -> None:
@@ -156,14 +164,27 @@ class _Closed(io.StringIO):
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
 
+class _Recorded(io.FileIO):
+    """Standard output that remembers its first error, so that errors of sockets and files are not taken for its own."""
+
+    failed: OSError | None = None
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+
+
 def _prepare_streams() -> None:
     codecs.register_error(SPELLING, _spell)
+    open_standard_descriptors()
     if sys.stdout is None:
         sys.stdout = _Closed()
-    out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and not isinstance(out.buffer, io.BufferedWriter):
-        # With PYTHONUNBUFFERED bytes that cannot be written are dropped; a buffer keeps them for `_flush`.
-        buffer = io.BufferedWriter(out.buffer)
+    elif sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        out = sys.stdout
+        buffer = io.BufferedWriter(_Recorded(out.fileno(), "wb", closefd=False))
         sys.stdout = io.TextIOWrapper(buffer, out.encoding, line_buffering=out.line_buffering)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -31,7 +31,7 @@ def size(n_bytes: float) -> str:
 
 
 def count(number: float) -> str:
-    """A number of at most 6 characters."""
+    """A number of at most 9 characters."""
     for limit, unit, by in ((1e5, "", 1.0), (1e8, " k", 1e3), (1e11, " M", 1e6)):
         if abs(number) < limit:
             return f"{number / by:,.0f}{unit}"

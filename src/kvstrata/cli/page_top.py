@@ -57,7 +57,7 @@ def _engines(now: list[dict[str, Any]], past: list[dict[str, Any]], seconds: flo
         old = before.get(row["engine"], {})
 
         def gained(name: str, row: Mapping[str, Any] = row, old: Mapping[str, Any] = old) -> float:
-            return max(0.0, row[name] - old.get(name, 0))  # an engine that attaches again begins at 0
+            return max(0.0, float(row[name] - old.get(name, 0)))  # an engine that attaches again begins at 0
 
         rows.append((gained("lookup_chunks"), [
             row["engine"][:8], row["model"][-20:], f"{gained('lookups') / seconds:.1f}",
@@ -98,10 +98,10 @@ def _tenants(status: Mapping[str, Any]) -> list[RenderableType]:
         in_l2[row["tenant"]] = in_l2.get(row["tenant"], 0) + row["bytes"]
     rows = [
         [
-            row["tenant"] or "(unnamed)", size(row["used_bytes"]),
-            size(row["quota_bytes"]) if row.get("quota_bytes") else "-",
+            row["tenant"] or "(unnamed)", size(row["bytes"]),
+            size(row["quota_bytes"]) if row["quota_bytes"] > 0 else "-",
             size(in_l2[row["tenant"]]) if row["tenant"] in in_l2 else "-",
         ]
-        for row in sorted(status["tenants"], key=lambda row: -row["used_bytes"])
+        for row in sorted(status["tenants"], key=lambda row: -row["bytes"])
     ]  # fmt: skip
     return grid(columns, rows, MOST_TENANTS, "--json") if rows else [line("no tenant holds anything")]

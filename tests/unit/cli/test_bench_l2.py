@@ -59,7 +59,7 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
         (("--l2-adapter", FS, "--threads", "257"), "--threads: must be a whole number from 1 to 256"),
         (
             ("--l2-adapter", FS, "--json-file", "/no/where/a"),
-            "--json: /no/where/a: the directory /no/where does not exist",
+            "--json-file: /no/where/a: the directory /no/where does not exist",
         ),
         (("--l2-adapter", FS, "--svg", "/"), "--svg: / is a directory; name a file"),
         (("--l2-adapter", FS, "--burst", "0"), "--burst: must be a whole number from 1 to 64, found '0'"),

@@ -55,8 +55,13 @@ def parser() -> argparse.ArgumentParser:
         help="directory of the server's sockets (derived from the port)",
     )
     add("--processes", type=whole(1, 64), default=1, help="client processes (%(default)s)")
-    add("--chunks", type=whole(1, 4096), default=8, metavar="N",
-        help="chunks that each stores in a round (%(default)s)")
+    add(
+        "--chunks",
+        type=whole(1, 4096),
+        default=8,
+        metavar="N",
+        help="chunks that each stores in a round (%(default)s)",
+    )
     add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
     add("--threads", type=whole(1, 64), default=settings.copy_threads,
         help="copy threads of each process, also for memcpy (%(default)s)")  # fmt: skip
