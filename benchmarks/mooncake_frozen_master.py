@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import figure, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import ready
-from kvstrata.cli import ctl
+from kvstrata.cli import asking
 from kvstrata.config.model import ClientSettings
 from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
@@ -122,7 +122,7 @@ def measure(
     for prompt in prompts:
         vllm.generate(prompt, max_tokens=2)
     wait_until(lambda: put() == CHUNKS * len(prompts), "the tier has all prompts")
-    ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+    asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
     for prompt in known:
         vllm.generate(prompt, max_tokens=2)
 

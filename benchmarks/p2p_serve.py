@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common import figure, scratch, sized
 from benchmarks.serve_tiers import asked
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
-from kvstrata.cli import ctl
+from kvstrata.cli.table import table
 from tests.harness import vllm_model
 from tests.harness.cluster import Cluster
 from tests.harness.vllm_api import VllmApi
@@ -63,7 +63,7 @@ def run() -> list[dict[str, Any]]:
         return []
     with scratch("p2p-serve") as folder:
         rounds, read_records = measured(vllm_model.ensure_model(MODEL), folder)
-    print(ctl.table([row_of(case, found) for case, found in rounds.items()]), flush=True)
+    print(table([row_of(case, found) for case, found in rounds.items()]), flush=True)
     computed, read = rounds["computed, round 2"], rounds["instance 2, round 2"]
     ttft_ms, computed_ms = read["ttft_ms"]["median"], computed["ttft_ms"]["median"]
     whole = read_records == CHUNKS

@@ -20,7 +20,8 @@ from typing import Any
 
 from benchmarks.common import ROOT, figure, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
-from kvstrata.cli import ctl
+from kvstrata.cli import asking
+from kvstrata.cli.table import table
 from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
@@ -49,7 +50,7 @@ def asked(
         *(Path(sys.executable).with_name("kvstrata"), "bench", "serve", "long-doc-qa", "--url", engine.url),
         *("--documents", str(documents), "--document-tokens", str(tokens), "--rounds", "1"),
         *("--concurrency", "1", "--extra-body", '{"detokenize": false}', "--label", case),
-        *("--json", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
+        *("--json-file", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
         *(("--cache-server", server.url) if server else ()),
     ]
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
@@ -67,13 +68,13 @@ def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> 
         return int(adapter["outcomes"].get("stored", 0))
 
     with remotes.tier(name, folder) as tier:
-        added = ctl.ask(server.url, ctl.Ask("/v1/l2/adapters", {"adapter": tier.entry}, timeout_s=60))
+        added = asking.ask(server.url, asking.Ask("/v1/l2/adapters", {"adapter": tier.entry}, timeout_s=60))
         asked(name, folder, engine, server)
         wait_until(lambda: put() == CHUNKS, f"{name} has all chunks")
-        ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
         second = asked(name, folder, engine, server)
-        ctl.ask(server.url, ctl.Ask(f"/v1/l2/adapters/{added['name']}", None, "DELETE", timeout_s=60))
-    ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        asking.ask(server.url, asking.Ask(f"/v1/l2/adapters/{added['name']}", None, "DELETE", timeout_s=60))
+    asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
     return second
 
 
@@ -92,7 +93,7 @@ def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
         stack.enter_context(engine)
         asked("l1", folder, engine, server)
         rounds["l1"] = asked("l1", folder, engine, server)
-        ctl.ask(server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
         for name in REMOTE:
             rounds[name] = through(name, folder, engine, server)
     return rounds
@@ -117,7 +118,7 @@ def run() -> list[dict[str, Any]]:
         return []
     with scratch("serve-tiers") as folder:
         rounds = measured(vllm_model.ensure_model(MODEL), folder)
-    print(ctl.table([row_of(case, found) for case, found in rounds.items()]), flush=True)
+    print(table([row_of(case, found) for case, found in rounds.items()]), flush=True)
     cold_ms = rounds["none"]["ttft_ms"]["median"]
     figures = []
     for case, found in rounds.items():

@@ -50,7 +50,7 @@ def metrics() -> str:
             table(["metric", "type", "labels", "meaning"], counted),
             "\n### Labels\n\n",
             table(["label", "values"], [[f"`{label}`", LABELS[label]] for label in labels]),
-            "\n## Numbers of the status document\n\nGauges without labels, which `kvstrata ctl status` shows at their "
+            "\n## Numbers of the status document\n\nGauges without labels, which `kvstrata ctl status --all` shows at their "
             "paths. ADAPTER stands for an adapter's name, WORD for one of several words; characters other than letters "
             "and digits become `_`. Those of an adapter are there while the server has it.\n\n",
             table(["metric", "path", "meaning"], gauges),

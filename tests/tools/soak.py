@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstrata.cli import ctl
+from kvstrata.cli import asking
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually
 from tests.harness.open_files import open_files
 from tests.harness.server_process import ServerProcess
@@ -192,7 +192,7 @@ class Soak:
         self._journal.add("tiers added or removed", 1)
 
     def _admin(self, path: str, body: dict[str, Any] | None, method: str = "") -> Any:
-        return ctl.ask(self._server.url, ctl.Ask(path, body, method, timeout_s=60))
+        return asking.ask(self._server.url, asking.Ask(path, body, method, timeout_s=60))
 
 
 def run(journal: Journal, draw: random.Random) -> None:

@@ -141,11 +141,22 @@ HEAVY = {
     "torch": ("connectors.",),
     "vllm": ("connectors.",),
     "zmq": ("rpc.zmq_",),
+    "rich": ("cli.live", "cli.page_"),
+    "shtab": ("cli.completion",),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
 }
 """Packages and the modules that may import them."""
 
-LIGHT = ("cli", "cli.bench", "cli.controller", "cli.ctl", "cli.doctor", "cli.server")
+LIGHT = (
+    "cli",
+    "cli.bench",
+    "cli.controller",
+    "cli.ctl",
+    "cli.ctl_pages",
+    "cli.page_top",
+    "cli.doctor",
+    "cli.server",
+)
 """Modules that load no compiled module of ours and no package of `HEAVY` when they are imported."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata import failpoints
-from kvstrata.cli.ctl import Ask, ask
+from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import Unavailable
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess

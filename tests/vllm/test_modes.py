@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli import ctl
+from kvstrata.cli import asking
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
@@ -132,7 +132,7 @@ def test_events_name_stored_chunks_with_their_tokens_and_removed_chunks(rig):
     assert {event["block_size"] for event in stored} == {256}
     for _ in range(2):
         rig.vllm.generate([5, 6, 7])  # events are taken in steps, and vLLM makes none without requests
-    ctl.ask(rig.server.url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+    asking.ask(rig.server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
     removed = []
 
     def gone():

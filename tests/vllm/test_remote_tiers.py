@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.cli import ctl
+from kvstrata.cli import asking
 from tests.harness import mooncake
 from tests.harness.daemon import Unavailable
 from tests.harness.server_process import ServerProcess
@@ -50,11 +50,11 @@ def rigs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def joined(rig: Rig, entry: dict[str, Any]) -> Iterator[None]:
     """The rig's server has this adapter until the end of the block."""
     url = rig.server.url
-    added = ctl.ask(url, ctl.Ask("/v1/l2/adapters", {"adapter": entry}, timeout_s=60))
+    added = asking.ask(url, asking.Ask("/v1/l2/adapters", {"adapter": entry}, timeout_s=60))
     try:
         yield
     finally:
-        ctl.ask(url, ctl.Ask(f"/v1/l2/adapters/{added['name']}?wait_s=0", None, "DELETE", timeout_s=60))
+        asking.ask(url, asking.Ask(f"/v1/l2/adapters/{added['name']}?wait_s=0", None, "DELETE", timeout_s=60))
 
 
 def put_chunks(rig: Rig) -> int:

@@ -106,7 +106,7 @@ def bench_serve(url, server):
         "bench", "serve", "long-doc-qa", "--url", url, "--documents", "2",
         "--document-tokens", "1100", "--question-tokens", "8", "--output-tokens", "4", "--rounds", "1",
         "--extra-body", '{"detokenize": false}', "--cache-server", server.url,
-        "--json", "-",
+        "--json",
     ]  # fmt: skip
     done = subprocess.run(
         [Path(sys.executable).with_name("kvstrata"), *arguments], capture_output=True, text=True, timeout=240

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstrata import __version__
+from kvstrata.cli.boundary import Command, Exit, guarded
 
 USAGE = """\
 usage: kvstrata COMMAND [arguments]
@@ -19,19 +20,21 @@ usage: kvstrata COMMAND [arguments]
               `bench cluster` a controller
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
+  completion  print a script with which bash, zsh or fish completes commands and options
   doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
 kvstrata COMMAND --help tells more. kvstrata --version prints the version; kvstrata --native-include-dir prints the
 folder of the headers for storage connectors in C++."""
 
 
+@guarded("kvstrata")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = words[0] if words else "--help"
     if command in ("-h", "--help"):
-        print(USAGE)
-        return 0 if words else 2
+        print(USAGE, file=sys.stdout if words else sys.stderr)
+        return Exit.DONE if words else Exit.CONFIG
     if command == "--version":
         print(f"kvstrata {__version__}")
         return 0
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = _command(command)
     if run is None:
         print(f"kvstrata: unknown command {command!r}; see kvstrata --help", file=sys.stderr)
-        return 2
+        return Exit.CONFIG
     return run(words[1:])
 
 
@@ -52,7 +55,7 @@ def native_include_dir() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "ext" / "core" / "include"
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int] | None:
+def _command(name: str) -> Command | None:
     """The subcommand's main function, or None for an unknown name; only this subcommand is imported."""
     if name == "server":
         from kvstrata.cli.server import main as server
@@ -78,6 +81,10 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvstrata.cli.l2 import main as l2
 
         return l2
+    if name == "completion":
+        from kvstrata.cli.completion import main as completion
+
+        return completion
     if name == "doctor":
         from kvstrata.cli.doctor import main as doctor
 

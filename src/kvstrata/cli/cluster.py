@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
-from kvstrata.errors import KvstrataError
+from kvstrata.cli.boundary import guarded
 from kvstrata.rpc.key_folder import CONTROLLER, KeyFolder
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 2 if nothing was done because an argument or a file is wrong."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata cluster`."""
+    top = argparse.ArgumentParser(
         prog="kvstrata cluster",
         description="Makes the CURVE keys of a cluster, one file for the controllers and one for each member. A member "
         "may register instances called NAME or NAME-…; the default ids of a host's instances begin with its host name.",
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = top.add_subparsers(dest="command", required=True)
     for command, text in (
         ("init", "make keys for a controller and for members"),
         ("add", "make keys for more members, or new ones for a member"),
@@ -28,19 +27,21 @@ def main(arguments: Sequence[str]) -> int:
         made.add_argument("names", metavar="NAME", nargs="+", help="a member, as a rule its host's name")
         if command != "remove":
             made.add_argument("--overwrite", action="store_true", help="replace keys that exist")
-    options = parser.parse_args(arguments)
+    return top
+
+
+@guarded("kvstrata cluster")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns the exit status. Raises KvstrataError."""
+    options = parser().parse_args(arguments)
     keys = KeyFolder(options.folder)
-    try:
-        match options.command:
-            case "init":
-                keys.make(options.names, overwrite=options.overwrite)
-            case "add":
-                keys.add(options.names, overwrite=options.overwrite)
-            case _:
-                keys.remove(options.names)
-    except KvstrataError as error:
-        print(f"kvstrata cluster {options.command}: {error.message}", file=sys.stderr)
-        return 2
+    match options.command:
+        case "init":
+            keys.make(options.names, overwrite=options.overwrite)
+        case "add":
+            keys.add(options.names, overwrite=options.overwrite)
+        case _:
+            keys.remove(options.names)
     for path in keys.written:
         flag = "--curve-secret-file" if path.stem == CONTROLLER else "--cluster-curve-file"
         process = "lmcache-controller" if path.stem == CONTROLLER else "lmcache-server"

@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from kvstrata.cli.boundary import guarded
 from kvstrata.process.keeper import EXIT_CONFIG, Restarts, keep
 
 
+@guarded("lmcache-controller")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status (2: settings are wrong, 70: the controller failed)."""
     return keep("lmcache-controller", list(sys.argv[1:] if arguments is None else arguments), serve)

@@ -7,145 +7,49 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from kvstrata.cli import ctl_cluster, ctl_explain
-from kvstrata.cli.unix_http import opener
-from kvstrata.config.model import HttpSettings
-from kvstrata.config.tokens import bearer_token, read_bearer_token
-from kvstrata.errors import BadRequest, KvstrataError, Unavailable
-from kvstrata.process.http_token import find_sockets, find_token
-from kvstrata.process.http_unix import SCHEME
-from kvstrata.process.ports import port_uids
-from kvstrata.text import printable
+from kvstrata.cli import ctl_cluster, ctl_explain, ctl_pages
+from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
+from kvstrata.cli.boundary import guarded
+from kvstrata.cli.leaves import leaves
+from kvstrata.cli.table import table
+from kvstrata.errors import BadRequest, ConfigError
 
 TIER_NAME = re.compile(r"[A-Za-z][\w]*-\d+")
-TIMEOUT_S = 30
 CLOSE_S = 60
 """Time for opening or closing an adapter, on top of the command's own `--wait-s`."""
 MAX_WAIT_S = 600
 
 
-class Ask(NamedTuple):
-    """One request to the admin port."""
-
-    path: str
-    body: Mapping[str, Any] | None = None
-    method: str = ""
-    """Empty: GET without a body, POST with one."""
-    timeout_s: float = TIMEOUT_S
-
-
-def ask(url: str, asked: Ask, *, token: str = "") -> Any:
-    """Ask the admin port; returns its JSON. Raises BadRequest for an HTTP error, Unavailable without an answer.
-
-    If `token` is empty, the token that a local server has published is used, if any (process/http_token.py).
-    """
-    body = asked.body
-    method = asked.method or ("GET" if body is None else "POST")
-    base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
-    request = urllib.request.Request(base + asked.path, method=method)
-    if body is not None:
-        request.data = json.dumps(body).encode()
-        request.add_header("Content-Type", "application/json")
-    if token := token or find_token(url):
-        # An unredirected header is not sent to another port to which an answer redirects.
-        request.add_unredirected_header("Authorization", f"Bearer {token}")
-    try:
-        with opener(url).open(request, timeout=asked.timeout_s) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        raise BadRequest(_message(error)) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise Unavailable(f"--url: {url} does not answer ({reason}); is it running?") from None
-
-
-def default_url() -> str:
-    """URL of the admin port of a server on this host with default settings."""
-    http = HttpSettings()
-    return f"http://{http.host}:{http.port}"
-
-
-def find_url(usual: str, kind: str) -> str:
-    """The URL of our user's server or controller (`kind`) on this host: `usual`, or else its unix socket.
-
-    Raises BadRequest if there are several sockets.
-    """
-    port = urllib.parse.urlsplit(usual).port or 0
-    found = [] if os.geteuid() in port_uids(port) else find_sockets(kind)
-    if len(found) > 1:
-        raise BadRequest(
-            f"--url: no {kind} of this user listens at {usual}, and several listen on sockets; choose one of "
-            f"{', '.join(f'{SCHEME}{path}' for path in found)}",
-            field="--url",
-        )
-    return f"{SCHEME}{found[0]}" if found else usual
-
-
-def table(value: Any, indent: str = "") -> str:
-    """Nested values as aligned lines; a list of mappings becomes a table with a header.
-
-    Engines choose some of the texts, such as the name of a model, so nothing in them reaches the terminal as a command.
-    """
-    if isinstance(value, Mapping):
-        named = {printable(str(key)): inner for key, inner in value.items()}
-        width = max(map(len, named), default=0)
-        lines = []
-        for key, inner in named.items():
-            if isinstance(inner, (Mapping, list)) and inner:
-                lines.append(f"{indent}{key}")
-                lines.append(table(inner, indent + "  "))
-            else:
-                lines.append(f"{indent}{key:<{width}}  {_cell(inner)}")
-        return "\n".join(lines)
-    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
-        heads = list(dict.fromkeys(key for row in value for key in row))
-        rows = [list(map(printable, heads))] + [
-            [_cell(row.get(head, "-")) for head in heads] for row in value
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-        return "\n".join(
-            indent + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
-    if isinstance(value, list):
-        return "\n".join(f"{indent}{_cell(row)}" for row in value)
-    return indent + _cell(value)
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata ctl`."""
     top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
-    top.add_argument(
-        "--url",
-        default="",
-        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()}); "
-        "unix:PATH: a unix socket; without --url, a socket of this user is found if its server has none of these ports",
-    )
-    top.add_argument("--token-file", default="",
-                     help="file with the bearer token; default: that of a server of the same user")  # fmt: skip
-    top.add_argument("--json", action="store_true", help="print JSON")
+    _add_common(top)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("status", help="pool, sessions, adapters and counters")
+    ctl_pages.add_page_flags(
+        commands.add_parser("status", help="the server at a glance; --all: all that is known")
+    )
+    ctl_pages.add_top_flags(
+        commands.add_parser("top", help="what engines, tiers and tenants do now, drawn again and again")
+    )
     commands.add_parser("ready", help="whether requests are served")
     explain = commands.add_parser("explain", help="why a recent request missed")
     explain.add_argument(
         "request_id", metavar="REQUEST_ID", help="as the API returned it, or as the engine logs it"
     )
     clear = commands.add_parser("clear", help="drop chunks")
-    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
-    clear.add_argument("--tenant")
+    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="where (%(default)s)")
+    clear.add_argument("--tenant", metavar="NAME", help="only this tenant's chunks (those of every tenant)")
     clear.add_argument(
         "--wait",
         action="store_true",
@@ -153,13 +57,16 @@ def parser() -> argparse.ArgumentParser:
     )
     prefetch = commands.add_parser("prefetch", help="load a prompt's chunks from L2 into L1")
     prefetch.add_argument("tokens", metavar="FILE", help="JSON list of token ids; - reads standard input")
-    prefetch.add_argument("--model", default="")
-    prefetch.add_argument("--adapter", default="")
-    prefetch.add_argument("--tenant", default="")
-    prefetch.add_argument("--salt", default="")
-    prefetch.add_argument("--budget-bytes", type=int, default=1 << 30)
+    ctl_cluster.add_identity(prefetch)
+    prefetch.add_argument(
+        "--budget-bytes",
+        type=int,
+        default=1 << 30,
+        metavar="BYTES",
+        help="load at most so many bytes (%(default)s)",
+    )
     job = commands.add_parser("job", help="outcome of a prefetch")
-    job.add_argument("number", type=int)
+    job.add_argument("number", metavar="NUMBER", type=int, help="as `prefetch` printed it")
     stranded = commands.add_parser(
         "stranded", help="sessions of dead processes whose GPU may still write into L1"
     )
@@ -170,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     quota = commands.add_parser(
         "quota", help="change how much of L1 a tenant may have, until the server ends"
     )
-    quota.add_argument("tenant")
-    quota.add_argument("quota_gb", type=float, metavar="GB")
+    quota.add_argument("tenant", metavar="TENANT", help="its name")
+    quota.add_argument("quota_gb", type=float, metavar="GB", help="its quota, in GB")
     pool = commands.add_parser("pool", help="look into the files of a pool, with or without a server")
     looks = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
     shown = looks.add_parser("dump", help="header, attached processes and entries of a pool; changes nothing")
@@ -182,8 +89,6 @@ def parser() -> argparse.ArgumentParser:
         help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
     )
     shown.add_argument("--entries", action="store_true", help="list each entry too")
-    # --json may also follow the command. It has no default, which would overwrite the value given before the command.
-    shown.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
     l2 = commands.add_parser("l2", help="list, show, export, add, drain, resume or remove L2 adapters")
@@ -202,7 +107,8 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--position",
         type=int,
-        help="place in the order in which lookups ask the adapters, from 0; by default the last",
+        metavar="NUMBER",
+        help="place in the order in which lookups ask the adapters, from 0 (the last)",
     )
     add.add_argument(
         "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
@@ -226,7 +132,21 @@ def parser() -> argparse.ArgumentParser:
             metavar="S",
             help="longest wait for puts and loads under way (%(default)s)",
         )
+    for each in leaves(top):
+        _add_common(each, default=argparse.SUPPRESS)
     return top
+
+
+def _add_common(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the options that may stand before the command and after it. `default`: SUPPRESS keeps what stood before."""
+    add = parser.add_argument
+    add("--url", default=default or "",
+        help=f"admin port ({default_url()}), for `cluster` the controller's ({ctl_cluster.default_url()}); "
+        "unix:PATH: a unix socket; without --url, a socket of this user is found if its server has none of these "
+        "ports")  # fmt: skip
+    add("--token-file", metavar="FILE", default=default or "",
+        help="file with the bearer token; -: standard input (that of a server of this user)")  # fmt: skip
+    add("--json", action="store_true", default=default or False, help="print JSON, all that the server said")
 
 
 def _seconds(text: str) -> float:
@@ -246,12 +166,7 @@ def run(options: argparse.Namespace) -> Any:
         from kvstrata.memory.pool_dump import dump
 
         return dump(options.path, entries=options.entries)
-    token = read_token("--token-file", options.token_file)
-    if options.command == "cluster":
-        url = options.url or find_url(ctl_cluster.default_url(), "controller")
-    else:
-        url = options.url or find_url(default_url(), "server")
-    answer = ask(url, _request(options), token=token)
+    answer = _asker(options)(_request(options))
     if options.command == "cluster" and options.action == "dashboard-link":
         answer = ctl_cluster.reachable(answer, options.url)
     if options.command == "cluster":
@@ -266,19 +181,26 @@ def run(options: argparse.Namespace) -> Any:
     return _list(answer) or "no adapter" if brief else answer
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns exit status 0, or 1 with one line on standard error."""
+@guarded("kvstrata ctl")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
-    try:
-        answer = run(options)
-    except KvstrataError as error:
-        print(f"kvstrata ctl: {error}", file=sys.stderr)
-        return 1
-    try:
-        print(json.dumps(answer, indent=1) if options.json else _text(options, answer), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if ctl_pages.draws(options):
+        ctl_pages.run(options, _asker(options))
+        return 0
+    answer = run(options)
+    print(json.dumps(answer, indent=1) if options.json else _text(options, answer))
     return 0
+
+
+def _asker(options: argparse.Namespace) -> Callable[[Ask], Any]:
+    """Asks the server, for `cluster` the controller, that the options name. Raises ConfigError."""
+    token = read_token("--token-file", options.token_file)
+    if options.command == "cluster":
+        url = options.url or find_url(ctl_cluster.default_url(), "controller")
+    else:
+        url = options.url or find_url(default_url(), "server")
+    return lambda asked: ask(url, asked, token=token)
 
 
 def _request(options: argparse.Namespace) -> Ask:
@@ -304,12 +226,12 @@ def _request(options: argparse.Namespace) -> Ask:
         case "l2":
             return _l2_request(options)
         case "cluster":
-            asked = ctl_cluster.request(options, _read)
+            asked = ctl_cluster.request(options, read_text)
             return Ask(asked.path, asked.body, asked.method, asked.wait_s + TIMEOUT_S)
     try:
-        tokens = json.loads(_read(options.tokens))
+        tokens = json.loads(read_text(options.tokens))
     except ValueError as error:
-        raise BadRequest(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
+        raise ConfigError(f"FILE: {options.tokens}: not a JSON list of token ids: {error}") from None
     fields = ("model", "adapter", "tenant", "salt", "budget_bytes")
     return Ask("/v1/prefetch", {"tokens": tokens, **{name: getattr(options, name) for name in fields}})
 
@@ -319,14 +241,14 @@ def _l2_request(options: argparse.Namespace) -> Ask:
     if options.action in ("list", "show", "export"):
         return Ask(path)
     if options.action == "add":
-        text = _read("-") if options.adapter == "-" else options.adapter
+        text = read_text("-") if options.adapter == "-" else options.adapter
         adapter: Any = text
         if not TIER_NAME.fullmatch(text):
             try:
                 adapter = json.loads(text)
             except ValueError as error:
                 # The text itself is not shown: it may hold a password.
-                raise BadRequest(f"JSON: neither JSON nor the name of an adapter: {error}") from None
+                raise ConfigError(f"JSON: neither JSON nor the name of an adapter: {error}") from None
         body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
         return Ask(path, body, timeout_s=CLOSE_S)
     one = f"{path}/{urllib.parse.quote(options.name, safe='')}"
@@ -393,46 +315,3 @@ def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
         "after_restart": "kept" if row["in_settings"] else "gone",
         "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
     }
-
-
-def read_token(flag: str, path: str) -> str:
-    """The bearer token of an admin port in this file, or on standard input for `-`; empty without a path.
-
-    Raises ConfigError.
-    """
-    if not path:
-        return ""
-    if path == "-":
-        return bearer_token(_read(path), "standard input", flag)
-    return read_bearer_token(path, flag)
-
-
-def _read(path: str) -> str:
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{path}: cannot be read: {error}") from None
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        body = json.load(error)
-        return str(body.get("message") or body.get("why") or body)
-    except (ValueError, AttributeError):
-        return f"HTTP {error.code} {error.reason}"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{printable(key)}={_part(inner)}" for key, inner in value.items()) or "-"
-    if isinstance(value, list):
-        return ", ".join(_part(inner) for inner in value) or "-"
-    return "-" if value is None else printable(str(value)) or "-"
-
-
-def _part(value: Any) -> str:
-    return f"({_cell(value)})" if isinstance(value, (Mapping, list)) and value else _cell(value)

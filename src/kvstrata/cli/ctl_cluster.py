@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvstrata.cli import ctl_explain
+from kvstrata.cli.ctl_pages import add_page_flags
 from kvstrata.config.model import ControllerHttpSettings
-from kvstrata.errors import BadRequest
+from kvstrata.errors import ConfigError
 
 DEFAULT_WAIT_S = 5.0
 MAX_WAIT_S = 60.0
@@ -40,7 +42,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
 
     def named(name: str, text: str) -> argparse.ArgumentParser:
         made = action(name, text)
-        made.add_argument("name", metavar="INSTANCE")
+        made.add_argument("name", metavar="INSTANCE", help="its id, as `instances` prints it")
         return made
 
     def waiting(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -51,14 +53,13 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     def chunks(made: argparse.ArgumentParser, *, required: bool = True) -> argparse.ArgumentParser:
         made.add_argument("tokens", metavar="FILE", nargs=None if required else "?",
                           help="JSON list of token ids, or of storage keys in hexadecimal; - reads stdin")  # fmt: skip
-        made.add_argument("--model", default="")
-        made.add_argument("--kind", type=int, help="number in `models`, where several match")
-        made.add_argument("--adapter", default="")
-        made.add_argument("--tenant", default="")
-        made.add_argument("--salt", default="")
+        made.add_argument(
+            "--kind", type=int, metavar="NUMBER", help="number in `models`, where several match (none)"
+        )
+        add_identity(made)
         return made
 
-    action("status", "the cluster at a glance")
+    add_page_flags(action("status", "the cluster at a glance; --all: all that is known"))
     action("ready", "whether requests are served")
     action("dashboard-link", "a link that opens the dashboard and logs a browser in, once, within 5 minutes")
     action("instances", "one line for each instance; --json prints all that is known")
@@ -66,31 +67,35 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     action("tiers", "chunks and bytes by tier")
     action("models", "the kinds of KV that attached engines have")
     events = action("events", "recent events")
-    events.add_argument("--after", type=int, help="print only events after this number")
     events.add_argument(
-        "--wait-s", type=seconds, default=0.0, metavar="S", help="longest wait for a new event"
+        "--after", type=int, metavar="NUMBER", help="only events after this number (the last ones)"
+    )
+    events.add_argument(
+        "--wait-s", type=seconds, default=0.0, metavar="S", help="longest wait for a new event (%(default)g)"
     )
     chunks(action("lookup", "where the chunks of a prompt are"))
     pin = waiting(chunks(action("pin", "keep chunks in the L1 of one instance")))
-    pin.add_argument("--instance", help="by default the one with the longest prefix")
-    pin.add_argument("--ttl-s", type=float, default=3_600.0, metavar="S")
+    pin.add_argument("--instance", metavar="INSTANCE", help="where (the one with the longest prefix)")
+    pin.add_argument(
+        "--ttl-s", type=float, default=3_600.0, metavar="S", help="time until it ends (%(default)g)"
+    )
     action("pins", "pins that have not ended")
     unpin = waiting(action("unpin", "end a pin"))
-    unpin.add_argument("claim")
-    unpin.add_argument("--instance", help="needed for pins that are not listed")
+    unpin.add_argument("claim", metavar="CLAIM", help="as `pins` prints it")
+    unpin.add_argument("--instance", metavar="INSTANCE", help="needed for pins that are not listed (none)")
     for name, text in (
         ("replicate", "copy chunks into the L1 of another instance"),
         ("move", "copy chunks as `replicate` does, and drop them at their source"),
     ):
         copy = waiting(chunks(action(name, text)))
-        copy.add_argument("--to", required=True, metavar="INSTANCE")
-        copy.add_argument("--source", metavar="INSTANCE", help="by default the one with the longest prefix")
+        copy.add_argument("--to", required=True, metavar="INSTANCE", help="the instance that gets the chunks")
+        copy.add_argument("--source", metavar="INSTANCE", help="from where (the one with the longest prefix)")
     clear = waiting(action("clear", "drop chunks"))
-    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1")
-    clear.add_argument("--tenant")
+    clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="where (%(default)s)")
+    clear.add_argument("--tenant", metavar="NAME", help="only this tenant's chunks (those of every tenant)")
     evict = waiting(chunks(action("evict", "drop chunks from L1"), required=False))
     evict.add_argument(
-        "--identity", metavar="HEX", help="all chunks of an identity, by the root that `lookup` prints"
+        "--identity", metavar="HEX", help="all chunks of an identity, by the root that `lookup` prints (none)"
     )
     evict.add_argument("--whole-identity", action="store_true",
                        help="all chunks of the identity that --model, --adapter, --tenant and --salt make")  # fmt: skip
@@ -106,18 +111,29 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     explain.add_argument(
         "--request-id",
         metavar="ID",
-        help="instead of FILE: explain a recent request, by the id that the API returned",
+        help="instead of FILE: explain a recent request, by the id that the API returned (none)",
     )
     for made in (clear, evict, explain):
         made.add_argument("--instance", action="append", dest="instances", metavar="INSTANCE",
-                          help="only this instance; repeatable")  # fmt: skip
+                          help="only this instance; repeatable (all)")  # fmt: skip
     action("commands", "recent commands to instances")
     command = action("command", "state and result of a command")
-    command.add_argument("number", type=int)
+    command.add_argument("number", metavar="NUMBER", type=int, help="as `commands` prints it")
+
+
+def add_identity(parser: argparse.ArgumentParser) -> None:
+    """Add the options that tell, beside the tokens, which chunks are meant."""
+    for name, meaning in (
+        ("model", "the model of the engines (the only one that is known)"),
+        ("adapter", "LoRA adapter (none)"),
+        ("tenant", "tenant (the unnamed one)"),
+        ("salt", "salt of the requests (none)"),
+    ):
+        parser.add_argument(f"--{name}", default="", metavar="NAME", help=meaning)
 
 
 def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterAsk:
-    """The request for these arguments. Raises BadRequest."""
+    """The request for these arguments. Raises ConfigError."""
     action = options.action
     if action in ("instances", "tiers", "models", "pins", "commands"):
         return ClusterAsk(f"/v1/{action}")
@@ -145,7 +161,7 @@ def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterA
             body = {**_chunks(options, read), "to": options.to, "source": options.source}
         case "explain":
             if (options.tokens is None) == (options.request_id is None):
-                raise BadRequest("FILE: give either FILE or --request-id", field="FILE")
+                raise ConfigError("FILE: give either FILE or --request-id", field="FILE")
             body = {
                 **_chunks(options, read),
                 "request_id": options.request_id,
@@ -188,7 +204,7 @@ def _chunks(options: argparse.Namespace, read: Callable[[str], str]) -> dict[str
     try:
         named = json.loads(read(options.tokens))
     except ValueError as error:
-        raise BadRequest(f"FILE: {options.tokens}: not a JSON list: {error}") from None
+        raise ConfigError(f"FILE: {options.tokens}: not a JSON list: {error}") from None
     keys = isinstance(named, list) and bool(named) and isinstance(named[0], str)
     return {**body, "keys" if keys else "tokens": named}
 
@@ -220,7 +236,13 @@ def brief(action: str, answer: Any) -> Any:
         ] or "no instance"
     if action == "events":
         rows = [
-            {"number": row["number"], "kind": row["kind"], "instance": row["instance"] or "-", **row["facts"]}
+            {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row["unix_ms"] / 1000)),
+                "number": row["number"],
+                "kind": row["kind"],
+                "instance": row["instance"] or "-",
+                "facts": row["facts"],
+            }
             for row in answer["events"]
         ]
         return rows or "nothing happened"

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstrata.cli.boundary import guarded
 from kvstrata.cli.doctor_gpu import check_gpus
 from kvstrata.cli.finding import Finding
 from kvstrata.config.model import ServerSettings
@@ -154,11 +155,17 @@ def findings() -> list[Finding]:
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata doctor`."""
+    top = argparse.ArgumentParser(prog="kvstrata doctor", description=__doc__)
+    top.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
+@guarded("kvstrata doctor")
+def main(arguments: Sequence[str] | None) -> int:
     """Print the report; the exit status is 1 when a check failed."""
-    parser = argparse.ArgumentParser(prog="kvstrata doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     found = findings()
     if options.json:
         print(json.dumps([finding._asdict() for finding in found], indent=1))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 
+from kvstrata.cli.boundary import guarded
 from kvstrata.clock import SystemClock
-from kvstrata.errors import KvstrataError
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import innermost
@@ -17,10 +16,10 @@ from kvstrata.storage.wrap.codec_rewrite import rewrite
 DONE = ("rewritten", "current")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit status: 1 if a record was not rewritten, 2 for a wrong entry."""
-    parser = argparse.ArgumentParser(prog="kvstrata l2", description="work on the storage of an L2 adapter")
-    commands = parser.add_subparsers(dest="command", required=True)
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata l2`."""
+    top = argparse.ArgumentParser(prog="kvstrata l2", description="work on the storage of an L2 adapter")
+    commands = top.add_subparsers(dest="command", required=True)
     again = commands.add_parser(
         "rewrite",
         help="write all records again with the first of key_files; may be interrupted and run again",
@@ -29,12 +28,14 @@ def main(arguments: Sequence[str]) -> int:
         "run can be started again.",
     )
     again.add_argument("entry", metavar="JSON", help="the adapter, as for --l2-adapter of the server")
-    options = parser.parse_args(arguments)
-    try:
-        counts = asyncio.run(_rewrite(options.entry))
-    except KvstrataError as error:
-        print(f"kvstrata l2 rewrite: {error}", file=sys.stderr)
-        return 2
+    return top
+
+
+@guarded("kvstrata l2")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the command; returns the exit status: 1 if a record was not rewritten. Raises KvstrataError."""
+    options = parser().parse_args(arguments)
+    counts = asyncio.run(_rewrite(options.entry))
     for name, count in sorted(counts.items()):
         print(f"{name}: {count}")
     return 0 if all(name in DONE for name in counts) else 1

@@ -40,7 +40,7 @@ def server_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
+    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
     add("--instance-id", dest="instance_id", help="name of this instance (default: host name and port)")
     add(
         "--host",
@@ -48,7 +48,12 @@ def server_parser() -> argparse.ArgumentParser:
         help="address of the RPC port (localhost); if neither --host nor --port is given, RPC uses no tcp port",
     )
     add("--port", dest="port", type=int, help="RPC port (5555)")
-    add("--socket-dir", dest="socket_dir", metavar="DIR", help="directory of the local sockets")
+    add(
+        "--socket-dir",
+        dest="socket_dir",
+        metavar="DIR",
+        help="directory of the local sockets (below XDG_RUNTIME_DIR, else /tmp)",
+    )
     add("--chunk-size", dest="chunk_size", type=int, metavar="TOKENS", help="tokens in a chunk (256)")
     add(
         "--l1-size-gb",
@@ -67,16 +72,16 @@ def server_parser() -> argparse.ArgumentParser:
         help="share of the pool that one such eviction frees (0.2)")  # fmt: skip
     add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
         help='an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
-        '"capacity_gb": 200}\'; `none` for no L2')  # fmt: skip
+        '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)')  # fmt: skip
     add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=int, metavar="COUNT",
         help="lookups that may load from one L2 adapter at the same time (8)")  # fmt: skip
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1), or unix:PATH")
     add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
     add("--controller-url", dest="controller.url", metavar="URL",
-        help="reply port of the cluster's controller, as tcp://HOST:8400")  # fmt: skip
+        help="reply port of the cluster's controller, as tcp://HOST:8400 (no cluster)")  # fmt: skip
     add("--cluster-curve-file", dest="controller.curve_file", metavar="FILE",
-        help="CURVE keys of a member of the cluster")  # fmt: skip
+        help="CURVE keys of a member of the cluster (none)")  # fmt: skip
     add("--p2p-engine", dest="p2p.engine", metavar="NAME", help="auto, ucx, nixl or off (auto)")
     add(
         "--p2p-listen",
@@ -90,7 +95,7 @@ def server_parser() -> argparse.ArgumentParser:
         metavar="HOST[:PORT]",
         help="address at which peers reach --p2p-listen (the same)",
     )
-    add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other")
+    add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other (none)")
     _add_common(parser)
     return parser
 
@@ -104,7 +109,7 @@ def controller_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md")
+    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
     add("--name", dest="name", help="name of this controller (default: host name and reply port)")
     add(
         *("--host", "--http-host"),
@@ -115,22 +120,22 @@ def controller_parser() -> argparse.ArgumentParser:
     add("--port", dest="http.port", type=int, help="HTTP port (9000)")
     add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports (that of --host)")
     add("--monitor-ports", dest="monitor_ports", type=_json_object, metavar="JSON",
-        help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\'')  # fmt: skip
+        help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\' (these)')  # fmt: skip
     add("--heartbeat-s", dest="heartbeat_s", type=float, metavar="S", help="time between two heartbeats (10)")
     add("--dead-after-s", dest="dead_after_s", type=float, metavar="S",
         help="silence after which an instance is dead (30)")  # fmt: skip
     add("--snapshot-dir", dest="directory.snapshot_dir", metavar="DIR",
-        help="folder of the directory's snapshot; `none`: take no snapshots")  # fmt: skip
+        help="folder of the directory's snapshot; `none`: without one (below the user's state folder)")  # fmt: skip
     add(
         "--token-file",
         dest="http.token_file",
         metavar="FILE",
-        help="file with the bearer token of the HTTP port",
+        help="file with the bearer token of the HTTP port (one that the process makes)",
     )
     add("--etcd", dest="etcd.endpoints", action="append", metavar="HOST:PORT",
-        help="an etcd server, with https:// before it for TLS; repeatable")  # fmt: skip
+        help="an etcd server, with https:// before it for TLS; repeatable (none)")  # fmt: skip
     add("--advertise-url", dest="etcd.advertise_url", metavar="URL",
-        help="URL at which other controllers and users reach this controller's HTTP API")  # fmt: skip
+        help="URL at which other controllers and users reach this controller's HTTP API (none)")  # fmt: skip
     _add_common(parser)
     return parser
 
@@ -139,7 +144,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     """Flags that the server and the controller share."""
     add = parser.add_argument
     add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
-        help="file with the CURVE key of the ZMQ ports")  # fmt: skip
+        help="file with the CURVE key of the ZMQ ports (none)")  # fmt: skip
     add(
         "--insecure",
         dest="security.insecure",
@@ -150,7 +155,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
         help="run without the parent process that restarts the server, as for systemd")  # fmt: skip
-    add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
+    add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready (none)")
 
 
 def _json_object(text: str) -> dict[str, Any]:

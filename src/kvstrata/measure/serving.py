@@ -115,8 +115,8 @@ async def find_model(client: httpx.AsyncClient, url: str, model: str) -> Endpoin
 
     try:
         answer = await client.get(f"{url}/v1/models", timeout=PROBE_S)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--url: {url!r}: {error}", field="url") from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"--url: {url}: {error}", field="url") from None
     except httpx.HTTPError as error:
         raise Unavailable(f"--url: {url}: {error or type(error).__name__}; is the engine up?") from None
     if answer.status_code == 401:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.native.pool import Pool
+from kvstrata.policy.savings import EngineUse
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
 MAX_IDENTITIES = 4096
@@ -62,7 +63,7 @@ class Owner(NamedTuple):
 class EngineGroup:
     """One engine: its members and their slices."""
 
-    __slots__ = ("_order", "engine_slices", "layout", "members", "name", "own_pool")
+    __slots__ = ("_order", "engine_slices", "layout", "members", "name", "own_pool", "use")
 
     def __init__(
         self, name: bytes, layout: LayoutIdentity, engine_slices: int, own_pool: Pool | None
@@ -72,6 +73,7 @@ class EngineGroup:
         """The pool of its tenant, in which all its chunks are; None: the shared pool."""
         self.layout = layout
         self.engine_slices = engine_slices
+        self.use = EngineUse()
         self.members: dict[bytes, AttachedProcess] = {}
         self._order: tuple[list[bytes], bytes, list[int]] | None = None
 

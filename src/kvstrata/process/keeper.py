@@ -68,7 +68,7 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     With --no-supervise, or if the command only prints something, `serve` runs in this process.
     In a child this function never returns.
     """
-    _open_standard_descriptors()
+    open_standard_descriptors()
     if not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
     for number in ASKING:
@@ -83,7 +83,7 @@ def _pass_over(number: int, frame: object) -> None:
     """Keep a signal from ending a process that is still starting and cannot answer it."""
 
 
-def _open_standard_descriptors() -> None:
+def open_standard_descriptors() -> None:
     """Let no file that is opened later become stdin, stdout or stderr, where the log would be written into it."""
     for fd in (0, 1, 2):
         try:

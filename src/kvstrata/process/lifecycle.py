@@ -40,13 +40,18 @@ CLOSING_S = 5.0
 GUARD_S = 1.0
 """After this time beyond the budget of a stop a thread ends the process, since the loop or another thread hangs."""
 WAIT_SAID_S = 1.0
+FEWEST_FILES = 128
+"""Descriptors that a process needs before the first client comes."""
 MAX_ASKED = 8
 """Signals that wait for their answer; further ones ask for nothing new."""
 ASKING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def set_up() -> None:
-    """Arm the environment's failpoints and raise the limit of descriptors; once, before anything is opened."""
+    """Arm the environment's failpoints and raise the limit of descriptors; once, before anything is opened.
+
+    Raises ConfigError.
+    """
     failpoints.arm(os.environ)
     _raise_file_limit()
 
@@ -243,8 +248,17 @@ def tell_ready(ready_fd: int, ready: Mapping[str, Any]) -> None:
 
 
 def _raise_file_limit() -> None:
-    """Raise the soft limit of descriptors, which is too low for the sockets, pidfds and files of many clients."""
+    """Raise the soft limit of descriptors, which is too low for the sockets, pidfds and files of many clients.
+
+    Raises ConfigError if the hard limit is too low for the process itself.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < FEWEST_FILES:
+        raise ConfigError(
+            f"open files: this process may have {hard} open at a time, and needs {FEWEST_FILES} without clients; raise "
+            "the hard limit: ulimit -Hn 65536, or LimitNOFILE=65536 in a unit of systemd",
+            field="open files",
+        )
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

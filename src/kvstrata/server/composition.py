@@ -22,6 +22,7 @@ from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.policy.misses import Explainer
 from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, tenant_number
 from kvstrata.policy.reserved import ReservedBytes
+from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Sessions
@@ -31,10 +32,12 @@ from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import (
     StatusBoard,
     TenantRows,
+    engines_section,
     instance_section,
     pool_section,
     processes_section,
 )
+from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.gate import PrefetchLimits
@@ -81,6 +84,8 @@ class Ground(NamedTuple):
     freeze: StoreFreeze
     explainer: Explainer
     history: ChunkHistory
+    savings: Savings
+    trend: Trend
     board: StatusBoard
 
     @property
@@ -152,6 +157,9 @@ def lay_ground(
     board.put("pool", functools.partial(pool_section, pool))
     board.put("own_pools", own.section)
     board.put("counters", counters.as_dict, metrics=False)
+    savings = Savings()
+    trend = Trend(counters, savings, clock)
+    board.put("trend", trend.section, metrics=False)
     return Ground(
         settings=settings,
         facts=facts,
@@ -167,6 +175,8 @@ def lay_ground(
         freeze=StoreFreeze(),
         explainer=explainer,
         history=ChunkHistory(explainer, counters, clock, settings.l1.eviction_policy),
+        savings=savings,
+        trend=trend,
         board=board,
     )
 
@@ -192,6 +202,7 @@ def make_tables(ground: Ground, send: Send) -> Tables:
 
     ground.board.put("sessions", numbers)
     ground.board.put("peers", functools.partial(processes_section, processes), metrics=False)
+    ground.board.put("engines", functools.partial(engines_section, processes), metrics=False)
     return Tables(
         processes=processes,
         payload_kinds=PayloadKinds(processes),
@@ -306,6 +317,7 @@ def make_boundary(
         prefetch=l2.prefetch,
         store=l2.store,
         explainer=ground.explainer,
+        savings=ground.savings,
         counters=counters,
         epoch=facts.epoch,
         policy=ground.settings.l1.eviction_policy,
@@ -320,6 +332,8 @@ def make_boundary(
         ground.history,
         ground.explainer.identities,
         l2.store,
+        ground.savings,
+        ground.clock,
         counters,
         facts.epoch,
         tables.reserved,

@@ -90,6 +90,7 @@ class Server(Process):
             pool.heartbeat()
         self.supervisor.spawn(heartbeat(pools, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
+        self.supervisor.spawn(instance.ground.trend.run(), "trend")
         if settings.l1.prefault_threads:
             instance.ground.pool.prefault_start(settings.l1.prefault_threads)
         if instance.membership is not None:

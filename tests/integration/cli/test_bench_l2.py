@@ -34,7 +34,7 @@ def bench(adapter: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def measured(adapter: str, *arguments: str) -> dict[str, Any]:
-    done = bench(adapter, *SMALL, "--json", "-", *arguments)
+    done = bench(adapter, *SMALL, "--json", *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -88,7 +88,7 @@ def test_a_burst_is_measured_beside_lookups_and_nothing_stays(tmp_path, more):
 
 
 def measured_burst(adapter: str) -> dict[str, Any]:
-    done = bench(adapter, "--burst", "3", "--count", "16", "--batch", "4", "--rounds", "1", "--json", "-")
+    done = bench(adapter, "--burst", "3", "--count", "16", "--batch", "4", "--rounds", "1", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -123,7 +123,7 @@ def test_a_capacity_without_room_for_a_pass_is_refused(tmp_path):
 def test_the_table_and_both_files_show_the_same_figures(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
     svg, out = tmp_path / "figures.svg", tmp_path / "figures.json"
-    done = bench(entry(tmp_path / "kv"), *SMALL, "--svg", str(svg), "--json", str(out))
+    done = bench(entry(tmp_path / "kv"), *SMALL, "--svg", str(svg), "--json-file", str(out))
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(out.read_text())
     for size in report["sizes"]:

@@ -100,7 +100,7 @@ def served(endpoint: Endpoint) -> Iterator[str]:
 
 
 def report_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    status = main([*arguments, "--json", "-"])
+    status = main([*arguments, "--json"])
     captured = capsys.readouterr()
     assert status == 0, captured.err
     found: dict[str, Any] = json.loads(captured.out)
@@ -157,7 +157,7 @@ def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
         with served(Endpoint()) as url:
             arguments = ["long-doc-qa", "--url", url, "--documents", "1", *cache, "--cache-token-file"]
             report = report_of(capsys, *arguments, str(token))
-            assert main([*arguments, "/nowhere/http-token"]) == 1
+            assert main([*arguments, "/nowhere/http-token"]) == 2
     assert {"L1 chunks", "L2 chunks"} <= report["total"]["sources"].keys()
     assert "/nowhere/http-token: cannot be read" in capsys.readouterr().err
 
@@ -201,22 +201,26 @@ def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "status", "expected"),
     [
-        (["--url", "http://127.0.0.1:9"], "is the engine up?"),
-        (["--url", "ftp//x"], "--url"),
-        (["--model", "large"], "--model: URL has no 'large'; it has small"),
-        (["--cache-server", "URL"], "--cache-server"),
-        (["--svg", "/nowhere/plot.svg"], "--svg: /nowhere/plot.svg: the directory /nowhere does not exist"),
+        (["--url", "http://127.0.0.1:9"], 1, "is the engine up?"),
+        (["--url", "ftp//x"], 2, "--url: ftp//x"),
+        (["--model", "large"], 2, "--model: URL has no 'large'; it has small"),
+        (["--cache-server", "URL"], 2, "--cache-server"),
+        (
+            ["--svg", "/nowhere/plot.svg"],
+            2,
+            "--svg: /nowhere/plot.svg: the directory /nowhere does not exist",
+        ),
     ],
 )
 def test_wrong_arguments_name_the_flag_and_what_to_change(
-    change: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    change: list[str], status: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with served(Endpoint()) as url:
         given = [url if word == "URL" else word for word in change]
         urls = [] if "--url" in given else ["--url", url]
-        assert main(["long-doc-qa", *urls, *given]) == 1
+        assert main(["long-doc-qa", *urls, *given]) == status
     assert expected.replace("URL", url) in capsys.readouterr().err
 
 
@@ -228,7 +232,7 @@ def test_an_endpoint_that_needs_a_key_is_named_and_gets_it(
     arguments = ["long-doc-qa", "--documents", "1", "--rounds", "1", "--url"]
     with served(endpoint) as url:
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        assert main([*arguments, url]) == 1
+        assert main([*arguments, url]) == 2
         assert "OPENAI_API_KEY" in capsys.readouterr().err
         monkeypatch.setenv("OPENAI_API_KEY", endpoint.key)
         assert main([*arguments, url]) == 0

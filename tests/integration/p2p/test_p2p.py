@@ -198,12 +198,12 @@ def test_without_the_controller_everything_local_goes_on_and_peers_are_read_agai
 
 
 def test_chunks_that_the_owner_has_cleared_are_a_miss(cluster: Cluster) -> None:
-    from kvstrata.cli import ctl
+    from kvstrata.cli import asking
 
     with engines(cluster) as (one, other):
         tokens = stored_and_known(cluster, one)
         cluster.controller.freeze()  # the directory keeps naming the cleared chunks
-        ctl.ask(cluster.servers[0].url, ctl.Ask("/v1/clear", {"tier": "l1"}))
+        asking.ask(cluster.servers[0].url, asking.Ask("/v1/clear", {"tier": "l1"}))
         cluster.controller.thaw()
         assert other.hit(tokens) == 0
         store(one, tokens)

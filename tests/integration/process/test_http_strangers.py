@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli import ctl
+from kvstrata.cli import asking
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
@@ -186,7 +186,7 @@ def test_ctl_of_the_same_user_finds_the_token_and_it_ends_with_the_server(tmp_pa
         first = token_of(server)
         command = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "status"]
         assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
-        assert ctl.ask(server.url, ctl.Ask("/v1/status"))["instance"]
+        assert asking.ask(server.url, asking.Ask("/v1/status"))["instance"]
         assert read(server.url + "/v1/status")
         server.stop()
         assert not file.exists()

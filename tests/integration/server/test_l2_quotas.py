@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli.ctl import Ask, ask
+from kvstrata.cli.asking import Ask, ask
 from kvstrata.types import GB
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerFailed, ServerProcess

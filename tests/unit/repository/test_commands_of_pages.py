@@ -22,7 +22,7 @@ from tests.unit.repository.test_pages import PAGES, ROOT
 BLOCK = re.compile(r"^( *)```(?P<language>\w*)\n(?P<text>.*?)^\1```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:kvstrata|lmcache-server|lmcache-controller|make) [a-z-][^`\n]*)`")
 COMMENT = re.compile(r"\s{2,}#.*$")
-LABELS = re.compile(r"kvstrata (aes-gcm|mac)\b")
+LABELS = re.compile(r"kvstrata (aes-gcm|mac|key id)\b")
 """Begin the names of keys in docs/formats.md, which are no commands."""
 LEFT_OUT = re.compile(r"[…|\[]|\.\.\.")
 """In a text between backticks: parts that are left out, choices and options. Such a text is no whole command."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
+from kvstrata.cli.boundary import guarded
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one benchmark, importing only that one; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
+
+@guarded("kvstrata bench")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run one benchmark, importing only that one; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["l2"]:
         from kvstrata.cli.bench.l2 import main as bench_l2
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
-from kvstrata.cli.ctl import table
+from kvstrata.cli.boundary import guarded
+from kvstrata.cli.table import table
 from kvstrata.measure.cluster import LookupStep, SimulatedCluster, Step, figures_of
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_cluster
@@ -34,7 +35,12 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add("--controller", type=_endpoint, default="tcp://localhost:8400", metavar="URL",
         help="reply port of the controller (%(default)s)")  # fmt: skip
-    add("--curve-file", default="", metavar="FILE", help="CURVE keys, as in a server's controller.curve_file")
+    add(
+        "--curve-file",
+        default="",
+        metavar="FILE",
+        help="CURVE keys, as in a server's controller.curve_file (none)",
+    )
     add(
         "--instances", type=whole(2, 1_000), default=16, metavar="N", help="simulated instances (%(default)s)"
     )
@@ -60,10 +66,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    top = parser()
-    return run_and_report(top.prog, top.parse_args(arguments), run, shown=shown, draw=draw_cluster)
+@guarded("kvstrata bench cluster")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
+    return run_and_report(parser().parse_args(arguments), run, shown=shown, draw=draw_cluster)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

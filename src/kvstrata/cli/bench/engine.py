@@ -14,12 +14,12 @@ import contextlib
 import json
 import secrets
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.bench.report import MB, report_of, shown
+from kvstrata.cli.boundary import guarded
 from kvstrata.config.model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, Timed, wait_until
@@ -55,7 +55,13 @@ def parser() -> argparse.ArgumentParser:
         help="directory of the server's sockets (derived from the port)",
     )
     add("--processes", type=whole(1, 64), default=1, help="client processes (%(default)s)")
-    add("--chunks", type=whole(1, 4096), default=8, help="chunks that each stores in a round (%(default)s)")
+    add(
+        "--chunks",
+        type=whole(1, 4096),
+        default=8,
+        metavar="N",
+        help="chunks that each stores in a round (%(default)s)",
+    )
     add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
     add("--threads", type=whole(1, 64), default=settings.copy_threads,
         help="copy threads of each process, also for memcpy (%(default)s)")  # fmt: skip
@@ -71,25 +77,20 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tenant",
         default="",
-        help="tenant to store for, if the server has a tenants file (default: a fresh name)",
+        metavar="NAME",
+        help="tenant to store for, if the server has a tenants file (a fresh name)",
     )
-    add("--token-file", default="", metavar="FILE", help="file with that tenant's token")
+    add("--token-file", default="", metavar="FILE", help="file with that tenant's token (none)")
     add("--json", action="store_true", help="print JSON")
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with one line on standard error, or 130 after Ctrl-C."""
+@guarded("kvstrata bench")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
-    try:
-        with _ctrl_c_on_sigterm():
-            report = run(options)
-    except KvstrataError as error:
-        print(f"kvstrata bench: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("kvstrata bench: interrupted", file=sys.stderr)
-        return 130
+    with _ctrl_c_on_sigterm():
+        report = run(options)
     print(json.dumps(report, indent=1, ensure_ascii=False) if options.json else shown(report))
     return 0
 

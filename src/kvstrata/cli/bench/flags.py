@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.errors import ConfigError
 from kvstrata.measure.plot import check_plot
 
 
@@ -49,48 +49,39 @@ def progress(total: int, unit: str, notes: list[str]) -> Iterator[Callable[[int]
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that `run_and_report` reads."""
     add = parser.add_argument
-    add("--json", default="", metavar="FILE",
-        help="write the report as JSON; - prints it instead of the table")  # fmt: skip
-    add("--svg", default="", metavar="FILE", help="draw the figures; needs pip install 'kvstrata[bench]'")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--json-file", default="", metavar="FILE", help="also write the report as JSON to this file (none)")
+    add("--svg", default="", metavar="FILE",
+        help="also draw the figures into this file (none); needs pip install 'kvstrata[bench]'")  # fmt: skip
 
 
 def run_and_report(
-    command: str,
     options: argparse.Namespace,
     run: Callable[[argparse.Namespace], dict[str, Any]],
     *,
     shown: Callable[[dict[str, Any]], str],
     draw: Callable[[dict[str, Any], Path], object],
-    interrupted: tuple[type[BaseException], ...] = (KeyboardInterrupt,),
 ) -> int:
-    """Run a benchmark, and write its report to standard output and to the files of --json and --svg.
+    """Run a benchmark, and write its report to standard output and to the files of --json-file and --svg.
 
-    Before the run it checks whether these files can be written. Returns 0, 1 with lines on standard error, or 130 after
-    an exception of `interrupted`.
+    Before the run it checks whether these files can be written. Returns 0. Raises ConfigError, and what `run` raises.
     """
-    try:
-        _check_writable("--json", options.json)
-        _check_writable("--svg", options.svg)
-        if options.svg:
-            check_plot("--svg")
-        report = run(options)
-        text = json.dumps(report, indent=1, ensure_ascii=False)
-        print(text if options.json == "-" else shown(report))
-        if options.json not in ("", "-"):
-            _write("--json", options.json, lambda path: path.write_text(text + "\n"))
-        if options.svg:
-            _write("--svg", options.svg, lambda path: draw(report, path))
-    except KvstrataError as error:
-        print(f"{command}: {error.message}", file=sys.stderr)
-        return 1
-    except interrupted:
-        print(f"{command}: interrupted", file=sys.stderr)
-        return 130
+    _check_writable("--json-file", options.json_file)
+    _check_writable("--svg", options.svg)
+    if options.svg:
+        check_plot("--svg")
+    report = run(options)
+    text = json.dumps(report, indent=1, ensure_ascii=False)
+    print(text if options.json else shown(report))
+    if options.json_file:
+        _write("--json-file", options.json_file, lambda path: path.write_text(text + "\n"))
+    if options.svg:
+        _write("--svg", options.svg, lambda path: draw(report, path))
     return 0
 
 
 def _check_writable(flag: str, name: str) -> None:
-    if not name or name == "-":
+    if not name:
         return
     path = Path(name)
     if path.is_dir():

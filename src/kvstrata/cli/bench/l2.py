@@ -23,7 +23,8 @@ import uvloop
 
 from kvstrata import __version__
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
-from kvstrata.cli.ctl import table
+from kvstrata.cli.boundary import guarded
+from kvstrata.cli.table import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, Refused, StorageError
@@ -77,8 +78,8 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=whole(1, 1000), default=5, metavar="N",
         help="measured passes for each size, after one that warms up (%(default)s)")  # fmt: skip
     add("--burst", type=whole(1, MOST_CALLERS), metavar="N",
-        help=f"measure lookups of {LOOKUP_KEYS} keys instead, alone and while N callers put a pass at the same time; "
-        f"defaults are then --chunk-mb {BURST_SIZES[0]:g}, --count {BURST_COUNT}, --batch {BURST_BATCH}")  # fmt: skip
+        help=f"measure lookups of {LOOKUP_KEYS} keys instead, alone and while N callers put a pass (no). Then by "
+        f"default: --chunk-mb {BURST_SIZES[0]:g}, --count {BURST_COUNT}, --batch {BURST_BATCH}")  # fmt: skip
     add("--raw-dir", default="", metavar="DIR",
         help="directory for raw I/O, on the adapter's medium (the adapter's base_path)")  # fmt: skip
     add("--threads", type=whole(1, MOST_THREADS), metavar="N",
@@ -90,17 +91,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    top = parser()
-    return run_and_report(
-        top.prog,
-        top.parse_args(arguments),
-        run,
-        shown=shown,
-        draw=draw_l2,
-        interrupted=(Interrupted, KeyboardInterrupt),
-    )
+@guarded("kvstrata bench l2")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
+    options = parser().parse_args(arguments)
+    try:
+        return run_and_report(options, run, shown=shown, draw=draw_l2)
+    except Interrupted:
+        raise KeyboardInterrupt from None
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstrata import __version__
-from kvstrata.cli.ctl import table
+from kvstrata.cli.table import table
 from kvstrata.measure.engine import Shape
 from kvstrata.measure.figures import machine, median_spread, percentile
 

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata import __version__
+from kvstrata.cli.asking import read_token
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
-from kvstrata.cli.ctl import read_token, table
+from kvstrata.cli.boundary import guarded
+from kvstrata.cli.table import table
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_serve
@@ -71,16 +73,16 @@ def parser() -> argparse.ArgumentParser:
     add("--stop-early", action="store_true",
         help="let the model end its answers; otherwise ignore_eos is sent, which vLLM accepts")  # fmt: skip
     add("--extra-body", type=_object, default={}, metavar="JSON",
-        help='further fields for every request, like {"detokenize": false} for a vLLM without a tokenizer')  # fmt: skip
+        help='further fields of requests (none); {"detokenize": false} for vLLM without a tokenizer')  # fmt: skip
     add("--cache-server", action="append", default=[], metavar="URL",
-        help="admin port of an lmcache-server behind the endpoints, to tell L1 from L2 hits; repeatable")  # fmt: skip
+        help="admin port of a server behind the endpoints, to tell L1 from L2 hits; repeatable (none)")  # fmt: skip
     add(
         "--cache-token-file",
         default="",
         metavar="FILE",
-        help="file with the bearer token of every --cache-server",
+        help="file with the bearer token of every --cache-server (that of a server of this user)",
     )
-    add("--label", default="", help="title of the report and the plot")
+    add("--label", default="", metavar="TEXT", help="title of the report and the plot (none)")
     add_report_flags(common)
     top = argparse.ArgumentParser(
         prog="kvstrata bench serve",
@@ -136,10 +138,10 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the benchmark; returns 0, 1 with lines on standard error, or 130 after Ctrl-C."""
-    top = parser()
-    return run_and_report(top.prog, top.parse_args(arguments), run, shown=shown, draw=draw_serve)
+@guarded("kvstrata bench serve")
+def main(arguments: Sequence[str] | None) -> int:
+    """Run the benchmark; returns 0. Raises KvstrataError."""
+    return run_and_report(parser().parse_args(arguments), run, shown=shown, draw=draw_serve)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

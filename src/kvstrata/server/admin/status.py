@@ -99,6 +99,24 @@ def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
     ]
 
 
+def engines_section(processes: ProcessTable) -> list[dict[str, Any]]:
+    """A row for each engine; its totals are since it attached, a record is one slice of a chunk."""
+    return [
+        {
+            "engine": shown_name(group.name),
+            "model": group.layout.model,
+            "processes": len(group.members),
+            "complete": group.complete,
+            "lookups": group.use.lookups,
+            "lookup_chunks": group.use.lookup_chunks,
+            "hit_chunks": group.use.hit_chunks,
+            "stored_records": group.use.stored_records,
+            "avoided_s": round(group.use.avoided_s, 3),
+        }
+        for group in processes.groups
+    ]
+
+
 class TenantRows:
     """Bytes by tenant. A tenant is shown by its name if a quota or an attached process tells it, else by its number."""
 

@@ -32,6 +32,7 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import Explained, Explainer, with_advice
 from kvstrata.policy.processes import AttachedProcess, DeclaredIdentity, ProcessTable
+from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.session import Call
 from kvstrata.rpc.wire import Lookup, LookupReply
@@ -107,6 +108,7 @@ class Lookups:
         prefetch: PrefetchController,
         store: StoreController,
         explainer: Explainer,
+        savings: Savings,
         counters: ServerCounters,
         epoch: int,
         policy: str,
@@ -122,6 +124,7 @@ class Lookups:
         self._prefetch = prefetch
         self._store = store
         self._explainer = explainer
+        self._savings = savings
         self._counters = counters
         self._epoch = epoch
         self._policy = policy
@@ -295,6 +298,10 @@ class Lookups:
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
+        last_key = all_keys[(asked.n_chunks - 1) * asked.n_slices * KEY_BYTES :][:KEY_BYTES]
+        self._savings.looked_up(
+            asked.process.group.use, asked.process.group.layout, asked.n_chunks, n, last_key, now_s
+        )
         if l1_chunks and self._store.wants_touches:
             self._store.touched(split(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]), asked.pool)
         if reason:

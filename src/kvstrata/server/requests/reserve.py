@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest, Refused
 from kvstrata.keys.batch import nth
 from kvstrata.native.hashing import storage_keys
@@ -19,6 +20,7 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import IdentityMemory
 from kvstrata.policy.processes import AttachedProcess, ProcessTable
 from kvstrata.policy.reserved import ReservedBytes, Share
+from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.session import Call, Sessions
 from kvstrata.rpc.wire import (
@@ -76,6 +78,8 @@ class Reserving:
         history: ChunkHistory,
         identities: IdentityMemory,
         store: StoreController,
+        savings: Savings,
+        clock: Clock,
         counters: ServerCounters,
         epoch: int,
         reserved: ReservedBytes,
@@ -89,6 +93,8 @@ class Reserving:
         self._history = history
         self._identities = identities
         self._store = store
+        self._savings = savings
+        self._clock = clock
         self._counters = counters
         self._epoch = epoch
         self._reserved = reserved
@@ -155,6 +161,7 @@ class Reserving:
         if done:
             self._history.committed(done)
             self._store.committed(done, reservation.pool)
+            self._savings.committed(process.group.use, done, self._clock.monotonic_s())
         self._settle_if_over(process, request.reservation, reservation)
         return CommitReply(call.seq, self._epoch, bytes(outcomes)), None
 

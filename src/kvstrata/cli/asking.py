@@ -1,0 +1,126 @@
+"""Requests of the commands to the admin port of a server or controller: where it is, with which token, what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvstrata.cli.unix_http import opener
+from kvstrata.config.model import HttpSettings
+from kvstrata.config.tokens import bearer_token, read_bearer_token
+from kvstrata.errors import BadRequest, ConfigError, Unavailable
+from kvstrata.process.http_token import find_sockets, find_token
+from kvstrata.process.http_unix import SCHEME
+from kvstrata.process.ports import port_uids
+
+TIMEOUT_S = 30
+
+
+class Ask(NamedTuple):
+    """One request to the admin port."""
+
+    path: str
+    body: Mapping[str, Any] | None = None
+    method: str = ""
+    """Empty: GET without a body, POST with one."""
+    timeout_s: float = TIMEOUT_S
+
+
+def ask(url: str, asked: Ask, *, token: str = "") -> Any:
+    """Ask the admin port; returns its JSON.
+
+    Raises ConfigError for a wrong URL, BadRequest for an HTTP error, Unavailable without an answer.
+
+    If `token` is empty, the token that a local server has published is used, if any (process/http_token.py).
+    """
+    body = asked.body
+    method = asked.method or ("GET" if body is None else "POST")
+    _check_url(url)
+    base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
+    request = urllib.request.Request(base + asked.path, method=method)
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    if token := token or find_token(url):
+        # An unredirected header is not sent to another port to which an answer redirects.
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    try:
+        with opener(url).open(request, timeout=asked.timeout_s) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raise BadRequest(_message(error)) from None
+    except (OSError, ValueError, HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"--url: {url} does not answer ({reason}); is a server running there?") from None
+
+
+def _check_url(url: str) -> None:
+    """Raise ConfigError unless this is the URL of a port or socket."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        known = url.startswith(SCHEME) or (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        )
+    except ValueError:
+        known = False
+    if not known or not url.isprintable() or " " in url:
+        raise ConfigError(
+            f"--url: {url!a:.200} must be http://HOST:PORT, https://HOST:PORT or {SCHEME}PATH", field="--url"
+        )
+
+
+def default_url() -> str:
+    """URL of the admin port of a server on this host with default settings."""
+    http = HttpSettings()
+    return f"http://{http.host}:{http.port}"
+
+
+def find_url(usual: str, kind: str) -> str:
+    """The URL of our user's server or controller (`kind`) on this host: `usual`, or else its unix socket.
+
+    Raises BadRequest if there are several sockets.
+    """
+    port = urllib.parse.urlsplit(usual).port or 0
+    found = [] if os.geteuid() in port_uids(port) else find_sockets(kind)
+    if len(found) > 1:
+        raise BadRequest(
+            f"--url: no {kind} of this user listens at {usual}, and several listen on sockets; choose one of "
+            f"{', '.join(f'{SCHEME}{path}' for path in found)}",
+            field="--url",
+        )
+    return f"{SCHEME}{found[0]}" if found else usual
+
+
+def read_token(flag: str, path: str) -> str:
+    """The bearer token of an admin port in this file, or on standard input for `-`; empty without a path.
+
+    Raises ConfigError.
+    """
+    if not path:
+        return ""
+    if path == "-":
+        return bearer_token(read_text(path), "standard input", flag)
+    return read_bearer_token(path, flag)
+
+
+def read_text(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        body = json.load(error)
+        return str(body.get("message") or body.get("why") or body)
+    except (ValueError, AttributeError):
+        return f"HTTP {error.code} {error.reason}"

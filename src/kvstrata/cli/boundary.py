@@ -1,0 +1,199 @@
+"""The boundary of every command: what a command raises becomes one line on standard error and an exit status.
+
+1. No command ends with a traceback, wherever its output goes and whatever limits it runs under.
+2. The line says what is wrong and what to change. After a defect of ours it names the place instead.
+3. Characters that the output's encoding lacks are spelled in ASCII.
+4. Standard output is flushed here, so that output that could not be written is an error and never lost in silence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import enum
+import errno
+import functools
+import io
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.process.keeper import open_standard_descriptors
+from kvstrata.text import one_line
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+SPELLING = "kvstrata.ascii"
+"""Name of our handler of characters that an encoding lacks."""
+_SPELLED = {
+    "→": "->", "≤": "<=", "≥": ">=", "×": "x", "µ": "u", "…": "...", "–": "-", "·": "-",
+    "─": "-", "━": "-", "│": "|", "█": "#", "░": ".",
+}  # fmt: skip
+MOST_PLACES = 6
+"""Innermost calls that the line about a defect names."""
+
+
+class Exit(enum.IntEnum):
+    """Exit statuses of every command; docs/operations.md lists them for users."""
+
+    DONE = 0
+    FAILED = 1
+    """The server refused or did not answer, or a check or measurement failed."""
+    CONFIG = 2
+    """A flag, a setting, a file or a limit of the system is wrong; nothing was done."""
+    CRASHED = 70
+    """A defect of ours."""
+    OUTPUT = 74
+    """Standard output takes nothing more; what was asked for was done."""
+    INTERRUPTED = 130
+    READER_GONE = 141
+    """Nobody reads standard output any more, as with `| head`; the same as after SIGPIPE."""
+
+
+class Command(Protocol):
+    """The main function of a command."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """Run it with these arguments, by default those of the process; returns the exit status."""
+        ...
+
+
+def guarded(name: str) -> Callable[[Callable[[Sequence[str] | None], int]], Command]:
+    """Decorate the main function of the command `name`: it raises nothing, and returns one of `Exit`."""
+
+    def decorate(main: Callable[[Sequence[str] | None], int]) -> Command:
+        @functools.wraps(main)
+        def run(arguments: Sequence[str] | None = None) -> int:
+            return _run(name, lambda: main(arguments))
+
+        return run
+
+    return decorate
+
+
+def _run(name: str, main: Callable[[], int]) -> int:
+    _prepare_streams()
+    try:
+        status = main()
+    except SystemExit as ended:  # argparse has said why
+        status = ended.code if isinstance(ended.code, int) else Exit.DONE
+    except KeyboardInterrupt:
+        _tell(f"{name}: interrupted")
+        status = Exit.INTERRUPTED
+    except KvstrataError as error:
+        _tell(f"{name}: {error.message}")
+        status = Exit.CONFIG if isinstance(error, ConfigError) else Exit.FAILED
+    except Exception as error:  # the boundary of commands, beyond which there is only the interpreter
+        output = _flush()
+        if output is not None:
+            return _lost_output(name, output)
+        status = _unexpected(name, error)
+    output = _flush()
+    return status if output is None else _lost_output(name, output)
+
+
+def _unexpected(name: str, error: Exception) -> int:
+    """Say what an exception means that no command raises on purpose; returns the exit status."""
+    number = getattr(error, "errno", None)  # ZMQ's errors have one too
+    if number in (errno.EMFILE, errno.ENFILE):
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _tell(
+            f"{name}: too many open files: this process may have {soft} open at a time; raise the limit: ulimit -n 4096"
+        )
+        return Exit.CONFIG
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _tell(one_line(f"{name}: {where}{error.strerror or error}"))
+        return Exit.FAILED
+    frames = traceback.extract_tb(error.__traceback__)[-MOST_PLACES:]
+    places = " < ".join(
+        f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}" for frame in reversed(frames)
+    )
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    _tell(one_line(f"{name}: a defect of kvstrata: {what} (at {places}); please report it with this line"))
+    return Exit.CRASHED
+
+
+def _lost_output(name: str, error: OSError) -> int:
+    """Say that standard output takes nothing more, unless its reader has just gone; returns the exit status."""
+    with contextlib.suppress(OSError, ValueError):
+        # What is still in the buffer is flushed once more at the end of the interpreter.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        return Exit.READER_GONE
+    _tell(f"{name}: standard output cannot be written: {error.strerror}; give it another file, or free space")
+    return Exit.OUTPUT
+
+
+def _flush() -> OSError | None:
+    """Flush standard output; returns why it could not be written, once."""
+    error: OSError | None = None
+    try:
+        sys.stdout.flush()
+    except OSError as failed:
+        error = failed
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw, _Recorded):
+        error, raw.failed = error or raw.failed, None
+    return error
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard error, if there is one."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+class _Closed(io.StringIO):
+    """Standard output that was closed before the start. It fails, like a full disk, once text was written."""
+
+    lost = False
+
+    def write(self, text: str) -> int:
+        self.lost = True
+        return len(text)
+
+    def flush(self) -> None:
+        if self.lost:
+            self.lost = False
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+
+class _Recorded(io.FileIO):
+    """Standard output that remembers its first error, so that errors of sockets and files are not taken for its own."""
+
+    failed: OSError | None = None
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+
+
+def _prepare_streams() -> None:
+    codecs.register_error(SPELLING, _spell)
+    open_standard_descriptors()
+    if sys.stdout is None:
+        sys.stdout = _Closed()
+    elif sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        out = sys.stdout
+        buffer = io.BufferedWriter(_Recorded(out.fileno(), "wb", closefd=False))
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, line_buffering=out.line_buffering)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=SPELLING)
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    """Spell the characters that an encoding lacks: as in `_SPELLED`, else escaped."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    return "".join(_SPELLED.get(one) or one.encode("unicode_escape").decode() for one in lacking), error.end

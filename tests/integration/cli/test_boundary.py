@@ -1,0 +1,176 @@
+"""Every command, wherever its output goes and whatever its limits: a clear line, a documented status, no traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.cli.boundary import Exit
+from tests.harness.daemon import free_port
+
+pytestmark = pytest.mark.integration
+
+FEW_FILES = 20
+DOCUMENTED = {*(int(status) for status in Exit)}
+UNANSWERED = ["--url", "http://127.0.0.1:9"]
+SERVE = ["kvstrata", "bench", "serve", "shared-prefix", "--url", "http://127.0.0.1:9", "--users", "1"]
+COMMANDS: dict[str, list[str]] = {
+    "lmcache-server --check": ["kvstrata.cli.server", "--check"],
+    "lmcache-server --help": ["kvstrata.cli.server", "--help"],
+    "lmcache-server": ["kvstrata.cli.server", "--l1-size-gb", "nonsense"],
+    "lmcache-controller --check": ["kvstrata.cli.controller", "--check"],
+    "lmcache-controller": ["kvstrata.cli.controller", "--port", "nonsense"],
+    "kvstrata": ["kvstrata"],
+    "kvstrata --version": ["kvstrata", "--version"],
+    "kvstrata nonsense": ["kvstrata", "nonsense"],
+    "kvstrata server": ["kvstrata", "server", "--check"],
+    "kvstrata controller": ["kvstrata", "controller", "--check"],
+    "ctl --help": ["kvstrata", "ctl", "--help"],
+    "ctl --url foo": ["kvstrata", "ctl", "--url", "foo", "status"],
+    "ctl": ["kvstrata", "ctl", *UNANSWERED, "status"],
+    "ctl cluster": ["kvstrata", "ctl", *UNANSWERED, "cluster", "status"],
+    "ctl pool": ["kvstrata", "ctl", "pool", "dump", "/nonexistent/pö→l"],
+    "cluster": ["kvstrata", "cluster", "add", "/nonexistent/pö→l", "a"],
+    "l2": ["kvstrata", "l2", "rewrite", '{"type": "fs", "base_path": "/proc/nowhere"}'],
+    "bench": ["kvstrata", "bench", "--socket-dir", "/nonexistent/sockets"],
+    "bench l2": [
+        "kvstrata",
+        "bench",
+        "l2",
+        "--l2-adapter",
+        "FOLDER",
+        "--chunk-mb",
+        "1",
+        "--count",
+        "1",
+        "--rounds",
+        "1",
+    ],
+    "bench serve": SERVE,
+    "bench cluster": ["kvstrata", "bench", "cluster", "--controller", "tcp://nonsense"],
+    "completion": ["kvstrata", "completion", "bash"],
+    "doctor": ["kvstrata", "doctor"],
+    "doctor --json": ["kvstrata", "doctor", "--json"],
+}
+"""Arguments of `python -m`. FOLDER stands for an adapter in a folder of the test."""
+PRINTS = (
+    *("--check", "--help", "--version", "kvstrata server", "kvstrata controller"),
+    *("doctor", "bench l2", "completion"),
+)
+"""Commands of these names print something in this test."""
+
+
+def started(words: list[str], folder: Path, **more: Any) -> subprocess.Popen[bytes]:
+    entry = json.dumps({"type": "fs", "base_path": str(folder / "records"), "capacity_gb": 1})
+    # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
+    command = [*("env", "--default-signal=INT"), sys.executable, "-m"]
+    command += [entry if word == "FOLDER" else word for word in words]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), **more.pop("environment", {})}
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, **more
+    )
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """The exit status and standard error."""
+    _, error = process.communicate(timeout=120)
+    return process.returncode, error.decode()
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_ends_with_a_traceback(name: str, tmp_path: Path) -> None:
+    words = COMMANDS[name]
+
+    def start(case: str, **more: Any) -> subprocess.Popen[bytes]:
+        return started(words, tmp_path / case, **more)
+
+    reader, gone = os.pipe()
+    os.close(reader)
+    strict = {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+    posix = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": "1"}
+    with open("/dev/full", "wb") as full, open(os.devnull, "wb") as null:
+        runs = {
+            "reader gone": start("gone", stdout=gone),
+            "/dev/full": start("full", stdout=full),
+            "closed": start("closed", preexec_fn=lambda: os.close(1)),
+            "few files": start("few", stdout=null, preexec_fn=few_files),
+            "ascii": start("ascii", stdout=null, environment=strict),
+            "C": start("C", stdout=null, environment=posix),
+            "buffered": start("buffered", stdout=gone, environment={"PYTHONUNBUFFERED": ""}),
+            "unbuffered": start("unbuffered", stdout=full, environment={"PYTHONUNBUFFERED": "1"}),
+            "all at once": start("all", stdout=full, environment=strict, preexec_fn=few_files),
+        }
+    os.close(gone)
+    found = {case: ended(process) for case, process in runs.items()}
+    for case, (status, error) in found.items():
+        assert status in DOCUMENTED - {Exit.CRASHED}, (case, status, error)
+        for word in ("Traceback", "Exception ignored", "Error:", "defect"):
+            assert word not in error, (case, error)
+        assert status in (Exit.DONE, Exit.READER_GONE) or error, (case, status)
+    assert found["ascii"][1].isascii() and found["C"][1].isascii(), found
+    if any(word in name for word in PRINTS):
+        for case in ("reader gone", "buffered"):
+            assert found[case][0] == Exit.READER_GONE, found[case]
+        for case in ("/dev/full", "unbuffered", "closed"):
+            assert found[case][0] == Exit.OUTPUT, found[case]
+            why = "Bad file descriptor" if case == "closed" else "No space left on device"
+            assert f"standard output cannot be written: {why}" in found[case][1]
+
+
+@pytest.mark.parametrize("module", ["kvstrata.cli.server", "kvstrata.cli.controller"])
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(
+    module: str, supervised: bool, tmp_path: Path
+) -> None:
+    words = [module, "--port", str(free_port()), *([] if supervised else ["--no-supervise"])]
+    status, error = ended(started(words, tmp_path, stdout=subprocess.DEVNULL, preexec_fn=few_files))
+    assert status == Exit.CONFIG
+    assert f"open files: this process may have {FEW_FILES} open at a time" in error and "ulimit -Hn" in error
+    assert len(error.splitlines()) == 1
+
+
+@contextlib.contextmanager
+def silent_port() -> Iterator[socket.socket]:
+    """A port that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        yield listener
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["kvstrata", "ctl", "--url", "http://PORT", "status"],
+        ["kvstrata", "ctl", "--url", "http://PORT", "cluster", "status"],
+        ["kvstrata", "bench", "serve", "shared-prefix", "--url", "http://PORT", "--users", "1"],
+        ["kvstrata", "bench", "cluster", "--controller", "tcp://PORT"],
+    ],
+    ids=" ".join,
+)
+def test_ctrl_c_while_a_command_waits_is_one_line_and_status_130(words: list[str], tmp_path: Path) -> None:
+    with silent_port() as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        process = started(
+            [word.replace("PORT", address) for word in words], tmp_path, stdout=subprocess.DEVNULL
+        )
+        connection, _ = listener.accept()
+        with connection:
+            process.send_signal(signal.SIGINT)
+            status, error = ended(process)
+    assert (status, error.splitlines()[-1].rpartition(": ")[2]) == (Exit.INTERRUPTED, "interrupted"), error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,137 @@
+"""`kvstrata ctl status` and `top` of a real server with an engine: the page, the live screens, and their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.cache_engine import eventually
+from tests.harness.child import Child
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+CHUNKS = 2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose engine has computed one prompt after a miss, and has then found it."""
+    folder = tmp_path_factory.mktemp("pages")
+    with ServerProcess(folder, l1_mb=256, l2="fs") as server:
+        server.start()
+        with Child(
+            "tests.harness.load_client", str(server.socket_dir), str(CHUNKS), "1", log=folder / "engine.log"
+        ) as engine:
+            eventually("the engine is attached", lambda: engine.ask("connected"))
+            assert engine.ask("retrieve", seed=1, chunks=CHUNKS)["chunks"] == 0
+            engine.ask("store", seed=1, chunks=CHUNKS)
+            assert engine.ask("retrieve", seed=1, chunks=CHUNKS)["chunks"] == CHUNKS
+            yield server
+
+
+def command(server: ServerProcess, *words: str) -> list[str]:
+    # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
+    python = ["env", "--default-signal=INT", sys.executable]
+    return [*python, "-m", "kvstrata", "ctl", *words, "--url", server.url]
+
+
+def ctl(server: ServerProcess, *words: str) -> str:
+    done = subprocess.run(command(server, *words), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
+    page = ctl(server, "status")
+    assert "ready" in page and "\x1b" not in page
+    assert len(page.splitlines()) <= 40 and max(map(len, page.splitlines())) <= 80
+    [start] = [line for line in page.splitlines() if line.startswith("since start")]
+    assert start.split()[2:5] == ["2", str(2 * CHUNKS), "50"] and "≈" in start
+    assert "llama-8b-shape" in page and "fs-0" in page and "first misses of the last hour: " in page
+    status = json.loads(ctl(server, "status", "--json"))
+    trend = status["trend"]
+    assert trend["computed_chunks"] == CHUNKS and trend["computed_s"] > 0
+    assert trend["start"]["avoided_s"] == pytest.approx(trend["computed_s"], abs=0.01)
+    [engine] = status["engines"]
+    assert (engine["lookups"], engine["hit_chunks"], engine["stored_records"]) == (2, CHUNKS, CHUNKS)
+    assert "pool" in ctl(server, "status", "--all")
+
+
+@pytest.mark.parametrize("words", [["status", "--watch", "0.1"], ["top", "--every", "0.1"]], ids=" ".join)
+@pytest.mark.parametrize("as_json", [True, False])
+def test_pages_follow_each_other_until_ctrl_c(server: ServerProcess, words: list[str], as_json: bool) -> None:
+    more = ["--json"] if as_json else []
+    with subprocess.Popen(command(server, *words, *more), stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        seen = [running.stdout.readline() for _ in range(3 if as_json else 60)]
+        running.send_signal(signal.SIGINT)
+        running.stdout.read()
+    assert running.returncode == 0
+    if as_json:
+        assert all(json.loads(line)["instance"]["ready"] for line in seen)
+    else:
+        assert sum("up " in line for line in seen) >= 2 and "\x1b" not in "".join(seen)
+
+
+class Terminal:
+    """What a command draws on a terminal of 80 columns."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._ours, theirs = os.openpty()
+        termios.tcsetwinsize(theirs, (45, 80))
+        environment = {**os.environ, "TERM": "xterm"}
+        environment.pop("NO_COLOR", None)
+        self.running = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment
+        )
+        os.close(theirs)
+        self.seen = b""
+
+    def until(self, word: bytes) -> None:
+        """Read until this was drawn after what was read before."""
+        begun = len(self.seen)
+        while word not in self.seen[begun:]:
+            self.seen += os.read(self._ours, 65_536)
+
+    def end(self) -> tuple[int, bytes]:
+        """Press Ctrl-C; returns the exit status and standard error."""
+        self.running.send_signal(signal.SIGINT)
+        try:
+            while more := os.read(self._ours, 65_536):
+                self.seen += more
+        except OSError:  # the other end is closed
+            pass
+        os.close(self._ours)
+        _, error = self.running.communicate(timeout=60)
+        return self.running.returncode, error
+
+
+def test_a_terminal_gets_colours_and_its_screen_back(server: ServerProcess) -> None:
+    terminal = Terminal(command(server, "top", "--every", "0.1"))
+    for _ in range(3):
+        terminal.until(b"llama-8b-shape")
+    assert terminal.end() == (0, b"")
+    assert b"\x1b[?1049h" in terminal.seen and b"\x1b[?1049l" in terminal.seen
+    assert b"\x1b[1m" in terminal.seen
+
+
+def test_a_server_that_ends_is_said_above_the_page(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, l1_mb=64) as server:
+        server.start()
+        terminal = Terminal(command(server, "status", "--watch", "0.1"))
+        terminal.until(b"no engine is attached")
+        server.kill()
+        terminal.until(b"does not answer")
+        terminal.until(b"no engine is attached")
+        status: Any = terminal.end()
+    assert status == (0, b"")

@@ -1,0 +1,172 @@
+"""The pages of `kvstrata ctl`: at most 40 lines of 80 columns whatever the server holds, warnings first, and safe."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from kvstrata.cli import live, page_cluster, page_parts, page_server, page_top
+from kvstrata.cli.page_cluster import SeenCluster
+from kvstrata.cli.page_server import Seen
+
+HOSTILE = "\x1b]0;owned\x07\x9b2J\nx" + "y" * 200
+GB = 1 << 30
+
+
+def lines(page: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    live.show(page)
+    monkeypatch.undo()
+    return out.getvalue().splitlines()
+
+
+def window(**more: Any) -> dict[str, Any]:
+    return {
+        "seconds": 60.0, "lookups": 10, "lookup_chunks": 100, "l1_hit_chunks": 70, "l2_hit_chunks": 10,
+        "lookup_s": 0.5, "avoided_s": 41.5, "first_misses": {"never_stored": 5, "evicted": 1}, **more,
+    }  # fmt: skip
+
+
+def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
+    return Seen(
+        {
+            "instance": {"instance_id": f"host-5555{name}", "ready": True, "uptime_s": 4_000.0, "version": "0.1.0"},
+            "pool": {
+                "used_bytes": 3 * GB, "limit_bytes": 4 * GB, "missing_bytes": 0, "corrupt_entries": 0,
+                "entries": {"ready": 1_234_567}, "leased_bytes": GB, "evicted_entries": 10**9,
+            },
+            "attach": {"stranded_bytes": 0}, "process": {"restarts": 0, "last_end": ""},
+            "sessions": {"leases_revoked": 0}, "log": {"dropped_lines": 0}, "l2_store": {"backlog_bytes": 0},
+            "trend": {"minute": window(), "hour": window(), "start": window(), "computed_chunks": 3, **trend},
+            "engines": [
+                {"engine": f"{number:032x}", "model": name, "processes": 2, "complete": True, "lookups": 7,
+                 "lookup_chunks": 50, "hit_chunks": 25, "stored_records": 25, "avoided_s": 3.25}
+                for number in range(rows)
+            ],
+            "tenants": [{"tenant": name, "bytes": GB, "quota_bytes": -1} for _ in range(rows)],
+            "l2_tenants": [{"tenant": name, "adapter": "fs-0", "bytes": GB, "quota_bytes": GB}],
+        },
+        [
+            {"name": f"fs-{number}", "state": "active", "breakers": {"load": "closed"}, "numbers": {},
+             "usage": {"used_bytes": GB, "capacity_bytes": 2 * GB, "records": 99}, "loads": {"loading_bytes": 5},
+             "puts": {"queued": 2, "outcomes": {"stored": 9}, "stored_bytes": 1_000}}
+            for number in range(rows)
+        ],
+    )  # fmt: skip
+
+
+def troubled(rows: int) -> Seen:
+    """A server about which there is much to say, in names that are too long and not printable."""
+    found = seen(rows, HOSTILE)
+    status = found.status
+    status["instance"]["ready"] = False
+    status["pool"]["missing_bytes"] = status["attach"]["stranded_bytes"] = GB
+    status["process"] = {"restarts": 3, "last_end": HOSTILE}
+    status["log"]["dropped_lines"] = status["sessions"]["leases_revoked"] = 7
+    status["trend"]["hour"]["first_misses"] = {"breaker_open": 1, HOSTILE: 100}
+    for tier in found.tiers:
+        tier["state"], tier["breakers"] = "draining", {"load": "open", "put": HOSTILE}
+    for engine in status["engines"]:
+        engine["complete"] = False
+    return found
+
+
+def cluster(rows: int, name: str = "a", *, dead: int = 0) -> SeenCluster:
+    return SeenCluster(
+        {
+            "name": name, "version": "0.1.0", "up_s": 90_000.0, "ready": True, "why_not_ready": "", "restarts": 0,
+            "last_end": "", "instances": {"live": rows - dead, "dead": dead}, "keys": {"l1": 5},
+            "hits_total": {"l1": 3},
+            "used_bytes": {f"t{number}": GB for number in range(rows)}, "capacity_bytes": {"t0": 2 * GB},
+            "directory": {"placements": 10**7, "refused_keys_total": 0},
+            "election": {"problem": name if dead else "", "leader": name, "no_leader_s": 0.0},
+        },
+        [
+            {"id": f"{name}{number}", "state": "dead" if number < dead else "live", "draining": False, "host": name,
+             "used_bytes": {"l1": GB}, "l1_bytes": 4 * GB, "keys": {"l1": 7}, "sessions": 2, "heard_ago_s": 1.5,
+             "sync": {"state": "exact"}}
+            for number in range(rows)
+        ],
+        5.0,
+        [{"hits_per_s": {"l1": 0.0, "miss": 10.0}}] * 700
+        + [{"hits_per_s": {"l1": 3.0, "peer": 1.0, "miss": 1.0}}] * 12,
+        [{"unix_ms": 1_700_000_000_000, "kind": "joined", "instance": name, "facts": {"a": name}}] * rows,
+    )  # fmt: skip
+
+
+PAGES = {
+    "quiet": lambda: page_server.page(seen(0)),
+    "usual": lambda: page_server.page(seen(2)),
+    "crowded": lambda: page_server.page(troubled(50)),
+    "top": lambda: page_top.Top().draw(troubled(50)),
+    "cluster": lambda: page_cluster.page(cluster(3)),
+    "crowded cluster": lambda: page_cluster.page(cluster(50, HOSTILE, dead=20)),
+}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_40_lines_of_80_columns_and_no_escape_sequence(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = lines(PAGES[name](), monkeypatch)
+    assert len(shown) <= live.LINES, "\n".join(shown)
+    assert max(map(len, shown)) <= live.COLUMNS
+    assert all(line.isprintable() for line in shown)
+
+
+def test_warnings_come_before_everything_else_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = lines(page_server.page(troubled(2)), monkeypatch)
+    assert shown[1] == "! not ready: kvstrata ctl ready says why"
+    assert shown[2] == "! L1 lacks 1.00 GB of memory: free space in /dev/shm"
+    assert shown[5].startswith("! and ") and shown[6] == ""
+    assert page_server.warnings_of(seen(2)) == []
+
+
+def test_a_page_shows_hits_and_what_they_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = lines(page_server.page(seen(1)), monkeypatch)
+    [minute] = [line for line in shown if line.startswith("last minute")]
+    assert minute.split() == ["last", "minute", "10", "100", "80", "%", "70", "%", "10", "%", "≈", "41", "s"]
+    assert "L1  ███████████████░░░░░  3.00 GB of 4.00 GB (75 %)" in shown
+    assert "first misses of the last hour: evicted 1 of 6, mostly never_stored 5 of 6" in shown
+    unknown = lines(page_server.page(seen(1, computed_chunks=0)), monkeypatch)
+    assert next(line for line in unknown if line.startswith("last minute")).endswith(" -")
+
+
+def test_top_shows_rates_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    top, first, then = page_top.Top(), seen(1), seen(1)
+    lines(top.draw(first), monkeypatch)
+    then.status["instance"]["uptime_s"] += 2.0
+    then.status["engines"][0].update(
+        lookups=11, lookup_chunks=70, hit_chunks=40, stored_records=30, avoided_s=4.25
+    )
+    then.tiers[0]["puts"]["stored_bytes"] += 8_000_000
+    shown = lines(top.draw(then), monkeypatch)
+    [engine] = [line for line in shown if line.startswith("00000000")]
+    assert engine.split() == ["00000000", "a", "2.0", "10.0", "75", "%", "2.5", "0.50"]
+    [tier] = [line for line in shown if line.startswith("fs-0")]
+    assert "4.0" in tier.split()
+
+
+def test_the_last_minute_of_a_cluster_is_its_last_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = lines(page_cluster.page(cluster(3)), monkeypatch)
+    [minute] = [line for line in shown if line.startswith("last minute")]
+    assert minute.split()[2:] == ["300", "80", "%", "60", "%", "0", "%", "20", "%"]
+    crowded = lines(page_cluster.page(cluster(50, dead=20)), monkeypatch)
+    assert crowded[1] == "! election: a" and crowded[2].startswith("! a0: dead, heard 1.5 s ago")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 s"), (9.94, "9.9 s"), (-3.0, "-3.0 s"), (59.6, "1 min 0 s"), (41, "41 s"), (3_600, "1 h 0 min"),
+     (90_000, "1 d 1 h"), (-70, "-1 min 10 s")],
+)  # fmt: skip
+def test_spans(seconds: float, text: str) -> None:
+    assert page_parts.span(seconds) == text
+
+
+@pytest.mark.parametrize("number", [0, 99_999, 100_000, 99_999_999, 10**8, 10**11, 10**13])
+def test_counts_are_short(number: int) -> None:
+    assert len(page_parts.count(number)) <= 9
