@@ -14,7 +14,7 @@ usage: kvstrata COMMAND [arguments]
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
-              `ctl pool dump` reads the files of a pool without a server
+              `ctl pool` lists, frees and dumps pools without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
               `bench cluster` a controller
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`

@@ -1,6 +1,6 @@
 """`kvstrata ctl`: asks the admin port of a running server or controller, and prints a table, or JSON with `--json`.
 
-`pool dump` needs neither: it reads the files of a pool.
+`pool` needs neither: it finds and reads the files of pools.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from kvstrata.cli import ctl_cluster, ctl_explain
+from kvstrata.cli import ctl_cluster, ctl_explain, ctl_pool
 from kvstrata.cli.unix_http import opener
 from kvstrata.config.model import HttpSettings
 from kvstrata.config.tokens import bearer_token, read_bearer_token
@@ -172,18 +172,8 @@ def parser() -> argparse.ArgumentParser:
     )
     quota.add_argument("tenant")
     quota.add_argument("quota_gb", type=float, metavar="GB")
-    pool = commands.add_parser("pool", help="look into the files of a pool, with or without a server")
-    looks = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
-    shown = looks.add_parser("dump", help="header, attached processes and entries of a pool; changes nothing")
-    shown.add_argument(
-        "path",
-        metavar="FILE|DIR",
-        type=Path,
-        help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
-    )
-    shown.add_argument("--entries", action="store_true", help="list each entry too")
-    # --json may also follow the command. It has no default, which would overwrite the value given before the command.
-    shown.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON")
+    pool = commands.add_parser("pool", help="list, free or look into pools, with or without a server")
+    ctl_pool.add(pool)
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
     l2 = commands.add_parser("l2", help="list, show, export, add, drain, resume or remove L2 adapters")
@@ -242,10 +232,7 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns the answer of the server or the content of the file."""
     if options.command == "pool":
-        # This alone loads the compiled modules; the other commands also run on a machine that lacks them.
-        from kvstrata.memory.pool_dump import dump
-
-        return dump(options.path, entries=options.entries)
+        return ctl_pool.run(options)
     token = read_token("--token-file", options.token_file)
     if options.command == "cluster":
         url = options.url or find_url(ctl_cluster.default_url(), "controller")

@@ -60,6 +60,8 @@ def server_parser() -> argparse.ArgumentParser:
     add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
     add("--l1-numa", dest="l1.numa", metavar="NODES",
         help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
+    add("--forget-on-exit", dest="l1.forget_on_exit", action="store_true",
+        help="remove the pool from shared memory at a clean exit; otherwise the next server adopts it")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
     add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
@@ -259,4 +261,7 @@ def _sort_out(
     return ours, notes
 
 
-_SWITCHES = {"--check", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise", "--help", "-h"}
+_SWITCHES = {
+    *("--check", "--forget-on-exit", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise"),
+    *("--help", "-h"),
+}

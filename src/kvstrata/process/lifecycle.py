@@ -108,6 +108,13 @@ class Process(ABC):
     def page(self) -> dict[str, object]:
         """The sections of the status page that SIGUSR1 asks for."""
 
+    def left_behind(self) -> tuple[str, dict[str, object]] | None:
+        """The event and fields of the last line of the log, if this process leaves something behind.
+
+        Called at the end of a stop, also of one that was cut short.
+        """
+        return None
+
     async def run(self) -> int:
         """Start, serve, stop. If the start fails, closes everything that was opened and raises KvstrataError."""
         self.loop = loop = asyncio.get_running_loop()
@@ -135,6 +142,7 @@ class Process(ABC):
             await self._close()
             raise
         self.log.info("stopped", **given_up)
+        self._tell_left()
         return 0
 
     async def _stop(self) -> dict[str, object]:
@@ -152,8 +160,13 @@ class Process(ABC):
             await asyncio.wait({stopping}, timeout=begun_s + budget_s - self.loop.time())
         if not stopping.done():
             self.log.warning("stop_cut_short", budget_s=budget_s, **self.given_up())
+            self._tell_left()
             end_now(0)
         return stopping.result()
+
+    def _tell_left(self) -> None:
+        if left := self.left_behind():
+            self.log.info(left[0], **left[1])
 
     def _end_late(self) -> None:
         self.log.warning("stop_cut_short", note="a thread does not end")

@@ -9,18 +9,23 @@ from pathlib import Path
 
 def port_holder(port: int) -> str:
     """The process that listens on a TCP port here, as far as this user can see: `pid 12 (name)`; empty if none."""
-    inodes = {f"socket:[{inode}]" for _, inode in _listeners(port)}
-    for entry in os.scandir("/proc") if inodes else ():
+    return socket_holder({inode for _, inode in _listeners(port)})
+
+
+def socket_holder(inodes: set[str]) -> str:
+    """A process that has one of these sockets open: `pid 12 (name)`; empty if `inodes` is."""
+    links = {f"socket:[{inode}]" for inode in inodes}
+    for entry in os.scandir("/proc") if links else ():
         if not entry.name.isdigit():
             continue
         try:
             for descriptor in os.scandir(f"/proc/{entry.name}/fd"):
-                if os.readlink(descriptor.path) in inodes:
+                if os.readlink(descriptor.path) in links:
                     name = Path(f"/proc/{entry.name}/comm").read_text().strip()
                     return f"pid {entry.name} ({name})"
         except OSError:
             continue
-    return "a process of another user or network namespace" if inodes else ""
+    return "a process of another user or network namespace" if links else ""
 
 
 def port_uids(port: int) -> set[int]:

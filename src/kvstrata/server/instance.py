@@ -20,6 +20,7 @@ import functools
 import os
 import platform
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
@@ -33,7 +34,7 @@ from kvstrata.observability.metrics import ServerCollector
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.misses import Explainer
 from kvstrata.process.http_gate import Access
-from kvstrata.process.keeper import Restarts
+from kvstrata.process.keeper import Restarts, hold_pool
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, Prepared, ServedToken, warn_if_open
@@ -102,6 +103,9 @@ class Instance(NamedTuple):
     ground: Ground
     adopted: bool
     """L1 was taken over from the previous server."""
+    l1_place: Path
+    """The folder of L1's files, or that of the socket of the holder process that keeps L1 (`l1_held`)."""
+    l1_held: bool
     tables: Tables
     l2: L2
     rpc: ZmqServer
@@ -129,6 +133,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     if listener is not None:
         closers.append(soon(listener.close))
     segment, own_segments, directory = open_segments(plan, port, closers)
+    hold_pool(shell.restarts, str(segment.sessions_lock_path))
     pool = segment.pool
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
@@ -232,6 +237,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         facts=facts,
         ground=ground,
         adopted=segment.adopted,
+        l1_place=segment.place,
+        l1_held=segment.backing == "memfd",
         tables=tables,
         l2=l2,
         rpc=rpc,
