@@ -21,8 +21,8 @@ usage: kvstrata COMMAND [arguments]
   l2          `l2 rewrite` writes the records of a storage again with a new key
   doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
-kvstrata COMMAND --help tells more. kvstrata --version prints the version; kvstrata --native-include-dir prints the
-folder of the headers for storage connectors in C++."""
+kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata
+--native-include-dir prints the folder of the headers for storage connectors in C++."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2
-    if command == "--version":
+    if command == "--version" or words[1:2] == ["--version"]:
         print(f"kvstrata {__version__}")
         return 0
     if command == "--native-include-dir":

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstrata import __version__
 from kvstrata.config.lmcache_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find
 from kvstrata.config.load import put
 from kvstrata.config.nearest import nearest
@@ -152,6 +153,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
         help="run without the parent process that restarts the server, as for systemd")  # fmt: skip
+    add(
+        "--version",
+        action="version",
+        version=f"{parser.prog} {__version__}",
+        help="print the version and exit",
+    )
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready")
 
 
@@ -263,5 +270,5 @@ def _sort_out(
 
 _SWITCHES = {
     *("--check", "--forget-on-exit", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise"),
-    *("--help", "-h"),
+    *("--help", "--version", "-h"),
 }

@@ -35,10 +35,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+from kvstrata.naming import name_process
 from kvstrata.process.parent import die_with_parent
 
 NO_SUPERVISE = "--no-supervise"
-_ENDS_BY_ITSELF = frozenset({"--check", "--help", "-h"})
+KEEPER = "kv-keeper"
+"""Its name in ps and top; the child has that of the command."""
+_ENDS_BY_ITSELF = frozenset({"--check", "--help", "--version", "-h"})
 """With these arguments the command prints something and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
@@ -80,6 +83,7 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     _open_standard_descriptors()
     if not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
+    name_process(name if NO_SUPERVISE in arguments else KEEPER)
     for number in ASKING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _pass_over)
@@ -179,6 +183,7 @@ class _Keeper:
     def _run_child(self, keeper_pid: int, mask_before: set[int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
         die_with_parent(keeper_pid)
+        name_process(self._name)
         os.close(self._named_pools)
         if self._pool_fd >= 0:
             os.close(self._pool_fd)

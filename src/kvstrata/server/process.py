@@ -34,6 +34,7 @@ from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.plan import Plan, plan
 from kvstrata.server.reload import Reload
+from kvstrata.types import GB
 
 
 def run(
@@ -127,6 +128,12 @@ class Server(Process):
     def given_up(self) -> dict[str, object]:
         """Puts that were given up, and what the engines held when the stop began; they keep it over the restart."""
         return {"puts_given_up": self._instance.l2.store.undone, **self._held}
+
+    def standing(self) -> str:
+        """Where engines find the server, and how large L1 is."""
+        facts, pools = self._instance.facts, self._instance.ground.pools
+        size_gb = sum(pool.extents_bytes for pool in pools) / GB
+        return f"serving at {facts.socket_dir}, L1 of {size_gb:.1f} GB"
 
     def left_behind(self) -> tuple[str, dict[str, object]] | None:
         """The pool that stays in memory, and how to free it; or that it was removed (`l1.forget_on_exit`)."""
