@@ -1,10 +1,43 @@
-"""Finds the processes and users that listen on a TCP port of this machine."""
+"""TCP ports of this machine: which processes and users listen on one, and settings that ask for one twice."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from kvstrata.errors import ConfigError
+
+
+class Listening(NamedTuple):
+    """A port that a setting asks for; 0: a free one."""
+
+    setting: str
+    host: str
+    port: int
+
+
+def refuse_port_twice(ports: list[Listening]) -> None:
+    """Raises ConfigError if two settings ask for one port of one address."""
+    for number, second in enumerate(ports):
+        for first in ports[:number]:
+            if first.port == second.port != 0 and _overlap(first.host, second.host):
+                raise ConfigError(
+                    f"{second.setting}: {second.host}:{second.port} is also the port of {first.setting} "
+                    f"({first.host}:{first.port}); choose another, or 0 for a free one",
+                    field=second.setting,
+                )
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Whether two addresses to listen on have one in common, as far as their texts tell."""
+    both = {first, second}
+    if len(both) == 1 or "::" in both:
+        return True
+    if both & {"*", "0.0.0.0"}:
+        return not any(":" in host for host in both)
+    return "localhost" in both and both <= {"localhost", "127.0.0.1", "::1"}
 
 
 def port_holder(port: int) -> str:
