@@ -32,7 +32,7 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import EventLog, flush_log
-from kvstrata.process.sd_notify import ServiceManager
+from kvstrata.process.sd_notify import Systemd
 from kvstrata.process.supervisor import Supervisor
 
 EXIT_CRASHED = 70
@@ -73,7 +73,7 @@ class Process(ABC):
         self.log = EventLog(name)
         self._name = name
         self._stopping_s = 0.0
-        self._service_manager = ServiceManager(os.environ)
+        self._systemd = Systemd(os.environ)
         self.guarded = False
         """Whether a stop may end the interpreter."""
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -135,12 +135,12 @@ class Process(ABC):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._asks, number, stop)
         try:
-            self._service_manager.status("starting")
+            self._systemd.status("starting")
             await self.start()
-            self._service_manager.ready(self.standing())
+            self._systemd.ready(self.standing())
             self.supervisor.spawn(self._answer(), "signals")
-            if self._service_manager.watchdog_s is not None:
-                self.supervisor.spawn(self._feed_watchdog(self._service_manager.watchdog_s / 2), "watchdog")
+            if self._systemd.watchdog_s is not None:
+                self.supervisor.spawn(self._feed_watchdog(self._systemd.watchdog_s / 2), "watchdog")
             stopping = loop.create_task(stop.wait(), name="stop-signal")
             ends: set[asyncio.Future[Any]] = {stopping, self.supervisor.failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +154,7 @@ class Process(ABC):
             raise
         self.log.info("stopped", **given_up)
         self._tell_left()
-        self._service_manager.close()
+        self._systemd.close()
         return 0
 
     async def _stop(self) -> dict[str, object]:
@@ -162,7 +162,7 @@ class Process(ABC):
         begun_s, drain_s = self.loop.time(), self.drain_s
         stopping = self.loop.create_task(self._drain_and_close(drain_s), name="stop")
         budget_s = drain_s + CLOSING_S
-        self._service_manager.stopping("stopping", budget_s + GUARD_S)
+        self._systemd.stopping("stopping", budget_s + GUARD_S)
         if self.guarded:
             guard = threading.Timer(budget_s + GUARD_S, self._end_late)
             guard.daemon = True
@@ -172,7 +172,7 @@ class Process(ABC):
             under_way = self.under_way()
             self.log.info("stop_waits", **under_way, budget_s=budget_s)
             waits = ", ".join(f"{count} {things}" for things, count in under_way.items())
-            self._service_manager.status(f"stopping, waits for {waits}")
+            self._systemd.status(f"stopping, waits for {waits}")
             await asyncio.wait({stopping}, timeout=begun_s + budget_s - self.loop.time())
         if not stopping.done():
             self.log.warning("stop_cut_short", budget_s=budget_s, **self.given_up())
@@ -215,12 +215,12 @@ class Process(ABC):
         while True:
             number = await self._asked.get()
             if number == signal.SIGHUP:
-                self._service_manager.reloading()
+                self._systemd.reloading()
                 try:
                     self.log.info("reloaded", **await self.reload())
                 except KvstrataError as error:
                     self.log.error("reload_failed", reason=error.message, note="everything stays as it was")
-                self._service_manager.ready(self.standing())
+                self._systemd.ready(self.standing())
             elif number == signal.SIGUSR1:
                 self.log.sections("status", self.page())
             else:
@@ -228,7 +228,7 @@ class Process(ABC):
 
     async def _feed_watchdog(self, pause_s: float) -> None:
         while True:
-            self._service_manager.alive()
+            self._systemd.alive()
             await asyncio.sleep(pause_s)
 
     async def _close(self) -> None:

@@ -1,6 +1,6 @@
 """Tells systemd how a service stands: sd_notify(3), over the unix datagram socket that NOTIFY_SOCKET names.
 
-Without this variable nothing is sent.  A message that cannot be sent is dropped: the service manager's trouble is no
+Without this variable nothing is sent.  A message that cannot be sent is dropped: systemd's trouble is no
 reason to stop serving.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import MutableMapping
 SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 
-class ServiceManager:
-    """The service manager of this process. Its variables are taken out of `environment`: no child speaks for us."""
+class Systemd:
+    """What this process tells systemd, if systemd started it. The variables are taken out of `environment`: no child speaks for us."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         path = environment.pop(SOCKET, "")
@@ -27,7 +27,7 @@ class ServiceManager:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
         self.watchdog_s: float | None = None
-        """The service manager ends this process if it hears nothing for this long; None: it does not watch."""
+        """systemd ends this process if it hears nothing for this long; None: it does not watch."""
         if (
             self._socket is not None
             and pid in ("", str(os.getpid()))

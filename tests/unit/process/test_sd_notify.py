@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.process.sd_notify import ServiceManager
+from kvstrata.process.sd_notify import Systemd
 
 
 @pytest.fixture
@@ -24,22 +24,22 @@ def told(systemd: socket.socket) -> list[str]:
 
 
 def test_states_are_sent_as_sd_notify_has_them(systemd: socket.socket) -> None:
-    manager = ServiceManager({"NOTIFY_SOCKET": systemd.getsockname()})
-    manager.status("starting")
+    service = Systemd({"NOTIFY_SOCKET": systemd.getsockname()})
+    service.status("starting")
     assert told(systemd) == ["STATUS=starting"]
-    manager.ready("serving")
+    service.ready("serving")
     assert told(systemd) == ["READY=1", "STATUS=serving"]
-    manager.reloading()
+    service.reloading()
     first, second, third = told(systemd)
     assert (first, third) == ("RELOADING=1", "STATUS=reloading")
     assert second.startswith("MONOTONIC_USEC=") and second.partition("=")[2].isdigit()
-    manager.stopping("stopping", 1.5)
+    service.stopping("stopping", 1.5)
     assert told(systemd) == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=1500000", "STATUS=stopping"]
-    manager.alive()
+    service.alive()
     assert told(systemd) == ["WATCHDOG=1"]
-    manager.close()
-    manager.close()
-    manager.alive()
+    service.close()
+    service.close()
+    service.alive()
     with pytest.raises(BlockingIOError):
         told(systemd)
 
@@ -48,24 +48,24 @@ def test_an_abstract_socket_is_reached() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind("")  # the kernel chooses an abstract address
         name = "@" + listener.getsockname()[1:].decode()
-        manager = ServiceManager({"NOTIFY_SOCKET": name})
-        manager.alive()
+        service = Systemd({"NOTIFY_SOCKET": name})
+        service.alive()
         assert told(listener) == ["WATCHDOG=1"]
-        manager.close()
+        service.close()
 
 
 @pytest.mark.parametrize("path", ["", "relative", "/no/such/socket"])
-def test_without_a_service_manager_nothing_happens(path: str) -> None:
-    manager = ServiceManager({"NOTIFY_SOCKET": path})
-    manager.ready("serving")
-    manager.close()
+def test_without_systemd_nothing_happens(path: str) -> None:
+    service = Systemd({"NOTIFY_SOCKET": path})
+    service.ready("serving")
+    service.close()
 
 
-def test_a_service_manager_that_reads_nothing_holds_up_nobody(systemd: socket.socket) -> None:
-    manager = ServiceManager({"NOTIFY_SOCKET": systemd.getsockname()})
+def test_systemd_that_reads_nothing_holds_up_nobody(systemd: socket.socket) -> None:
+    service = Systemd({"NOTIFY_SOCKET": systemd.getsockname()})
     for _ in range(2000):
-        manager.status("x" * 1000)
-    manager.close()
+        service.status("x" * 1000)
+    service.close()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_watchdog_is_fed_only_if_it_watches_this_process(
         "WATCHDOG_PID": pid,
         "PATH": "/bin",
     }
-    manager = ServiceManager(environment)
-    assert manager.watchdog_s == expected_s
+    service = Systemd(environment)
+    assert service.watchdog_s == expected_s
     assert environment == {"PATH": "/bin"}, "children do not speak for us"
-    manager.close()
+    service.close()
