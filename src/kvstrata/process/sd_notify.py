@@ -1,7 +1,7 @@
 """Tells systemd how a service stands: sd_notify(3), over the unix datagram socket that NOTIFY_SOCKET names.
 
-Without this variable nothing is sent.  A message that cannot be sent is dropped: systemd's trouble is no
-reason to stop serving.
+Without this variable nothing is sent.  A message that cannot be sent is dropped: systemd's trouble is no reason to stop
+serving.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ SOCKET, WATCHDOG, WATCHDOG_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID
 
 
 class Systemd:
-    """What this process tells systemd, if systemd started it. The variables are taken out of `environment`: no child speaks for us."""
+    """What this process tells systemd, if systemd started it.
+
+    The variables are taken out of `environment`, so that no child speaks for us.
+    """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         path = environment.pop(SOCKET, "")
