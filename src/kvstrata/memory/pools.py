@@ -77,8 +77,8 @@ class _Descriptors(NamedTuple):
 def find_pools(roots: Sequence[Path] = (SHM_ROOT,)) -> list[FoundPool]:
     """The pools of this user in folders below `roots`, and those kept by holders that this process can reach."""
     found = [pool for root in roots for folder in _folders(root, _DEPTH) for pool in pools_at(folder)]
-    for socket_dir, inode in _holders():
-        found += held_pools(socket_dir, socket_holder({inode}))
+    for socket_dir, inodes in _holders().items():
+        found += held_pools(socket_dir, socket_holder(inodes))
     return found
 
 
@@ -217,15 +217,20 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
                     yield from _folders(Path(entry.path), depth - 1)
 
 
-def _holders() -> Iterator[tuple[Path, str]]:
-    """(Socket directory, inode of the socket) of each holder of our user in our network namespace."""
+def _holders() -> dict[Path, set[str]]:
+    """The inodes of holders' sockets by socket directory, for our user in our network namespace.
+
+    A holder that is ending may still have a socket of the same path as the next one.
+    """
+    found: dict[Path, set[str]] = {}
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
         *fields, path = line.split(maxsplit=7)
         socket_dir, _, name = path.rpartition("/")
         if name == HOLDER_SOCKET and len(fields) == 7:
             with contextlib.suppress(OSError):
                 if os.lstat(path).st_uid == os.geteuid():
-                    yield Path(socket_dir), fields[6]
+                    found.setdefault(Path(socket_dir), set()).add(fields[6])
+    return found
 
 
 def _open_files(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
