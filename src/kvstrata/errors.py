@@ -143,6 +143,10 @@ class ConfigError(KvstrataError):
     code = "bad_config"
 
 
+class MachineLacks(ConfigError):
+    """The setting asks for a file, memory or device that this machine lacks; on another one it may be right."""
+
+
 # --- the medium -----------------------------------------------------------------------------------------------
 
 

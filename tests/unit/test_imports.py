@@ -28,7 +28,7 @@ FLOORS = (
     ("config",),
     ("native",),
     ("failpoints",),
-    ("clock", "states", "types"),
+    ("clock", "naming", "states", "types"),
     ("errors",),
     ("text",),
 )

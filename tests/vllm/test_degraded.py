@@ -68,6 +68,10 @@ def test_server_absent_at_start_then_caching_begins_by_itself(rig):
     until(lambda: chunks_in_l1(rig.server) == 3, "storing")
     warm = rig.again(prompt)
     assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    lines = rig.vllm.log_text().splitlines()
+    [warning] = [line for line in lines if "no cache server answers" in line and "WARNING" in line]
+    assert f"lmcache-server --port {rig.server.port} --socket-dir {rig.server.socket_dir}" in warning
+    assert any("INFO" in line and "connected to cache server" in line for line in lines)
 
 
 @pytest.mark.parametrize("when", ["before the request", "in prefill", "in decode"])

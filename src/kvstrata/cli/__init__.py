@@ -15,7 +15,7 @@ usage: kvstrata COMMAND [arguments]
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
-              `ctl pool dump` reads the files of a pool without a server
+              `ctl pool` lists, frees and dumps pools without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
               `bench cluster` a controller
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
@@ -23,8 +23,8 @@ usage: kvstrata COMMAND [arguments]
   completion  print a script with which bash, zsh or fish completes commands and options
   doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
-kvstrata COMMAND --help tells more. kvstrata --version prints the version; kvstrata --native-include-dir prints the
-folder of the headers for storage connectors in C++."""
+kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata
+--native-include-dir prints the folder of the headers for storage connectors in C++."""
 
 
 @guarded("kvstrata")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, file=sys.stdout if words else sys.stderr)
         return Exit.DONE if words else Exit.CONFIG
-    if command == "--version":
+    if command == "--version" or words[1:2] == ["--version"]:
         print(f"kvstrata {__version__}")
         return 0
     if command == "--native-include-dir":

@@ -41,11 +41,13 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             flags=flags.settings,
         )
         settings = read()
+        notes = [*flags.notes, *pod_link_notes(os.environ)]
         if flags.check:
             plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
+            for note in notes:
+                print(f"lmcache-controller: note: {note}", file=sys.stderr)
             return 0
-        notes = pod_link_notes(os.environ)
         return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         print(f"lmcache-controller: {error.message}", file=sys.stderr)

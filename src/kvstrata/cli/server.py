@@ -23,6 +23,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     import msgspec
 
+    from kvstrata.cli.check import look_at
     from kvstrata.config.flags import parse_server_flags
     from kvstrata.config.load import load
     from kvstrata.config.model import ServerSettings
@@ -30,7 +31,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.secrets import shown
     from kvstrata.errors import KvstrataError
     from kvstrata.native.pool import MAX_SESSIONS
-    from kvstrata.server.plan import plan
+    from kvstrata.server.plan import plan, tcp_ports
     from kvstrata.server.process import run
 
     try:
@@ -40,16 +41,24 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             load, ServerSettings, file=file or None, environment=os.environ, flags=flags.settings
         )
         settings = read()
+        notes = [*flags.notes, *pod_link_notes(os.environ)]
         if flags.check:
-            planned = plan(settings, os.environ)
+            lacking: list[str] = []
+            planned = plan(settings, os.environ, lacking)
+            lacking += look_at(planned.adapters, tcp_ports(settings))
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
+            exposed = [f"{field} is a secret on the command line" for field in flags.exposed]
+            for note in (*notes, *exposed):
+                print(f"lmcache-server: note: {note}", file=sys.stderr)
+            for lack in lacking:
+                print(f"lmcache-server: not on this machine: {lack}", file=sys.stderr)
+            where = "on a machine that has what this one lacks" if lacking else "here"
             print(
-                f"lmcache-server: these settings can be used: L1 of {planned.extents_bytes} bytes, up to "
+                f"lmcache-server: these settings can be used {where}: L1 of {planned.extents_bytes} bytes, up to "
                 f"{MAX_SESSIONS} engine processes attached at a time",
                 file=sys.stderr,
             )
             return 0
-        notes = [*flags.notes, *pod_link_notes(os.environ)]
         return run(
             settings,
             notes=notes,

@@ -15,6 +15,7 @@ import atexit
 import logging
 import os
 import secrets
+import shlex
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -89,7 +90,12 @@ class CacheClient:
         self.slice_digest = slice.digest() if slice is not None else b""
         """Digest of the slice that this process reads and writes; b"" for a scheduler."""
         self._layout = layout
-        self._link = link = Link(socket_dirs(settings.socket_dir, settings.port), self.session)
+        self._link = link = Link(
+            socket_dirs(settings.socket_dir, settings.port),
+            self.session,
+            _start_command(settings),
+            speaks=role is not Role.WORKER,
+        )
         self._ledger = ledger = CopyLedger()
         self._copier = copier = Copier(engine or CopyEngine(threads=settings.copy_threads))
         self._device = engine if isinstance(engine, DeviceCopyEngine) else None
@@ -334,6 +340,16 @@ _kept_in_child: list[CacheClient] = []
 def _token(settings: ClientSettings) -> str:
     """The token that gives this engine access to its tenants, or "" if none is set. Raises ConfigError."""
     return read_token_file(settings.token_file, "token_file") if settings.token_file else ""
+
+
+def _start_command(settings: ClientSettings) -> str:
+    """The command that starts a server which these settings find."""
+    words = ["lmcache-server"]
+    if settings.port != ClientSettings().port:
+        words += ["--port", str(settings.port)]
+    if settings.socket_dir:
+        words += ["--socket-dir", settings.socket_dir]
+    return shlex.join(words)
 
 
 def _forget_in_child() -> None:

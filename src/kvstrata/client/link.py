@@ -29,6 +29,7 @@ from kvstrata.client.silence import Silence
 from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSession, WrongVersion
 from kvstrata.memory.attach.client import Attachment, attach_in, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
+from kvstrata.observability.logging import Thinning
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import prove
 from kvstrata.rpc.zmq_client import Dealer, Waiter
@@ -43,6 +44,8 @@ ATTACH_RETRY_LAST_S = 0.25
 GOODBYE_TIMEOUT_S = 0.3
 ATTACH_REFUSED_RETRY_S = 2.0
 """Pause after a refusal (other layout, no free row, other version), which an early retry would not change."""
+REPEATED_S = 600.0
+"""Time between two log lines that say that a server is still absent."""
 FRAMES_PER_PASS = 256
 LONGEST_POLL_S = 1.0
 
@@ -94,12 +97,14 @@ MACHINE = Machine(
 class Link:
     """One client's link to its server: see the module. `session`: 16 bytes that name this process as long as it lives.
 
-    `places`: directories in which the server's sockets may lie; the first is the one that is meant.
+    `places`: directories in which the server's sockets may lie; the first is the one that is meant.  `start_with`: the
+    command that starts a server there, for the log.  Of the links of one engine, one `speaks`: it warns when the
+    server is absent or lost; the other links say so at level INFO.
 
     The owner's parts need the link, so the link gets its owner only by `start`; before that nothing is received.
     """
 
-    def __init__(self, places: Sequence[Path], session: bytes) -> None:
+    def __init__(self, places: Sequence[Path], session: bytes, start_with: str, *, speaks: bool) -> None:
         self.table = RequestTable()
         self.silence = Silence()
         self.session = session
@@ -113,8 +118,10 @@ class Link:
         self._connection = MACHINE.first
         self._owner: LinkOwner | None = None
         self._places = places
-        self._told_absent = False
-        """Whether the log says that no server answers."""
+        self._start_with = start_with
+        self._problem_level = logging.WARNING if speaks else logging.INFO
+        self._absences = Thinning(REPEATED_S)
+        self._losses = Thinning()
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -288,7 +295,7 @@ class Link:
         if self._dealer is not None and (frames or self.silence.check_due_s() <= now_s):
             self._receive(self._dealer)
         if self.silence.check(now_s):
-            log.warning("the cache server does not answer; going on without it until it does")
+            self._say_lost("the cache server does not answer; going on without it until it does")
             self._fell_silent("the server does not answer")
         self.table.expire(now_s)
         self._started_owner.link_pass(now_s)
@@ -363,8 +370,8 @@ class Link:
         """Drop the connection, enter ABSENT and attach again."""
         if self._attachment is None or self._waiter is None:
             return
-        log.warning("lost the cache server (%s); going on without it until it is back", why)
-        self._told_absent = True
+        self._say_lost("lost the cache server (%s); going on without it until it is back", why)
+        self._absences.left_out("absent")  # this line has said it
         self._waiter.unwatch(self._attachment.fileno())
         self._waiter.disconnect()
         self._dealer = None
@@ -402,9 +409,16 @@ class Link:
 
     def _absent(self, why: str) -> None:
         self.error = why
-        if not self._told_absent:
-            self._told_absent = True
-            log.warning("no cache server answers (%s); going on without it until one does", why)
+        self._absences.log(
+            log,
+            self._problem_level,
+            "absent",
+            "no cache server answers (%s); computing without a cache until one does. To start one, as uid %d: %s",
+            *(why, os.geteuid(), self._start_with),
+        )
+
+    def _say_lost(self, text: str, *values: object) -> None:
+        self._losses.log(log, self._problem_level, text, text, *values)
 
     def _refused(self, error: KvstrataError) -> None:
         text = f"the cache server refused this process ({error.code}): {error.message}"

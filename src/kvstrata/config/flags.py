@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstrata import __version__
 from kvstrata.config.lmcache_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find
 from kvstrata.config.load import put
 from kvstrata.config.nearest import nearest
@@ -65,6 +66,8 @@ def server_parser() -> argparse.ArgumentParser:
     add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
     add("--l1-numa", dest="l1.numa", metavar="NODES",
         help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
+    add("--forget-on-exit", dest="l1.forget_on_exit", action="store_true",
+        help="remove the pool from shared memory at a clean exit; otherwise the next server adopts it")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
     add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
@@ -155,6 +158,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
         help="run without the parent process that restarts the server, as for systemd")  # fmt: skip
+    add(
+        "--version",
+        action="version",
+        version=f"{parser.prog} {__version__}",
+        help="print the version and exit",
+    )
     add("--ready-fd", type=int, metavar="FD", help="write one line to this descriptor when ready (none)")
 
 
@@ -264,4 +273,7 @@ def _sort_out(
     return ours, notes
 
 
-_SWITCHES = {"--check", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise", "--help", "-h"}
+_SWITCHES = {
+    *("--check", "--forget-on-exit", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise"),
+    *("--help", "--version", "-h"),
+}

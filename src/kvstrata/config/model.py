@@ -63,6 +63,13 @@ class L1Settings(_Section, frozen=True, kw_only=True):
             "list of nodes, such as `'0'`, `'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
         ),
     ] = "default"
+    forget_on_exit: Annotated[
+        bool,
+        Meta(
+            description="Remove the pool when the server ends in order (SIGTERM, SIGINT), with what it holds. If "
+            "false, the next server adopts it; `kvstrata ctl pool free` frees it."
+        ),
+    ] = False
     core_dump: Annotated[
         bool,
         Meta(

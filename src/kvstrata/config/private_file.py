@@ -10,7 +10,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, MachineLacks
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -21,7 +21,7 @@ def read_private_file(path: str, field: str, *, mounted: bool = False) -> str:
     With `mounted`, a file of root that our group can read is accepted too, unless we are root: that is how Kubernetes
     mounts a secret into a pod with an `fsGroup`.
 
-    Raises ConfigError that names `field` and the path, never the file's content.
+    Raises ConfigError that names `field` and the path, never the file's content; MachineLacks if no file is there.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO must not block the caller
@@ -29,6 +29,8 @@ def read_private_file(path: str, field: str, *, mounted: bool = False) -> str:
             status = os.fstat(file.fileno())
             mode = status.st_mode
             content = file.read(MAX_FILE_BYTES) if stat.S_ISREG(mode) else None
+    except FileNotFoundError as error:
+        raise MachineLacks(f"{field}: {path}: cannot be read: {error}", field=field) from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise ConfigError(f"{field}: {path}: cannot be read: {error}", field=field) from None
     if content is None:

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvstrata.controller.lookups import INLINE_TAGS, Lookups
+from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry, RegistryError, RegistryUsage
 from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Run
 
@@ -31,6 +32,7 @@ def _yield_to_loop() -> None:
 
     The registry also yields after each turn, since a scheduler may let a running thread go on for milliseconds.
     """
+    name_thread()
     os.nice(10)  # of the calling thread only, on Linux
 
 

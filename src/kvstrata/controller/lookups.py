@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from typing_extensions import Buffer
 
+from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry
 
 INLINE_TAGS = 512
@@ -40,7 +41,7 @@ class Lookups:
     def __init__(self, loop: asyncio.AbstractEventLoop, registry: Registry) -> None:
         self._loop = loop
         self._registry = registry
-        self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-lookup")
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="kv-lookup", initializer=name_thread)
         self._slots: dict[Place, int] = {}
         self._places: dict[int, Place] = {}
         self._readable = bytearray(MASK_BYTES)

@@ -30,13 +30,14 @@ from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.snapshot import Snapshots
-from kvstrata.controller.sockets import Sockets
+from kvstrata.controller.sockets import Sockets, zmq_host
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
+from kvstrata.process.http_unix import socket_path
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
@@ -50,6 +51,7 @@ from kvstrata.process.listen import (
     serve,
     warn_if_open,
 )
+from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.key_file import KeyFile
 from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, read_controller_keys
 from kvstrata.types import NOT_IN_A_NAME
@@ -88,6 +90,7 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
             "instance would be dead after one lost heartbeat; make it longer",
             field="dead_after_s",
         )
+    refuse_port_twice(_ports(settings))
     snapshot_dir(settings, settings.http.port, environment)
     token = read_token(settings.http, insecure=settings.security.insecure)
     curve_file = settings.security.curve_secret_file
@@ -95,6 +98,17 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
         check_etcd(settings)
     keys = KeyFile(curve_file, read_controller_keys) if curve_file else None
     return Plan(settings, token, keys, PeerHosts(settings.peer_hosts))
+
+
+def _ports(settings: ControllerSettings) -> list[Listening]:
+    """The tcp ports that the settings ask for."""
+    host, ports = zmq_host(settings), settings.monitor_ports
+    found = [
+        Listening(f"monitor_ports.{name}", host, getattr(ports, name)) for name in ports.__struct_fields__
+    ]
+    if socket_path(settings.http.host) is None:
+        found.append(Listening("http.port", settings.http.host, settings.http.port))
+    return found
 
 
 def snapshot_dir(settings: ControllerSettings, port: int, environment: Mapping[str, str]) -> Path | None:

@@ -37,6 +37,7 @@ from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import MemberState
 from kvstrata.controller.orders import sync_folder
 from kvstrata.errors import ConfigError
+from kvstrata.naming import name_thread
 from kvstrata.native.copying import crc32c
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_wire import Register
@@ -66,7 +67,7 @@ class Snapshots:
         self._cluster = cluster
         self._path = folder / FILE
         self._settings = settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-snapshot")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-snapshot", initializer=name_thread)
         self._log = EventLog("snapshot")
         self._writing: asyncio.Future[int] | None = None
         self._restoring = False

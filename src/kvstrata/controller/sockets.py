@@ -19,6 +19,12 @@ from kvstrata.rpc.zmq_server import Address, ZmqServer
 OnFrame = Callable[[Address, bytes], None]
 
 
+def zmq_host(settings: ControllerSettings) -> str:
+    """The address of the ZMQ ports."""
+    host = settings.monitor_host or settings.http.host
+    return host if socket_path(host) is None else "localhost"
+
+
 class Sockets:
     """The three sockets of one controller. Belongs to the event loop."""
 
@@ -40,9 +46,7 @@ class Sockets:
         self, settings: ControllerSettings, curve: CurveKeys, clients: Callable[[], frozenset[bytes] | None]
     ) -> None:
         """Listen on all ports, without reading yet; `clients()` tells who may connect now. Raises ConfigError."""
-        ports, host = settings.monitor_ports, settings.monitor_host or settings.http.host
-        if socket_path(host) is not None:
-            host = "localhost"
+        ports, host = settings.monitor_ports, zmq_host(settings)
         for name, server, port in (
             ("pull", self._pull, ports.pull),
             ("reply", self._reply, ports.reply),

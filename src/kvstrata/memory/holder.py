@@ -18,7 +18,8 @@ The shared segment has no name: its messages are `get`, `put` and `exit` alone, 
 3. It touches no byte of the pool and takes no lock: the server reopens a descriptor that it gets from here before it
    locks the file (see `segment`).
 
-It imports only the standard library and `memory.linux`, and starts without `site`, so it takes only some 10 MB.
+It imports only the standard library, `memory.linux` and `naming`, and starts without `site`, so it takes only some
+10 MB.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import sys
 import time
 
 from kvstrata.memory import linux
+from kvstrata.naming import name_process
 
 HELD_COUNT = 3
 """Descriptors of one segment: index, extents, sessions.lock, in this order."""
@@ -130,6 +132,7 @@ def main() -> None:
     holder = Holder(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
     if os.fork():
         os._exit(0)  # the starter reaps this process; init adopts its child, the holder
+    name_process("kv-holder")
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)

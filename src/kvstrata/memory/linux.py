@@ -98,12 +98,14 @@ def _set_lock(fd: int, command: int, kind: int, start: int, length: int) -> bool
     return True
 
 
-def byte_locker(fd: int, byte: int) -> int | None:
-    """The pid of the process with a POSIX lock on `byte`; None: no process, 0: not visible in this PID namespace.
+def byte_locker(fd: int, byte: int, length: int = 1) -> int | None:
+    """The pid of a process with a POSIX lock on one of `length` bytes from `byte` on.
+
+    None: no process has one; 0: the process is not visible in this PID namespace, or the lock is an OFD lock.
 
     The question is asked for an OFD lock, so that the answer includes locks of the calling process itself.
     """
-    answer = fcntl.fcntl(fd, OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+    answer = fcntl.fcntl(fd, OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, length, 0))
     kind, _, _, _, pid = _FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else max(0, pid)
 

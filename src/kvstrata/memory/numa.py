@@ -11,7 +11,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstrata.errors import ConfigError, SegmentError
+from kvstrata.errors import ConfigError, MachineLacks, SegmentError
 from kvstrata.memory import linux
 from kvstrata.memory.memory_limit import HUGE_PAGES, meminfo_bytes
 
@@ -32,23 +32,23 @@ class Placement(NamedTuple):
 
 
 def placement(setting: str, root: Path = Path("/")) -> Placement:
-    """The placement that `l1.numa` asks for. Raises ConfigError that says why this machine cannot provide it."""
+    """The placement that `l1.numa` asks for. Raises ConfigError, MachineLacks if this machine cannot provide it."""
     if setting == "default":
         return Placement()
     there, allowed = nodes_with_memory(root), allowed_nodes(root)
     if not there:
-        raise _refused(setting, f"this kernel reports no NUMA nodes (/{_NODES}); leave --l1-numa out")
+        raise _lacks(setting, f"this kernel reports no NUMA nodes (/{_NODES}); leave --l1-numa out")
     if setting == "interleave":
         return Placement(setting, linux.MPOL_INTERLEAVE, tuple(node for node in there if node in allowed))
     try:
         nodes = _gpu_nodes(setting, there, root) if setting == "gpu" else _read_list(setting)
     except ValueError as error:
-        raise _refused(setting, str(error)) from None
+        raise ConfigError(f"l1.numa: {setting!r}: {error}", field="l1.numa") from None
     for node in nodes:
         if node not in there:
-            raise _refused(setting, f"there is no node {node} with memory, this machine has {_shown(there)}")
+            raise _lacks(setting, f"there is no node {node} with memory, this machine has {_shown(there)}")
         if node not in allowed:
-            raise _refused(
+            raise _lacks(
                 setting,
                 f"this process may not use memory of node {node}, only of {_shown(allowed)}; allow it in the cpuset "
                 "(docker run --cpuset-mems) or choose another",
@@ -131,9 +131,9 @@ def free_huge_pages(nodes: tuple[int, ...], root: Path = Path("/")) -> int:
 def _gpu_nodes(setting: str, there: tuple[int, ...], root: Path) -> tuple[int, ...]:
     found = set(nodes_of_gpus(root))
     if not found:
-        raise _refused(setting, "there is no NVIDIA GPU on this machine's PCI bus; name the nodes")
+        raise _lacks(setting, "there is no NVIDIA GPU on this machine's PCI bus; name the nodes")
     if -1 in found and len(there) > 1:
-        raise _refused(setting, "the kernel does not know the node of a GPU; name the nodes")
+        raise _lacks(setting, "the kernel does not know the node of a GPU; name the nodes")
     return there if -1 in found else tuple(sorted(found))
 
 
@@ -152,5 +152,5 @@ def _shown(nodes: tuple[int, ...]) -> str:
     return ", ".join(map(str, nodes)) or "none"
 
 
-def _refused(setting: str, why: str) -> ConfigError:
-    return ConfigError(f"l1.numa: {setting!r}: {why}", field="l1.numa")
+def _lacks(setting: str, why: str) -> MachineLacks:
+    return MachineLacks(f"l1.numa: {setting!r}: {why}", field="l1.numa")

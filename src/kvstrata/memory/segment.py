@@ -25,6 +25,7 @@ import errno
 import logging
 import os
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from kvstrata.config.private_dir import make_private_dir
@@ -38,6 +39,7 @@ from kvstrata.memory.segment_files import (
     SESSIONS_LOCK,
     free_bytes,
     lock_instance,
+    lock_soon,
     open_locked_index,
     remove_own,
     remove_replaced,
@@ -138,6 +140,18 @@ class Segment:
             segment.pool.epoch,
         )  # fmt: skip
         return segment
+
+    @property
+    def sessions_lock_path(self) -> Path:
+        """Where another process of our user can open its sessions.lock while this process has the segment."""
+        if self.backing == "memfd":
+            return Path(f"/proc/{os.getpid()}/fd/{self.descriptors.sessions_lock}")
+        return self._settings.directory / SESSIONS_LOCK
+
+    @property
+    def place(self) -> Path:
+        """The folder of its files, or that of its holder's socket."""
+        return self._settings.socket_dir if self.backing == "memfd" else self._settings.directory
 
     def numa_status(self) -> dict[str, object]:
         """The nodes chosen for the extents, the nodes of a sample of their pages, and the nodes next to GPUs."""
@@ -354,11 +368,14 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
     # A new file description: a lock on the holder's would outlive us.
     parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
     os.close(fds[0])
-    if not linux.lock_whole_file(parts.index_fd):
+    if not lock_soon(parts.index_fd):
         parts.close()
         raise SegmentError(
             f"the segment kept by the holder of {str(path)!r} is in use by another server", field="segment"
         )
+    if not _is_kept(path, settings.holder_name, parts.index_fd):
+        parts.close()
+        return ""
     if linux.has_huge_pages(parts.extents_fd) != settings.huge_pages:
         found: Pool | str = f"huge pages are {'on' if settings.huge_pages else 'off'} now"
     else:
@@ -367,6 +384,17 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
         parts.close()
         return found
     return _Found(found, parts, "memfd", True, "adopted")
+
+
+def _is_kept(path: Path, name: str, index_fd: int) -> bool:
+    """Whether the holder still has the segment of this index: `kvstrata ctl pool free` may have come first."""
+    try:
+        fds = holder_client.fetch(path, name)
+    except (OSError, holder_client.HolderUnreachable):
+        return False
+    same = bool(fds) and linux.file_id(fds[0]) == linux.file_id(index_fd)
+    linux.close_all(fds)
+    return same
 
 
 def _make_held(settings: SegmentSettings, reason: str) -> _Found:

@@ -11,9 +11,10 @@ import contextlib
 import errno
 import logging
 import os
+import time
 from pathlib import Path
 
-from kvstrata.config.private_dir import check_private_dir
+from kvstrata.config.private_dir import check_private_dir, make_private_dir
 from kvstrata.errors import SegmentError
 from kvstrata.memory import linux
 from kvstrata.memory.paths import PID_FILE
@@ -22,7 +23,10 @@ _log = logging.getLogger(__name__)
 
 INDEX, EXTENTS, SESSIONS_LOCK = "index", "extents", "sessions.lock"
 HOSTS_BYTE = 1 << 20
-"""Byte of sessions.lock on which adapter hosts share a lock; it lies after the bytes of all rows."""
+"""Byte of sessions.lock on which adapter hosts share a lock; it lies after the bytes of all rows. The next byte is
+POOL_BYTE of process/keeper.py."""
+LOCK_WAIT_S = 0.5
+"""Longest wait for the lock of an index: `kvstrata ctl pool free` has it for some milliseconds."""
 
 
 def lock_instance(socket_dir: Path) -> int:
@@ -36,7 +40,7 @@ def lock_instance(socket_dir: Path) -> int:
     except OSError as error:
         raise SegmentError(f"{str(path)!r}: {error.strerror}", field="socket_dir") from error
     if not linux.lock_whole_file(fd):
-        holder = _read_pid(path)
+        holder = read_pid(path)
         os.close(fd)
         raise SegmentError(
             f"socket directory {str(socket_dir)!r} is in use by server process {holder}; stop that server or "
@@ -48,7 +52,8 @@ def lock_instance(socket_dir: Path) -> int:
     return fd
 
 
-def _read_pid(path: Path) -> str:
+def read_pid(path: Path) -> str:
+    """The pid in a server.pid, for people."""
     try:
         return path.read_text().strip() or "(unknown)"
     except OSError:
@@ -58,27 +63,41 @@ def _read_pid(path: Path) -> str:
 def open_locked_index(directory: Path) -> tuple[int, bool]:
     """Open and lock the index at its path: an existing one, or an empty new one (then True).
 
-    Raises SegmentError when another server has it.
+    Raises SegmentError when another server has it, and ConfigError for a directory that others may write to.
     """
     path = directory / INDEX
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            made = make_locked_index(path)
+            make_private_dir(directory, "segment")  # `kvstrata ctl pool free` may just have removed it
+            try:
+                made = make_locked_index(path)
+            except FileNotFoundError:
+                continue
             if made is None:
                 continue  # another starting server was faster; look at its index
             return made, True
-        if not linux.lock_whole_file(fd):
+        if not lock_soon(fd):
             os.close(fd)
             raise SegmentError(
-                f"segment {str(directory)!r} is in use by server process {_read_pid(directory / PID_FILE)}; "
+                f"segment {str(directory)!r} is in use by server process {read_pid(directory / PID_FILE)}; "
                 "stop that server or choose another --port or --instance-id",
                 field="segment",
             )
         if _is_at(path, fd):
             return fd, False
         os.close(fd)  # the file was replaced between open and lock
+
+
+def lock_soon(index_fd: int) -> bool:
+    """Lock an index within LOCK_WAIT_S; False when another server has it."""
+    ends_s = time.monotonic() + LOCK_WAIT_S
+    while not linux.lock_whole_file(index_fd):
+        if time.monotonic() > ends_s:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def make_locked_index(path: Path) -> int | None:

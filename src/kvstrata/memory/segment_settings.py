@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata.errors import ConfigError, SegmentError
+from kvstrata.errors import ConfigError, MachineLacks, SegmentError
 from kvstrata.memory import linux, numa
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
@@ -62,7 +62,7 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_size(settings: SegmentSettings) -> None:
-    """Raises ConfigError for a size of L1 that is invalid for a pool, or too large for memory or cgroup."""
+    """Raises ConfigError for a size of L1 that is invalid for a pool, MachineLacks if memory or cgroup is smaller."""
     size = settings.extents_bytes
     if size < MIN_EXTENTS_BYTES or size % 4096:
         raise ConfigError(
@@ -78,7 +78,7 @@ def check_size(settings: SegmentSettings) -> None:
     limit = memory_limit()
     needed = settings.needed_bytes()
     if needed > limit.limit_bytes:
-        raise ConfigError(
+        raise MachineLacks(
             f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, but {limit.source} is "
             f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / GB:.2f}",
             field="l1_size_gb",
@@ -89,10 +89,10 @@ def check_size(settings: SegmentSettings) -> None:
 
 
 def _check_nodes(settings: SegmentSettings) -> None:
-    """Raises ConfigError if L1 is larger than the nodes it is bound to: the kernel would kill processes."""
+    """Raises MachineLacks if L1 is larger than the nodes it is bound to: the kernel would kill processes."""
     there = settings.placement.memory_bytes
     if there is not None and settings.extents_bytes > there:
-        raise ConfigError(
+        raise MachineLacks(
             f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is bound to nodes with "
             f"{there} bytes; add nodes, choose interleave, or lower --l1-size-gb",
             field="l1.numa",

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from kvstrata.naming import name_thread
 from kvstrata.text import one_line
 
 MAX_BYTES = 4 << 20
@@ -65,7 +66,7 @@ class LogWriter(logging.Handler):
             self._waiting_bytes += len(line)
             self._untold = 0
             if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
+                self._thread = threading.Thread(target=self._write_all, name="kv-log", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
@@ -86,6 +87,7 @@ class LogWriter(logging.Handler):
 
     def _write_all(self) -> None:
         """Body of the thread."""
+        name_thread()
         untold = 0
         while True:
             with self._changed:

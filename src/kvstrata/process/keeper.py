@@ -6,8 +6,8 @@
 
 Rules:
 
-1. The keeper forks before anything heavy is imported, opens nothing and listens nowhere: about 10 MB.  Only the
-   standard library's os, select, signal, sys and time are used here.
+1. The keeper forks before anything heavy is imported and listens nowhere: about 10 MB.  Only the standard library's
+   fcntl, os, select, signal, sys and time are used here.
 2. Every signal of FORWARDED goes on to the child, except a signal that the terminal sent, since the terminal sent it to
    the child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started
    again.  SIGHUP tells it to end only if the terminal sent it, because it is gone.
@@ -20,10 +20,13 @@ Rules:
    line that is written says how many were.
 7. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
+8. The child names its pool to the keeper (`hold_pool`), which shares a lock on it as long as it lives: while no child
+   runs, the pool is not taken for one that nobody needs (memory/pools.py).
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -32,10 +35,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
+from kvstrata.naming import name_process
 from kvstrata.process.parent import die_with_parent
 
 NO_SUPERVISE = "--no-supervise"
-_ENDS_BY_ITSELF = frozenset({"--check", "--help", "-h"})
+KEEPER = "kv-keeper"
+"""Its name in ps and top; the child has that of the command."""
+_ENDS_BY_ITSELF = frozenset({"--check", "--help", "--version", "-h"})
 """With these arguments the command prints something and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
@@ -45,6 +51,10 @@ ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT})
 ASKING: frozenset[int] = frozenset({signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 """Signals that ask a process that serves for something (process/lifecycle.py)."""
 FORWARDED = ENDING | ASKING
+POOL_BYTE = (1 << 20) + 1
+"""Byte of a pool's sessions.lock on which the keeper of its server shares a lock."""
+_POOL_NAMED = signal.SIGRTMIN
+"""Tells the keeper that its child has named a pool."""
 _FROM_KERNEL = 0x80
 """`si_code` of a signal that the terminal sent to its whole foreground group."""
 
@@ -54,6 +64,8 @@ class Restarts(NamedTuple):
 
     times: int = 0
     cause: str = ""
+    keeper_fd: int = -1
+    """Where the child names its pool to the keeper; -1: it has no keeper."""
 
 
 NOT_RESTARTED = Restarts()
@@ -71,12 +83,23 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     open_standard_descriptors()
     if not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
+    name_process(name if NO_SUPERVISE in arguments else KEEPER)
     for number in ASKING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _pass_over)
     if NO_SUPERVISE in arguments:
         return serve(arguments, NOT_RESTARTED)
     return _Keeper(name, arguments, serve).run()
+
+
+def hold_pool(restarts: Restarts, sessions_lock: str) -> None:
+    """Have the keeper, if there is one, share a lock on POOL_BYTE of this file, instead of one that it was told before.
+
+    Called by the child. A path below /proc/self does not mean the same file in the keeper.
+    """
+    if restarts.keeper_fd >= 0:
+        os.write(restarts.keeper_fd, os.fsencode(sessions_lock) + b"\0")
+        os.kill(os.getppid(), _POOL_NAMED)
 
 
 def _pass_over(number: int, frame: object) -> None:
@@ -128,9 +151,11 @@ class _Keeper:
         self._child = 0
         self._told_to_end = False
         self._dropped_lines = 0
+        self._named_pools, self._pool_writer = os.pipe()
+        self._pool_fd = -1
 
     def run(self) -> int:
-        waited = FORWARDED | {signal.SIGCHLD}
+        waited = FORWARDED | {signal.SIGCHLD, _POOL_NAMED}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             waited -= {signal.SIGHUP}
         # SIGCHLD may be inherited as ignored, and then the parent could not wait for a child.
@@ -158,7 +183,11 @@ class _Keeper:
     def _run_child(self, keeper_pid: int, mask_before: set[int]) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
         die_with_parent(keeper_pid)
-        sys.exit(self._serve(self._arguments, self._restarts))
+        name_process(self._name)
+        os.close(self._named_pools)
+        if self._pool_fd >= 0:
+            os.close(self._pool_fd)
+        sys.exit(self._serve(self._arguments, self._restarts._replace(keeper_fd=self._pool_writer)))
 
     def _wait_for_child(self, waited: frozenset[int]) -> int:
         """Forward signals until the child has ended; returns its wait status."""
@@ -169,10 +198,28 @@ class _Keeper:
                 if ended is not None:
                     return ended
                 continue
+            if told.si_signo == _POOL_NAMED:
+                self._hold_pool()
+                continue
             self._told_to_end |= _ends(told)
             if told.si_code != _FROM_KERNEL:
                 # The child is not reaped yet, so its process number names no other process.
                 os.kill(self._child, told.si_signo)
+
+    def _hold_pool(self) -> None:
+        """Share a lock on the pool that the child has named."""
+        path = os.read(self._named_pools, 1 << 16).split(b"\0")[-2]
+        try:
+            there = os.stat(path)
+            if self._pool_fd >= 0 and os.path.samestat(os.fstat(self._pool_fd), there):
+                return  # to close a second descriptor of the same file would end the lock
+            fd = os.open(path, os.O_RDONLY)
+            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, POOL_BYTE)
+        except OSError:
+            return  # the child and its pool are gone again
+        if self._pool_fd >= 0:
+            os.close(self._pool_fd)
+        self._pool_fd = fd
 
     def _reap(self) -> int | None:
         """Reap all processes that have ended; returns the child's wait status if it is among them."""
@@ -200,6 +247,8 @@ class _Keeper:
             told = signal.sigtimedwait(waited, left_s)
             if told is not None and told.si_signo == signal.SIGCHLD:
                 self._reap()
+            elif told is not None and told.si_signo == _POOL_NAMED:
+                self._hold_pool()
             elif told is not None and _ends(told):
                 return True
         return False

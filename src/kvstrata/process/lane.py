@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvstrata.errors import Refused
+from kvstrata.naming import name_thread
 
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ class PoolLane:
     ) -> None:
         """`queue`: most calls that may wait; None: the callers bound their number themselves."""
         self._loop = loop
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=name_thread)
         self._free = None if queue is None else threads + queue
 
     def run(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:

@@ -7,9 +7,10 @@
 3. A stop takes `drain_s` and CLOSING_S at most.  After WAIT_SAID_S a line says what it waits for, and the last line
    says what was given up.  If something cannot be closed in time, the process ends without closing the rest, which is
    left as after SIGKILL.
-4. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process), SIGUSR1 logs a
+4. systemd is told of readiness, reloads and the stop (process/sd_notify.py), and its watchdog hears the event loop.
+5. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process), SIGUSR1 logs a
    status page, SIGUSR2 does nothing.  Those that come before the process serves wait until it does.
-5. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
+6. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
    as they are, exactly as after SIGKILL.  The keeper starts the process again (process/keeper.py).
 """
 
@@ -31,6 +32,7 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import EventLog, flush_log
+from kvstrata.process.sd_notify import Systemd
 from kvstrata.process.supervisor import Supervisor
 
 EXIT_CRASHED = 70
@@ -76,6 +78,7 @@ class Process(ABC):
         self.log = EventLog(name)
         self._name = name
         self._stopping_s = 0.0
+        self._systemd = Systemd(os.environ)
         self.guarded = False
         """Whether a stop may end the interpreter."""
         self.closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -113,6 +116,17 @@ class Process(ABC):
     def page(self) -> dict[str, object]:
         """The sections of the status page that SIGUSR1 asks for."""
 
+    def standing(self) -> str:
+        """One line for `systemctl status` while the process serves."""
+        return "serving"
+
+    def left_behind(self) -> tuple[str, dict[str, object]] | None:
+        """The event and fields of the last line of the log, if this process leaves something behind.
+
+        Called at the end of a stop, also of one that was cut short.
+        """
+        return None
+
     async def run(self) -> int:
         """Start, serve, stop. If the start fails, closes everything that was opened and raises KvstrataError."""
         self.loop = loop = asyncio.get_running_loop()
@@ -126,8 +140,12 @@ class Process(ABC):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._asks, number, stop)
         try:
+            self._systemd.status("starting")
             await self.start()
+            self._systemd.ready(self.standing())
             self.supervisor.spawn(self._answer(), "signals")
+            if self._systemd.watchdog_s is not None:
+                self.supervisor.spawn(self._feed_watchdog(self._systemd.watchdog_s / 2), "watchdog")
             stopping = loop.create_task(stop.wait(), name="stop-signal")
             ends: set[asyncio.Future[Any]] = {stopping, self.supervisor.failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -140,6 +158,8 @@ class Process(ABC):
             await self._close()
             raise
         self.log.info("stopped", **given_up)
+        self._tell_left()
+        self._systemd.close()
         return 0
 
     async def _stop(self) -> dict[str, object]:
@@ -147,18 +167,27 @@ class Process(ABC):
         begun_s, drain_s = self.loop.time(), self.drain_s
         stopping = self.loop.create_task(self._drain_and_close(drain_s), name="stop")
         budget_s = drain_s + CLOSING_S
+        self._systemd.stopping("stopping", budget_s + GUARD_S)
         if self.guarded:
             guard = threading.Timer(budget_s + GUARD_S, self._end_late)
             guard.daemon = True
             guard.start()
         await asyncio.wait({stopping}, timeout=WAIT_SAID_S)
         if not stopping.done():
-            self.log.info("stop_waits", **self.under_way(), budget_s=budget_s)
+            under_way = self.under_way()
+            self.log.info("stop_waits", **under_way, budget_s=budget_s)
+            waits = ", ".join(f"{count} {things}" for things, count in under_way.items())
+            self._systemd.status(f"stopping, waits for {waits}")
             await asyncio.wait({stopping}, timeout=begun_s + budget_s - self.loop.time())
         if not stopping.done():
             self.log.warning("stop_cut_short", budget_s=budget_s, **self.given_up())
+            self._tell_left()
             end_now(0)
         return stopping.result()
+
+    def _tell_left(self) -> None:
+        if left := self.left_behind():
+            self.log.info(left[0], **left[1])
 
     def _end_late(self) -> None:
         self.log.warning("stop_cut_short", note="a thread does not end")
@@ -191,14 +220,21 @@ class Process(ABC):
         while True:
             number = await self._asked.get()
             if number == signal.SIGHUP:
+                self._systemd.reloading()
                 try:
                     self.log.info("reloaded", **await self.reload())
                 except KvstrataError as error:
                     self.log.error("reload_failed", reason=error.message, note="everything stays as it was")
+                self._systemd.ready(self.standing())
             elif number == signal.SIGUSR1:
                 self.log.sections("status", self.page())
             else:
                 self.log.info("signal_ignored", signal=signal.Signals(number).name)
+
+    async def _feed_watchdog(self, pause_s: float) -> None:
+        while True:
+            self._systemd.alive()
+            await asyncio.sleep(pause_s)
 
     async def _close(self) -> None:
         await self.supervisor.stop()

@@ -1,26 +1,64 @@
-"""Finds the processes and users that listen on a TCP port of this machine."""
+"""TCP ports of this machine: which processes and users listen on one, and settings that ask for one twice."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
+
+from kvstrata.errors import ConfigError
+
+
+class Listening(NamedTuple):
+    """A port that a setting asks for; 0: a free one."""
+
+    setting: str
+    host: str
+    port: int
+
+
+def refuse_port_twice(ports: list[Listening]) -> None:
+    """Raises ConfigError if two settings ask for one port of one address."""
+    for number, second in enumerate(ports):
+        for first in ports[:number]:
+            if first.port == second.port != 0 and _overlap(first.host, second.host):
+                raise ConfigError(
+                    f"{second.setting}: {second.host}:{second.port} is also the port of {first.setting} "
+                    f"({first.host}:{first.port}); choose another, or 0 for a free one",
+                    field=second.setting,
+                )
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Whether two addresses to listen on have one in common, as far as their texts tell."""
+    both = {first, second}
+    if len(both) == 1 or "::" in both:
+        return True
+    if both & {"*", "0.0.0.0"}:
+        return not any(":" in host for host in both)
+    return "localhost" in both and both <= {"localhost", "127.0.0.1", "::1"}
 
 
 def port_holder(port: int) -> str:
     """The process that listens on a TCP port here, as far as this user can see: `pid 12 (name)`; empty if none."""
-    inodes = {f"socket:[{inode}]" for _, inode in _listeners(port)}
-    for entry in os.scandir("/proc") if inodes else ():
+    return socket_holder({inode for _, inode in _listeners(port)})
+
+
+def socket_holder(inodes: set[str]) -> str:
+    """A process that has one of these sockets open: `pid 12 (name)`; empty if `inodes` is."""
+    links = {f"socket:[{inode}]" for inode in inodes}
+    for entry in os.scandir("/proc") if links else ():
         if not entry.name.isdigit():
             continue
         try:
             for descriptor in os.scandir(f"/proc/{entry.name}/fd"):
-                if os.readlink(descriptor.path) in inodes:
+                if os.readlink(descriptor.path) in links:
                     name = Path(f"/proc/{entry.name}/comm").read_text().strip()
                     return f"pid {entry.name} ({name})"
         except OSError:
             continue
-    return "a process of another user or network namespace" if inodes else ""
+    return "a process of another user or network namespace" if links else ""
 
 
 def port_uids(port: int) -> set[int]:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvstrata.naming import name_thread
+
 T = TypeVar("T")
 
 
@@ -28,6 +30,7 @@ def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
             future.set_exception(error)
 
     def body() -> None:
+        name_thread()
         result: T | None = None
         failure: BaseException | None = None
         try:

@@ -1,4 +1,4 @@
-"""Opens an instance. Only this file and composition.py know all of its rooms.
+"""Opens an instance. Only this file, composition.py and joining.py know all of its rooms.
 
     ports ─▶ segment and pool ─▶ ground ─▶ tables ─▶ news ─▶ L2 ─▶ tiers open ─▶ requests ─▶ attach ─▶ admin
           ─▶ membership ─▶ boundary ─▶ HTTP made
@@ -19,8 +19,8 @@ import asyncio
 import functools
 import os
 import platform
-import re
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
@@ -31,12 +31,10 @@ from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog, log_stats
 from kvstrata.observability.metrics import ServerCollector
-from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.p2p.settings import PeerSettings
 from kvstrata.policy.misses import Explainer
-from kvstrata.process.http_gate import Access, is_loopback
-from kvstrata.process.keeper import Restarts
+from kvstrata.process.http_gate import Access
+from kvstrata.process.keeper import Restarts, hold_pool
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, Prepared, ServedToken, warn_if_open
@@ -44,24 +42,18 @@ from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
-from kvstrata.rpc.key_file import KeyFile
-from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
+from kvstrata.rpc.zmq_curve import read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.admin.stranded import StrandedSessions
-from kvstrata.server.cluster.actions import Actions
-from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.cluster.fence import Fence
-from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.cluster.own_key import own_keys
 from kvstrata.server.cluster.own_tiers import OwnTiers
 from kvstrata.server.composition import (
     L2,
-    AdminParts,
     Ground,
     Tables,
     lay_ground,
@@ -73,6 +65,7 @@ from kvstrata.server.composition import (
 )
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.joining import make_membership, peer_config, serve_peers
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import FIELD, TierControl
@@ -89,9 +82,6 @@ from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-MB = 1 << 20
-_PORT = re.compile(r":\d{1,5}$")
 
 
 class Shell(NamedTuple):
@@ -113,6 +103,9 @@ class Instance(NamedTuple):
     ground: Ground
     adopted: bool
     """L1 was taken over from the previous server."""
+    l1_place: Path
+    """The folder of L1's files, or that of the socket of the holder process that keeps L1 (`l1_held`)."""
+    l1_held: bool
     tables: Tables
     l2: L2
     rpc: ZmqServer
@@ -140,6 +133,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     if listener is not None:
         closers.append(soon(listener.close))
     segment, own_segments, directory = open_segments(plan, port, closers)
+    hold_pool(shell.restarts, str(segment.sessions_lock_path))
     pool = segment.pool
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
@@ -174,7 +168,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     own = OwnTiers(tiers, shell.supervisor)
     urls = settings.controller.url.split(",") if settings.controller.url else []
     news_of = {url: TierNews(own) for url in dict.fromkeys(urls)}
-    peer = _peer_config(plan)
+    peer = peer_config(plan)
     l2 = make_l2(ground, tiers, News(list(news_of.values())), peer_tier=peer.name if peer else "")
     control = _make_tier_control(plan, ground, tables, l2, segment)
     closers.append(control.close)
@@ -198,8 +192,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     served = membership = None
     if news_of:
         keys = plan.cluster_keys or own_keys(facts.instance_id, facts.socket_dir, os.environ)
-        served = _serve_peers(plan, keys, ground, l2, peer, shell)
-        membership = _make_membership(plan, keys, ground, tables, l2, admin, own, news_of, served)
+        served = serve_peers(plan, keys, ground, l2, peer, closers)
+        membership = make_membership(plan, keys, ground, tables, l2, admin, own, news_of, served)
         closers.append(membership.stop)
         ground.board.put("cluster", membership.status)
         ground.board.put("peers_served", served.server.status)
@@ -243,6 +237,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         facts=facts,
         ground=ground,
         adopted=segment.adopted,
+        l1_place=segment.place,
+        l1_held=segment.backing == "memfd",
         tables=tables,
         l2=l2,
         rpc=rpc,
@@ -315,25 +311,6 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
     )
 
 
-def _peer_config(plan: Plan) -> TierConfig | None:
-    """Configuration of the tier that reads other instances; None without a transfer engine."""
-    settings = plan.settings
-    if not plan.p2p_engine:
-        return None
-    return peer_tier(
-        PeerSettings(
-            tuple(dict.fromkeys(settings.controller.url.split(","))),
-            plan.p2p_engine,
-            this_host_only=not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen)),
-            curve_file=settings.controller.curve_file,
-            lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
-            load_timeout_ms=settings.p2p.load_timeout_ms,
-            max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
-        ),
-        len(plan.adapters),
-    )
-
-
 async def _open_tiers(
     plan: Plan, peer: TierConfig | None, control: TierControl, port: int, log: EventLog
 ) -> None:
@@ -363,112 +340,6 @@ async def _open_tiers(
             if not plan.embedded_l2:
                 raise
             log.warning("embedded_l2_off", reason=error.message)
-
-
-def _host_of(listen: str) -> str:
-    """The host of HOST:PORT or [HOST]:PORT."""
-    return listen.rpartition(":")[0].strip("[]")
-
-
-class _PeersServed(NamedTuple):
-    server: PeerServer
-    endpoint: str
-    """Where peers ask for leases; empty: peers get none."""
-
-
-def _serve_peers(
-    plan: Plan, keys: ClusterKeys, ground: Ground, l2: L2, peer: TierConfig | None, shell: Shell
-) -> _PeersServed:
-    """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError."""
-    settings, p2p = plan.settings, plan.settings.p2p
-    readers, endpoint = None, ""
-    if peer is not None and l2.tiers.get(peer.name) is not None:
-        readers = ZmqServer(shell.loop)
-        shell.closers.append(soon(readers.close))
-        host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
-        path = settings.controller.curve_file
-        file = (
-            KeyFile(path, functools.partial(read_cluster_keys, field="controller.curve_file"))
-            if path
-            else None
-        )
-        port = readers.bind_tcp(
-            host,
-            int(port_text),
-            curve=keys.curve,
-            clients=file.clients if file is not None else None,
-            insecure=settings.security.insecure,
-            host_setting="p2p.listen",
-            port_setting="p2p.listen",
-            flag="--p2p-listen",
-            keys_setting="controller.curve_file (--cluster-curve-file)",
-        )
-        shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-        advertised = p2p.advertise or f"{shown}:{port}"
-        endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
-    server = PeerServer(
-        ground.pool,
-        ground.clock,
-        readers,
-        instance_id=ground.facts.instance_id,
-        incarnation=ground.facts.epoch,
-        limit_bytes=int(ground.pool.extents_bytes * p2p.max_leased_share),
-        engine=plan.p2p_engine,
-        metadata=l2.peer_reads.metadata,
-    )
-    shell.closers.append(soon(server.close))
-    return _PeersServed(server, endpoint)
-
-
-def _make_membership(
-    plan: Plan,
-    keys: ClusterKeys,
-    ground: Ground,
-    tables: Tables,
-    l2: L2,
-    admin: AdminParts,
-    own: OwnTiers,
-    news_of: dict[str, TierNews],
-    served: _PeersServed,
-) -> Membership:
-    """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
-    facts, peer_server = ground.facts, served.server
-    actions = Actions(
-        pool=ground.pool,
-        lane=ground.own_lane,
-        clock=ground.clock,
-        processes=tables.processes,
-        prefetch=l2.prefetch,
-        borrowed=l2.borrowed,
-        peer_reads=l2.peer_reads,
-        peer_server=peer_server,
-        clearing=admin.clearing,
-        explain=admin.explain,
-        board=ground.board,
-    )
-    http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
-    advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(ground.pool, tables.processes, own, peer_server, l2.peer_reads, ground.counters)
-    fence = Fence()
-    links = [
-        ControllerLink(
-            url,
-            keys=keys,
-            facts=facts,
-            advertised=advertised,
-            pool=ground.pool,
-            news=news,
-            own=own,
-            condition=condition,
-            actions=actions,
-            fence=fence,
-            freeze=ground.freeze,
-            readiness=ground.readiness,
-            supervisor=ground.supervisor,
-        )
-        for url, news in news_of.items()
-    ]
-    return Membership(links, own, peer_server)
 
 
 def _make_app(admin: Admin) -> FastAPI:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.tenant_model import TenantSettings
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES
 from kvstrata.native.pool import Pool
@@ -140,12 +140,12 @@ def _check_tokens(tokens: TenantTokens, name: str, field: str) -> None:
 
 
 def _check_descriptors(count: int) -> None:
-    """Raises ConfigError if this many pools would take most of the descriptors that the server can have."""
+    """Raises MachineLacks if this many pools would take most of the descriptors that the server can have."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     there = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     needed = count * DESCRIPTORS_EACH
     if needed > there * 3 // 4:
-        raise ConfigError(
+        raise MachineLacks(
             f"tenants: {count} own pools need {needed} descriptors of the {there} that this process may have, and "
             "clients need a quarter of them; raise the limit (`ulimit -Hn`, LimitNOFILE of systemd), or choose pool: "
             "shared for some",

@@ -5,16 +5,17 @@ Any wrong setting stops the start with one line that says what to change.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
@@ -22,7 +23,9 @@ from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import SegmentSettings, check_size
 from kvstrata.policy.processes import TenantTokens
+from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
+from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
 from kvstrata.server.facts import MAX_SESSION_SHARE
 from kvstrata.server.own_pools import own_sizes
@@ -38,6 +41,7 @@ CACHE_FOLDER = "kvstrata"
 RUNTIME_TYPES = ("disk", "fs")
 """Types of adapters that may be added while the server runs, unless `l2.runtime.types` says others."""
 L1_ALIGNMENT = 1 << 20
+T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -61,26 +65,45 @@ class Plan(NamedTuple):
     """ucx or nixl; empty: peers are neither read nor served."""
 
 
-def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
-    """Check everything that can be checked without opening anything. Raises ConfigError."""
+def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list[str] | None = None) -> Plan:
+    """Check everything that can be checked without opening anything. Raises ConfigError.
+
+    If `lacking` is given, it gets the message of each MachineLacks, and the plan is one that is not to be run.
+    """
+
+    def here(check: Callable[[], T], otherwise: T) -> T:
+        try:
+            return check()
+        except MachineLacks as error:
+            if lacking is None:
+                raise
+            lacking.append(error.message)
+            return otherwise
+
     _check_first_touch(settings)
+    refuse_port_twice(tcp_ports(settings))
     size_gb = settings.l1.size_gb
     alignment = HUGE_PAGE_BYTES if settings.l1.use_hugepages else L1_ALIGNMENT
     extents_bytes = (default_l1_bytes() if size_gb is None else round(size_gb * GB)) & ~(alignment - 1)
-    check_size(segment_settings(settings, extents_bytes, Path("/"), Path("/")))
+    here(lambda: check_size(segment_settings(settings, extents_bytes, Path("/"), Path("/"))), None)
     entries = settings.l2_adapters
     embedded = entries is None
     if entries is None:
         entries = [embedded_adapter(settings.named_port, environment)]
-    adapters = [configure_tier(entry, index) for index, entry in enumerate(entries)]
+    found = [
+        here(functools.partial(configure_tier, entry, index), None) for index, entry in enumerate(entries)
+    ]
+    adapters = [config for config in found if config is not None]
     socket_dir(settings.socket_dir, settings.named_port, environment)
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)
-    tokens = read_tenants_file(settings.security.tenants_file)
-    sizes = own_sizes(settings, tokens, extents_bytes, alignment)
+    tokens = here(lambda: read_tenants_file(settings.security.tenants_file), None)
+    sizes: dict[str, OwnSize] = {}
+    if tokens is not None:
+        sizes = here(lambda: own_sizes(settings, tokens, extents_bytes, alignment), {})
     http_token = ""
     if settings.http.enabled:
-        http_token = read_token(settings.http, insecure=settings.security.insecure)
+        http_token = here(lambda: read_token(settings.http, insecure=settings.security.insecure), "")
     if settings.security.curve_secret_file:
         if not settings.has_tcp:
             raise ConfigError(
@@ -88,21 +111,35 @@ def plan(settings: ServerSettings, environment: Mapping[str, str]) -> Plan:
                 "for a tcp port, or leave the file out",
                 field="security.curve_secret_file",
             )
-        read_curve_file(settings.security.curve_secret_file)
-    keys_file = settings.controller.curve_file
-    keys = read_cluster_keys(keys_file, "controller.curve_file") if keys_file else None
+        here(lambda: read_curve_file(settings.security.curve_secret_file), None)
+    keys, keys_file = None, settings.controller.curve_file
+    if keys_file:
+        keys = here(lambda: read_cluster_keys(keys_file, "controller.curve_file"), None)
     return Plan(
         settings,
         extents_bytes - sum(size.quota_bytes for size in sizes.values()),
         sizes,
         adapters,
         embedded,
-        tokens,
+        tokens or TenantTokens(),
         http_token,
         keys,
         runtime_rules(settings, environment),
         _p2p_engine(settings),
     )
+
+
+def tcp_ports(settings: ServerSettings) -> list[Listening]:
+    """The tcp ports that the settings ask for."""
+    found = []
+    if settings.has_tcp:
+        found.append(Listening("port", settings.named_host, settings.named_port))
+    if settings.http.enabled and socket_path(settings.http.host) is None:
+        found.append(Listening("http.port", settings.http.host, settings.http.port))
+    if settings.controller.url and settings.p2p.engine != "off":
+        host, _, port = settings.p2p.listen.rpartition(":")
+        found.append(Listening("p2p.listen", host.strip("[]"), int(port)))
+    return found
 
 
 def runtime_rules(settings: ServerSettings, environment: Mapping[str, str]) -> RuntimeRules:

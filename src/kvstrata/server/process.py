@@ -7,7 +7,8 @@ Rules:
 1. Any wrong setting, port or file stops the start with one line that says what to change.
 2. No port is read before the instance can answer: `open_instance` binds the ports, and `start` begins to read them.
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts and loads get `l2.drain_s`, sockets close, the
-   pool stays in shared memory for the next server (unless it is named after a port that was taken at random).
+   pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set, or the pool is named after a
+   port that was taken at random); the last line of the log says so.
 4. After a crash, which process/lifecycle.py describes, the next server adopts the pool.
 """
 
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import time
 from collections.abc import Callable
 
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.paths import RPC_SOCKET
+from kvstrata.memory.pools import pools_left
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
@@ -31,6 +34,7 @@ from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.plan import Plan, plan
 from kvstrata.server.reload import Reload
+from kvstrata.types import GB
 
 
 def run(
@@ -125,6 +129,32 @@ class Server(Process):
     def given_up(self) -> dict[str, object]:
         """Puts that were given up, and what the engines held when the stop began; they keep it over the restart."""
         return {"puts_given_up": self._instance.l2.store.undone, **self._held}
+
+    def standing(self) -> str:
+        """Where engines find the server, and how large L1 is."""
+        facts, pools = self._instance.facts, self._instance.ground.pools
+        size_gb = sum(pool.extents_bytes for pool in pools) / GB
+        return f"serving at {facts.socket_dir}, L1 of {size_gb:.1f} GB"
+
+    def left_behind(self) -> tuple[str, dict[str, object]] | None:
+        """The pool that stays in memory, and how to free it; or that it was removed (`l1.forget_on_exit`)."""
+        place, held = self._instance.l1_place, self._instance.l1_held
+        left = pools_left(place, held=held)
+        if left:
+            memory_bytes = sum(pool.memory_bytes for pool in left)
+            command = shlex.join(
+                ["kvstrata", "ctl", "pool", "free", *(["--held"] if held else []), str(place)]
+            )
+            return "pool_kept", {
+                "place": place,
+                "bytes": memory_bytes,
+                "pools": len(left),
+                "to_free": command,
+            }
+        if self._plan.settings.l1.forget_on_exit:
+            # Engines map it until they attach to another server or end, and its memory stays as long.
+            return "pool_removed", {"place": place, "engines": self._held["engines"]}
+        return None
 
     async def reload(self) -> dict[str, object]:
         """See server/reload.py. Raises ConfigError."""

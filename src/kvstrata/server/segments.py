@@ -28,7 +28,7 @@ def open_segments(
         Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
     )
     # No later server would look for the segment of a port that was taken at random.
-    nameless = settings.port == 0 and not settings.l1.segment_dir
+    forgotten = settings.l1.forget_on_exit or (settings.port == 0 and not settings.l1.segment_dir)
     shared = segment_settings(
         settings,
         plan.extents_bytes,
@@ -37,9 +37,9 @@ def open_segments(
         beside_bytes=sum(size.quota_bytes for size in plan.own_sizes.values()),
     )
     segment = Segment.open(shared)
-    closers.append(soon(segment.destroy if nameless else segment.close))
+    closers.append(soon(segment.destroy if forgotten else segment.close))
     own = open_own_segments(shared, segment.pool.epoch, plan.own_sizes)
-    closers += [soon(one.destroy if nameless else one.close) for one in own.values()]
+    closers += [soon(one.destroy if forgotten else one.close) for one in own.values()]
     if settings.l1.core_dump:
         try:
             for one in (segment, *own.values()):

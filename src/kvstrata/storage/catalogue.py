@@ -80,6 +80,8 @@ class Medium(NamedTuple):
     """
     runtime_rest: frozenset[str] = frozenset()
     """Names that `rest` may take in an entry that is added while the server runs."""
+    look: Callable[[Any, str], None] | None = None
+    """Looks for what entries need of this machine, for (config, name of the adapter). Raises StorageError."""
     refusal: Callable[[], str] = _nothing
     """Why this installation cannot honour any entry of this type, with advice; empty where it can."""
 

@@ -60,6 +60,8 @@ def test_one_warning_names_every_place_until_a_server_comes(server, login, caplo
     assert "no cache server answers" in warning
     assert str(login / OURS / str(server.port)) in warning
     assert f"/tmp/{OURS}/{server.port}" in warning
+    assert warning.endswith(f"as uid {os.geteuid()}: lmcache-server --port {server.port}")
+    assert len([text for text in caplog.messages if text.startswith("connected to cache server")]) == 1
 
 
 def test_a_configured_place_is_the_only_one(server, login):

@@ -22,6 +22,12 @@ def test_kvstrata_without_arguments_lists_its_subcommands(capsys: pytest.Capture
     assert __version__ in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["server", "controller", "ctl", "bench", "cluster", "l2", "doctor"])
+def test_every_subcommand_tells_the_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--version"]) == 0
+    assert capsys.readouterr().out == f"kvstrata {__version__}\n"
+
+
 def test_an_unknown_subcommand_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sever"]) == 2
     assert "'sever'" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_kept_lmcache_names_point_to_existing_settings():
 
 def test_every_flag_of_ours_sets_something():
     settings = {key for key, _ in loading.leaves(ServerSettings)}
-    other = {"config", "check", "ready_fd", "no_supervise", "help"}
+    other = {"config", "check", "ready_fd", "no_supervise", "help", "version"}
     for action in server_parser()._actions:
         assert action.dest in settings | other, action.option_strings
 

@@ -39,6 +39,15 @@ def test_systemd_restarts_a_process_that_died_but_not_one_with_wrong_settings(pa
     assert service["RestartSec"] == "500ms"
 
 
+def test_systemd_waits_for_the_command_to_say_that_it_is_ready_and_watches_it(path: Path) -> None:
+    """The command speaks for itself, so the process that systemd starts must be it: env, and no keeper."""
+    service = unit(path)["Service"]
+    assert service["Type"] == "notify"
+    assert "NotifyAccess" not in service, "the default: the main process alone"
+    assert 0 < int(service["WatchdogSec"]) <= int(service["TimeoutStartSec"])
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+
+
 def test_systemd_analyze_finds_no_fault_in_the_units(path: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze (apt-get install systemd)")

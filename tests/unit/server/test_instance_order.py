@@ -39,7 +39,7 @@ from kvstrata.process.http_token import find_token
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.server import composition, instance, process
+from kvstrata.server import composition, instance, joining, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
@@ -281,7 +281,7 @@ async def test_the_status_document_has_these_keys(tmp_path: Path) -> None:
     assert found == json.loads(expected.read_text())
 
 
-@pytest.mark.parametrize("module", [composition, instance, process])
+@pytest.mark.parametrize("module", [composition, instance, joining, process])
 def test_no_part_gets_attributes_after_its_construction(module: ModuleType) -> None:
     tree = ast.parse(inspect.getsource(module))
     targets = [

@@ -92,7 +92,7 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup
     check_steps(vllm_config, settings.load_mode)
     layout = layout_identity(
         vllm_config,
-        kv_dtype=_kv_dtype(vllm_config),
+        kv_dtype=kv_dtype_of(vllm_config),
         chunk_tokens=settings.chunk_size,
         fidelity=fidelity_of(settings),
     )
@@ -294,7 +294,7 @@ def _removed_event(keys: Sequence[bytes]) -> Any:
     return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU)
 
 
-def _kv_dtype(vllm_config: VllmConfig) -> str:
+def kv_dtype_of(vllm_config: VllmConfig) -> str:
     """The KV cache's element type by name."""
     named = str(vllm_config.cache_config.cache_dtype)
     dtype = str(vllm_config.model_config.dtype) if named == "auto" else named

@@ -10,7 +10,6 @@ and leases in order after an error, and the answer if even that fails.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstrata.connectors.vllm.boundary import errors, guarded
 from kvstrata.connectors.vllm.build import read_setup, scheduler_side, worker_side
+from kvstrata.connectors.vllm.logs import log_like_vllm
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.sleep import follow_sleep
@@ -67,7 +67,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _log_like_vllm()
+        log_like_vllm()
         self._setup = read_setup(vllm_config, kv_cache_config)
         self._worker: WorkerSide | None = None
         self._layers_ask = False
@@ -286,13 +286,3 @@ def _reports(connector_output: Any) -> Sequence[WorkerReport]:
     """The workers' reports of one step."""
     meta = connector_output.kv_connector_worker_meta
     return meta.reports if meta is not None else ()
-
-
-def _log_like_vllm() -> None:
-    """Let our library's log lines go where vLLM's go."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstrata")
-    if not ours.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.level)
-        ours.propagate = False

@@ -39,6 +39,7 @@ from kvstrata.memory.attach.checks import MAX_ATTACH_BYTES, GaveUp, parse_reques
 from kvstrata.memory.attach.row import AttachHooks, Owner, Stranded
 from kvstrata.memory.attach.rows import Rows
 from kvstrata.memory.segment import Descriptors, Segment
+from kvstrata.naming import name_thread
 from kvstrata.native.pool import Pool
 from kvstrata.policy.processes import only_tenant
 from kvstrata.rpc.attach_wire import AttachReply
@@ -184,7 +185,7 @@ class AttachServer:
         self._hooks = hooks
         self._instance_id = instance_id
         self._limits = limits or AttachLimits()
-        self._lane = concurrent.futures.ThreadPoolExecutor(1, "kv-rows")
+        self._lane = concurrent.futures.ThreadPoolExecutor(1, "kv-rows", name_thread)
         self._shared = self._place(pool, descriptors)
         self._own = {
             tenant: self._place(segment.pool, segment.descriptors) for tenant, segment in (own or {}).items()

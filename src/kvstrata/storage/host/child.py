@@ -37,6 +37,7 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
+from kvstrata.naming import name_process
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
@@ -96,6 +97,7 @@ def main() -> NoReturn:
         os._exit(0)  # the server has closed the channel already
     config = host_channel.read_request(frame).config
     assert config is not None
+    name_process(f"kv-host-{config.name}")
     _log_to_server(config.log_level)
     sys.path[:] = config.import_paths
     extents = ExtentsMap(extents_fd, config.region_bytes)

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstrata.naming import name_thread
 from kvstrata.process.child_environment import without_settings
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class HostProcess:
                 os.kill(number, signal.SIGKILL)
 
     def _live(self) -> None:
+        name_thread()
         try:
             how = self._spawn_and_wait()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from kvstrata.storage.media.mooncake.adapter import (
     MooncakeAdapter,
     MooncakeSettings,
 )
+from kvstrata.storage.media.mooncake.sdk import check_nics, import_store
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
 from kvstrata.storage.structs import Place
 
@@ -99,4 +101,19 @@ def _reach(config: MooncakeConfig, place: Place) -> Reach:
     return Reach(hosts=hosts)
 
 
-MEDIUM = Medium(MooncakeConfig, _prepare, hosted=True, rest="setup", reach=_reach, runtime_rest=RUNTIME_KEYS)
+def _look(config: MooncakeConfig, name: str) -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        import_store(name)  # says which package is missing
+    setup = config.setup
+    check_nics(name, str(setup.get("protocol", "tcp")), str(setup.get("rdma_devices", "")))
+
+
+MEDIUM = Medium(
+    MooncakeConfig,
+    _prepare,
+    hosted=True,
+    rest="setup",
+    reach=_reach,
+    runtime_rest=RUNTIME_KEYS,
+    look=_look,
+)

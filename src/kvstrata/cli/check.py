@@ -1,0 +1,63 @@
+"""What `lmcache-server --check` looks at beyond the settings themselves.
+
+The settings may be for another machine, so what this machine lacks is only said.  A setting that is wrong everywhere is
+an error.  Nothing is opened, written or asked over the network.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvstrata.errors import ConfigError, KvstrataError
+from kvstrata.process.ports import Listening, port_holder
+from kvstrata.storage import catalogue
+from kvstrata.storage.entry import TierConfig
+from kvstrata.types import GB
+
+
+def look_at(tiers: list[TierConfig], ports: list[Listening]) -> list[str]:
+    """What keeps a server with these tiers and ports from working on this machine now.
+
+    Raises ConfigError for a plugin that can be imported and refuses its settings.
+    """
+    return [*(said for tier in tiers for said in _tier(tier)), *_taken(ports)]
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder at or above `path` that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _tier(tier: TierConfig) -> Iterator[str]:
+    place, medium = tier.recipe.place, catalogue.load(tier.recipe.medium)
+    try:
+        tier.make()
+    except ConfigError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        yield error.message
+    if medium.look is not None:
+        try:
+            medium.look(tier.recipe.config, tier.name)
+        except KvstrataError as error:
+            yield f"{place.path}: {error.message}"
+    if medium.reach is None:
+        return
+    for field, folder in medium.reach(tier.recipe.config, place).folders.items():
+        there = existing(Path(folder).absolute())
+        if not os.access(there, os.W_OK | os.X_OK):
+            yield f"{place.at(field)}: {folder!r}: {str(there)!r} cannot be written to by uid {os.geteuid()}"
+        capacity_gb = tier.entry.get("capacity_gb")
+        free_gb = shutil.disk_usage(there).free / GB
+        if isinstance(capacity_gb, int | float) and not Path(folder).exists() and capacity_gb > free_gb:
+            free = f"the file system of {str(there)!r} has {free_gb:.1f} GB free"
+            yield f"{place.at('capacity_gb')}: {capacity_gb}, but {free}"
+
+
+def _taken(ports: list[Listening]) -> Iterator[str]:
+    for asked in ports:
+        if asked.port and (holder := port_holder(asked.port)):
+            yield f"{asked.setting}: {asked.port} is held by {holder} now"

@@ -1,0 +1,101 @@
+"""`kvstrata ctl pool`: the pools on this machine, with or without a server."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.types import GB
+
+if TYPE_CHECKING:
+    from kvstrata.memory.pools import FoundPool
+
+
+def add(pool: argparse.ArgumentParser) -> None:
+    """Add the actions to the parser of `pool`."""
+    actions = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listed = actions.add_parser(
+        "list", help="the pools of this user: size, age, and which processes own them"
+    )
+    listed.add_argument(
+        "roots", metavar="DIR", type=Path, nargs="*", help="folders to look below, by default /dev/shm"
+    )
+    freed = actions.add_parser(
+        "free",
+        help="give the memory of a pool back; refused while any process owns it",
+        description="Removes a pool that no server, keeper, adapter host or engine owns, and the own pools of tenants "
+        "below it. A server that starts meanwhile makes a new pool.",
+    )
+    freed.add_argument("pool", metavar="POOL", type=Path, help="folder, as `list` prints it")
+    freed.add_argument(
+        "--held",
+        action="store_true",
+        help="POOL is the socket directory of a holder process: have it drop its pools and end",
+    )
+    shown = actions.add_parser(
+        "dump", help="header, attached processes and entries of a pool; changes nothing"
+    )
+    shown.add_argument(
+        "path",
+        metavar="FILE|DIR",
+        type=Path,
+        help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
+    )
+    shown.add_argument("--entries", action="store_true", help="list each entry too")
+
+
+def run(options: argparse.Namespace) -> Any:
+    """Carry out one action. Raises SegmentError or ConfigError."""
+    # These alone load the compiled modules; the other commands of `ctl` also run on a machine that lacks them.
+    from kvstrata.memory import pools
+    from kvstrata.memory.paths import SHM_ROOT
+    from kvstrata.memory.pool_dump import dump
+
+    if options.action == "dump":
+        return dump(options.path, entries=options.entries)
+    if options.action == "list":
+        found = pools.find_pools(options.roots or (SHM_ROOT,))
+        return [_document(pool) for pool in found] if options.json else _brief(found)
+    place = options.pool.absolute()
+    freed = pools.free_held(place) if options.held else pools.free(place)
+    if options.json:
+        return [_document(pool) for pool in freed]
+    return f"freed {size(sum(pool.memory_bytes for pool in freed))} of {place}"
+
+
+def size(memory_bytes: int) -> str:
+    """An amount of memory for people."""
+    return f"{memory_bytes / GB:.1f} GB" if memory_bytes >= GB // 10 else f"{memory_bytes / (1 << 20):.1f} MB"
+
+
+def span(seconds: float | None) -> str:
+    """A length of time for people, in its largest unit."""
+    if seconds is None:
+        return "-"
+    for unit, unit_s in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * unit_s:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _document(pool: FoundPool) -> dict[str, Any]:
+    return pool._asdict() | {"place": str(pool.place)}
+
+
+def _brief(found: Sequence[FoundPool]) -> Any:
+    if not found:
+        return "no pool of this user is here"
+    return [
+        {
+            "pool": str(pool.place),
+            "tenant": pool.tenant or "-",
+            "memory": size(pool.memory_bytes),
+            "age": span(pool.age_s),
+            "idle": span(pool.idle_s),
+            "kept_by": f"holder, {pool.holder}" if pool.holder else "files",
+            "owned_by": ", ".join(pool.owners) or "nobody",
+        }
+        for pool in found
+    ]

@@ -1,0 +1,304 @@
+"""The pools of this user on this machine: where they lie, which processes own them, and how their memory is freed.
+
+A pool is owned while a process lives that uses it or will use it again:
+
+    server         has locked its index
+    keeper         shares a lock on POOL_BYTE of its sessions.lock, also while the keeper runs no server
+    adapter host   shares a lock on HOSTS_BYTE
+    engine         has locked the byte of its row
+
+Own pools of tenants lie beside the shared pool of their server.  The keeper locks the shared pool alone and owns them
+all.
+
+`free` locks the index as a server does, then looks for owners, then removes the files.  Meanwhile no engine can attach,
+since that takes a server, and a server that starts waits for the lock and makes a new pool (`open_locked_index`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstrata.config.private_dir import check_private_dir
+from kvstrata.errors import SegmentError
+from kvstrata.memory import holder_client, linux
+from kvstrata.memory.own_segments import PREFIX
+from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE, SHM_ROOT
+from kvstrata.memory.segment_files import (
+    EXTENTS,
+    HOSTS_BYTE,
+    INDEX,
+    SESSIONS_LOCK,
+    open_locked_index,
+    read_pid,
+    remove_own,
+)
+from kvstrata.native.pool import MAX_SESSIONS
+from kvstrata.native.snapshot import IndexSnapshot
+from kvstrata.process.keeper import POOL_BYTE
+from kvstrata.process.ports import socket_holder
+
+_FILES = (INDEX, EXTENTS, SESSIONS_LOCK)
+_DEPTH = 3
+"""How deep below a root pools are looked for: a server's folder, one above it, and a tenant's below it."""
+_MOST_PIDS = 4
+
+
+class FoundPool(NamedTuple):
+    """One pool, as it was a moment ago."""
+
+    place: Path
+    """The folder of its files; for a pool that a holder process keeps, the folder of the holder's socket."""
+    tenant: str
+    """Digest of the tenant whose own pool it is (own_segments.segment_name); empty: the shared pool of a server."""
+    holder: str
+    """The holder process that keeps it; empty: it lies in files."""
+    memory_bytes: int
+    """Memory that its files take now."""
+    age_s: float
+    """Time since it was made."""
+    idle_s: float | None
+    """Time since the last heartbeat of a server; None: unknown."""
+    owners: list[str]
+    """The processes that own it, for people; empty: it may be freed."""
+
+
+class _Descriptors(NamedTuple):
+    index_fd: int
+    extents_fd: int
+    sessions_fd: int
+
+
+def find_pools(roots: Sequence[Path] = (SHM_ROOT,)) -> list[FoundPool]:
+    """The pools of this user in folders below `roots`, and those kept by holders that this process can reach."""
+    found = [pool for root in roots for folder in _folders(root, _DEPTH) for pool in pools_at(folder)]
+    for socket_dir, inodes in _holders().items():
+        found += held_pools(socket_dir, socket_holder(inodes))
+    return found
+
+
+def pools_left(place: Path, *, held: bool) -> list[FoundPool]:
+    """The shared pool of a server and its own pools of tenants, if they are at `place` (see `FoundPool.place`)."""
+    if held:
+        return held_pools(place, "")
+    return [pool for folder in (place, *sorted(place.glob(f"{PREFIX}*"))) for pool in pools_at(folder)]
+
+
+def pools_at(folder: Path) -> list[FoundPool]:
+    """The pool whose files are in this folder, in a list; an empty one if they are not, or go away meanwhile."""
+    tenant = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else ""
+    with contextlib.ExitStack() as stack:
+        try:
+            fds = _open_files(folder, stack)
+            owners = _owners(fds, folder / PID_FILE)
+            if tenant and (folder.parent / INDEX).exists():
+                owners += _keepers(_open_files(folder.parent, stack).sessions_fd)
+        except OSError:
+            return []
+        return [_found(folder, tenant, "", fds, owners)]
+
+
+def held_pools(socket_dir: Path, holder: str) -> list[FoundPool]:
+    """The pools that a holder process keeps, `holder` for people; an empty list if it does not answer."""
+    path, found = socket_dir / HOLDER_SOCKET, []
+    keepers: list[str] = []
+    try:
+        for name in sorted(holder_client.names(path)):  # the shared one, whose name is empty, comes first
+            with contextlib.ExitStack() as stack:
+                fds = _fetch(path, name, stack)
+                owners = _owners(fds, socket_dir / PID_FILE)
+                keepers = keepers if name else _keepers(fds.sessions_fd)
+                found.append(_found(socket_dir, name, holder, fds, owners + (keepers if name else [])))
+    except (OSError, holder_client.HolderUnreachable):
+        return []
+    return found
+
+
+def free(folder: Path) -> list[FoundPool]:
+    """Free the pool whose files are in `folder`, with the own pools of tenants below it; returns what was freed.
+
+    Raises SegmentError if one of them is owned or if no pool is there, ConfigError if the folder is not ours alone;
+    then nothing was freed.
+    """
+    check_private_dir(folder, "POOL")
+    # The locks end before the files are closed, with which the memory goes: that may take a second.
+    with contextlib.ExitStack() as files, contextlib.ExitStack() as locks:
+        if folder.name.startswith(PREFIX) and (folder.parent / INDEX).exists():
+            shared = _lock(folder.parent, files, locks)
+            _refuse_owned(folder.parent, _keepers(shared.sessions_fd))
+        doomed = []
+        for each in (folder, *sorted(folder.glob(f"{PREFIX}*"))):
+            fds = _lock(each, files, locks)
+            _refuse_owned(each, _sharers(fds.sessions_fd))
+            tenant = each.name.removeprefix(PREFIX) if each.name.startswith(PREFIX) else ""
+            doomed.append(_found(each, tenant, "", fds, []))
+        for pool in reversed(doomed):
+            remove_own(pool.place)
+    return doomed
+
+
+def free_held(socket_dir: Path) -> list[FoundPool]:
+    """Have the holder process of this socket directory drop all its pools; returns what was freed.
+
+    Raises as `free`.
+    """
+    check_private_dir(socket_dir, "POOL")
+    path = socket_dir / HOLDER_SOCKET
+    try:
+        with contextlib.ExitStack() as stack:
+            names, doomed = sorted(holder_client.names(path)), []
+            for name in names:
+                fds = _fetch(path, name, stack)
+                index = linux.open_again(fds.index_fd, os.O_RDWR)
+                stack.callback(os.close, index)
+                if not linux.lock_whole_file(index):
+                    _refuse_owned(socket_dir, [f"server {read_pid(socket_dir / PID_FILE)}"])
+                _refuse_owned(socket_dir, _sharers(fds.sessions_fd))
+                doomed.append(_found(socket_dir, name, "", fds, []))
+            for name in reversed(names):
+                if holder_client.dismiss(path, name):
+                    path.unlink(missing_ok=True)
+    except (OSError, holder_client.HolderUnreachable) as error:
+        raise SegmentError(f"{path}: no holder process answers: {error}", field="POOL") from None
+    return doomed
+
+
+def _lock(folder: Path, files: contextlib.ExitStack, locks: contextlib.ExitStack) -> _Descriptors:
+    """Lock the index of a pool and open its files, each until its stack ends.
+
+    Raises SegmentError if a server has the pool, or if no pool is there.
+    """
+    with contextlib.ExitStack() as looked:
+        _open_pool(folder, looked)  # the next line would make an index
+    try:
+        index, fresh = open_locked_index(folder)
+    except SegmentError:
+        _refuse_owned(folder, [f"server {read_pid(folder / PID_FILE)}"])
+        raise
+    locks.callback(os.close, index)
+    if fresh:  # the pool was freed meanwhile
+        remove_own(folder)
+    return _open_pool(folder, files)
+
+
+def _open_pool(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
+    try:
+        return _open_files(folder, stack)
+    except OSError as error:
+        raise SegmentError(
+            f"{folder}: no pool is there: {error.filename}: {error.strerror}; see `kvstrata ctl pool list`",
+            field="POOL",
+        ) from None
+
+
+def _refuse_owned(place: Path, owners: list[str]) -> None:
+    if owners:
+        raise SegmentError(
+            f"{place}: in use by {', '.join(owners)}; end that first, nothing was freed", field="POOL"
+        )
+
+
+def _folders(root: Path, depth: int) -> Iterator[Path]:
+    """The folders of our user below `root`; links are not followed."""
+    try:
+        entries = sorted(os.scandir(root), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False) and entry.stat().st_uid == os.geteuid():
+                yield Path(entry.path)
+                if depth > 1:
+                    yield from _folders(Path(entry.path), depth - 1)
+
+
+def _holders() -> dict[Path, set[str]]:
+    """The inodes of holders' sockets by socket directory, for our user in our network namespace.
+
+    A holder that is ending may still have a socket of the same path as the next one.
+    """
+    found: dict[Path, set[str]] = {}
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        *fields, path = line.split(maxsplit=7)
+        socket_dir, _, name = path.rpartition("/")
+        if name == HOLDER_SOCKET and len(fields) == 7:
+            with contextlib.suppress(OSError):
+                if os.lstat(path).st_uid == os.geteuid():
+                    found.setdefault(Path(socket_dir), set()).add(fields[6])
+    return found
+
+
+def _open_files(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
+    """The files of a pool, open for reading until the stack ends. Raises OSError."""
+    opened = []
+    for name in _FILES:
+        fd = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        stack.callback(os.close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(0, "not a regular file", str(folder / name))
+        opened.append(fd)
+    return _Descriptors(*opened)
+
+
+def _fetch(path: Path, name: str, stack: contextlib.ExitStack) -> _Descriptors:
+    """The descriptors of a pool that a holder keeps. Raises OSError or HolderUnreachable."""
+    fds = holder_client.fetch(path, name)
+    if not fds:
+        raise holder_client.HolderUnreachable(f"{path}: it has dropped a pool meanwhile")
+    stack.callback(linux.close_all, fds)
+    return _Descriptors(*fds)
+
+
+def _owners(fds: _Descriptors, pid_file: Path) -> list[str]:
+    server = [f"server {read_pid(pid_file)}"] if linux.byte_locker(fds.index_fd, 0) is not None else []
+    return server + _sharers(fds.sessions_fd)
+
+
+def _keepers(sessions_fd: int) -> list[str]:
+    pid = linux.byte_locker(sessions_fd, POOL_BYTE)
+    return [] if pid is None else [f"keeper {_named(pid)}"]
+
+
+def _sharers(sessions_fd: int) -> list[str]:
+    """The keeper, adapter host and engines of a pool."""
+    if linux.byte_locker(sessions_fd, 0, POOL_BYTE + 1) is None:
+        return []
+    found = _keepers(sessions_fd)
+    host = linux.byte_locker(sessions_fd, HOSTS_BYTE)
+    if host is not None:
+        found.append(f"adapter host {_named(host)}")
+    engines = [
+        _named(pid)
+        for row in range(1, MAX_SESSIONS + 1)
+        if (pid := linux.byte_locker(sessions_fd, row)) is not None
+    ]
+    if engines:
+        shown = ", ".join(engines[:_MOST_PIDS]) + (", …" if len(engines) > _MOST_PIDS else "")
+        found.append(f"{len(engines)} engine process{'es' if len(engines) > 1 else ''} ({shown})")
+    return found
+
+
+def _named(pid: int) -> str:
+    return str(pid) if pid else "in another PID namespace"
+
+
+def _found(place: Path, tenant: str, holder: str, fds: _Descriptors, owners: list[str]) -> FoundPool:
+    idle_s = None
+    with contextlib.suppress(SegmentError, OSError):  # of another version, or damaged
+        beat_ns = IndexSnapshot(fds.index_fd).header()["heartbeat_ns"]
+        idle_s = (time.monotonic_ns() - beat_ns) * 1e-9 if beat_ns else None
+    return FoundPool(
+        place,
+        tenant,
+        holder,
+        sum(os.fstat(fd).st_blocks * 512 for fd in (fds.index_fd, fds.extents_fd)),
+        # Nobody ever writes to this file.
+        max(0.0, time.time() - os.fstat(fds.sessions_fd).st_mtime),
+        idle_s,
+        owners,
+    )

@@ -1,0 +1,165 @@
+"""Makes the parts of an instance that belong to a cluster: the server of peers, and a link to each controller."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from kvstrata.p2p.medium import peer_tier
+from kvstrata.p2p.serving import PeerServer
+from kvstrata.p2p.settings import PeerSettings
+from kvstrata.process.http_gate import is_loopback
+from kvstrata.process.lifecycle import soon
+from kvstrata.rpc.key_file import KeyFile
+from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys
+from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.server.cluster.actions import Actions
+from kvstrata.server.cluster.condition import Condition
+from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.cluster.fence import Fence
+from kvstrata.server.cluster.link import Advertised, ControllerLink
+from kvstrata.server.cluster.membership import Membership
+from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.composition import L2, AdminParts, Ground, Tables
+from kvstrata.server.plan import Plan
+from kvstrata.storage.entry import TierConfig
+
+MB = 1 << 20
+_PORT = re.compile(r":\d{1,5}$")
+
+
+def peer_config(plan: Plan) -> TierConfig | None:
+    """Configuration of the tier that reads other instances; None without a transfer engine."""
+    settings = plan.settings
+    if not plan.p2p_engine:
+        return None
+    return peer_tier(
+        PeerSettings(
+            tuple(dict.fromkeys(settings.controller.url.split(","))),
+            plan.p2p_engine,
+            this_host_only=not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen)),
+            curve_file=settings.controller.curve_file,
+            lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
+            load_timeout_ms=settings.p2p.load_timeout_ms,
+            max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
+        ),
+        len(plan.adapters),
+    )
+
+
+class PeersServed(NamedTuple):
+    """The server of peers of one instance."""
+
+    server: PeerServer
+    endpoint: str
+    """Where peers ask for leases; empty: peers get none."""
+
+
+def serve_peers(
+    plan: Plan,
+    keys: ClusterKeys,
+    ground: Ground,
+    l2: L2,
+    peer: TierConfig | None,
+    closers: list[Callable[[], Coroutine[Any, Any, None]]],
+) -> PeersServed:
+    """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError.
+
+    `closers` gets what closes it.
+    """
+    settings, p2p = plan.settings, plan.settings.p2p
+    readers, endpoint = None, ""
+    if peer is not None and l2.tiers.get(peer.name) is not None:
+        readers = ZmqServer(ground.loop)
+        closers.append(soon(readers.close))
+        host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
+        path = settings.controller.curve_file
+        file = (
+            KeyFile(path, functools.partial(read_cluster_keys, field="controller.curve_file"))
+            if path
+            else None
+        )
+        port = readers.bind_tcp(
+            host,
+            int(port_text),
+            curve=keys.curve,
+            clients=file.clients if file is not None else None,
+            insecure=settings.security.insecure,
+            host_setting="p2p.listen",
+            port_setting="p2p.listen",
+            flag="--p2p-listen",
+            keys_setting="controller.curve_file (--cluster-curve-file)",
+        )
+        shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+        advertised = p2p.advertise or f"{shown}:{port}"
+        endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
+    server = PeerServer(
+        ground.pool,
+        ground.clock,
+        readers,
+        instance_id=ground.facts.instance_id,
+        incarnation=ground.facts.epoch,
+        limit_bytes=int(ground.pool.extents_bytes * p2p.max_leased_share),
+        engine=plan.p2p_engine,
+        metadata=l2.peer_reads.metadata,
+    )
+    closers.append(soon(server.close))
+    return PeersServed(server, endpoint)
+
+
+def make_membership(
+    plan: Plan,
+    keys: ClusterKeys,
+    ground: Ground,
+    tables: Tables,
+    l2: L2,
+    admin: AdminParts,
+    own: OwnTiers,
+    news_of: dict[str, TierNews],
+    served: PeersServed,
+) -> Membership:
+    """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
+    facts, peer_server = ground.facts, served.server
+    actions = Actions(
+        pool=ground.pool,
+        lane=ground.own_lane,
+        clock=ground.clock,
+        processes=tables.processes,
+        prefetch=l2.prefetch,
+        borrowed=l2.borrowed,
+        peer_reads=l2.peer_reads,
+        peer_server=peer_server,
+        clearing=admin.clearing,
+        explain=admin.explain,
+        board=ground.board,
+    )
+    http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
+    advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
+    condition = Condition(ground.pool, tables.processes, own, peer_server, l2.peer_reads, ground.counters)
+    fence = Fence()
+    links = [
+        ControllerLink(
+            url,
+            keys=keys,
+            facts=facts,
+            advertised=advertised,
+            pool=ground.pool,
+            news=news,
+            own=own,
+            condition=condition,
+            actions=actions,
+            fence=fence,
+            freeze=ground.freeze,
+            readiness=ground.readiness,
+            supervisor=ground.supervisor,
+        )
+        for url, news in news_of.items()
+    ]
+    return Membership(links, own, peer_server)
+
+
+def _host_of(listen: str) -> str:
+    """The host of HOST:PORT or [HOST]:PORT."""
+    return listen.rpartition(":")[0].strip("[]")

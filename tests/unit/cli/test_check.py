@@ -1,0 +1,161 @@
+"""`--check`: it prints every note, and tells what this machine lacks from settings that are wrong everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstrata.errors import ConfigError
+from kvstrata.process.ports import Listening, refuse_port_twice
+
+HERE = "not on this machine: "
+MOONCAKE = {
+    "type": "mooncake_store",
+    "local_hostname": "a",
+    "metadata_server": "P2PHANDSHAKE",
+    "protocol": "rdma",
+}
+
+
+def check(*flags: str, command: str = "server", **environment: str) -> tuple[int, list[str]]:
+    """Exit status and lines of standard error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstrata", command, "--check", *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment},
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, [line.partition(": ")[2] for line in done.stderr.splitlines()]
+
+
+def test_every_note_is_printed() -> None:
+    status, said = check("--max-workers", "4", KVSTRATA_PORT="tcp://10.0.0.1:80")
+    assert status == 0
+    notes = [line for line in said if line.startswith("note: ")]
+    assert any("--max-workers" in note for note in notes)
+    assert any("KVSTRATA_PORT" in note for note in notes)
+
+
+def test_a_controller_prints_its_notes_too() -> None:
+    status, said = check(command="controller", KVSTRATA_CONTROLLER_PORT="tcp://10.0.0.1:80")
+    assert status == 0
+    assert any("KVSTRATA_CONTROLLER_PORT" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "says"),
+    [
+        (("--l1-size-gb", "500000"), {}, "l1_size_gb: L1 of 500000.00 GB"),
+        (("--l1-numa", "999"), {}, "l1.numa: '999'"),
+        (("--http-host", "0.0.0.0"), {"KVSTRATA_HTTP_TOKEN_FILE": "/no/such/token"}, "http.token_file: /no/such"),
+        ((), {"KVSTRATA_SECURITY_TENANTS_FILE": "/no/such/tenants"}, "security.tenants_file: /no/such/tenants"),
+        (("--cluster-curve-file", "/no/such/keys"), {}, "controller.curve_file: /no/such/keys"),
+        (("--l2-adapter", json.dumps(MOONCAKE)), {}, "l2_adapters[0]: mooncake_store-0: "),
+    ],
+)  # fmt: skip
+def test_what_only_this_machine_lacks_is_a_warning(
+    flags: tuple[str, ...], environment: dict[str, str], says: str
+) -> None:
+    elsewhere = () if "--l2-adapter" in flags else ("--l2-adapter", "none")
+    status, said = check(*flags, *elsewhere, "--http-port", "0", **environment)
+    assert status == 0, said
+    [lack] = [line for line in said if line.startswith(HERE)]
+    assert lack.startswith(HERE + says)
+    assert said[-1].startswith("these settings can be used on a machine that has what this one lacks: L1 of ")
+
+
+def test_a_server_does_not_start_with_what_the_machine_lacks() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstrata", "server", "--no-supervise", "--l1-size-gb", "500000"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2 and "l1_size_gb" in done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="needs Mooncake's client")
+def test_a_missing_rdma_card_is_named() -> None:
+    _, said = check("--l2-adapter", json.dumps(MOONCAKE))
+    assert any("'rdma' needs an RDMA network card" in line for line in said)
+
+
+def test_a_folder_that_cannot_hold_a_tier_is_named(tmp_path: Path) -> None:
+    adapter = {"type": "disk", "base_path": str(tmp_path / "l2"), "capacity_gb": 1_000_000}
+    status, said = check("--l2-adapter", json.dumps(adapter))
+    assert status == 0
+    assert (
+        f"{HERE}l2_adapters[0].capacity_gb: 1000000, but the file system of '{tmp_path}' has "
+        in "\n".join(said)
+    )
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, said = check("--http-port", str(port))
+    assert status == 0
+    assert any(line.startswith(f"{HERE}http.port: {port} is held by pid {os.getpid()} ") for line in said)
+
+
+def test_plugins_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "broken_plugin.py").write_text("raise ValueError('not today')\n")
+    adapter = {"type": "plugin", "module_path": "broken_plugin", "class_name": "Adapter"}
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    status, said = check("--l2-adapter", json.dumps(adapter), PYTHONPATH=path)
+    assert status == 2
+    assert "not today" in said[-1]
+    status, said = check("--l2-adapter", json.dumps(adapter | {"module_path": "absent_plugin"}))
+    assert status == 0, said
+    assert any(line.startswith(HERE) and "absent_plugin" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "clash"),
+    [
+        ("localhost", "127.0.0.1", True),
+        ("localhost", "::1", True),
+        ("127.0.0.1", "::1", False),
+        ("0.0.0.0", "10.0.0.1", True),
+        ("*", "::1", False),
+        ("::", "127.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+    ],
+)
+def test_one_port_of_one_address_is_refused_twice(first: str, second: str, clash: bool) -> None:
+    ports = [Listening("port", first, 5555), Listening("http.port", second, 5555)]
+    if clash:
+        with pytest.raises(
+            ConfigError, match=f"^http.port: {second}:5555 is also the port of port".replace("*", r"\*")
+        ):
+            refuse_port_twice(ports)
+    else:
+        refuse_port_twice(ports)
+    refuse_port_twice([one._replace(port=0) for one in ports])
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "field"),
+    [
+        ("server", ("--port", "6000", "--http-port", "6000"), "http.port"),
+        ("controller", ("--monitor-ports", '{"pull": 6000, "reply": 6000}'), "monitor_ports.reply"),
+        ("controller", ("--port", "8300"), "http.port"),
+    ],
+)
+def test_a_port_named_twice_stops_the_start(command: str, flags: tuple[str, ...], field: str) -> None:
+    status, said = check(*flags, command=command)
+    assert status == 2
+    assert said[-1].startswith(f"{field}: ")

@@ -1,0 +1,167 @@
+"""`kvstrata doctor`: it looks at the server that its flags describe, and ends with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.cli import doctor, doctor_server
+from kvstrata.cli.finding import Finding
+from kvstrata.memory.segment import Segment, SegmentSettings
+from tests.harness.daemon import free_port
+from tests.harness.server_process import ServerProcess
+
+MIB = 1 << 20
+SMALL = ("--l1-size-gb", "0.0625")
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> tuple[str, ...]:
+    """A server that does not run, with ports and folders of its own."""
+    disk = {"type": "disk", "base_path": str(tmp_path / "l2"), "capacity_gb": 1}
+    return (
+        *SMALL,
+        *("--socket-dir", str(tmp_path / "sockets"), "--http-port", str(free_port())),
+        *("--l2-adapter", json.dumps(disk)),
+    )
+
+
+def report(*flags: str) -> dict[str, Finding]:
+    return {each.check: each for each in doctor.findings(flags, "")}
+
+
+def test_a_server_that_could_start_has_nothing_to_do(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_server, "_file_system", lambda path: "ext4")
+    found = report(*flags)
+    for check in ("settings", "running server", "/dev/shm", "huge pages", "disk-0 folder", "network", "RDMA"):
+        assert found[check].state == "ok", found[check]
+    assert found["running server"].found == f"none at {tmp_path / 'sockets'}"
+    assert found["disk-0 folder"].found.startswith(f"{tmp_path / 'l2'} on ext4, ")
+    assert "capacity_gb is 1" in found["disk-0 folder"].found
+
+
+@pytest.mark.parametrize(
+    ("more", "check", "state", "says"),
+    [
+        (("--l1-size-gb", "-1"), "settings", "fail", "size_gb"),
+        (("--l1-size-gb", "500000"), "settings", "warn", "l1_size_gb"),
+        (("--l1-use-hugepages", "--l1-size-gb", "4096"), "huge pages", "fail", "vm.nr_hugepages="),
+        (("--l1-size-gb", "500000"), "/dev/shm", "warn", "--l1-size-gb"),
+        (("--no-such-flag",), "settings", "fail", "--no-such-flag"),
+    ],
+)
+def test_a_bad_state_has_a_line_with_a_remedy(
+    flags: tuple[str, ...], more: tuple[str, ...], check: str, state: str, says: str
+) -> None:
+    [found] = [each for each in doctor.findings((*flags, *more), "") if each.check == check]
+    assert found.state == state, found
+    assert says in f"{found.found} {found.advice}" and found.advice
+
+
+def test_a_folder_in_memory_is_no_place_for_a_tier(flags: tuple[str, ...]) -> None:
+    memory = {"type": "disk", "base_path": "/dev/shm/kv-doctor", "capacity_gb": 1}
+    found = report(*flags, "--l2-adapter", json.dumps(memory))["disk-1 folder"]
+    assert (found.state, found.advice) == ("warn", "choose a base_path on a local disk")
+
+
+@pytest.fixture
+def left() -> Iterator[Path]:
+    """A pool that nobody owns."""
+    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
+    settings = SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
+    Segment.open(settings).close()
+    yield settings.directory
+    shutil.rmtree(root)
+
+
+def test_a_pool_that_nobody_owns_is_named_with_the_command_that_frees_it(
+    flags: tuple[str, ...], left: Path
+) -> None:
+    found = [each for each in doctor.findings(flags, "") if each.check == "left pool"]
+    [ours] = [each for each in found if str(left) in each.found]
+    assert ours.advice.endswith(f"kvstrata ctl pool free {left}")
+
+
+def test_a_running_server_is_asked_how_it_is(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    with ServerProcess(tmp_path / "server", l1_mb=64) as server:
+        server.start()
+        where = (*SMALL, "--socket-dir", str(server.socket_dir), "--l2-adapter", "none")
+        found = report(*where, "--http-port", str(server.ready["http_port"]))
+        running = found["running server"]
+        assert running.found.startswith(f"process {server.pid} at {server.socket_dir}: ready, version ")
+        assert running.state == found["settings"].state == "ok", "its own ports are taken, as they should be"
+        wrong = report(*where, "--http-port", str(free_port()))
+        assert wrong["running server"].state == "warn"
+
+
+def test_locked_memory_counts_where_a_network_card_registers_l1(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mooncake = {"type": "mooncake_store", "local_hostname": "a", "metadata_server": "P2PHANDSHAKE"}
+    limit = {"soft": 1 << 20}
+    monkeypatch.setattr("resource.getrlimit", lambda which: (limit["soft"], -1))
+    rdma = json.dumps(mooncake | {"protocol": "rdma"})
+    assert report(*flags)["locked memory"].state == "ok"
+    found = report(*flags, "--l2-adapter", rdma)["locked memory"]
+    assert found.state == "warn" and "mooncake_store-1 may register all of L1" in found.found
+    limit["soft"] = -1
+    assert report(*flags, "--l2-adapter", rdma)["locked memory"].state == "ok"
+
+
+def test_network_cards_are_listed_with_their_state(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, text in {
+        "ib/mlx5_0/ports/1/state": "4: ACTIVE",
+        "ib/mlx5_1/ports/1/state": "1: DOWN",
+        "net/eth7/operstate": "up",
+        "net/eth7/speed": "25000",
+        "net/eth8/operstate": "down",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text + "\n")
+    monkeypatch.setattr(doctor_server, "NICS", tmp_path / "ib")
+    monkeypatch.setattr(doctor_server, "INTERFACES", tmp_path / "net")
+    found = report(*flags)
+    assert found["network"].found == "eth7 25 Gbit/s"
+    assert (found["RDMA"].state, found["RDMA"].found) == ("ok", "mlx5_0 ACTIVE, mlx5_1 DOWN")
+    member = report(*flags, "--controller-url", "tcp://127.0.0.1:9", "--p2p-engine", "off")
+    assert member["RDMA"].state == "warn" and "bring up mlx5_1" in member["RDMA"].advice
+
+
+def test_the_report_ends_with_what_to_do_failures_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [
+        Finding("one", "ok", "fine", "a note"),
+        Finding("two", "warn", "odd", "look"),
+        Finding("three", "fail", "bad", "mend"),
+    ]
+    monkeypatch.setattr(doctor, "findings", lambda flags, model: found)
+    assert doctor.main([]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "ok    one    fine (a note)",
+        "warn  two    odd",
+        "fail  three  bad",
+        "",
+        "What to do:",
+        "  1. three: mend",
+        "  2. two: look",
+    ]
+    found[1:] = []
+    assert doctor.main([]) == 0
+    assert capsys.readouterr().out.endswith("What to do:\n  nothing: everything is in order\n")
+
+
+def test_a_model_without_vllm_says_which_python_is_needed(flags: tuple[str, ...]) -> None:
+    found = [each for each in doctor.findings(flags, "/some/model") if each.check == "model"]
+    assert "with the Python of vLLM" in found[0].advice
+    assert os.path.basename(found[0].found.partition(":")[0]) == "model"

@@ -1,0 +1,58 @@
+"""An engine without a server says so once, however many requests come, and then as a summary from time to time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvstrata.client import link
+from kvstrata.types import Role
+from tests.harness.cache_engine import CacheEngine, eventually, prompt
+
+ABSENT = "no cache server answers"
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    """(Level, text) of the lines about an absent server."""
+    return [
+        (record.levelname, record.getMessage()) for record in caplog.records if ABSENT in record.getMessage()
+    ]
+
+
+def test_one_warning_names_the_place_and_what_to_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="kvstrata")
+    place = tmp_path / "my sockets"
+    with CacheEngine(place, settings={"port": 6001}) as engine:
+        eventually("it has looked", lambda: said(caplog))
+        for number in range(50):
+            assert engine.lookup(prompt(1, seed=number)).wait(30)
+            engine.store(prompt(1, seed=number))
+        [(level, text)] = said(caplog)
+        assert len(caplog.records) == 1
+    assert level == "WARNING"
+    assert f"{str(place)!r} does not exist" in text
+    assert text.endswith(f"as uid {os.geteuid()}: lmcache-server --port 6001 --socket-dir '{place}'")
+
+
+def test_the_workers_of_an_engine_leave_the_warning_to_its_scheduler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="kvstrata")
+    for role, level in ((Role.WORKER, "INFO"), (Role.SCHEDULER, "WARNING")):
+        caplog.clear()
+        with CacheEngine(tmp_path / "none", role=role):
+            eventually("it has looked", lambda: said(caplog))
+        assert said(caplog)[0][0] == level
+
+
+def test_an_absence_that_lasts_is_summed_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "REPEATED_S", 0.3)
+    with CacheEngine(tmp_path / "none"):
+        eventually("a summary", lambda: len(said(caplog)) > 1)
+    assert "more like this were left out" in said(caplog)[1][1]

@@ -1,0 +1,285 @@
+"""`kvstrata ctl pool`: which pools it finds, whom it names as owners, and that it frees no pool that is owned."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.cli import ctl
+from kvstrata.cli.ctl_pool import span
+from kvstrata.errors import ConfigError, SegmentError
+from kvstrata.memory import linux
+from kvstrata.memory.holder_client import HolderUnreachable, dismiss
+from kvstrata.memory.own_segments import OwnSize, open_own_segments, segment_name
+from kvstrata.memory.pools import FoundPool, find_pools, free, free_held, held_pools, pools_at
+from kvstrata.memory.segment import Segment, SegmentSettings
+from kvstrata.memory.segment_files import HOSTS_BYTE
+from kvstrata.process.keeper import POOL_BYTE
+
+MIB = 1 << 20
+OWNERS = {1: "1 engine process", 1023: "1 engine process", HOSTS_BYTE: "adapter host", POOL_BYTE: "keeper"}
+LOCK = (
+    "import os, sys; from kvstrata.memory import linux; "
+    "assert linux.share_byte(os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2])); print(flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
+    yield root
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def settings(root: Path) -> SegmentSettings:
+    return SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
+
+
+@pytest.fixture
+def left(settings: SegmentSettings) -> Path:
+    """The folder of a pool whose server has ended, with the own pool of a tenant."""
+    shared = Segment.open(settings)
+    for own in open_own_segments(settings, shared.pool.epoch, {"blue": OwnSize(2 * MIB, 2 * MIB)}).values():
+        own.close()
+    shared.close()
+    return settings.directory
+
+
+@pytest.fixture
+def locking() -> Iterator[Callable[[Path, int], subprocess.Popen[bytes]]]:
+    """Starts processes that share a lock on a byte of a file until their stdin is closed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(path: Path, byte: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", LOCK, str(path), str(byte)]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert started[-1].stdout is not None
+        started[-1].stdout.readline()
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.communicate()
+
+
+def own_folder(left: Path) -> Path:
+    return left / f"own-{segment_name('blue')}"
+
+
+def test_pools_are_found_with_their_size_and_age(root: Path, left: Path) -> None:
+    (root / "other").mkdir()
+    (root / "other" / "index").write_text("of a book")
+    (root / "link").symlink_to(left)
+    shared, own = find_pools([root])
+    assert (shared.place, shared.tenant) == (left, "")
+    assert (own.place, own.tenant) == (own_folder(left), segment_name("blue"))
+    for pool in (shared, own):
+        assert pool.memory_bytes >= (pool.place / "index").stat().st_blocks * 512 > 0
+        assert 0 <= pool.age_s < 600
+        assert (pool.holder, pool.owners) == ("", [])
+        assert pool.idle_s is not None and 0 <= pool.idle_s < 600
+
+
+def test_a_pool_of_another_version_is_found_and_freed(root: Path, left: Path) -> None:
+    (left / "index").write_bytes(b"something else" * 1000)
+    assert [(pool.place, pool.idle_s is None) for pool in find_pools([root])] == [
+        (left, True),
+        (own_folder(left), False),
+    ]
+    free(left)
+    assert not left.exists()
+
+
+def test_a_pool_is_freed_with_the_own_pools_of_its_tenants(left: Path) -> None:
+    assert [pool.place for pool in free(left)] == [left, own_folder(left)]
+    assert not left.exists()
+
+
+def test_an_own_pool_can_be_freed_alone(left: Path, settings: SegmentSettings) -> None:
+    assert [pool.tenant for pool in free(own_folder(left))] == [segment_name("blue")]
+    found = Segment.open(settings)
+    assert found.adopted
+    found.close()
+
+
+def test_a_pool_of_a_live_server_is_not_freed(settings: SegmentSettings, left: Path) -> None:
+    found = Segment.open(settings)
+    [pool] = pools_at(left)
+    assert pool.owners == [f"server {os.getpid()}"]
+    for folder in (left, own_folder(left)):
+        with pytest.raises(SegmentError, match=f"in use by server {os.getpid()}"):
+            free(folder)
+    assert {path.name for path in own_folder(left).iterdir()} > {"index", "extents", "sessions.lock"}
+    found.close()
+    assert pools_at(left)[0].owners == []
+    free(left)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("byte", OWNERS)
+def test_a_pool_that_a_process_has_locked_is_not_freed(left: Path, locking, byte: int, own: bool) -> None:
+    place = own_folder(left) if own else left
+    process = locking(place / "sessions.lock", byte)
+    [pool] = pools_at(place)
+    assert pool.owners[0].startswith(OWNERS[byte]) and str(process.pid) in pool.owners[0]
+    with pytest.raises(SegmentError, match=f"in use by {OWNERS[byte]}.*nothing was freed"):
+        free(left)
+    assert (left / "index").exists() and (own_folder(left) / "index").exists()
+    process.communicate()
+    free(left)
+
+
+def test_the_keeper_of_the_shared_pool_owns_the_own_pools(left: Path, locking) -> None:
+    process = locking(left / "sessions.lock", POOL_BYTE)
+    assert pools_at(own_folder(left))[0].owners == [f"keeper {process.pid}"]
+    with pytest.raises(SegmentError, match="in use by keeper"):
+        free(own_folder(left))
+    assert own_folder(left).exists()
+
+
+def test_only_a_folder_of_ours_that_holds_a_pool_is_freed(root: Path, left: Path) -> None:
+    (root / "book").mkdir()
+    (root / "book" / "index").write_text("of a book")
+    with pytest.raises(SegmentError, match="no pool is there"):
+        free(root / "book")
+    assert (root / "book" / "index").exists()
+    (root / "link").symlink_to(left)
+    with pytest.raises(ConfigError, match="not a directory"):
+        free(root / "link")
+    with pytest.raises(ConfigError, match="No such file"):
+        free(root / "none")
+
+
+def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: SegmentSettings) -> None:
+    """Each start ends with a pool at its place, adopted or new; each `free` removes a whole pool or refuses."""
+    Segment.open(settings).close()
+    ended = threading.Event()
+    freed = []
+
+    def keep_freeing() -> None:
+        while not ended.is_set():
+            try:
+                freed.append(free(settings.directory))
+            except (SegmentError, ConfigError):
+                continue
+
+    freeing = threading.Thread(target=keep_freeing)
+    freeing.start()
+    try:
+        for _ in range(60):
+            found = Segment.open(settings)
+            for name, fd in (
+                ("index", found.descriptors.index_readonly),
+                ("extents", found.descriptors.extents),
+            ):
+                there = (settings.directory / name).stat()
+                assert (there.st_dev, there.st_ino) == linux.file_id(fd)
+            found.close()
+    finally:
+        ended.set()
+        freeing.join()
+    assert freed
+
+
+@pytest.fixture
+def held(root: Path, settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentSettings]:
+    """A pool that a holder process keeps, and the own pool of a tenant in it; their server has ended."""
+    monkeypatch.setattr("kvstrata.memory.segment.free_bytes", lambda directory: 0)
+    shared = Segment.open(settings)
+    assert shared.backing == "memfd"
+    for own in open_own_segments(settings, shared.pool.epoch, {"blue": OwnSize(2 * MIB, 2 * MIB)}).values():
+        own.close()
+    shared.close()
+    yield settings
+    try:
+        for name in (segment_name("blue"), ""):
+            dismiss(settings.socket_dir / "holder.sock", name)
+    except HolderUnreachable:
+        pass
+
+
+def found_in_holder(settings: SegmentSettings) -> list[FoundPool]:
+    return [pool for pool in find_pools([settings.directory]) if pool.place == settings.socket_dir]
+
+
+def test_pools_in_a_holder_are_found_and_freed_on_demand(held: SegmentSettings) -> None:
+    shared, own = found_in_holder(held)
+    assert (shared.tenant, own.tenant) == ("", segment_name("blue"))
+    assert shared.holder.startswith("pid ") and shared.memory_bytes > 0
+    assert shared.owners == own.owners == []
+    with pytest.raises(SegmentError, match="no pool is there"):
+        free(held.socket_dir)
+    assert len(free_held(held.socket_dir)) == 2
+    assert found_in_holder(held) == []
+    with pytest.raises(SegmentError, match="no holder process answers"):
+        free_held(held.socket_dir)
+    again = Segment.open(held)
+    assert not again.adopted
+    again.destroy()
+
+
+def test_pools_in_a_holder_that_are_owned_stay(held: SegmentSettings, locking) -> None:
+    server = Segment.open(held)
+    assert server.adopted
+    process = locking(server.sessions_lock_path, 7)
+    server_named, engine_named = found_in_holder(held)[0].owners
+    assert (server_named, engine_named.split(" (")[0]) == (f"server {os.getpid()}", OWNERS[1])
+    with pytest.raises(SegmentError, match="in use by server"):
+        free_held(held.socket_dir)
+    server.close()
+    with pytest.raises(SegmentError, match="in use by 1 engine process"):
+        free_held(held.socket_dir)
+    process.communicate()
+    assert len(held_pools(held.socket_dir, "")) == 2
+    free_held(held.socket_dir)
+
+
+def test_a_server_that_finds_its_held_pool_dropped_makes_one_that_is_held(
+    held: SegmentSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is freed after the server has got its descriptors and before it locks them."""
+    real = linux.open_again
+
+    def freed_first(fd: int, flags: int) -> int:
+        monkeypatch.setattr(linux, "open_again", real)
+        again = real(fd, flags)
+        free_held(held.socket_dir)
+        return again
+
+    monkeypatch.setattr(linux, "open_again", freed_first)
+    server = Segment.open(held)
+    assert not server.adopted
+    assert len(found_in_holder(held)) == 1
+    server.destroy()
+
+
+def test_the_command_lists_and_frees(root: Path, left: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ctl.main(["pool", "list", str(root)]) == 0
+    heads, *rows = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["pool", "tenant", "memory", "age", "idle", "kept_by", "owned_by"]
+    [row] = [row for row in rows if row.split()[0] == str(left)]
+    assert row.endswith("nobody")
+    assert ctl.main(["pool", "list", "--json", str(root)]) == 0
+    assert str(left) in [pool["place"] for pool in json.loads(capsys.readouterr().out)]
+    assert ctl.main(["pool", "free", str(left)]) == 0
+    assert capsys.readouterr().out.startswith("freed ")
+    assert ctl.main(["pool", "free", str(left)]) == 1
+    assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (1e6, "12 d")],
+)
+def test_lengths_of_time_are_short(seconds: float | None, text: str) -> None:
+    assert span(seconds) == text
