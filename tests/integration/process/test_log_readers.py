@@ -106,7 +106,8 @@ def test_a_reader_that_comes_back_gets_the_lines_in_order_and_the_end(server: Se
     os.close(pipe.reader)
     assert process.wait() == 0
     events = [text.split()[3] for text in found[pipe._filler :].decode().splitlines()]
-    assert events.index("ready") < events.index("stopping") < events.index("stopped") == len(events) - 1
+    assert events.index("ready") < events.index("stopping") < events.index("stopped") == len(events) - 2
+    assert events[-1] == "pool_kept"
 
 
 CRASH = """
