@@ -21,7 +21,7 @@ usage: kvstrata COMMAND [arguments]
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
   completion  print a script with which bash, zsh or fish completes commands and options
-  doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
+  doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
 
 kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata
 --native-include-dir prints the folder of the headers for storage connectors in C++."""
