@@ -40,6 +40,7 @@ from kvstrata.memory.segment_files import (
     free_bytes,
     lock_instance,
     lock_soon,
+    make_segment_dir,
     open_locked_index,
     remove_own,
     remove_replaced,
@@ -291,7 +292,7 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
     directory = settings.directory
     if not directory.parent.is_dir() or not os.access(directory.parent, os.W_OK | os.X_OK):
         return f"{str(directory.parent)!r} is missing or not writable"
-    make_private_dir(directory, "segment")
+    make_segment_dir(directory)
     reason = "no segment was there"
     while True:
         index, fresh = open_locked_index(directory)

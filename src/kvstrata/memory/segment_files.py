@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from kvstrata.config.private_dir import check_private_dir, make_private_dir
-from kvstrata.errors import SegmentError
+from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
 from kvstrata.memory.paths import PID_FILE
 
@@ -25,6 +25,7 @@ INDEX, EXTENTS, SESSIONS_LOCK = "index", "extents", "sessions.lock"
 HOSTS_BYTE = 1 << 20
 """Byte of sessions.lock on which adapter hosts share a lock; it lies after the bytes of all rows. The next byte is
 POOL_BYTE of process/keeper.py."""
+MOST_TRIES = 100
 LOCK_WAIT_S = 0.5
 """Longest wait for the lock of an index: `kvstrata ctl pool free` has it for some milliseconds."""
 
@@ -70,7 +71,7 @@ def open_locked_index(directory: Path) -> tuple[int, bool]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            make_private_dir(directory, "segment")  # `kvstrata ctl pool free` may just have removed it
+            make_segment_dir(directory)
             try:
                 made = make_locked_index(path)
             except FileNotFoundError:
@@ -88,6 +89,19 @@ def open_locked_index(directory: Path) -> tuple[int, bool]:
         if _is_at(path, fd):
             return fd, False
         os.close(fd)  # the file was replaced between open and lock
+
+
+def make_segment_dir(directory: Path) -> None:
+    """Make the directory of a segment, also while `kvstrata ctl pool free` removes it. Raises ConfigError."""
+    for _ in range(MOST_TRIES):
+        try:
+            make_private_dir(directory, "segment")
+            return
+        except ConfigError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            failed = error
+    raise failed
 
 
 def lock_soon(index_fd: int) -> bool:

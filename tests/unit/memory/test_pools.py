@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.cli import ctl
+from kvstrata.cli.boundary import Exit
 from kvstrata.cli.ctl_pool import span
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
@@ -273,7 +274,7 @@ def test_the_command_lists_and_frees(root: Path, left: Path, capsys: pytest.Capt
     assert str(left) in [pool["place"] for pool in json.loads(capsys.readouterr().out)]
     assert ctl.main(["pool", "free", str(left)]) == 0
     assert capsys.readouterr().out.startswith("freed ")
-    assert ctl.main(["pool", "free", str(left)]) == 1
+    assert ctl.main(["pool", "free", str(left)]) == Exit.CONFIG
     assert "No such file" in capsys.readouterr().err
 
 
