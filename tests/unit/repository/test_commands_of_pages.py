@@ -35,7 +35,7 @@ PARSES: dict[str, Callable[[Sequence[str]], object]] = {
 }
 
 
-class Accepted(Exception):
+class Accepted(BaseException):
     """A parser has accepted a command line."""
 
 
