@@ -37,16 +37,19 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             file=flags.config_file or None,
             environment=os.environ,
             flags=flags.settings,
+            flag_names=flags.names,
+            wrong_flags=flags.wrong,
         )
         settings = read()
         if flags.check:
             plan(settings, os.environ)
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
             return 0
-        notes = pod_link_notes(os.environ)
+        notes = [*flags.notes, *pod_link_notes(os.environ)]
         return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
-        print(f"lmcache-controller: {error.message}", file=sys.stderr)
+        for line in error.lines:
+            print(f"lmcache-controller: {line}", file=sys.stderr)
         return EXIT_CONFIG
 
 
