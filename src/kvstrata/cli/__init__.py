@@ -19,6 +19,8 @@ usage: kvstrata COMMAND [arguments]
               `bench cluster` a controller
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
+  migrate     print LMCache's configuration files as a configuration of kvstrata
+  names       install LMCache's commands (`lmcache server`, `lmcache_controller`), or remove them
   doctor      check this machine: shared memory, limits, CPU, GPUs, compiled modules, ports
 
 kvstrata COMMAND --help tells more. kvstrata --version prints the version; kvstrata --native-include-dir prints the
@@ -78,6 +80,14 @@ def _command(name: str) -> Callable[[Sequence[str]], int] | None:
         from kvstrata.cli.l2 import main as l2
 
         return l2
+    if name == "migrate":
+        from kvstrata.cli.migrate import main as migrate
+
+        return migrate
+    if name == "names":
+        from kvstrata.cli.names import main as names
+
+        return names
     if name == "doctor":
         from kvstrata.cli.doctor import main as doctor
 
