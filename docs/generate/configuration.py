@@ -9,16 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.config.lmcache_names import (
-    CLIENT_KEY_PREFIXES,
-    CLIENT_KEYS,
-    CONNECTOR_EXTRA,
-    CONNECTOR_EXTRA_PREFIXES,
-    FLAG_PREFIXES,
-    SERVER_FLAGS,
-    Name,
-)
-from kvstrata.config.load import OTHER_ENV, bare_type
+from kvstrata.config.demands import bare_type
+from kvstrata.config.load import OTHER_ENV
 from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
 
 _INTRO = """# Configuration
@@ -35,8 +27,10 @@ Settings come from these sources; if several name a setting, the last one in the
   variables, flags.
 
 Variables that Kubernetes or Docker set for services (`KVSTRATA_PORT=tcp://10.0.0.1:80`, `…_SERVICE_HOST`) are ignored
-with a note in the log. A wrong key or value stops the start with an error that names it. Working files are in
-`configs/`.
+with a note in the log. A wrong key or value stops the start; everything that is wrong is said at once, with what the
+value must be. Capitals do not matter in words that a setting lists (`lru` is `LRU`). One file may have the settings of
+a server and of its engines. Working files are in `configs/`. Names of LMCache:
+[Coming from LMCache](coming-from-lmcache.md).
 """
 
 
@@ -75,27 +69,7 @@ def reference() -> str:
             f"| `{name}` | {says} |\n" for name, says in OTHER_ENV.items() if name != "KVSTRATA_FAILPOINTS"
         )
     )
-    parts.append(
-        "\n## Names of LMCache\n\nCommand lines, files and settings written for LMCache work, or say what to"
-        " change. *kept*: same meaning; *noted*: accepted, the log says why it has no effect; *replaced* and"
-        " *refused*: an error (or, for settings that moved to the server, a warning) that says what to use.\n"
-    )
-    for title, tables in (
-        ("`lmcache server` flags", (SERVER_FLAGS, FLAG_PREFIXES)),
-        ("`kv_connector_extra_config`", (CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES)),
-        ("`LMCACHE_CONFIG_FILE` keys and `LMCACHE_<KEY>` variables", (CLIENT_KEYS, CLIENT_KEY_PREFIXES)),
-    ):
-        parts.append(f"\n### {title}\n\n| name | here | |\n|---|---|---|\n")
-        parts += [_name_row(name, entry) for name, entry in tables[0].items()]
-        parts += [_name_row(name + "*", entry) for name, entry in tables[1].items()]
     return "".join(parts)
-
-
-def _name_row(name: str, entry: Name) -> str:
-    target = f"`{entry.target}`" if entry.target else ""
-    return f"| `{name}` | {entry.fate} | {' '.join(filter(None, (target, entry.say)))} |\n".replace(
-        "\\|", "|"
-    )
 
 
 def _kind(kind: Any) -> str:

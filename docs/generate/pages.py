@@ -13,6 +13,7 @@ from pathlib import Path
 from docs.generate.adapters import adapter_schema, adapters
 from docs.generate.configuration import reference as configuration
 from docs.generate.http_api import controller_api, controller_openapi, openapi
+from docs.generate.lmcache import coming_from_lmcache
 from docs.generate.messages import cluster_messages, wire_codes
 from docs.generate.numbers import metrics
 from docs.generate.source import DOCS
@@ -22,6 +23,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "adapters.md": adapters,
     "l2-adapter.schema.json": adapter_schema,
     "cluster-messages.md": cluster_messages,
+    "coming-from-lmcache.md": coming_from_lmcache,
     "configuration.md": configuration,
     "controller-api.md": controller_api,
     "controller-openapi.json": controller_openapi,

@@ -12,6 +12,8 @@ turns the error replies of servers into exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstrata.text import one_line
 
 MAX_FIELD_CHARS = 200
@@ -36,6 +38,11 @@ class KvstrataError(Exception):
         self.message = message
         self.field = one_line(field, MAX_FIELD_CHARS)
         self.retry_after_ms = round(1000 * retry_after_s)
+
+    @property
+    def lines(self) -> list[str]:
+        """The message as a command prints it: a line for each thing that is wrong."""
+        return [self.message]
 
 
 # --- the caller -----------------------------------------------------------------------------------------------
@@ -138,9 +145,30 @@ class SyncAgain(BadSync):
 
 
 class ConfigError(KvstrataError):
-    """A setting, flag, environment value or file is wrong; the start stops."""
+    """A setting, flag, environment value or file is wrong; the start stops.
+
+    `causes`: the single errors, if this one tells of several.
+    """
 
     code = "bad_config"
+
+    def __init__(self, message: str, *, field: str = "", causes: tuple[ConfigError, ...] = ()) -> None:
+        super().__init__(message, field=field)
+        self.causes = causes
+
+    @property
+    def lines(self) -> list[str]:
+        return [one.message for one in self.causes] or super().lines
+
+
+def together(errors: Iterable[ConfigError]) -> ConfigError:
+    """One error that tells of all these. REQUIRES at least one."""
+    single = {one.message: one for error in errors for one in (error.causes or (error,))}
+    first, *others = single.values()
+    if not others:
+        return first
+    says = f"{len(single)} settings are wrong: {'; '.join(single)}"
+    return ConfigError(says, field=first.field, causes=tuple(single.values()))
 
 
 class MachineLacks(ConfigError):

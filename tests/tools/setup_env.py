@@ -170,7 +170,10 @@ def wanted_state() -> dict[str, str]:
     """For each step, a text or digest of all its inputs; the step is due when that has changed."""
     python = f"{sys.implementation.cache_tag} {sys.version} {sys.base_prefix}"
     variables = [f"{name}={os.environ.get(name, '')}" for name in BUILD_VARIABLES]
-    metadata = [ROOT / "pyproject.toml", ROOT / "src" / "kvstrata" / "__init__.py"]
+    metadata = [
+        ROOT / "pyproject.toml",
+        *(ROOT / "src/kvstrata" / one for one in ("__init__.py", "cli/names.py")),
+    ]
     return {
         "environment": f"{python} {VENV}",
         "packages": digest_of([LOCK], python),
@@ -283,6 +286,10 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
                 [*pip_install, "--no-build-isolation", "--no-deps", "--editable", "."],
                 attempts=DOWNLOAD_ATTEMPTS,
                 environment=environment,
+            )
+            # Exit status 1: a command of that name was there already, and stays.
+            subprocess.run(
+                [VENV_PYTHON, "-m", "kvstrata", "names", "install"], capture_output=True, check=False
             )
             # The package's metadata alone, for a Python that takes the package from src (see vllm_env.py).
             METADATA.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,8 @@ usage: kvstrata COMMAND [arguments]
               `bench cluster` a controller
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
+  migrate     print LMCache's configuration files as a configuration of kvstrata
+  names       install LMCache's commands (`lmcache server`, `lmcache_controller`), or remove them
   completion  print a script with which bash, zsh or fish completes commands and options
   doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
 
@@ -85,6 +87,14 @@ def _command(name: str) -> Command | None:
         from kvstrata.cli.completion import main as completion
 
         return completion
+    if name == "migrate":
+        from kvstrata.cli.migrate import main as migrate
+
+        return migrate
+    if name == "names":
+        from kvstrata.cli.names import main as names
+
+        return names
     if name == "doctor":
         from kvstrata.cli.doctor import main as doctor
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
 def programs() -> dict[str, argparse.ArgumentParser]:
     """A parser for each of PROGRAMS, with those of all subcommands below it. Each call makes new ones."""
-    from kvstrata.cli import cluster, ctl, doctor, l2
+    from kvstrata.cli import cluster, ctl, doctor, l2, migrate, names
     from kvstrata.cli.bench import cluster as bench_cluster
     from kvstrata.cli.bench import engine as bench_engine
     from kvstrata.cli.bench import l2 as bench_l2
@@ -55,6 +55,8 @@ def programs() -> dict[str, argparse.ArgumentParser]:
         bench=bench,
         cluster=cluster.parser(),
         l2=l2.parser(),
+        migrate=migrate.parser(),
+        names=names.parser(),
         doctor=doctor.parser(),
         completion=parser(),
     )

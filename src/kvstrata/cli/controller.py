@@ -39,6 +39,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             file=flags.config_file or None,
             environment=os.environ,
             flags=flags.settings,
+            flag_names=flags.names,
+            wrong_flags=flags.wrong,
         )
         settings = read()
         notes = [*flags.notes, *pod_link_notes(os.environ)]
@@ -50,7 +52,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             return 0
         return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
-        print(f"lmcache-controller: {error.message}", file=sys.stderr)
+        for line in error.lines:
+            print(f"lmcache-controller: {line}", file=sys.stderr)
         return EXIT_CONFIG
 
 

@@ -25,8 +25,9 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     from kvstrata.cli.check import look_at
     from kvstrata.config.flags import parse_server_flags
+    from kvstrata.config.lmcache.variables import server_notes
     from kvstrata.config.load import load
-    from kvstrata.config.model import ServerSettings
+    from kvstrata.config.model import ClientSettings, ServerSettings
     from kvstrata.config.pod_links import pod_link_notes
     from kvstrata.config.secrets import shown
     from kvstrata.errors import KvstrataError
@@ -38,10 +39,20 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
         flags = parse_server_flags(arguments)
         file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
         read = functools.partial(
-            load, ServerSettings, file=file or None, environment=os.environ, flags=flags.settings
+            load,
+            ServerSettings,
+            file=file or None,
+            environment=os.environ,
+            flags=flags.settings,
+            flag_names=flags.names,
+            wrong_flags=flags.wrong,
         )
         settings = read()
-        notes = [*flags.notes, *pod_link_notes(os.environ)]
+        notes = [
+            *flags.notes,
+            *server_notes(os.environ, ClientSettings.__struct_fields__),
+            *pod_link_notes(os.environ),
+        ]
         if flags.check:
             lacking: list[str] = []
             planned = plan(settings, os.environ, lacking)
@@ -68,7 +79,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             restarts=restarts,
         )
     except KvstrataError as error:
-        print(f"lmcache-server: {error.message}", file=sys.stderr)
+        for line in error.lines:
+            print(f"lmcache-server: {line}", file=sys.stderr)
         return EXIT_CONFIG
 
 

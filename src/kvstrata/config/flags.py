@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata import __version__
-from kvstrata.config.lmcache_names import FLAG_PREFIXES, SERVER_FLAGS, Fate, Name, find
+from kvstrata.config.lmcache.fates import Fate, Name, find, hint
+from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.load import put
-from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import secrets_in
 from kvstrata.errors import ConfigError
 
@@ -25,6 +25,10 @@ class Flags(NamedTuple):
     ready_fd: int
     exposed: list[str]
     """Settings with secrets that were given on the command line, where every user of the machine can read them."""
+    names: dict[str, str]
+    """The flag of each setting that has one."""
+    wrong: list[ConfigError]
+    """What is wrong, besides values: unknown and refused flags, and flags without their value."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,38 +52,43 @@ def server_parser() -> argparse.ArgumentParser:
         dest="host",
         help="address of the RPC port (localhost); if neither --host nor --port is given, RPC uses no tcp port",
     )
-    add("--port", dest="port", type=int, help="RPC port (5555)")
+    add("--port", dest="port", type=_number, help="RPC port (5555)")
     add(
         "--socket-dir",
         dest="socket_dir",
         metavar="DIR",
         help="directory of the local sockets (below XDG_RUNTIME_DIR, else /tmp)",
     )
-    add("--chunk-size", dest="chunk_size", type=int, metavar="TOKENS", help="tokens in a chunk (256)")
+    add("--chunk-size", dest="chunk_size", type=_number, metavar="TOKENS", help="tokens in a chunk (256)")
     add(
         "--l1-size-gb",
         dest="l1.size_gb",
-        type=float,
+        type=_number,
         metavar="GB",
         help="shared memory for KV (4, or what fits)",
     )
-    add("--l1-use-hugepages", dest="l1.use_hugepages", action="store_true", help="L1 in pages of 2 MiB")
+    add(
+        "--l1-use-hugepages",
+        dest="l1.use_hugepages",
+        action=argparse.BooleanOptionalAction,
+        help="L1 in pages of 2 MiB",
+    )
     add("--l1-numa", dest="l1.numa", metavar="NODES",
         help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
     add("--forget-on-exit", dest="l1.forget_on_exit", action="store_true",
         help="remove the pool from shared memory at a clean exit; otherwise the next server adopts it")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")
-    add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=float, metavar="SHARE",
+    add("--eviction-trigger-watermark", dest="l1.eviction_trigger_watermark", type=_number, metavar="SHARE",
         help="occupancy above which eviction starts ahead of need (0.8)")  # fmt: skip
-    add("--eviction-ratio", dest="l1.eviction_ratio", type=float, metavar="SHARE",
+    add("--eviction-ratio", dest="l1.eviction_ratio", type=_number, metavar="SHARE",
         help="share of the pool that one such eviction frees (0.2)")  # fmt: skip
     add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
         help='an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
         '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)')  # fmt: skip
-    add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=int, metavar="COUNT",
+    add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=_number, metavar="COUNT",
         help="lookups that may load from one L2 adapter at the same time (8)")  # fmt: skip
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1), or unix:PATH")
-    add("--http-port", dest="http.port", type=int, help="admin HTTP port (8080)")
+    add("--http-port", dest="http.port", type=_number, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")
     add("--controller-url", dest="controller.url", metavar="URL",
         help="reply port of the cluster's controller, as tcp://HOST:8400 (no cluster)")  # fmt: skip
@@ -120,12 +129,18 @@ def controller_parser() -> argparse.ArgumentParser:
         help="address of all ports (localhost); unix:PATH puts the HTTP port on a unix socket, and leaves the others "
         "at --monitor-host",
     )
-    add("--port", dest="http.port", type=int, help="HTTP port (9000)")
+    add("--port", dest="http.port", type=_number, help="HTTP port (9000)")
     add("--monitor-host", dest="monitor_host", help="address of the ZMQ ports (that of --host)")
     add("--monitor-ports", dest="monitor_ports", type=_json_object, metavar="JSON",
         help='ZMQ ports: \'{"pull": 8300, "reply": 8400, "heartbeat": 8082}\' (these)')  # fmt: skip
-    add("--heartbeat-s", dest="heartbeat_s", type=float, metavar="S", help="time between two heartbeats (10)")
-    add("--dead-after-s", dest="dead_after_s", type=float, metavar="S",
+    add(
+        "--heartbeat-s",
+        dest="heartbeat_s",
+        type=_number,
+        metavar="S",
+        help="time between two heartbeats (10)",
+    )
+    add("--dead-after-s", dest="dead_after_s", type=_number, metavar="S",
         help="silence after which an instance is dead (30)")  # fmt: skip
     add("--snapshot-dir", dest="directory.snapshot_dir", metavar="DIR",
         help="folder of the directory's snapshot; `none`: without one (below the user's state folder)")  # fmt: skip
@@ -177,14 +192,24 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def _number(text: str) -> int | float | str:
+    """The number, or else the text itself, about which the setting complains together with all others."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
 def parse_server_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the server's command line. Raises ConfigError for unknown, refused and malformed flags."""
+    """Parse the server's command line. Raises nothing: `wrong` of the answer is for `load`."""
     return _parse(server_parser(), arguments, SERVER_FLAGS, FLAG_PREFIXES)
 
 
 def parse_controller_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the controller's command line. Raises ConfigError for unknown and malformed flags."""
-    return _parse(controller_parser(), arguments, {}, {})
+    """Parse the controller's command line. Raises nothing: `wrong` of the answer is for `load`."""
+    return _parse(controller_parser(), arguments, CONTROLLER_FLAGS, {})
 
 
 def _parse(
@@ -193,14 +218,24 @@ def _parse(
     theirs: Mapping[str, Name],
     prefixes: Mapping[str, Name],
 ) -> Flags:
-    known = {option for action in parser._actions for option in action.option_strings}
-    ours, notes = _sort_out(arguments, known, theirs, prefixes)
-    parsed = vars(parser.parse_args(ours))
+    found = _sort_out(arguments, parser, theirs, prefixes)
+    wrong = found.wrong
+    try:
+        parsed = vars(parser.parse_args(found.ours))
+    except ConfigError as error:
+        wrong.append(error)
+        parsed = {}
     settings: dict[str, Any] = {}
     exposed: list[str] = []
+    for name, value in found.settings.items():
+        put(settings, name, value)
     for name, value in parsed.items():
         if name == "l2_adapters":
-            settings[name] = adapters_from_json(value)
+            try:
+                settings[name] = adapters_from_json(value)
+            except ConfigError as error:
+                wrong.append(error)
+                continue
             exposed = [
                 f"l2_adapters[{i}].{field}"
                 for i, adapter in enumerate(settings[name])
@@ -211,10 +246,12 @@ def _parse(
     return Flags(
         parsed.get("config", ""),
         settings,
-        notes,
+        found.notes,
         parsed.get("check", False),
         parsed.get("ready_fd", -1),
         exposed,
+        found.names | {one.dest: one.option_strings[0] for one in parser._actions if one.dest in parsed},
+        wrong,
     )
 
 
@@ -239,41 +276,73 @@ def adapters_from_json(texts: Sequence[str]) -> list[dict[str, Any]]:
     return adapters
 
 
-def _sort_out(
-    arguments: Sequence[str], known: set[str], theirs: Mapping[str, Name], prefixes: Mapping[str, Name]
-) -> tuple[list[str], list[str]]:
-    """Split LMCache's flags off the command line; returns our own arguments, and notes for flags without effect.
+class _Sorted(NamedTuple):
+    """A command line without LMCache's flags."""
 
-    Raises ConfigError for LMCache's other flags, and for unknown flags.
-    """
-    ours: list[str] = []
-    notes: list[str] = []
+    ours: list[str]
+    notes: list[str]
+    wrong: list[ConfigError]
+    settings: dict[str, Any]
+    """Dotted settings that LMCache's flags stand for."""
+    names: dict[str, str]
+    """LMCache's flags of these settings."""
+
+
+def _sort_out(
+    arguments: Sequence[str],
+    parser: argparse.ArgumentParser,
+    theirs: Mapping[str, Name],
+    prefixes: Mapping[str, Name],
+) -> _Sorted:
+    """Split LMCache's flags, and unknown ones, off the command line."""
+    takes_value = {one: action.nargs != 0 for action in parser._actions for one in action.option_strings}
+    found = _Sorted([], [], [], {}, {})
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
-        name, equals, _ = argument.partition("=")
-        if not name.startswith("--") or name in known:
-            ours.append(argument)
-            if name in known and not equals and rest and name not in _SWITCHES:
-                ours.append(rest.pop(0))
+        name, equals, text = argument.partition("=")
+        if not name.startswith("--") or name in takes_value:
+            found.ours.append(argument)
+            if takes_value.get(name) and not equals and rest:
+                found.ours.append(rest.pop(0))
             continue
+        words = [text] if equals else []
+        # No command has arguments besides flags, so the words up to the next flag are this one's.
+        while not equals and rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
         entry = find(name, theirs, prefixes)
         if entry is None:
-            raise ConfigError(
-                f"command line: {name}: unknown flag{nearest(name, [*known, *theirs])}", field=name
+            # A negation is suggested only in place of a negation.
+            negations = (
+                [] if name.startswith("--no-") else [one for one in takes_value if one.startswith("--no-")]
             )
-        if entry.fate is Fate.REFUSED:
-            raise ConfigError(f"command line: {name}: {entry.say}", field=name)
-        if entry.fate is Fate.REPLACED:
+            says = f"unknown flag{hint(name, takes_value, theirs, negations)}"
+            found.wrong.append(ConfigError(f"command line: {name}: {says}", field=name))
+        elif entry.fate is Fate.TRANSLATED:
+            _take(name, entry, words, found)
+        elif entry.fate is Fate.NOTED or not entry.asks(" ".join(words) if words else True):
+            found.notes.append(f"{name} has no effect: {entry.say}")
+        else:
             new = f" (set {entry.target})" if entry.target else ""
-            raise ConfigError(f"command line: {name}: {entry.say}{new}", field=name)
-        notes.append(f"{name} has no effect: {entry.say}")
-        if not equals and rest and not rest[0].startswith("--"):
-            rest.pop(0)
-    return ours, notes
+            found.wrong.append(ConfigError(f"command line: {name}: {entry.say}{new}", field=name))
+    return found
 
 
-_SWITCHES = {
-    *("--check", "--forget-on-exit", "--insecure", "--l1-use-hugepages", "--no-http", "--no-supervise"),
-    *("--help", "--version", "-h"),
-}
+def _take(name: str, entry: Name, words: list[str], found: _Sorted) -> None:
+    """Set what a flag of LMCache stands for."""
+    if len(words) != 1:
+        found.wrong.append(ConfigError(f"command line: {name}: needs one value", field=name))
+        return
+    if not words[0]:
+        found.notes.append(f"{name} has no effect: it is empty")
+        return
+    value: int | float | str = words[0]
+    if entry.factor and not isinstance(number := _number(words[0]), str):
+        scaled = number * entry.factor
+        value = int(scaled) if float(scaled).is_integer() else scaled
+    found.settings[entry.target] = value
+    found.names[entry.target] = name
+    if entry.also:
+        found.settings.setdefault(entry.also, value)
+        found.names.setdefault(entry.also, name)
+    found.notes.append(f"{name} is taken as {entry.target}: {entry.say}")

@@ -1,7 +1,8 @@
 """Reads settings from a YAML file, the environment and flags; a later source overrides an earlier one, and all override
 the defaults.
 
-Errors name the source, the dotted key and the value.  An unknown key is an error that suggests the nearest name.
+Errors name the source, the key as the source spells it, and the value, and say what the value must be (demands.py).  An
+unknown key is an error that suggests the nearest name.  Everything that is wrong is said at once.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import math
 import os
 import re
-import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
+from kvstrata.config.demands import Problem, bare_type, canonical, problems
 from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
 from kvstrata.config.nearest import nearest
 from kvstrata.config.pod_links import is_pod_link
-from kvstrata.config.secrets import quoted
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, together
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -31,7 +32,7 @@ CONTROLLER_ENV_PREFIX = "KVSTRATA_CONTROLLER_"
 """Prefix of the controller's variables: it may share an environment with a server, whose ports differ."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
-    "KVSTRATA_TAKEOVER": "`1` makes vLLM's name `LMCacheConnectorV1` mean our connector even if lmcache is installed",
+    "KVSTRATA_TAKEOVER": "`1` makes LMCache's names of connectors mean ours even if lmcache is installed",
     "KVSTRATA_CACHE": "folder for compiled objects, and for what tests and the demo download",
     "KVSTRATA_VLLM": "lets the demo download vLLM whatever its size",
     "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
@@ -43,6 +44,7 @@ OTHER_ENV = {
 """Variables that begin with our prefix but are not settings."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def leaves(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,22 +80,24 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
     """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (KVSTRATA_CONTROLLER_… for the controller).
 
-    Lists and mappings are written as YAML.  Variables of service links are left out (pod_links.py).
+    Lists and mappings are written as YAML.  Variables of service links are left out (pod_links.py).  Raises ConfigError
+    for all wrong variables; their values are not checked.
     """
     by_name = variables(struct)
     elsewhere = {
         name for other in (ServerSettings, ClientSettings, ControllerSettings) for name in variables(other)
     }
     nested: dict[str, Any] = {}
+    wrong: list[ConfigError] = []
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or is_pod_link(name, text):
             continue
         if name not in by_name and name in elsewhere:
             continue  # server, client and controller may share an environment
         if name not in by_name:
-            raise ConfigError(
-                f"environment: {name}: unknown variable{nearest(name, [*by_name, *OTHER_ENV])}", field=name
-            )
+            says = f"unknown variable{nearest(name, [*by_name, *OTHER_ENV])}"
+            wrong.append(ConfigError(f"environment: {name}: {says}", field=name))
+            continue
         key, kind = by_name[name]
         value: Any = text
         if bare_type(kind) is not str:
@@ -101,8 +105,12 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
                 # The text itself is not shown: it may hold a password.
-                raise ConfigError(f"environment: {name}: is not valid YAML; correct it", field=name) from None
+                says = "is not valid YAML; correct it"
+                wrong.append(ConfigError(f"environment: {name}: {says}", field=name))
+                continue
         put(nested, key, value)
+    if wrong:
+        raise together(wrong)
     return nested
 
 
@@ -110,6 +118,11 @@ def variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
     """The environment variable of every setting below a struct, with its dotted key and type."""
     prefix = CONTROLLER_ENV_PREFIX if struct is ControllerSettings else ENV_PREFIX
     return {prefix + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
+
+
+def variable_names(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The environment variable of every dotted key."""
+    return {key: name for name, (key, _) in variables(struct).items()}
 
 
 def put(nested: dict[str, Any], dotted: str, value: Any) -> None:
@@ -129,21 +142,6 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
-
-
-def check_keys(struct: type[msgspec.Struct], values: Mapping[str, Any], source: str, path: str = "") -> None:
-    """Raise ConfigError, with the nearest known key, for the first key that `struct` does not have."""
-    fields = {field.name: bare_type(field.type) for field in msgspec.structs.fields(struct)}
-    for key, value in values.items():
-        if key not in fields:
-            raise ConfigError(f"{source}: {path}{key}: unknown key{nearest(key, fields)}", field=path + key)
-        inner = fields[key]
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"{source}: {path}{key}: must be a mapping, found {quoted(key, value)}", field=path + key
-                )
-            check_keys(inner, value, source, f"{path}{key}.")
 
 
 def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
@@ -168,21 +166,35 @@ def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
     return None
 
 
-def convert(struct: type[S], values: Mapping[str, Any], source: str) -> S:
-    """Settings from nested values. Raises ConfigError that names the source, the key, the value and what is wrong."""
+def convert(
+    struct: type[S], values: Mapping[str, Any], source: str, *, names: Mapping[str, str] = NO_NAMES
+) -> S:
+    """Settings from nested values. Raises ConfigError for all wrong keys and values, each with its source.
+
+    `names`: how the source spells a dotted key.
+    """
     if odd := odd_value(values):
         path, must, found = odd
-        raise ConfigError(f"{source}: {path or '(top)'}: {must}, found {found!a:.80}", field=path)
-    check_keys(struct, values, source)
-    try:
-        return msgspec.convert(values, struct)
-    except msgspec.ValidationError as error:
-        says, _, where = str(error).partition(" - at `$")
-        dotted = where.rstrip("`").lstrip(".")
-        found = quoted(_last(dotted), _look_up(values, dotted))
-        raise ConfigError(
-            f"{source}: {dotted or '(top)'}: {says[:1].lower()}{says[1:]}, found {found}", field=dotted
-        ) from None
+        wrong = [Problem(path, f"{must}, found {found!a:.80}")]
+    else:
+        values = canonical(struct, values)
+        wrong = list(problems(struct, values))
+    if wrong:
+        errors = [
+            ConfigError(f"{source}: {names.get(path, path) or '(top)'}: {says}", field=path)
+            for path, says in wrong
+        ]
+        raise together(errors)
+    return msgspec.convert(values, struct)
+
+
+def _read_file(struct: type[msgspec.Struct], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The settings in a file. A server's file may have its engines' settings too, which the engines read."""
+    values = read_yaml(path)
+    if struct is ServerSettings:
+        others = set(ClientSettings.__struct_fields__) - set(ServerSettings.__struct_fields__)
+        values = {key: value for key, value in values.items() if key not in others}
+    return values
 
 
 def load(
@@ -191,42 +203,31 @@ def load(
     file: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
+    flag_names: Mapping[str, str] = NO_NAMES,
+    wrong_flags: Iterable[ConfigError] = (),
 ) -> S:
-    """Settings from a file, the environment and flags (nested mappings); an error names the source that is wrong."""
-    layers: list[tuple[str, dict[str, Any]]] = []
-    if file:
-        layers.append((str(file), read_yaml(file)))
-    if environment is not None:
-        layers.append(("environment", from_environment(struct, environment)))
-    layers.append(("flags", dict(flags or {})))
+    """Settings from a file, the environment and flags (nested mappings).
+
+    Raises ConfigError for everything that is wrong in any source.  `flag_names`: the flag of a dotted key;
+    `wrong_flags`: what is wrong about the command line besides values.
+    """
+    wrong = list(wrong_flags)
     values: dict[str, Any] = {}
-    for source, layer in layers:
-        convert(struct, layer, source)  # each source alone, so that an error names it
-        values = merge(values, layer)
+
+    def add(source: str, names: Mapping[str, str], read: Callable[[], Mapping[str, Any]]) -> None:
+        nonlocal values
+        try:
+            layer = read()
+            convert(struct, layer, source, names=names)  # each source alone, so that an error names it
+            values = merge(values, layer)
+        except ConfigError as error:
+            wrong.append(error)
+
+    if file:
+        add(str(file), NO_NAMES, partial(_read_file, struct, file))
+    if environment is not None:
+        add("environment", variable_names(struct), partial(from_environment, struct, environment))
+    add("command line", flag_names, lambda: flags or {})
+    if wrong:
+        raise together(wrong)
     return convert(struct, values, "settings")
-
-
-def bare_type(kind: Any) -> Any:
-    """A field's type without Annotated and without `| None`."""
-    if typing.get_origin(kind) is typing.Annotated:
-        return bare_type(typing.get_args(kind)[0])
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        others = [arg for arg in typing.get_args(kind) if arg is not type(None)]
-        return bare_type(others[0]) if len(others) == 1 else kind
-    return kind
-
-
-def _last(dotted: str) -> str:
-    """The name of the setting itself, without the number of an item."""
-    return re.sub(r"\[\d+\]$", "", dotted.rpartition(".")[2])
-
-
-def _look_up(values: Any, dotted: str) -> Any:
-    for part in re.findall(r"[^.\[\]]+", dotted):
-        if isinstance(values, Mapping):
-            values = values.get(part)
-        elif isinstance(values, list) and part.isdigit() and int(part) < len(values):
-            values = values[int(part)]
-        else:
-            break
-    return values

@@ -17,6 +17,8 @@ from kvstrata.config.l2_model import L2Settings
 from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
+NAME = {"demand": "must be at most 64 letters, digits and . _ -"}
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all settings structs."""
@@ -58,6 +60,9 @@ class L1Settings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(default|interleave|gpu|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$",
+            extra={
+                "demand": "must be default, interleave, gpu, or numbers of NUMA nodes such as '0,2' or '0-1'"
+            },
             description="NUMA nodes that L1's pages come from: `default` (the kernel's choice), `interleave` (page by "
             "page over all nodes that the server may use), `gpu` (the nodes next to this machine's NVIDIA GPUs) or a "
             "list of nodes, such as `'0'`, `'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
@@ -103,7 +108,15 @@ class ListenSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = ""
     allowed_hosts: Annotated[
-        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9.:_\[\]-]{1,253}$")]],
+        list[
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^[A-Za-z0-9.:_\[\]-]{1,253}$",
+                    extra={"demand": "must be a host's name or address, with or without a port"},
+                ),
+            ]
+        ],
         Meta(
             description="Further names by which clients reach this port, such as `kvstrata` or, for browsers behind a "
             "proxy, `cache.example.net:8443`. Always allowed: the address of `host`, `localhost` and, if the port "
@@ -155,6 +168,9 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(tcp://[^\s/,]+:\d{1,5}(,tcp://[^\s/,]+:\d{1,5}){0,7})?$",
+            extra={
+                "demand": "must be tcp://HOST:PORT with a controller's reply port; at most 8, with commas between"
+            },
             description="Reply port of the cluster's controller, as `tcp://HOST:8400`; several controllers are "
             "separated by commas; empty: no cluster.",
         ),
@@ -184,6 +200,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[^\s/]+:\d{1,5}$",
+            extra={"demand": "must be HOST:PORT, such as localhost:0"},
             description="HOST:PORT on which peers ask for leases; port 0 takes a free one.",
         ),
     ] = "localhost:0"
@@ -191,6 +208,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^([^\s/:]+|[^\s/]+:\d{1,5})?$",
+            extra={"demand": "must be HOST or HOST:PORT, or empty"},
             description="HOST or HOST:PORT at which peers reach `listen`; empty: the same as `listen`.",
         ),
     ] = ""
@@ -198,6 +216,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            extra=NAME,
             description="Zone of this instance; it prefers to read from instances of its own zone.",
         ),
     ] = ""
@@ -234,6 +253,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            extra=NAME,
             description="Name of this instance in logs, metrics and files; empty: host name and port.",
         ),
     ] = ""
@@ -319,7 +339,11 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
     ] = []
     prefix: Annotated[
         str,
-        Meta(pattern=r"^[A-Za-z0-9._/-]{1,200}$", description="Prefix of all of kvstrata's keys in etcd."),
+        Meta(
+            pattern=r"^[A-Za-z0-9._/-]{1,200}$",
+            extra={"demand": "must be 1 to 200 letters, digits and . _ / -"},
+            description="Prefix of all of kvstrata's keys in etcd.",
+        ),
     ] = "kvstrata"
     ttl_s: Annotated[
         int,
@@ -329,6 +353,7 @@ class EtcdSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(https?://[^\s]+)?$",
+            extra={"demand": "must be an http:// or https:// URL, or empty"},
             description="URL at which users and other controllers reach this controller's HTTP API; empty: `http://`, "
             "`http.host` and the port.",
         ),
@@ -409,6 +434,7 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            extra=NAME,
             description="Name of this controller in logs and in its answers; empty: host name and reply port.",
         ),
     ] = ""
@@ -436,7 +462,15 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
         int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
     ] = 1_000
     peer_hosts: Annotated[
-        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:/-]{1,253}$")]],
+        list[
+            Annotated[
+                str,
+                Meta(
+                    pattern=r"^[A-Za-z0-9._:/-]{1,253}$",
+                    extra={"demand": "must be a host's name, an address, or a network such as 10.1.0.0/16"},
+                ),
+            ]
+        ],
         Meta(
             description="Hosts that instances may name in `p2p.advertise` besides the one that their connection comes "
             "from: names, addresses, or networks such as `10.1.0.0/16`."

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import yaml
 
-from kvstrata.config.load import OTHER_ENV, bare_type, variables
+from kvstrata.config.demands import bare_type
+from kvstrata.config.load import OTHER_ENV, variables
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import shown
 from kvstrata.text import one_line

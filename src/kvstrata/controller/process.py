@@ -176,7 +176,7 @@ def run(
     set_up()
     controller = Controller(plan(settings, os.environ), reread, ready_fd, restarts)
     for note in notes:
-        controller.log.warning("setting_has_no_effect", note=note)
+        controller.log.warning("setting_noted", note=note)
     return run_process(controller)
 
 

@@ -36,7 +36,7 @@ DESCRIPTORS_SHARE = 4
 MAX_REQUESTS = 64
 REQUEST_S = 15.0
 STALLED_S = 30.0
-PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+PROBES = frozenset({"/healthz", "/readyz", "/healthcheck", "/metrics"})
 
 
 class Bounds:

@@ -39,7 +39,7 @@ from kvstrata.process.http_unix import SCHEME
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-PROBES = frozenset({"/healthz", "/readyz"})
+PROBES = frozenset({"/healthz", "/readyz", "/healthcheck"})
 METRICS = "/metrics"
 OWN_SITE = ("", "none", "same-origin")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/@]+)(?::\d{1,5})?")

@@ -55,7 +55,7 @@ def run(
     checked = plan(settings, os.environ)
     log = EventLog("server")
     for note in notes:
-        log.warning("setting_has_no_effect", note=note)
+        log.warning("setting_noted", note=note)
     for field in exposed:
         advice = "every user of this machine can read it there; name a file that holds it, or use --config"
         log.warning("secret_on_the_command_line", field=field, advice=advice)

@@ -44,11 +44,11 @@ def test_a_server_starts_beside_services_of_its_name_and_says_so_once(tmp_path: 
         server.start()
         assert server.stop() == 0
         [note] = notes(server.log)
-    assert "setting_has_no_effect" in note and "KVSTRATA_CONTROLLER_PORT" in note
+    assert "setting_noted" in note and "KVSTRATA_CONTROLLER_PORT" in note
 
 
 def test_a_controller_starts_beside_services_of_its_name_and_says_so_once(tmp_path: Path) -> None:
     with ControllerProcess(tmp_path, environment={**os.environ, **POD}) as controller:
         assert controller.stop() == 0
         [note] = notes(controller.log)
-    assert "setting_has_no_effect" in note
+    assert "setting_noted" in note

@@ -367,7 +367,7 @@ HOSTED = '{"type": "fs", "base_path": "/nowhere", "isolation": "process"}'
         (OWN.replace("green: 0.015625", "green: 0.05"), (), "lower quotas, or raise --l1-size-gb"),
         (OWN.replace("green: 0.015625", "green: 0.0001"), (), "the least is 1048576; raise it"),
         (OWN, ("--l2-adapter", HOSTED), "l2_adapters[0].isolation: 'process' is not supported"),
-        (OWN.replace("pool: own", "pool: mine"), (), "invalid enum value 'mine'"),
+        (OWN.replace("pool: own", "pool: mine"), (), "must be one of shared, own, found 'mine'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_combined_stops_the_start_and_names_the_setting(

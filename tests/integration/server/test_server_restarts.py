@@ -187,7 +187,7 @@ def test_a_taken_port_stops_the_start_and_names_the_process_that_has_it(tmp_path
     ("flags", "says"),
     [
         (("--host", "0.0.0.0", "--port", "0"), "or allow it with --insecure"),
-        (("--port", "70000"), "port: expected `int` <= 65535, found 70000"),
+        (("--port", "70000"), "--port: must be a whole number from 0 to 65535, found 70000"),
         (("--l1-size-gb", "100000"), "l1_size_gb: L1 of 100000.00 GB needs"),
         (("--socket-dir", "/tmp/" + "x" * 120), "socket_dir: "),
         (("--chunk-sise", "256"), "--chunk-sise: unknown flag (did you mean '--chunk-size'?)"),

@@ -1,7 +1,8 @@
-"""When the entry point makes the bare name LMCacheConnectorV1 ours, and when it leaves the name to LMCache."""
+"""When the entry point makes LMCache's names of connectors ours, and when it leaves them to LMCache."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import sys
@@ -9,19 +10,29 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kvstrata.config.lmcache.interfaces import CONNECTORS
 from kvstrata.connectors.vllm import plugin
 
+OURS = object()
+MODULES = [module for modules in CONNECTORS.values() for module in modules]
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 
 @pytest.fixture
 def registry(monkeypatch):
     """vLLM's registry of connectors, with its own entry for the name."""
-    entries = {"LMCacheConnectorV1": lambda: "theirs", "NixlConnector": lambda: "nixl"}
+    entries = {name: lambda: "theirs" for name in ("LMCacheConnectorV1", "LMCacheMPConnector")}
+    entries["NixlConnector"] = lambda: "nixl"
     parts = FACTORY.split(".")
     for depth in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
     sys.modules[FACTORY].KVConnectorFactory = SimpleNamespace(_registry=entries)
+    ours = ModuleType("kvstrata.connectors.vllm.connector")
+    ours.LMCacheConnectorV1 = OURS
+    monkeypatch.setitem(sys.modules, ours.__name__, ours)
+    for module in MODULES:
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        del sys.modules[module]
     return entries
 
 
@@ -34,23 +45,47 @@ def installed(monkeypatch, yes):
     )
 
 
-def test_without_lmcache_the_name_is_ours_and_the_log_says_so(registry, monkeypatch, caplog):
+def test_without_lmcache_the_names_are_ours_and_the_log_says_so(registry, monkeypatch, caplog):
     installed(monkeypatch, False)
     monkeypatch.delenv("KVSTRATA_TAKEOVER", raising=False)
     with caplog.at_level(logging.INFO, "vllm.kvstrata"):
         plugin.register()
         plugin.register()
-    assert registry["LMCacheConnectorV1"].kvstrata
+    for name in ("LMCacheConnectorV1", "LMCacheConnectorV1Dynamic", "LMCacheMPConnector"):
+        assert registry[name]() is OURS
     assert registry["NixlConnector"]() == "nixl"
-    assert [r.message for r in caplog.records] == ["LMCacheConnectorV1 is provided by kvstrata"]
+    assert [r.message for r in caplog.records] == [
+        "LMCacheConnectorV1, LMCacheConnectorV1Dynamic, LMCacheMPConnector are provided by kvstrata"
+    ]
 
 
-def test_an_installed_lmcache_keeps_its_name(registry, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("name", "module"), [(name, module) for name, modules in CONNECTORS.items() for module in modules]
+)
+def test_the_published_modules_have_our_connector_and_lmcache_stays_uninstalled(
+    registry, monkeypatch, name, module
+):
+    installed(monkeypatch, False)
+    monkeypatch.delenv("KVSTRATA_TAKEOVER", raising=False)
+    plugin.register()
+    assert getattr(importlib.import_module(module), name) is OURS
+    with pytest.raises(AttributeError, match="provided by kvstrata, which has no 'Adapter'"):
+        _ = importlib.import_module(module).Adapter
+    assert "lmcache" not in sys.modules and importlib.util.find_spec("lmcache") is None
+
+
+@pytest.mark.parametrize("name", CONNECTORS)
+def test_our_own_module_has_the_connector_under_every_name(registry, name):
+    assert getattr(importlib.import_module(plugin.MODULE), name) is OURS
+
+
+def test_an_installed_lmcache_keeps_its_names(registry, monkeypatch, caplog):
     installed(monkeypatch, True)
     monkeypatch.delenv("KVSTRATA_TAKEOVER", raising=False)
     with caplog.at_level(logging.INFO, "vllm.kvstrata"):
         plugin.register()
-    assert registry["LMCacheConnectorV1"]() == "theirs"
+    assert registry["LMCacheConnectorV1"]() == registry["LMCacheMPConnector"]() == "theirs"
+    assert "LMCacheConnectorV1Dynamic" not in registry and not sys.modules.keys() & set(MODULES)
     assert "KVSTRATA_TAKEOVER=1" in caplog.text
 
 
@@ -58,7 +93,7 @@ def test_takeover_wins_over_an_installed_lmcache(registry, monkeypatch):
     installed(monkeypatch, True)
     monkeypatch.setenv("KVSTRATA_TAKEOVER", "1")
     plugin.register()
-    assert registry["LMCacheConnectorV1"].kvstrata
+    assert registry["LMCacheConnectorV1"]() is registry["LMCacheMPConnector"]() is OURS
 
 
 def test_an_unknown_takeover_value_is_logged_and_counts_as_no(registry, monkeypatch, caplog):

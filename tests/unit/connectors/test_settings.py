@@ -94,9 +94,14 @@ def test_another_machine_is_accepted_with_a_note():
     ("extra", "environment", "says"),
     [
         ({"lmcache.mp.heartbeat_interval": 10}, {}, "lmcache.mp.heartbeat_interval has no effect"),
-        ({}, {"LMCACHE_LOCAL_CPU": "True"}, "local_cpu has no effect.*setting of the server"),
+        (
+            {},
+            {"LMCACHE_LOCAL_CPU": "True"},
+            "environment: LMCACHE_LOCAL_CPU has no effect: it is a setting of the server",
+        ),
         ({}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "5"}, "--l1-size-gb"),
         ({}, {"LMCACHE_USE_EXPERIMENTAL": "True"}, "LMCACHE_USE_EXPERIMENTAL has no effect"),
+        ({}, {"LMCACHE_CHUNKSIZE": "1"}, "unknown variable .did you mean 'LMCACHE_CHUNK_SIZE'"),
     ],
 )
 def test_names_without_effect_are_logged(extra, environment, says):
@@ -113,11 +118,18 @@ def test_names_without_effect_are_logged(extra, environment, says):
         ({"lmcache.mp.autostart_server": True}, {}, "start lmcache-server yourself"),
         ({"chunk_sice": 1}, {}, "chunk_sice: unknown key .did you mean 'chunk_size'"),
         ({"kvstrata.chunk_size": "many"}, {}, "kv_connector_extra_config: chunk_size"),
-        ({"lmcache.mp.port": 0}, {}, "kv_connector_extra_config: port"),
+        (
+            {"lmcache.mp.port": 0},
+            {},
+            "kv_connector_extra_config: lmcache.mp.port: must be a whole number from 1",
+        ),
         ({"lmcache.mp.host": "http://x"}, {}, "must look like tcp://localhost"),
         ({}, {"LMCACHE_ENABLE_PD": "True"}, "disaggregation is not supported"),
-        ({}, {"LMCACHE_CHUNKSIZE": "1"}, "did you mean 'chunk_size'"),
-        ({}, {"LMCACHE_CHUNK_SIZE": "x"}, "environment: chunk_size"),
+        (
+            {},
+            {"LMCACHE_CHUNK_SIZE": "x"},
+            "environment: LMCACHE_CHUNK_SIZE: must be a whole number from 1 to",
+        ),
         ({}, {"KVSTRATA_CHUNK_SICE": "1"}, "KVSTRATA_CHUNK_SICE: unknown variable"),
         ({}, {"LMCACHE_CONFIG_FILE": "/nowhere/x.yaml"}, "/nowhere/x.yaml: cannot be read"),
     ],
@@ -125,6 +137,20 @@ def test_names_without_effect_are_logged(extra, environment, says):
 def test_wrong_names_and_values_say_what_to_change(extra, environment, says):
     with pytest.raises(ConfigError, match=says):
         load_settings(extra, environment)
+
+
+def test_everything_that_is_wrong_in_any_source_is_said_at_once(tmp_path):
+    file = tmp_path / "engine.yaml"
+    file.write_text("enable_pd: true\nchunk_sice: 1\n")
+    environment = {"KVSTRATA_CONFIG_FILE": str(file), "KVSTRATA_LOAD_MODE": "never"}
+    with pytest.raises(ConfigError) as caught:
+        load_settings({"lmcache.mp.port": "x", "lmcache.mp.prot": 1}, environment)
+    assert [line.split(": ")[1] for line in caught.value.lines] == [
+        "enable_pd",
+        "chunk_sice",
+        "KVSTRATA_LOAD_MODE",
+        "lmcache.mp.prot",
+    ]
 
 
 # -- identity

@@ -18,6 +18,7 @@ from kvstrata.client.handles import StoreOutcome
 from kvstrata.errors import WIRE_ERRORS
 from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name, meaning_of
 from kvstrata.policy.store import Skip
+from kvstrata.process.http_gate import PROBES
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import (
     MAX_BINARY_BYTES,
@@ -98,7 +99,7 @@ def test_the_admin_api_is_described_with_its_errors_and_its_token() -> None:
         for operation in operations.values():
             assert {"4XX", "5XX"} <= set(operation["responses"]) and "422" not in operation["responses"]
             assert operation["description"], path
-            assert ("security" in operation) == (path not in ("/healthz", "/readyz"))
+            assert ("security" in operation) == (path not in PROBES)
     assert set(api["components"]["schemas"]["ErrorBody"]["properties"]) == {"code", "message", "field"}
 
 

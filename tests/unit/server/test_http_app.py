@@ -11,6 +11,8 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from kvstrata.config.lmcache.fates import Fate
+from kvstrata.config.lmcache.interfaces import SERVER_PATHS
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, ConfigError, StorageError, Unavailable
 from kvstrata.policy.misses import Explained, Explainer
@@ -195,6 +197,36 @@ async def test_unknown_routes_jobs_and_adapters_are_404(admin):
         for path in ("/v1/explain/other", "/v1/prefetch/9", "/v2"):
             answer = await http.get(path)
             assert answer.status_code == 404 and answer.json()["code"] == "not_found", path
+
+
+async def test_healthcheck_of_lmcache_answers_as_readyz_does(admin):
+    async with client(admin, token="s" * 20) as http:
+        answer = await http.get("/healthcheck", headers={"host": "a.pod.of.some.service"})
+        assert (answer.status_code, answer.json()) == (200, {"status": "healthy"})
+        admin.ready = (False, "adopting the pool")
+        answer = await http.get("/healthcheck")
+        assert answer.status_code == 503
+        assert answer.json() == {"status": "unhealthy", "reason": "adopting the pool"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, entry in SERVER_PATHS.items() if entry.fate is not Fate.KEPT]
+)
+async def test_other_paths_of_lmcache_are_404_with_ours_named(admin, path):
+    entry = SERVER_PATHS[path]
+    async with client(admin) as http:
+        for method in ("GET", "POST"):
+            answer = await http.request(method, path.replace("{", "").replace("}", ""))
+            assert answer.status_code == 404
+            says = answer.json()["message"]
+            assert (
+                says.startswith("this is a path of LMCache; ") and entry.target in says and entry.say in says
+            )
+        routes = {(method, route) for route, ways in (await http.get("/openapi.json")).json()["paths"].items()
+                  for method in ways}  # fmt: skip
+    method, _, route = entry.target.partition(" ")
+    if method in ("GET", "POST", "PUT") and route != "/openapi.json":
+        assert (method.lower(), route) in routes, entry.target
 
 
 async def test_a_request_id_that_several_requests_begin_with_is_a_wrong_field(admin):

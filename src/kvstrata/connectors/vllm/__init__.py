@@ -1,11 +1,14 @@
 """Our connector for vLLM: `{"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": this module, …}`.
 
-vLLM is imported when the class is first asked for, so settings, decisions and layouts can be used without it.
+The module has the connector under each of LMCache's names for its own.  vLLM is imported when the class is first asked
+for, so settings, decisions and layouts can be used without it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from kvstrata.config.lmcache.interfaces import CONNECTORS
 
 if TYPE_CHECKING:
     from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
@@ -14,7 +17,7 @@ __all__ = ["LMCacheConnectorV1"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LMCacheConnectorV1":
+    if name in CONNECTORS:
         from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
 
         return LMCacheConnectorV1

@@ -1,8 +1,11 @@
-"""Entry point `vllm.general_plugins`: makes the bare name `LMCacheConnectorV1` mean our connector.
+"""Entry point `vllm.general_plugins`: makes LMCache's names of connectors mean our connector.
 
-Published command lines name the connector without a module path.  vLLM then takes it from its own table of connectors,
-whose entry of that name needs the `lmcache` package.  If that package is not installed, or with `KVSTRATA_TAKEOVER=1`,
-our entry replaces the other one, and the log says so.
+Published command lines name the connector without a module path, or with a module of the `lmcache` package.  vLLM takes
+a bare name from its own table of connectors, whose entries of these names need that package too.  If the package is not
+installed, or with `KVSTRATA_TAKEOVER=1`, the names and the modules are ours, and the log says so.
+
+The modules are put into `sys.modules` under their full names alone: `lmcache` itself stays a package that is not
+installed, or the installed one, for everybody who looks for it.
 """
 
 from __future__ import annotations
@@ -10,37 +13,57 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
+from types import ModuleType
+from typing import Any
 
-NAME = "LMCacheConnectorV1"
+from kvstrata.config.lmcache.interfaces import CONNECTORS
+
 MODULE = "kvstrata.connectors.vllm"
 
 logger = logging.getLogger("vllm.kvstrata")
 
 
 def register() -> None:
-    """Put our entry into vLLM's table. vLLM calls this in each of its processes, before it makes any connector."""
+    """Put our entries into vLLM's table. vLLM calls this in each of its processes, before it makes any connector."""
     takeover = os.environ.get("KVSTRATA_TAKEOVER", "")
+    names = ", ".join(CONNECTORS)
     if takeover not in ("", "0", "1"):
         logger.warning("KVSTRATA_TAKEOVER is %r, which counts as 0; set it to 0 or 1", takeover)
     if takeover != "1" and importlib.util.find_spec("lmcache") is not None:
         logger.info(
-            "%s is provided by the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
+            "%s are provided by the installed lmcache package; set KVSTRATA_TAKEOVER=1, or "
             '"kv_connector_module_path": "%s", to use kvstrata',
-            NAME,
+            names,
             MODULE,
         )
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     registry = KVConnectorFactory._registry
-    if getattr(registry.get(NAME), "kvstrata", False):
+    if all(getattr(registry.get(name), "kvstrata", False) for name in CONNECTORS):
         return
+    for name, modules in CONNECTORS.items():
+        registry[name] = load
+        for module in modules:
+            sys.modules[module] = _Alias(module)
+    logger.info("%s are provided by kvstrata", names)
 
-    def load() -> type:
-        from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
 
-        return LMCacheConnectorV1
+def load() -> type:
+    """Our connector's class."""
+    from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
 
-    load.kvstrata = True  # type: ignore[attr-defined]
-    registry[NAME] = load
-    logger.info("%s is provided by kvstrata", NAME)
+    return LMCacheConnectorV1
+
+
+load.kvstrata = True  # type: ignore[attr-defined]
+
+
+class _Alias(ModuleType):
+    """A module of the `lmcache` package whose connectors are ours."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in CONNECTORS:
+            return load()
+        raise AttributeError(f"module {self.__name__!r} is provided by kvstrata, which has no {name!r}")

@@ -5,30 +5,33 @@
 - file: the YAML in `KVSTRATA_CONFIG_FILE` or `LMCACHE_CONFIG_FILE`.
 
 Server and engine may share one file and one environment: settings of the server are ignored here.  Every name that has
-no effect here is logged once; an unknown or refused name stops the start with advice.
+no effect here is logged once; an unknown or refused name stops the start with advice, an unknown variable does not.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
-from kvstrata.config.lmcache_names import (
+from kvstrata.config.demands import bare_type
+from kvstrata.config.lmcache.fates import translate
+from kvstrata.config.lmcache.keys import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
     CONNECTOR_EXTRA_PREFIXES,
-    translate,
 )
-from kvstrata.config.load import bare_type, convert, from_environment, leaves, read_yaml
+from kvstrata.config.lmcache.variables import FILE, engine_keys
+from kvstrata.config.load import NO_NAMES, convert, from_environment, leaves, read_yaml, variable_names
 from kvstrata.config.model import ClientSettings, ServerSettings
-from kvstrata.config.pod_links import is_pod_link, pod_link_notes
-from kvstrata.errors import ConfigError
+from kvstrata.config.pod_links import pod_link_notes
+from kvstrata.errors import ConfigError, together
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -37,30 +40,34 @@ _SERVER_TOP = {field.name for field in msgspec.structs.fields(ServerSettings)} -
 _SERVER_ENVIRONMENT = {"KVSTRATA_" + key.upper().replace(".", "_") for key, _ in leaves(ServerSettings)} - {
     "KVSTRATA_" + name.upper() for name in OWN
 }
-FILE_VARIABLES = ("KVSTRATA_CONFIG_FILE", "LMCACHE_CONFIG_FILE")
-_FOREIGN_ENVIRONMENT = {
-    "LMCACHE_USE_EXPERIMENTAL": "there is one implementation",
-    "LMCACHE_TRACK_USAGE": "nothing is reported to anybody",
-    "LMCACHE_LOG_LEVEL": "the log follows vLLM's; set VLLM_LOGGING_LEVEL",
-}
-"""Variables that users of LMCache export although these are not configuration keys, and why each has no effect."""
+FILE_VARIABLES = ("KVSTRATA_CONFIG_FILE", FILE)
+Layer = tuple[dict[str, Any], Mapping[str, str]]
+"""The settings of one source, and how it spells their names."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 def load_settings(
     extra: Mapping[str, Any], environment: Mapping[str, str]
 ) -> tuple[ClientSettings, list[str]]:
-    """The settings, and lines to log about names without effect. Raises ConfigError naming source and key."""
+    """The settings, and lines to log about names without effect. Raises ConfigError for all that is wrong."""
     notes: list[str] = []
     merged: dict[str, Any] = {}
-    for source, layer in (
-        _from_file(environment, notes),
-        ("environment", _from_environment(environment, notes)),
-        ("kv_connector_extra_config", _from_extra(extra, notes)),
+    wrong: list[ConfigError] = []
+    path = next((environment[name] for name in FILE_VARIABLES if environment.get(name)), "")
+    for source, read in (
+        (path, partial(_from_file, path)),
+        ("environment", partial(_from_environment, environment)),
+        ("kv_connector_extra_config", partial(_from_extra, extra)),
     ):
-        _read_host(layer, source)
-        convert(ClientSettings, layer, source)  # so that an error names the source
-        merged.update(layer)
+        try:
+            layer, names = read(notes)
+            _read_host(layer, source)
+            convert(ClientSettings, layer, source, names=names)  # so that an error names the source
+            merged.update(layer)
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise together(wrong)
     settings = convert(ClientSettings, merged, "settings")
     if settings.gpu_fp8 and settings.fidelity != "fp8":
         raise ConfigError(
@@ -83,37 +90,35 @@ def load_settings(
     return settings, notes
 
 
-def _from_file(environment: Mapping[str, str], notes: list[str]) -> tuple[str, dict[str, Any]]:
-    path = next((environment[name] for name in FILE_VARIABLES if environment.get(name)), "")
+def _from_file(path: str, notes: list[str]) -> Layer:
     if not path:
-        return "", {}
+        return {}, NO_NAMES
     values = {key: value for key, value in read_yaml(path).items() if key not in _SERVER_TOP}
     settings, said = translate(values, source=path, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=OWN)
     notes.extend(said)
-    return path, settings
+    return settings, NO_NAMES
 
 
-def _from_environment(environment: Mapping[str, str], notes: list[str]) -> dict[str, Any]:
-    theirs: dict[str, Any] = {}
-    for name, text in environment.items():
-        if not name.startswith("LMCACHE_") or name in FILE_VARIABLES or is_pod_link(name, text):
-            continue
-        if name in _FOREIGN_ENVIRONMENT:
-            notes.append(f"environment: {name} has no effect: {_FOREIGN_ENVIRONMENT[name]}")
-            continue
-        key = name.removeprefix("LMCACHE_").lower()
-        theirs[key] = _parse(key, text, name)
+def _from_environment(environment: Mapping[str, str], notes: list[str]) -> Layer:
+    names, said = engine_keys(environment, OWN)
+    notes.extend(said)
     settings, said = translate(
-        theirs, source="environment (LMCACHE_…)", table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=OWN
+        {key: _parse(key, environment[name], name) for key, name in names.items()},
+        source="environment",
+        table=CLIENT_KEYS,
+        prefixes=CLIENT_KEY_PREFIXES,
+        own=OWN,
+        names=names,
     )
     notes.extend(said)
     notes.extend(pod_link_notes(environment))
     ours = {name: text for name, text in environment.items() if name not in _SERVER_ENVIRONMENT}
-    settings.update(from_environment(ClientSettings, ours))
-    return settings
+    own = from_environment(ClientSettings, ours)
+    own_names = variable_names(ClientSettings)
+    return settings | own, names | {key: own_names[key] for key in own}
 
 
-def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> Layer:
     mp, plain = {}, {}
     for key, value in extra.items():
         if key.startswith("lmcache.mp."):
@@ -133,8 +138,7 @@ def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         # Deployments pass these values through shell variables, so strings are common.
         if isinstance(over.get(key), str):
             over[key] = _parse(key, over[key], f"lmcache.mp.{key}")
-    settings.update(over)
-    return settings
+    return settings | over, {key: f"lmcache.mp.{key}" for key in over}
 
 
 def _parse(key: str, text: str, name: str) -> Any:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Path, Query, Response
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from kvstrata.config.lmcache.interfaces import SERVER_PATHS
 from kvstrata.process.http import make_base
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.http.bodies import (
@@ -27,10 +29,18 @@ from kvstrata.types import GB, RequestIdentity
 def make_app(admin: Admin) -> FastAPI:
     """The API of one instance."""
 
-    app, guarded = make_base("kvstrata", admin.readiness)
+    app, guarded = make_base("kvstrata", admin.readiness, SERVER_PATHS)
     metrics_of = CollectorRegistry(auto_describe=False)
     metrics_of.register(admin.collector)
     tiers = admin.tiers
+
+    @app.get("/healthcheck", tags=["probes"])
+    async def healthcheck() -> JSONResponse:
+        """The same as /readyz, under the name and with the words of LMCache."""
+        ready, why = admin.readiness()
+        if ready:
+            return JSONResponse({"status": "healthy"})
+        return JSONResponse({"status": "unhealthy", "reason": why}, 503)
 
     @app.get("/metrics", tags=["metrics"], dependencies=guarded, response_class=Response)
     async def metrics() -> Response:

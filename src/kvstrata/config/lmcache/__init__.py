@@ -1,0 +1,11 @@
+"""Names that users of LMCache have in their deployments, and what becomes of each here.
+
+flags.py has the flags of its commands, keys.py its files, variables and connector settings, interfaces.py its commands,
+connectors and HTTP paths; docs/coming-from-lmcache.md is generated from them.  A name of ours in another meaning is in
+no table.  Only names, defaults and meanings are LMCache's.
+"""
+
+VERSION = "0.5.6"
+"""The release of LMCache whose names these are."""
+READ_ON = "2026-11-25"
+"""When that release and its documentation were last read."""

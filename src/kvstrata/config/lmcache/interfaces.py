@@ -1,0 +1,107 @@
+"""LMCache's commands, the connectors of its vLLM integration, and the paths of its HTTP ports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kvstrata.config.lmcache.fates import Fate, Name, kept, refused, replaced
+
+COMMANDS: dict[str, Name] = {
+    "lmcache server": kept("lmcache-server"),
+    "lmcache_controller": kept("lmcache-controller"),
+    "lmcache coordinator": replaced(
+        "lmcache-controller", "it takes other flags; see lmcache-controller --help"
+    ),
+    "lmcache ping": replaced("kvstrata ctl ready", "it asks whether the server serves requests"),
+    "lmcache describe": replaced("kvstrata ctl status", "it shows what the server holds and does"),
+    "lmcache query": replaced("kvstrata ctl explain", "it tells why a recent request hit or missed"),
+    "lmcache kvcache": replaced("kvstrata ctl clear", "it drops chunks of L1, L2 or both"),
+    "lmcache quota": replaced("kvstrata ctl quota", "it sets how much of L1 a tenant may have"),
+    "lmcache bench": replaced("kvstrata bench", "it measures a running server, an adapter or engines"),
+    "lmcache trace": refused("nothing is recorded that could be replayed"),
+    "lmcache tool": refused("there are no such tools"),
+    "lmcache mock": refused("there are no such tools"),
+    "lmcache_server": refused(
+        "a store that several hosts share is an L2 adapter, such as resp (--l2-adapter), and instances of a cluster "
+        "read from each other"
+    ),
+}
+"""Commands of LMCache's distributions; `kvstrata names install` installs them."""
+
+CONNECTORS: dict[str, tuple[str, ...]] = {
+    "LMCacheConnectorV1": (),
+    "LMCacheConnectorV1Dynamic": (
+        "lmcache.integration.vllm.lmcache_connector_v1",
+        "lmcache.integration.vllm.lmcache_connector_v1_085",
+    ),
+    "LMCacheMPConnector": ("lmcache.integration.vllm.lmcache_mp_connector",),
+}
+"""Values of `kv_connector`, each with the values of `kv_connector_module_path` that are published with it."""
+
+_NO_THREADS = refused("no thread is listed; `kvstrata ctl status` shows what the server does")
+_STATUS = replaced("GET /v1/status", "")
+
+SERVER_PATHS: dict[str, Name] = {
+    "/healthcheck": kept("GET /healthcheck"),
+    "/metrics": kept("GET /metrics"),
+    "/": replaced("GET /readyz", "it tells whether requests are served"),
+    "/status": _STATUS,
+    "/version": replaced("GET /openapi.json", "its info.version is kvstrata's"),
+    "/lmc_version": replaced("GET /openapi.json", "its info.version is kvstrata's"),
+    "/commit_id": replaced("GET /openapi.json", "its info.version is kvstrata's"),
+    "/clear-cache": replaced("POST /v1/clear", ""),
+    "/cache/clear": replaced("POST /v1/clear", ""),
+    "/cache/objects": refused("chunks are not listed; GET /v1/status counts them"),
+    "/cache/checksums": refused("every record has a checksum, which each load checks"),
+    "/cache/prefetches": replaced("POST /v1/prefetch", ""),
+    "/cache/prefetches/{request_id}": replaced("GET /v1/prefetch/{job}", ""),
+    "/quota": replaced("PUT /v1/tenants/{tenant}/quota", 'its body is {"quota_gb": GB}'),
+    "/quota/{cache_salt}": replaced("PUT /v1/tenants/{tenant}/quota", 'its body is {"quota_gb": GB}'),
+    "/conf": replaced("lmcache-server --check", "the command prints the settings"),
+    "/config": replaced("lmcache-server --check", "the command prints the settings"),
+    "/config/adapters": replaced("GET /v1/l2/adapters", ""),
+    "/reconfigure/{backend}/l2/status": replaced("GET /v1/l2/adapters", ""),
+    "/reconfigure/{backend}/l2/{operation}": replaced("POST /v1/l2/adapters", ""),
+    "/reconfigure/dax/l1/{operation}": refused(
+        "L1 is shared memory, whose size is set by --l1-size-gb at the start"
+    ),
+    "/env": refused("a server shows no variables over HTTP"),
+    "/loglevel": replaced("--log-level", "SIGHUP makes the server read its settings again"),
+    "/metrics/reset": refused("counters begin at the start of the server"),
+    "/threads": _NO_THREADS,
+    "/periodic-threads": _NO_THREADS,
+    "/periodic-threads/{thread_name}": _NO_THREADS,
+    "/periodic-threads-health": replaced("GET /readyz", "it tells whether requests are served"),
+    "/run_script": refused("the server runs no scripts"),
+}
+"""Paths of `lmcache server`; `target` is our path, command or flag."""
+
+CONTROLLER_PATHS: dict[str, Name] = {
+    "/query_instance": replaced("GET /v1/instances", ""),
+    "/query_worker_info": replaced("GET /v1/instances/{name}", ""),
+    "/lookup": replaced("POST /v1/lookup", ""),
+    "/clear": replaced("POST /v1/clear", ""),
+    "/pin": replaced("POST /v1/pin", ""),
+    "/move": replaced("POST /v1/move", ""),
+    "/compress": refused('the "codec" of an L2 adapter compresses its records'),
+    "/decompress": refused('the "codec" of an L2 adapter compresses its records'),
+    "/health": replaced("GET /v1/instances", "it shows the state of each instance"),
+    "/check_finish": replaced("GET /v1/commands/{number}", ""),
+}
+"""Paths of `lmcache_controller`."""
+
+
+def path_advice(table: Mapping[str, Name], path: str) -> str:
+    """What to ask instead of a path of LMCache; empty for any other path, and for those that we have."""
+    for theirs, entry in table.items():
+        if re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", theirs), path) and entry.fate is not Fate.KEPT:
+            return f"this is a path of LMCache; {advice(entry)}"
+    return ""
+
+
+def advice(entry: Name) -> str:
+    """What to use instead of a command or path."""
+    if entry.fate is Fate.REFUSED:
+        return entry.say
+    return f"use {entry.target}" + (f": {entry.say}" if entry.say else "")

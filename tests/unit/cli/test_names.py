@@ -1,0 +1,115 @@
+"""`kvstrata names`: scripts under LMCache's names, which leave LMCache's own alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstrata.cli import lmcache_scripts
+from kvstrata.cli.names import NAMES, main
+from kvstrata.config.lmcache.fates import Fate
+from kvstrata.config.lmcache.interfaces import COMMANDS
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+
+def names(step: str, folder: Path) -> int:
+    return main([step, "--dir", str(folder)])
+
+
+def ran(command: list[str], *path: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/nonexistent",
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+    }
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_scripts_are_installed_listed_and_removed(tmp_path, capsys):
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    for step, status, says in (
+        ("list", 0, "not there"),
+        ("install", 0, "runs kvstrata"),
+        ("install", 0, "runs kvstrata"),
+        ("list", 0, "runs kvstrata"),
+        ("remove", 0, "not there"),
+        ("remove", 0, "not there"),
+    ):
+        assert names(step, folder) == status
+        assert capsys.readouterr().out.splitlines() == [f"{folder / name}: {says}" for name in NAMES]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_command_of_another_package_is_neither_overwritten_nor_removed(tmp_path, capsys):
+    theirs = tmp_path / "lmcache"
+    theirs.write_text("#!/bin/sh\necho theirs\n")
+    assert names("install", tmp_path) == 1
+    assert f"{theirs}: belongs to another package" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(NAMES)
+    assert names("remove", tmp_path) == 0
+    assert theirs.read_text() == "#!/bin/sh\necho theirs\n" and list(tmp_path.iterdir()) == [theirs]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+    assert names("install", tmp_path / "none") == 1
+    assert f"{tmp_path / 'none' / 'lmcache'}: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_scripts_run_our_server_and_controller(tmp_path):
+    names("install", tmp_path)
+    check = ran([str(tmp_path / "lmcache"), "server", "--l1-size-gb", "0.1", "--check"], SRC)
+    assert check.returncode == 0 and '"size_gb": 0.1' in check.stdout, check.stderr
+    check = ran([str(tmp_path / "lmcache_controller"), "--port", "9001", "--check"], SRC)
+    assert check.returncode == 0 and '"port": 9001' in check.stdout, check.stderr
+    wrong = ran([str(tmp_path / "lmcache"), "server", "--engine-type", "blend"], SRC)
+    assert wrong.returncode == 2 and "blending is not supported" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", [name for name, entry in COMMANDS.items() if entry.fate is not Fate.KEPT])
+def test_every_other_command_says_what_to_use(command, capsys):
+    name, *arguments = command.split()
+    assert lmcache_scripts.run(name, [*arguments, "--url", "http://x"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{command}: ") and COMMANDS[command].say in said
+    assert COMMANDS[command].target in said
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--help"], 0), (["nonsense"], 2)])
+def test_the_command_alone_lists_what_there_is(arguments, status, capsys):
+    assert lmcache_scripts.run("lmcache", arguments) == status
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+def test_a_script_without_kvstrata_says_so(tmp_path):
+    names("install", tmp_path)
+    script = tmp_path / "lmcache"
+    script.write_text(script.read_text().replace("from kvstrata.", "from kvstrata_that_is_gone."))
+    gone = ran([sys.executable, str(script), "server"])
+    assert gone.returncode == 1
+    assert gone.stderr.strip() == f"lmcache: kvstrata is not installed any more; delete {script}"
+
+
+def test_the_scripts_hand_over_to_an_installed_lmcache(tmp_path):
+    names("install", tmp_path)
+    theirs = tmp_path / "theirs"
+    (theirs / "lmcache").mkdir(parents=True)
+    (theirs / "lmcache" / "__init__.py").write_text(
+        "def main():\n    import sys\n    print('theirs', sys.argv[1:])\n"
+    )
+    metadata = theirs / "lmcache-0.5.6.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.5.6\n")
+    (metadata / "entry_points.txt").write_text("[console_scripts]\nlmcache = lmcache:main\n")
+    done = ran([str(tmp_path / "lmcache"), "server", "--port", "1"], SRC, theirs)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "theirs ['server', '--port', '1']\n"
+    # lmcache-cli has no controller, so ours runs.
+    check = ran([str(tmp_path / "lmcache_controller"), "--check"], SRC, theirs)
+    assert check.returncode == 0 and "monitor_ports" in check.stdout, check.stderr
