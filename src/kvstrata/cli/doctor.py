@@ -130,7 +130,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--json", action="store_true", help="print JSON")
-    top.add_argument("--model", default="", metavar="PATH", help="tell how vLLM's connector sees this model")
+    top.add_argument(
+        "--model", default="", metavar="PATH", help="tell how vLLM's connector sees this model (none)"
+    )
     return top
 
 
