@@ -104,11 +104,18 @@ def findings(arguments: Sequence[str], model: str) -> list[Finding]:
     try:
         flags = parse_server_flags(arguments)
         file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
-        settings = load(ServerSettings, file=file or None, environment=os.environ, flags=flags.settings)
+        settings = load(
+            ServerSettings,
+            file=file or None,
+            environment=os.environ,
+            flags=flags.settings,
+            flag_names=flags.names,
+            wrong_flags=flags.wrong,
+        )
         found += server_findings(settings, os.environ)
         l1_bytes = round((settings.l1.size_gb or 0) * GB) or default_l1_bytes()
     except KvstrataError as error:
-        found.append(Finding("settings", "fail", error.message, "correct it"))
+        found += [Finding("settings", "fail", line, "correct it") for line in error.lines]
     if model:
         found += check_model(model, l1_bytes)
     return found

@@ -16,7 +16,18 @@ from kvstrata.cli.boundary import Exit, guarded
 from kvstrata.errors import BadRequest, ConfigError, Unavailable
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMANDS = ("server", "controller", "ctl", "bench", "cluster", "l2", "doctor", "completion")
+COMMANDS = (
+    "server",
+    "controller",
+    "ctl",
+    "bench",
+    "cluster",
+    "l2",
+    "doctor",
+    "completion",
+    "migrate",
+    "names",
+)
 BENCHES = ("engine", "l2", "serve", "cluster")
 
 

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvstrata import cli
-from kvstrata.config.flags import parse_controller_flags, parse_server_flags
-from kvstrata.errors import ConfigError
+from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_flags
 from tests.unit.repository.test_pages import PAGES, ROOT
 
 BLOCK = re.compile(r"^( *)```(?P<language>\w*)\n(?P<text>.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -94,10 +93,10 @@ def refusal(words: Sequence[str]) -> str:
             status = PARSES[words[0]](words[1:])
         except Accepted:
             return ""
-        except ConfigError as error:
-            return error.message
         except SystemExit as ended:
             status = ended.code
+    if isinstance(status, Flags):
+        return "\n".join(error.message for error in status.wrong)
     return "" if status == 0 else said.getvalue()
 
 
