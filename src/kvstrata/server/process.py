@@ -17,6 +17,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
@@ -141,7 +142,7 @@ class Server(Process):
 
     def _announce(self, instance: Instance) -> None:
         facts = instance.facts
-        ready = {
+        ready: dict[str, Any] = {
             "pid": os.getpid(),
             "instance_id": facts.instance_id,
             "epoch": facts.epoch,
@@ -154,7 +155,9 @@ class Server(Process):
             "socket_dir": str(facts.socket_dir),
             "l1_bytes": sum(pool.extents_bytes for pool in instance.ground.pools),
             "adopted": instance.adopted,
+            "adopted_chunks": sum(pool.stats()["adopted_entries"] for pool in instance.ground.pools),
+            "tiers": [tier.name for tier in instance.l2.tiers],
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
-        self.log.info("ready", version=__version__, **ready)
+        self.log.info("ready", version=__version__, **ready | {"tiers": ",".join(ready["tiers"]) or "none"})
         tell_ready(self._ready_fd, ready)
