@@ -30,6 +30,7 @@ from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import serve as http_serve
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
+from kvstrata.server.l2.media import MediaWatch
 from kvstrata.server.plan import Plan, plan
 from kvstrata.server.reload import Reload
 
@@ -91,6 +92,7 @@ class Server(Process):
             pool.heartbeat()
         self.supervisor.spawn(heartbeat(pools, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
+        self.supervisor.spawn(MediaWatch(instance.l2.tiers, instance.l2.store).run(), "media")
         if settings.l1.prefault_threads:
             instance.ground.pool.prefault_start(settings.l1.prefault_threads)
         if instance.membership is not None:

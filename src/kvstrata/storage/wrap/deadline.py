@@ -88,6 +88,9 @@ class DeadlineAdapter(StorageAdapter):
         self._states = EventLog("adapters", clock.monotonic_s)
         self._misanswered: set[str] = set()
         """Operations whose invalid answers were logged."""
+        self._shut = ""
+        """Why the medium gets no puts and deletes; empty: it gets them."""
+        self._shut_to_loads = False
         self._running: set[asyncio.Task[Any]] = set()
         self._breakers = {
             operation: Breaker(limits.failures, limits.open_s, limits.max_open_s)
@@ -98,13 +101,23 @@ class DeadlineAdapter(StorageAdapter):
         """State of each operation's breaker, for status pages."""
         return {operation: breaker.state.value for operation, breaker in self._breakers.items()}
 
+    def shut(self, reason: str, *, loads: bool) -> None:
+        """Ask the medium nothing from now on, except lookups and loads if `loads`; the answer is `reason`."""
+        self._shut, self._shut_to_loads = reason, not loads
+
+    def open_again(self) -> None:
+        """Use the medium again after `shut`."""
+        self._shut, self._shut_to_loads = "", False
+
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter, without a deadline: the server bounds the opening of adapters that are added later."""
         await self.inner.open(context)
         self.capabilities = self.inner.capabilities
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """As the inner adapter; UNKNOWN at the deadline and while a breaker is open."""
+        """As the inner adapter; UNKNOWN at the deadline, while a breaker is open and while the medium is shut."""
+        if self._shut_to_loads:
+            return [Found(Presence.UNKNOWN, 0, self._shut)] * len(keys)
         if not self._breakers["load"].would_admit(self._clock.monotonic_s()) or not self._admit("exists"):
             return [Found(Presence.UNKNOWN, 0, BREAKER_OPEN)] * len(keys)
         try:
@@ -117,7 +130,9 @@ class DeadlineAdapter(StorageAdapter):
         return await self.inner.heads(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the inner adapter; None if it does not answer in time, or its answer is not a page."""
+        """As the inner adapter; None if it does not answer in time, its answer is not a page, or the medium is shut."""
+        if self._shut_to_loads:
+            return None
         try:
             page = await self._in_time("", self.inner.list_keys(cursor, most), 0, _no_reason)
         except _Failed:
@@ -128,12 +143,12 @@ class DeadlineAdapter(StorageAdapter):
         return None
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As the inner adapter; FAILED at the deadline and while the breaker is open."""
+        """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
         payload_bytes = sum(item.hold.length for item in items)
-        if self._is_stuck() or not self._admit("put"):
+        if self._shut or self._is_stuck() or not self._admit("put"):
             for item in items:
                 item.hold.drop()
-            return [PutOutcome(PutStatus.FAILED, BREAKER_OPEN)] * len(items)
+            return [PutOutcome(PutStatus.FAILED, self._shut or BREAKER_OPEN)] * len(items)
         try:
             return await self._bounded(
                 "put", self.inner.put(items), items, payload_bytes, PutOutcome, _put_says_why_not
@@ -142,12 +157,13 @@ class DeadlineAdapter(StorageAdapter):
             return [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """As the inner adapter; FAILED at the deadline and while the breaker is open."""
+        """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
         payload_bytes = sum(item.hold.length for item in items)
-        if self._is_stuck() or not self._admit("load"):
+        if self._shut_to_loads or self._is_stuck() or not self._admit("load"):
             for item in items:
                 item.hold.drop()
-            return [LoadOutcome(LoadStatus.FAILED, BREAKER_OPEN)] * len(items)
+            reason = self._shut if self._shut_to_loads else BREAKER_OPEN
+            return [LoadOutcome(LoadStatus.FAILED, reason)] * len(items)
         try:
             return await self._bounded(
                 "load", self.inner.load(items), items, payload_bytes, LoadOutcome, _load_says_why_not
@@ -156,8 +172,8 @@ class DeadlineAdapter(StorageAdapter):
             return [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """As the inner adapter; 0 at the deadline and while the breaker is open."""
-        if not self._admit("delete"):
+        """As the inner adapter; 0 at the deadline, while the breaker is open and while the medium is shut."""
+        if self._shut or not self._admit("delete"):
             return 0
         try:
             count = await self._in_time("delete", self.inner.delete(keys), 0, _no_reason)
