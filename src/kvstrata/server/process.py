@@ -48,7 +48,7 @@ def run(
 
     `reread` reads the settings again for SIGHUP.
     """
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     set_up()
     checked = plan(settings, os.environ)
     log = EventLog("server")
