@@ -170,6 +170,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="open ports that lack a key or token to everybody",
     )
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
+    add("--log-format", dest="log_format", help="text, or json for one object a line (text)")
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
         help="run without the parent process that restarts the server, as for systemd")  # fmt: skip

@@ -310,6 +310,13 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, "
+            "`message` and `fields`."
+        ),
+    ] = "text"
 
     @property
     def has_tcp(self) -> bool:
@@ -482,6 +489,13 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(
+            description="Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, "
+            "`message` and `fields`."
+        ),
+    ] = "text"
 
 
 class ClientSettings(_Section, frozen=True, kw_only=True):

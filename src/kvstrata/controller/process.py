@@ -172,7 +172,7 @@ def run(
 
     `reread` reads the settings again for SIGHUP.
     """
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     set_up()
     controller = Controller(plan(settings, os.environ), reread, ready_fd, restarts)
     for note in notes:

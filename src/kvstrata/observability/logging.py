@@ -1,4 +1,4 @@
-"""One line per event on stderr: time, level, component, event and its fields as name=value.
+"""One line per event on stderr: time, level, component, event and its fields as name=value, or one JSON object.
 
 A reader that stops reading stderr delays nobody (log_writer.py).
 
@@ -30,14 +30,20 @@ FLUSH_S = 1.0
 """Longest wait for the reader of the log at the end of a process."""
 
 _ROOT = "kvstrata"
+_EVENT = "kvstrata_event"
+"""Attribute of the records of an EventLog: the event and its fields."""
 _writer: LogWriter | None = None
 
 
-def set_up(level: str) -> None:
-    """Send the package's log to stderr, from `level` (debug, info, warning, error) upwards, and others' warnings."""
+def set_up(level: str, form: str = "text") -> None:
+    """Send the package's log to stderr, from `level` (debug, info, warning, error) upwards, and others' warnings.
+
+    `form` is `text` or `json`.
+    """
     global _writer
     _writer = handler = LogWriter(STDERR)
-    formatter = _Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+    kind = _JsonFormatter if form == "json" else _Formatter
+    formatter = kind("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     ours = logging.getLogger(_ROOT)
@@ -75,6 +81,29 @@ class _Formatter(logging.Formatter):
 
     def formatException(self, ei: Any) -> str:
         return "\n".join(one_line(line) for line in super().formatException(ei).splitlines())
+
+
+class _JsonFormatter(_Formatter):
+    """Every record as one JSON object with time, level, component, message and fields, without credentials.
+
+    A traceback is the field `traceback`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        event, values = record.__dict__.get(_EVENT) or (record.getMessage(), {})
+        fields = {name: _plain(value) for name, value in values.items()}
+        if record.exc_info and record.exc_info[0] is not None:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(
+            {
+                "time": f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z",
+                "level": record.levelname.lower(),
+                "component": record.name,
+                "message": one_line(event, MAX_MESSAGE_CHARS),
+                "fields": fields,
+            },
+            ensure_ascii=False,
+        )
 
 
 class Thinning:
@@ -149,7 +178,16 @@ class EventLog:
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
             words = [event, *(f"{name}={_shown(value)}" for name, value in fields.items())]
-            self._logger.log(level, "%s", " ".join(words))
+            self._logger.log(level, "%s", " ".join(words), extra={_EVENT: (event, fields)})
+
+
+def _plain(value: object) -> object:
+    """The value of a field for JSON."""
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    if isinstance(value, bytes):
+        return value[:8].hex()
+    return one_line(str(value), MAX_VALUE_CHARS)
 
 
 def _shown(value: object) -> str:

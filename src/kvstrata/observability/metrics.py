@@ -172,6 +172,7 @@ STATUS_NUMBERS: dict[str, str] = {
     "l2_prefetch.adapters.ADAPTER.loading_bytes": "Bytes being loaded from this adapter.",
     "l2_prefetch.adapters.ADAPTER.waiting": "Fetches that wait for their turn on this adapter.",
     "l2_adapters.ADAPTER.takes_loads": "1 if lookups ask this adapter, else 0.",
+    "l2_adapters.ADAPTER.medium_well": "1 while the tier's directory is there and can be written to, else 0.",
     "l2_adapters.ADAPTER.stuck_bytes": "Bytes of operations that are past their deadline and have not ended.",
     "l2_adapters.ADAPTER.codec.WORD": "Counters of the adapter's codecs, and the staging bytes that they use now.",
     "l2_adapters.ADAPTER.numbers.WORD": "Counters of the adapter itself; see operations.md, "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.record import CopyOutcome, Verifier
+from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.engines.base import ReadItem
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
 
 log = logging.getLogger(__name__)
+_thinning = Thinning()
 
 _REASONS = {
     transfer.DEADLINE: PEER_DEADLINE,
@@ -175,7 +177,8 @@ class Reader:
         if outcomes.count(_LOADED) < len(outcomes):
             unsound = len(outcomes) - outcomes.count(_LOADED)
             self._shared.counts["unsound_records"] += unsound
-            log.error("%s: %d records read from %s failed the check", self._shared.name, unsound, lease.owner)
+            what = "%s: %d records read from %s failed the check"
+            _thinning.log(log, logging.ERROR, lease.owner, what, self._shared.name, unsound, lease.owner)
             self._shared.owners.failed(lease.owner, self._shared.now_s())
         return outcomes
 

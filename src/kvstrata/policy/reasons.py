@@ -31,6 +31,7 @@ CLOSED = "closed"
 DEADLINE = "deadline"
 FULL = "full"
 LENGTH = "length"
+MEDIUM_GONE = "medium_gone"
 MISMATCH = "mismatch"
 NOT_A_FILE = "not_a_file"
 QUEUE_FULL = "queue_full"
@@ -69,6 +70,7 @@ MEANINGS: dict[str, Meaning] = {
     CONTROLLER_DOWN: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     HOST_DOWN: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     CLOSED: Meaning(MissReason.BREAKER_OPEN),
+    MEDIUM_GONE: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     "stopping": Meaning(MissReason.BREAKER_OPEN),
     "adapter_removed": Meaning(MissReason.BREAKER_OPEN),
     "refused": _REFUSED,

@@ -15,6 +15,7 @@ from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.admin.quotas import Quotas
+from kvstrata.server.evictions import EvictionSummary
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.pool_events import PoolEvents
 
@@ -68,6 +69,7 @@ class Housekeeping:
         self._log = EventLog("server")
         self._missing_bytes = 0
         self._looked_s = float("-inf")
+        self._evictions = EvictionSummary(self._pools, clock.monotonic_s())
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -100,6 +102,7 @@ class Housekeeping:
     def _evict(self) -> None:
         for pool in self._pools:
             pool.evict_to_watermark()
+        self._evictions.look(self._clock.monotonic_s())
 
     async def _see_to_memory(self) -> None:
         """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""

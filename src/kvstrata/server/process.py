@@ -19,6 +19,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
@@ -32,6 +33,7 @@ from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import serve as http_serve
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
+from kvstrata.server.l2.media import MediaWatch
 from kvstrata.server.plan import Plan, plan
 from kvstrata.server.reload import Reload
 from kvstrata.types import GB
@@ -50,7 +52,7 @@ def run(
 
     `reread` reads the settings again for SIGHUP.
     """
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     set_up()
     checked = plan(settings, os.environ)
     log = EventLog("server")
@@ -95,6 +97,7 @@ class Server(Process):
         self.supervisor.spawn(heartbeat(pools, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.ground.trend.run(), "trend")
+        self.supervisor.spawn(MediaWatch(instance.l2.tiers, instance.l2.store).run(), "media")
         if settings.l1.prefault_threads:
             instance.ground.pool.prefault_start(settings.l1.prefault_threads)
         if instance.membership is not None:
@@ -172,7 +175,7 @@ class Server(Process):
 
     def _announce(self, instance: Instance) -> None:
         facts = instance.facts
-        ready = {
+        ready: dict[str, Any] = {
             "pid": os.getpid(),
             "instance_id": facts.instance_id,
             "epoch": facts.epoch,
@@ -185,7 +188,9 @@ class Server(Process):
             "socket_dir": str(facts.socket_dir),
             "l1_bytes": sum(pool.extents_bytes for pool in instance.ground.pools),
             "adopted": instance.adopted,
+            "adopted_chunks": sum(pool.stats()["adopted_entries"] for pool in instance.ground.pools),
+            "tiers": [tier.name for tier in instance.l2.tiers],
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
-        self.log.info("ready", version=__version__, **ready)
+        self.log.info("ready", version=__version__, **ready | {"tiers": ",".join(ready["tiers"]) or "none"})
         tell_ready(self._ready_fd, ready)

@@ -25,6 +25,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.storage import structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.common import COMMON
+from kvstrata.storage.folder import Folder
 from kvstrata.storage.structs import Place
 
 GROUP = "kvstrata.l2_adapters"
@@ -43,6 +44,10 @@ Make = Callable[[], StorageAdapter]
 
 def _nothing() -> str:
     return ""
+
+
+def _no_folder(config: Any) -> Folder | None:
+    return None
 
 
 class Reach(NamedTuple):
@@ -82,6 +87,11 @@ class Medium(NamedTuple):
     """Names that `rest` may take in an entry that is added while the server runs."""
     look: Callable[[Any, str], None] | None = None
     """Looks for what entries need of this machine, for (config, name of the adapter). Raises StorageError."""
+    folder: Callable[[Any], Folder | None] = _no_folder
+    """The directory of this host that keeps the records of an entry with these fields; None if there is none.
+
+    The server probes it while the tier is in service (server/l2/media.py).
+    """
     refusal: Callable[[], str] = _nothing
     """Why this installation cannot honour any entry of this type, with advice; empty where it can."""
 

@@ -20,6 +20,7 @@ from kvstrata.policy.store import StorePolicy
 from kvstrata.storage import catalogue, structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.common import COMMON, CommonFields
+from kvstrata.storage.folder import Folder
 from kvstrata.storage.recipe import CodecConfig, Recipe
 from kvstrata.storage.structs import Place
 from kvstrata.storage.wrap.codec_fields import read_chain
@@ -48,6 +49,8 @@ class TierConfig(NamedTuple):
     """The tier's medium and codec run in a process of their own."""
     kill_ms: int | None = None
     """None: KILL_DEADLINES deadlines (stack.py)."""
+    folder: Folder | None = None
+    """The directory of this host that has the records; None: there is none."""
     presence: PresenceLimits | None = None
     """None: not given; the defaults hold where the storage is shared."""
 
@@ -86,6 +89,7 @@ def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = ""
         max_stuck_bytes=None if common.max_stuck_mb is None else int(common.max_stuck_mb * MB),
         isolated=isolated,
         kill_ms=common.host_kill_ms,
+        folder=found.medium.folder(recipe.config),
         presence=_presence(common),
     )
 

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvstrata.clock import Clock, SystemClock
 from kvstrata.policy.store import StorePolicy
-from kvstrata.storage.base import StorageAdapter
+from kvstrata.process.threads import on_a_thread
+from kvstrata.storage.base import AdapterContext, StorageAdapter
 from kvstrata.storage.entry import TierConfig
+from kvstrata.storage.folder import Folder, FolderState, WatchedFolder
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.peers import ReadsPeers
 from kvstrata.storage.recipe import Recipe
@@ -129,11 +131,15 @@ LAYERS = (
 class Stack:
     """A tier as the server uses it; not open yet."""
 
-    def __init__(self, name: str, policy: StorePolicy, layers: Sequence[Layer]) -> None:
+    def __init__(
+        self, name: str, policy: StorePolicy, layers: Sequence[Layer], folder: Folder | None = None
+    ) -> None:
         """`layers` from the storage outwards; the last one is in this process."""
         self.name = name
         self.policy = policy
         self.layers = tuple(layers)
+        self.folder = None if folder is None else WatchedFolder(folder)
+        """The directory of the medium; None: it has none."""
         outermost = layers[-1].adapter
         assert outermost is not None
         self.adapter = outermost
@@ -149,6 +155,18 @@ class Stack:
         """None where the storage is known not to be shared."""
         self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
         """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
+
+    async def open(self, context: AdapterContext) -> None:
+        """Open the adapter, and mark its directory. Raises as the adapter does; OSError if the directory is gone."""
+        await self.adapter.open(context)
+        if self.folder is not None:
+            await on_a_thread(self.folder.mark, "mark-folder")
+
+    async def close(self) -> None:
+        """Close the adapter, and let go of its directory."""
+        await self.adapter.close()
+        if self.folder is not None:
+            self.folder.close()
 
     def describe(self) -> list[dict[str, str]]:
         """For each layer from the storage outwards: its name, the process that runs it, and its class if known here."""
@@ -167,6 +185,11 @@ class Stack:
         return {
             "breakers": self.guard.breaker_states(),
             "stuck_bytes": self.guard.stuck_bytes,
+            **(
+                {}
+                if self.folder is None
+                else {"medium": str(self.folder.state), "medium_well": self.folder.state is FolderState.WELL}
+            ),
             **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
             **({"remarks": counted.remarks()} if counted is not None and counted.remarks() else {}),
             **({} if self.host is None else {"host": self.host.host_status()}),
@@ -191,7 +214,7 @@ def build_stack(config: TierConfig, around: Surroundings) -> Stack:
         elif (made := kind.wrap(inner, config, around)) is not None:
             layers.append(Layer(kind.name, made))
             inner = made
-    return Stack(config.name, config.policy, layers)
+    return Stack(config.name, config.policy, layers, config.folder)
 
 
 def innermost(recipe: Recipe) -> CodecAdapter:

@@ -204,3 +204,17 @@ def test_a_server_serves_although_the_controller_names_invalid_ports(controller,
     assert outcomes(prompt) == {RESERVED}
     controller.ports.update(valid)
     controller.until(lambda: controller.held.get("l1") == {key[:8] for key in split(prompt.keys)})
+
+
+def test_a_controller_that_ceases_to_answer_is_said_once_and_once_when_it_is_back(controller, server):
+    def said(event: str) -> int:
+        return server.log.read_text().count(f" {event} ")
+
+    synced(controller)
+    controller.silent.add("Heartbeat")
+    controller.until(lambda: said("controller_lost"))
+    lost_at = cluster_of(server)["unanswered"]
+    controller.until(lambda: cluster_of(server)["unanswered"] >= lost_at + 2)
+    controller.silent.clear()
+    controller.until(lambda: said("controller_back"))
+    assert (said("controller_lost"), said("controller_back")) == (1, 1)

@@ -82,7 +82,7 @@ def test_chunks_that_a_killed_server_had_not_put_are_put_by_the_next(
         identity, chain = stored(client, 5)
         server.kill()
     server._flags[server._flags.index("--l2-adapter") + 1] = json.dumps(good)
-    assert server.start()["adopted"]
+    assert server.start()["adopted"] and server.ready["tiers"] == ["fs-0"]
     with RpcClient(server.socket_dir) as client:
         until(client, lambda status: status["l2_store"]["adapters"]["fs-0"]["outcomes"].get("stored") == 5)
         clear_l1(client)

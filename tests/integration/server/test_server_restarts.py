@@ -63,7 +63,7 @@ def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(
         old_epoch = client.epoch
         server.kill()
         server.start()
-        assert server.ready["adopted"]
+        assert server.ready["adopted"] and server.ready["adopted_chunks"] == 6
         client.attach()
         assert client.epoch != old_epoch
         client.connect()

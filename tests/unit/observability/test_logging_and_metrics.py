@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from kvstrata.observability.logging import MAX_KINDS, WINDOW_S, EventLog
+from kvstrata.observability.logging import MAX_KINDS, WINDOW_S, EventLog, _JsonFormatter
 from kvstrata.observability.metrics import (
     MAX_OUTCOME_WORDS,
     SECONDS_BUCKETS,
@@ -35,6 +37,41 @@ def test_an_event_is_one_line_with_its_fields(lines: pytest.LogCaptureFixture) -
         r'attached pid=12 name="two words" key=0102 empty="" quoted="a\"b" broken="a\nb"'
     )
     assert record.name == "kvstrata.part"
+
+
+@given(st.text())
+def test_a_line_of_json_is_one_object_with_event_and_fields(text: str) -> None:
+    formatter = _JsonFormatter(None, "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    seen: list[str] = []
+    log = EventLog("part")
+    log._logger = logging.Logger("kvstrata.part")
+    log._logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: seen.append(formatter.format(record))  # type: ignore[method-assign]
+    log.warning("tier_down", count=3, key=b"\x01\x02", well=False, text=text, url="redis://u:hunter2222@host")
+    [line] = seen
+    assert len(line.splitlines()) == 1
+    told = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", told.pop("time"))
+    assert isinstance(told["fields"].pop("text"), str)
+    assert "hunter2222" not in told["fields"].pop("url")
+    assert told == {
+        "level": "warning",
+        "component": "kvstrata.part",
+        "message": "tier_down",
+        "fields": {"count": 3, "key": "0102", "well": False},
+    }
+
+
+def test_a_traceback_in_json_is_a_field() -> None:
+    formatter = _JsonFormatter()
+    try:
+        raise ValueError("two\nlines")
+    except ValueError as error:
+        found = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("lib", logging.ERROR, "", 0, "it %s", ("failed",), found)
+    told = json.loads(formatter.format(record))
+    assert told["message"] == "it failed" and "ValueError: two" in told["fields"]["traceback"]
 
 
 @given(st.text())

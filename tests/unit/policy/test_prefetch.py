@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.policy.prefetch import Hole, Source, make_plan, next_batch, reserve_runs
-from kvstrata.policy.reasons import CLOSED, HOST_DIED, HOST_DOWN, MEANINGS, QUEUE_FULL
+from kvstrata.policy.reasons import CLOSED, HOST_DIED, HOST_DOWN, MEANINGS, MEDIUM_GONE, QUEUE_FULL
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.l2.tiers import REMOVED
 from kvstrata.testing.strategies import key_of
@@ -81,7 +81,10 @@ ELSEWHERE = {
 }  # fmt: skip
 """Reasons that only explain gives."""
 WORDS = {
-    MissReason.BREAKER_OPEN: ["breaker_open", HOST_DOWN, "controller_down", CLOSED, "stopping", REMOVED],
+    MissReason.BREAKER_OPEN: [
+        "breaker_open", HOST_DOWN, "controller_down", CLOSED, MEDIUM_GONE, "stopping",
+        REMOVED,
+    ],
     MissReason.DEADLINE: ["deadline", "peer_deadline", "peer_gone"],
     MissReason.IN_FLIGHT: ["in_flight"],
     MissReason.CORRUPT: ["corrupt", "unauthenticated"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -427,3 +428,23 @@ async def test_a_clear_that_raises_is_a_storage_error() -> None:
     inner.clear = fail  # type: ignore[method-assign]
     with pytest.raises(StorageError, match="not cleared: ValueError: broken adapter"):
         await guard(inner).clear()
+
+
+async def test_the_log_says_once_that_a_tier_is_down_and_once_that_it_is_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="kvstrata.adapters")
+    inner, clock = Scripted(), HandClock()
+    adapter = guard(inner, clock, failures=3, open_s=1.0)
+    inner.found = Found(Presence.UNKNOWN, 0, "io")
+    for _ in range(20):  # the breaker opens, and then its probes fail
+        await adapter.exists([key_of(1)])
+        clock.now_s += 1.0
+    inner.found = Found(Presence.PRESENT, 5000)
+    clock.now_s += 60.0
+    for _ in range(5):
+        await adapter.exists([key_of(1)])
+    down, up = caplog.messages
+    assert down.startswith("tier_down adapter=scripted-0 operation=exists reason=io meaning=")
+    assert up == "tier_up adapter=scripted-0 operation=exists"

@@ -41,6 +41,7 @@ from kvstrata.memory.attach.rows import Rows
 from kvstrata.memory.segment import Descriptors, Segment
 from kvstrata.naming import name_thread
 from kvstrata.native.pool import Pool
+from kvstrata.observability.logging import Thinning
 from kvstrata.policy.processes import only_tenant
 from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.rpc.wire import SECRET_BYTES
@@ -196,7 +197,7 @@ class AttachServer:
         self._pending: dict[_Connection, asyncio.TimerHandle] = {}
         """Unfinished handshakes in order of arrival, each with its timeout."""
         self._refused: Counter[str] = Counter()
-        self._quiet_until = 0.0
+        self._thinning = Thinning()
 
     def _place(self, pool: Pool, fds: Descriptors) -> _Place:
         rows = Rows(pool, fds.sessions_lock, self._hooks, self._limits.old_row_interval_s, self._lane)
@@ -367,10 +368,9 @@ class AttachServer:
 
     def _count_refused(self, connection: _Connection, word: str, why: str) -> None:
         self._refused[word] += 1
-        now = self._loop.time()
-        if now >= self._quiet_until:  # a process that keeps trying must not fill the log
-            self._quiet_until = now + 1.0
-            _log.warning("attach: refused process %d: %s (%s)", connection.credentials.pid, why[:500], word)
+        # A process that keeps trying must not fill the log.
+        line = "attach: refused process %d: %s (%s)"
+        self._thinning.log(_log, logging.WARNING, word, line, connection.credentials.pid, why[:500], word)
 
     def _drop(self, connection: _Connection) -> None:
         """Close a connection, and tell `rows` if it spoke for a row. Idempotent."""

@@ -47,6 +47,8 @@ AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
 SEND_S = 0.1
 """Interval at which queued events are sent."""
 GOODBYE_S = 1.0
+SILENT_BEATS = 3
+"""After so many unanswered heartbeats in a row the log says that the controller is lost."""
 MAX_HEARTBEAT_S = 3_600.0
 
 
@@ -167,6 +169,10 @@ class ControllerLink:
         self._controller_epoch = 0
         self._heartbeat_s = 10.0
         self._stopped = False
+        self._complaint = ""
+        """Event and cause of the last line about a controller that refuses or does not answer; empty after `member`."""
+        self._unheard = 0
+        """Heartbeats in a row that were not answered."""
         self._counts = dict.fromkeys(("registrations", "heartbeats", "unanswered", "event_batches"), 0)
 
     def start(self) -> None:
@@ -223,21 +229,24 @@ class ControllerLink:
             except ClusterFailure as refused:
                 self._step(LinkEvent.REFUSED)
                 again_s = max(min(2 * again_s, AGAIN_MAX_S), refused.retry_after_ms / 1000)
-                self._log.repeated(
-                    logging.WARNING, "refused", "controller_refuses", code=refused.code,
-                    reason=refused.message,
-                )  # fmt: skip
+                self._complain("controller_refuses", refused.code, code=refused.code, reason=refused.message)
                 await self._pause(again_s)
                 continue
             except Unavailable as absent:
                 self._step(LinkEvent.SILENT)
                 again_s = min(2 * again_s, AGAIN_MAX_S)
-                self._log.repeated(logging.WARNING, "absent", "controller_absent", reason=absent.message)
+                self._complain("controller_absent", "", reason=absent.message)
                 await self._pause(again_s)
                 continue
             again_s = AGAIN_S
             self._step(await self._live())
             self._sync.thaw()
+
+    def _complain(self, event: str, cause: str, **fields: object) -> None:
+        """Log why the instance is no member, once for each cause until it is a member again."""
+        if self._complaint != (complaint := f"{event} {cause}"):
+            self._complaint = complaint
+            self._log.repeated(logging.WARNING, complaint, event, **fields, url=self._url)
 
     async def _register(self) -> Registered:
         facts, advertised = self._facts, self._advertised
@@ -268,7 +277,11 @@ class ControllerLink:
             self._ports = ports
         if registered.sync or not self._news.telling:
             self._news.want_sync("registered")
-        self._log.info("member", controller=registered.controller, sync=self._news.sync_wanted)
+        self._complaint, self._unheard = "", 0
+        self._log.repeated(
+            logging.INFO, "member", "member", url=self._url, controller=registered.controller,
+            sync=self._news.sync_wanted,
+        )  # fmt: skip
 
     async def _live(self) -> LinkEvent:
         """Send heartbeats until the instance must register again. Returns the event that requires it."""
@@ -296,6 +309,12 @@ class ControllerLink:
         except Unavailable:
             self._counts["unanswered"] += 1
             self._sync.unanswered()
+            self._unheard += 1
+            if self._unheard == SILENT_BEATS:
+                self._log.repeated(
+                    logging.WARNING, "silent", "controller_lost", url=self._url, unanswered=self._unheard,
+                    meaning="engines find this instance's chunks only, until it is back",
+                )  # fmt: skip
             return None
         except ClusterFailure as refused:
             self._log.repeated(
@@ -303,6 +322,9 @@ class ControllerLink:
             )
             return LinkEvent.REFUSED
         self._counts["heartbeats"] += 1
+        if self._unheard >= SILENT_BEATS:
+            self._log.repeated(logging.INFO, "heard", "controller_back", url=self._url)
+        self._unheard = 0
         self._commands.acknowledged(results)
         if beat.epoch != self._controller_epoch:
             return LinkEvent.OTHER_EPOCH

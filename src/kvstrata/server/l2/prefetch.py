@@ -42,6 +42,7 @@ from kvstrata.policy.prefetch import Hole, Plan, Run, Source, make_plan, next_ba
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
+from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
 from kvstrata.server.l2.record_lengths import without_odd_lengths
 from kvstrata.server.l2.tiers import REMOVED, Tier, TierSet
@@ -97,7 +98,7 @@ class PrefetchController:
         self._loads: dict[bytes, asyncio.Future[str]] = {}
         """Key → outcome of its load under way: "" if it was loaded, else the reason why not."""
         self._fetches: dict[Fetch, asyncio.Task[None]] = {}
-        self._chores: set[asyncio.Task[int]] = set()
+        self._foreign = ForeignValues()
         self._stopping = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._loaded_bytes = 0
@@ -150,8 +151,8 @@ class PrefetchController:
 
     async def idle(self) -> None:
         """Returns when no fetch is under way."""
-        while self._fetches or self._chores:
-            await asyncio.wait({*self._fetches.values(), *self._chores})
+        while self._fetches or self._foreign.tasks:
+            await asyncio.wait({*self._fetches.values(), *self._foreign.tasks})
 
     async def stop(self, drain_s: float) -> None:
         """Begin no more loads, give those under way `drain_s` seconds, abort the rest. Idempotent."""
@@ -159,7 +160,7 @@ class PrefetchController:
         try:
             await asyncio.wait_for(self.idle(), drain_s)
         except TimeoutError:
-            tasks = [*self._fetches.values(), *self._chores]
+            tasks = [*self._fetches.values(), *self._foreign.tasks]
             for fetch in self._fetches:
                 tasks += fetch.running
             for task in tasks:
@@ -292,7 +293,7 @@ class PrefetchController:
         try:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
             checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)
-            self._delete(loader, odd if fetch.deletes_odd else [])
+            self._foreign.delete(loader, odd if fetch.deletes_odd else [])
             return checked
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
@@ -488,13 +489,4 @@ class PrefetchController:
         if lost_keys:
             self._lost(loader.name, lost_keys)
         self._not_filled(fetch, failed)
-        if foreign:
-            log.error("%s: deleting %d records that name another identity", loader.name, len(foreign))
-            self._delete(loader, foreign)
-
-    def _delete(self, loader: Loader, keys: list[bytes]) -> None:
-        """Delete values that are not a record of their key: some media store no record where a value exists."""
-        if keys:
-            chore = asyncio.create_task(loader.adapter.delete(keys), name="delete-foreign")
-            self._chores.add(chore)
-            chore.add_done_callback(self._chores.discard)
+        self._foreign.delete_other_identity(loader, foreign)

@@ -350,13 +350,17 @@ class TierPuts:
         self._not_clearing.clear()
         try:
             removed = await self.tier.adapter.clear()
-            self.planner.forget()
-            self.ledger.forget()
-            self._news.tier_emptied(self.name)
+            self.emptied()
         finally:
             self._clears += 1
             self._not_clearing.set()
         return removed
+
+    def emptied(self) -> None:
+        """Note that the tier has no records any more."""
+        self.planner.forget()
+        self.ledger.forget()
+        self._news.tier_emptied(self.name)
 
     async def _cleared_too(self, batch: list[Pending], outcomes: list[PutOutcome]) -> list[PutOutcome]:
         """Delete the records of a batch during which the tier was cleared. Returns the corrected outcomes.

@@ -99,10 +99,12 @@ class StoreController:
             for key in keys:
                 puts.left_l1(key, reason)
 
-    def dropped(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note that the tier does not have these chunks any more (its cap, a delete, a corrupt copy)."""
+    def dropped(self, name: str, keys: Sequence[bytes] | None) -> None:
+        """Note that the tier does not have these chunks any more (its cap, a delete, a corrupt copy). None: any."""
         puts = self._puts.get(name)
-        if puts is not None:
+        if puts is not None and keys is None:
+            puts.emptied()
+        elif puts is not None and keys is not None:
             puts.planner.gone(keys)
             puts.ledger.gone(keys)
             self._news.tier_lost(name, keys)

@@ -113,7 +113,7 @@ class TierControl:
     async def open(self, config: TierConfig) -> None:
         """Open a tier of the settings and add it at the end. Raises ConfigError or StorageError."""
         configured = self._build(config)
-        await configured.adapter.open(self._context(config.name))
+        await configured.open(self._context(config.name))
         self._next_number = max(self._next_number, config.number + 1)
         self.rows.of_settings(config.name, config.entry)
         self._join(configured, config.entry, len(self._tiers.placed))
@@ -130,7 +130,7 @@ class TierControl:
         tiers = list(self._tiers)
         for tier in tiers:
             self._tiers.discard(tier)
-        await asyncio.gather(*(tier.adapter.close() for tier in tiers))
+        await asyncio.gather(*(tier.configured.close() for tier in tiers))
 
     # -- the admin's operations ----------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class TierControl:
         self._opening -= 1
         configured, entry = opening.result()
         if self._closed:
-            await configured.adapter.close()
+            await configured.close()
             self._check_open()
         placed = len(self._tiers.placed)
         tier = self._join(configured, entry, placed if position is None else min(position, placed))
@@ -287,7 +287,7 @@ class TierControl:
         opened = await on_a_thread(make, "make-adapter")
         configured = opened.stack
         try:
-            await configured.adapter.open(self._context(configured.name))
+            await configured.open(self._context(configured.name))
         except KvstrataError:
             raise
         except Exception as error:  # the plugin boundary
@@ -305,7 +305,7 @@ class TierControl:
 
     async def _close_late(self, configured: Stack) -> None:
         self._log.warning("l2_adapter_opened_too_late", adapter=configured.name)
-        await configured.adapter.close()
+        await configured.close()
         await configured.guard.ended()
         self._opening -= 1
 
@@ -359,7 +359,7 @@ class TierControl:
             await asyncio.wait_for(self._idle_of(tier), wait_s)
         self._puts_skipped[name] = await self._store.leave(name)
         await self._prefetch.leave(name)
-        await tier.adapter.close()
+        await tier.configured.close()
         if guard.running:
             self._log.warning("l2_adapter_does_not_let_go", adapter=name, stuck_bytes=guard.stuck_bytes)
             await guard.ended()

@@ -10,18 +10,22 @@ How a process attaches and when it counts as ended: memory/attach/server.py.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from kvstrata.errors import BadRequest, LayoutRefused, Unavailable
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, only_tenant
 from kvstrata.rpc.attach_wire import AttachRequest
-from kvstrata.rpc.session import Sessions
+from kvstrata.rpc.session import Effect, Sessions
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.record_lengths import declared_record_bytes
 from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.requests.effects import Effects
+from kvstrata.server.requests.leases import Lease
 from kvstrata.server.requests.running import Running
 from kvstrata.types import FORMAT_VERSION, shown_name
 
@@ -114,6 +118,17 @@ class Processes:
             left = self._sessions.close(session.session)
             self._running.stop(left.stopped)
             if process is not None:
+                self._log_held(session, left.effects)
                 self._effects.process_gone(process, left.effects)
             await self._running.ended(left.stopped)
         self._log.debug("gone", session=shown_name(session.session), pid=session.pid, row=session.row)
+
+    def _log_held(self, session: SessionRow, left: Sequence[Effect]) -> None:
+        """Log what a process held when it ended; a process that has given back everything is not worth a line."""
+        leases = sum(isinstance(effect, Lease) for effect in left)
+        if left:
+            self._log.repeated(
+                logging.INFO, "held", "process_gone", pid=session.pid, session=shown_name(session.session),
+                group=shown_name(session.group), leases=leases, reservations=len(left) - leases,
+                note="its reservations are freed, and its leases as far as no process of its engine uses them",
+            )  # fmt: skip

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from kvstrata.errors import StorageError
+from kvstrata.observability.logging import Thinning
 from kvstrata.policy import reasons
 from kvstrata.policy.reasons import BAD_ITEM, CODEC, ENCODED, LENGTH, QUEUE_FULL, STAGING_TOO_SMALL, THROTTLED
 from kvstrata.storage.base import (
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
 
 log = logging.getLogger(__name__)
+_thinning = Thinning()
 
 
 class CodecAdapter(StorageAdapter):
@@ -281,7 +283,8 @@ class CodecAdapter(StorageAdapter):
                 block.let_go()
                 outcomes[i] = PutOutcome(PutStatus.FAILED, CODEC)
                 self.counts["encode_failed"] += 1
-                log.error("%s: a record cannot be encoded: %s", self.name, encoded)
+                text = "%s: a record cannot be encoded: %s"
+                _thinning.log(log, logging.ERROR, f"encode {self.name}", text, self.name, encoded)
                 continue
             length = encoded.length
             if self.chain.settings.fp8 and FP8 not in encoded.codecs:
@@ -438,7 +441,7 @@ class CodecAdapter(StorageAdapter):
         ended = await asyncio.gather(*(work for _, work in decoding), return_exceptions=True)
         for (i, _), result in zip(decoding, ended, strict=True):
             if isinstance(result, BaseException):
-                log.error("%s: a codec raised an unexpected error on a record", self.name, exc_info=result)
+                log_broken_contract(self.name, "a codec", result)
                 result = LoadOutcome(LoadStatus.FAILED, CODEC)
             outcomes[i] = result
             key = items[i].key
@@ -468,7 +471,8 @@ class CodecAdapter(StorageAdapter):
             self._undecodable.note(error.reason, item.key, error)
             return LoadOutcome(LoadStatus.FAILED, error.reason)
         except BadRecord as error:
-            log.warning("%s: removing the corrupt record %s: %s", self.name, item.key.hex()[:16], error)
+            text = "%s: removing the corrupt record %s: %s"
+            _thinning.log(log, logging.WARNING, self.name, text, self.name, item.key.hex()[:16], error)
             return LoadOutcome(LoadStatus.CORRUPT, CODEC)
         finally:
             item.hold.drop()

@@ -10,6 +10,8 @@ at once.
 An operation failed if it hit the deadline, raised, or all its items are FAILED or UNKNOWN for reasons that blame the
 medium (policy/reasons.py; a full queue does not).  A miss, a corrupt record or a full disk is an answer, not a failure.
 While the breaker of loads is open, `exists` answers UNKNOWN too, since a record that cannot be loaded is not a hit.
+
+The log has a line when a breaker opens (`tier_down`) and when it closes again (`tier_up`), none for probes that fail.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import msgspec
 from kvstrata.clock import Clock
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import StorageError
-from kvstrata.policy.breaker import Breaker
+from kvstrata.observability.logging import EventLog
+from kvstrata.policy.breaker import Breaker, BreakerState
 from kvstrata.policy.reasons import BREAKER_OPEN, DEADLINE, RAISED, blames_medium
 from kvstrata.storage.base import (
     MORE_KEYS,
@@ -47,6 +50,14 @@ from kvstrata.types import KEY_BYTES
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MEANINGS = {
+    "exists": "lookups count its chunks as absent",
+    "put": "it gets no new chunks",
+    "load": "lookups count its chunks as absent",
+    "delete": "records that should be deleted stay on it",
+}
+"""What an open breaker of an operation means, for the log."""
 
 
 class DeadlineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +85,12 @@ class DeadlineAdapter(StorageAdapter):
         self.stuck_bytes = 0
         """Bytes of operations that have not ended and that nobody waits for any more."""
         self._clock = clock
+        self._states = EventLog("adapters", clock.monotonic_s)
         self._misanswered: set[str] = set()
         """Operations whose invalid answers were logged."""
+        self._shut = ""
+        """Why the medium gets no puts and deletes; empty: it gets them."""
+        self._shut_to_loads = False
         self._running: set[asyncio.Task[Any]] = set()
         self._breakers = {
             operation: Breaker(limits.failures, limits.open_s, limits.max_open_s)
@@ -86,13 +101,23 @@ class DeadlineAdapter(StorageAdapter):
         """State of each operation's breaker, for status pages."""
         return {operation: breaker.state.value for operation, breaker in self._breakers.items()}
 
+    def shut(self, reason: str, *, loads: bool) -> None:
+        """Ask the medium nothing from now on, except lookups and loads if `loads`; the answer is `reason`."""
+        self._shut, self._shut_to_loads = reason, not loads
+
+    def open_again(self) -> None:
+        """Use the medium again after `shut`."""
+        self._shut, self._shut_to_loads = "", False
+
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter, without a deadline: the server bounds the opening of adapters that are added later."""
         await self.inner.open(context)
         self.capabilities = self.inner.capabilities
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
-        """As the inner adapter; UNKNOWN at the deadline and while a breaker is open."""
+        """As the inner adapter; UNKNOWN at the deadline, while a breaker is open and while the medium is shut."""
+        if self._shut_to_loads:
+            return [Found(Presence.UNKNOWN, 0, self._shut)] * len(keys)
         if not self._breakers["load"].would_admit(self._clock.monotonic_s()) or not self._admit("exists"):
             return [Found(Presence.UNKNOWN, 0, BREAKER_OPEN)] * len(keys)
         try:
@@ -105,9 +130,11 @@ class DeadlineAdapter(StorageAdapter):
         return await self.inner.heads(keys)
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
-        """As the inner adapter; None if it does not answer in time, or its answer is not a page."""
+        """As the inner adapter; None if it does not answer in time, its answer is not a page, or the medium is shut."""
+        if self._shut_to_loads:
+            return None
         try:
-            page = await self._in_time("", self.inner.list_keys(cursor, most), 0, lambda page: True)
+            page = await self._in_time("", self.inner.list_keys(cursor, most), 0, _no_reason)
         except _Failed:
             return None
         if page is None or _is_page(page, most):
@@ -116,12 +143,12 @@ class DeadlineAdapter(StorageAdapter):
         return None
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """As the inner adapter; FAILED at the deadline and while the breaker is open."""
+        """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
         payload_bytes = sum(item.hold.length for item in items)
-        if self._is_stuck() or not self._admit("put"):
+        if self._shut or self._is_stuck() or not self._admit("put"):
             for item in items:
                 item.hold.drop()
-            return [PutOutcome(PutStatus.FAILED, BREAKER_OPEN)] * len(items)
+            return [PutOutcome(PutStatus.FAILED, self._shut or BREAKER_OPEN)] * len(items)
         try:
             return await self._bounded(
                 "put", self.inner.put(items), items, payload_bytes, PutOutcome, _put_says_why_not
@@ -130,12 +157,13 @@ class DeadlineAdapter(StorageAdapter):
             return [PutOutcome(PutStatus.FAILED, failed.reason)] * len(items)
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """As the inner adapter; FAILED at the deadline and while the breaker is open."""
+        """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
         payload_bytes = sum(item.hold.length for item in items)
-        if self._is_stuck() or not self._admit("load"):
+        if self._shut_to_loads or self._is_stuck() or not self._admit("load"):
             for item in items:
                 item.hold.drop()
-            return [LoadOutcome(LoadStatus.FAILED, BREAKER_OPEN)] * len(items)
+            reason = self._shut if self._shut_to_loads else BREAKER_OPEN
+            return [LoadOutcome(LoadStatus.FAILED, reason)] * len(items)
         try:
             return await self._bounded(
                 "load", self.inner.load(items), items, payload_bytes, LoadOutcome, _load_says_why_not
@@ -144,11 +172,11 @@ class DeadlineAdapter(StorageAdapter):
             return [LoadOutcome(LoadStatus.FAILED, failed.reason)] * len(items)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """As the inner adapter; 0 at the deadline and while the breaker is open."""
-        if not self._admit("delete"):
+        """As the inner adapter; 0 at the deadline, while the breaker is open and while the medium is shut."""
+        if self._shut or not self._admit("delete"):
             return 0
         try:
-            count = await self._in_time("delete", self.inner.delete(keys), 0, lambda count: True)
+            count = await self._in_time("delete", self.inner.delete(keys), 0, _no_reason)
         except _Failed:
             return 0
         return count if self._is_answer("delete", count, _is_count(count)) else 0
@@ -169,7 +197,7 @@ class DeadlineAdapter(StorageAdapter):
     async def usage(self) -> Usage:
         """As the inner adapter; all zero if it does not answer in time, or its answer is not a usage."""
         try:
-            usage = await self._in_time("", self.inner.usage(), 0, lambda usage: True)
+            usage = await self._in_time("", self.inner.usage(), 0, _no_reason)
         except _Failed:
             return Usage(0, 0, 0)
         counts = isinstance(usage, tuple) and len(usage) == len(Usage._fields) and all(map(_is_count, usage))
@@ -244,14 +272,15 @@ class DeadlineAdapter(StorageAdapter):
                 and all(issubclass(found, kind) for found in set(map(type, outcomes)))
             )
 
-        def went_well(outcomes: list[T]) -> bool:
+        def failure(outcomes: list[T]) -> str:
             if not fits(outcomes):
-                return False
-            return not asked or any(
-                reason is None or not blames_medium(reason) for reason in map(why_not, outcomes)
-            )
+                return RAISED
+            reasons = [why_not(outcome) for outcome in outcomes]
+            if any(reason is None or not blames_medium(reason) for reason in reasons):
+                return ""
+            return (reasons[0] or "failed") if reasons else ""
 
-        outcomes = await self._in_time(operation, work, payload_bytes, went_well)
+        outcomes = await self._in_time(operation, work, payload_bytes, failure)
         if not fits(outcomes):
             log.error(
                 "%s: %s answered %d items with %.200r, which is not a list of one %s each",
@@ -265,9 +294,11 @@ class DeadlineAdapter(StorageAdapter):
         operation: str,
         work: Coroutine[Any, Any, T],
         payload_bytes: int,
-        went_well: Callable[[T], bool],
+        failure: Callable[[T], str],
     ) -> T:
         """The result of `work` if it comes in time. Raises _Failed otherwise.
+
+        `failure` returns the reason if a result means that the medium failed, else "".
 
         After the deadline, and when the caller is cancelled, the work goes on and its bytes count as stuck until it
         ends.  In any case the breaker hears how the work ended, or that its deadline passed.
@@ -278,21 +309,21 @@ class DeadlineAdapter(StorageAdapter):
         timeout_s = self.limits.deadline_ms / 1000 * (1 + payload_bytes / self.limits.bytes_per_deadline)
         breaker = self._breakers.get(operation)
 
-        def judge(well: bool) -> None:
+        def judge(reason: str) -> None:
             if not late.done():
                 late.set_result(None)
                 if breaker is not None:
-                    breaker.ended(well, self._clock.monotonic_s())
+                    self._judge(operation, breaker, reason)
 
         def ended(task: asyncio.Task[T]) -> None:
             self._running.discard(task)
             timer.cancel()
-            well = not task.cancelled() and task.exception() is None and went_well(task.result())
-            if well and late.done() and breaker is not None:
+            reason = RAISED if task.cancelled() or task.exception() is not None else failure(task.result())
+            if not reason and late.done() and breaker is not None:
                 breaker.late_but_well(self._clock.monotonic_s())
-            judge(well)
+            judge(reason)
 
-        timer = loop.call_later(timeout_s, judge, False)
+        timer = loop.call_later(timeout_s, judge, DEADLINE)
         self._running.add(task)
         task.add_done_callback(ended)
         try:
@@ -307,6 +338,21 @@ class DeadlineAdapter(StorageAdapter):
             log_broken_contract(self.name, operation, error)
             raise _Failed(RAISED)
         return task.result()
+
+    def _judge(self, operation: str, breaker: Breaker, reason: str) -> None:
+        """Tell the breaker how an operation ended, for which reason it failed ("": it did not), and log its change."""
+        before = breaker.state
+        breaker.ended(not reason, self._clock.monotonic_s())
+        is_well, was_well = breaker.state is BreakerState.CLOSED, before is BreakerState.CLOSED
+        if was_well and not is_well:
+            self._states.repeated(
+                logging.WARNING, f"down {self.name} {operation}", "tier_down", adapter=self.name, operation=operation,
+                reason=reason, meaning=f"{MEANINGS[operation]}; it is asked again by itself",
+            )  # fmt: skip
+        elif is_well and not was_well:
+            self._states.repeated(
+                logging.INFO, f"up {self.name} {operation}", "tier_up", adapter=self.name, operation=operation
+            )
 
     def _count_stuck(self, task: asyncio.Task[Any], payload_bytes: int) -> None:
         self.stuck_bytes += payload_bytes
@@ -326,6 +372,10 @@ class _Failed(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+def _no_reason(result: object) -> str:
+    return ""
 
 
 def _is_count(count: object) -> bool:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvstrata.native.disk import MIN_CAPACITY_BYTES
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.media.disk.adapter import disk_adapter
-from kvstrata.storage.media.paths import absolute
+from kvstrata.storage.media.paths import absolute, folder_at
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
 from kvstrata.storage.structs import Place
 from kvstrata.types import GB
@@ -94,4 +94,4 @@ def _reach(config: DiskConfig, place: Place) -> Reach:
     return Reach(folders={"base_path": config.base_path})
 
 
-MEDIUM = Medium(DiskConfig, _prepare, reach=_reach)
+MEDIUM = Medium(DiskConfig, _prepare, reach=_reach, folder=lambda config: folder_at(config.base_path))

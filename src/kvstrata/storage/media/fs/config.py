@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.media.paths import absolute
+from kvstrata.storage.media.paths import absolute, folder_at
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
 from kvstrata.storage.structs import Place
 from kvstrata.types import GB
@@ -84,4 +84,4 @@ def _reach(config: FsConfig, place: Place) -> Reach:
     return Reach(folders={"base_path": config.base_path})
 
 
-MEDIUM = Medium(FsConfig, _prepare, reach=_reach)
+MEDIUM = Medium(FsConfig, _prepare, reach=_reach, folder=lambda config: folder_at(config.base_path))

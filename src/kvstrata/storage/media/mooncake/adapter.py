@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 from kvstrata.errors import StorageError
 from kvstrata.native.batches import names_of
 from kvstrata.native.record import CopyOutcome, RecordError, Verifier, record_header
+from kvstrata.observability.logging import Thinning
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
     HEAD_BYTES,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
 
 log = logging.getLogger(__name__)
+_thinning = Thinning()
 
 RAISED = "raised"
 
@@ -345,7 +347,8 @@ class MooncakeAdapter(StorageAdapter):
         lengths = {key: self._length(_name(key), replicas.get(_name(key), [])) for key in keys}
         foreign = [key for key, length in lengths.items() if 0 < length < HEAD_BYTES]
         if foreign:
-            log.warning("%s: removing %d values that are not records", self.name, len(foreign))
+            what = "%s: removing %d values that are not records"
+            _thinning.log(log, logging.WARNING, "foreign", what, self.name, len(foreign))
             self._remove(foreign)
         self._known.learn(
             self._largest_bytes, {key: length for key, length in lengths.items() if length >= HEAD_BYTES}
@@ -402,7 +405,7 @@ class MooncakeAdapter(StorageAdapter):
             late = [hold for hold, code in zip(holds, codes, strict=True) if code == _TRANSFER]
             if late:
                 what = "%s: Mooncake gave up %d transfers that may still run; their bytes stay held until its host ends"
-                log.warning(what, self.name, len(late))
+                _thinning.log(log, logging.WARNING, "late", what, self.name, len(late))
                 self._kept.update((id(hold), hold) for hold in late)
         return codes
 

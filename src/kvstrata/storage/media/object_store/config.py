@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
+from kvstrata.storage.folder import Folder
 from kvstrata.storage.media.workers import PerOpWorkers
 from kvstrata.storage.structs import Place
 
@@ -251,11 +252,18 @@ def _reach(config: ObjectStoreConfig, place: Place) -> Reach:
     return Reach(hosts={"endpoint": [endpoint[1]]})
 
 
+def _folder(config: ObjectStoreConfig) -> Folder | None:
+    if not config.url.startswith("file:"):
+        return None
+    return Folder(unquote(urlsplit(config.url).path), may_be_replaced=True)
+
+
 MEDIUM = Medium(
     ObjectStoreConfig,
     _prepare,
     rest="options",
     reach=_reach,
     runtime_rest=RUNTIME_OPTIONS,
+    folder=_folder,
     refusal=_missing,
 )
