@@ -51,7 +51,7 @@ def test_a_server_that_could_start_has_nothing_to_do(
 @pytest.mark.parametrize(
     ("more", "check", "state", "says"),
     [
-        (("--l1-size-gb", "-1"), "settings", "fail", "size_gb"),
+        (("--l1-size-gb", "-1"), "settings", "fail", "--l1-size-gb"),
         (("--l1-size-gb", "500000"), "settings", "warn", "l1_size_gb"),
         (("--l1-use-hugepages", "--l1-size-gb", "4096"), "huge pages", "fail", "vm.nr_hugepages="),
         (("--l1-size-gb", "500000"), "/dev/shm", "warn", "--l1-size-gb"),
