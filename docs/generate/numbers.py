@@ -51,8 +51,8 @@ def metrics() -> str:
             "\n### Labels\n\n",
             table(["label", "values"], [[f"`{label}`", LABELS[label]] for label in labels]),
             "\n## Numbers of the status document\n\nGauges without labels, which `kvstrata ctl status --all` shows at "
-            "their paths. ADAPTER stands for an adapter's name, WORD for one of several words; characters other than letters "
-            "and digits become `_`. Those of an adapter are there while the server has it.\n\n",
+            "their paths. ADAPTER stands for an adapter's name, WORD for one of several words; characters other than "
+            "letters and digits become `_`. Those of an adapter are there while the server has it.\n\n",
             table(["metric", "path", "meaning"], gauges),
             "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
             "`max_instances` of them.\n\n",
