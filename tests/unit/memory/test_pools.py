@@ -168,7 +168,7 @@ def test_only_a_folder_of_ours_that_holds_a_pool_is_freed(root: Path, left: Path
 
 
 def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: SegmentSettings) -> None:
-    """A start ends with a pool at its place, adopted or new, or is refused; a `free` removes a whole pool or refuses."""
+    """A start ends with a pool, adopted or new, or is refused; a `free` removes a whole pool or refuses."""
     Segment.open(settings).close()
     ended = threading.Event()
     freed = []
