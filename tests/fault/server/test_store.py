@@ -120,6 +120,18 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     await puts.controller.stop(0)
 
 
+async def test_a_put_worker_that_crashes_is_in_the_log_at_once(
+    l1: L1, tier: OpenTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await tier()
+    puts = Puts(l1, one)
+    [key] = l1.store(chain("a", 1))
+    puts.controller._puts["fs-0"]._next_batch = lambda: 1 / 0
+    puts.controller.committed([key])
+    await until(lambda: "put-fs-0-0 crashed" in caplog.text or "put-fs-0-1 crashed" in caplog.text)
+    await puts.controller.stop(0)
+
+
 async def test_a_put_in_flight_keeps_its_pin_after_its_deadline(l1: L1, tier: OpenTier) -> None:
     plan = FaultPlan(0)
     one = await tier(plan=plan, deadline_ms=1)
