@@ -40,7 +40,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.ports import port_holder
+from kvstrata.process.ports import port_holder, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_inbox import Inbox, Message
@@ -486,15 +486,3 @@ class ZmqServer:
                 ],
                 zmq.NOBLOCK,
             )
-
-
-def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily]:
-    """The numeric address of a host name, IPv4 first. Raises ConfigError."""
-    if host in ("*", ""):
-        return "0.0.0.0", socket.AF_INET
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
-    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return str(where[0]).partition("%")[0], family
