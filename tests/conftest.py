@@ -8,6 +8,7 @@ tests may skip, and the contract suite may skip operations that an adapter says 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.harness import mooncake, vllm_env, vllm_model
 from tests.tools import fetch_wheels
 
 os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with adapters of type fault_inject
+# Under nohup it is ignored, and all processes that tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 IN_CI = os.environ.get("CI") == "true"
 KINDS = ("fast", "integration", "vllm", "gpu")
 REQUIRED_IN_CI = ("integration", "vllm")

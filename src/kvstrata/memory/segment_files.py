@@ -93,15 +93,15 @@ def open_locked_index(directory: Path) -> tuple[int, bool]:
 
 def make_segment_dir(directory: Path) -> None:
     """Make the directory of a segment, also while `kvstrata ctl pool free` removes it. Raises ConfigError."""
-    for _ in range(MOST_TRIES):
+    for left in reversed(range(MOST_TRIES)):
         try:
             make_private_dir(directory, "segment")
             return
         except ConfigError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
+            # A name for the error that outlives this block would keep the callers' frames, and with them the lock of a
+            # closed pool, until the next garbage collection.
+            if not left or not isinstance(error.__cause__, FileNotFoundError):
                 raise
-            failed = error
-    raise failed
 
 
 def lock_soon(index_fd: int) -> bool:

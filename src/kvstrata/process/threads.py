@@ -39,6 +39,7 @@ def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(tell, result, failure)
+        failure = None  # it refers to this frame, and together they would keep what `work` had until they are collected
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return future

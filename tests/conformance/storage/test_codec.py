@@ -302,24 +302,6 @@ async def test_a_record_that_was_swapped_after_its_headers_were_read_is_checked_
         assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
 
 
-async def test_a_value_of_another_length_that_is_no_record_of_its_key_is_removed_by_its_load(
-    opened: Opener, tmp_path: Path
-) -> None:
-    """What the wrapper knows of the record that was put says nothing about the value that has replaced it."""
-    folder = Folder(tmp_path / "kv")
-    async with opened(BOTH) as adapter:
-        await put_soft(adapter, 1, 2)
-        folder.write(key_of(1), resealed(folder.read(key_of(2)).ljust(record_length(190_000), b"\0")))
-        [found] = await adapter.exists([key_of(1)])
-        assert (found.presence, found.record_bytes) == (Presence.PRESENT, record_length(190_000))
-        item = load_item(key_of(1), 190_000)
-        [outcome] = await adapter.load([item])
-        watched(item).check()
-        assert outcome.status is LoadStatus.CORRUPT
-        [found] = await adapter.exists([key_of(1)])
-        assert found.presence is Presence.ABSENT
-
-
 @pytest.mark.parametrize("number", [2, 7, 200])
 async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
     opened: Opener, tmp_path: Path, number: int

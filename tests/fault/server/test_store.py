@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from typing import Any
 
 import msgspec
 import pytest
@@ -107,14 +108,27 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     one = await tier()
     puts = Puts(l1, one)
     of_tier = puts.controller._puts["fs-0"]
-    of_tier._pool = Counting()
-    of_tier._unpinned.update(dict.fromkeys(chain("lost", 1000)))
+    pool: Any = Counting()
+    of_tier._backlogs = dict.fromkeys((l1.pool, pool), of_tier._backlogs[l1.pool])
+    of_tier._unpinned.update(dict.fromkeys(chain("lost", 1000), pool))
     ticking = [asyncio.get_running_loop().call_soon(next_turn)]
-    puts.controller.committed(l1.store(chain("a", 1)))
+    puts.controller.committed(l1.store(chain("a", 1)), pool)
     await puts.controller.idle()
     ticking[0].cancel()
     assert holds.total() == 1001
     assert max(holds.values()) <= 64
+    await puts.controller.stop(0)
+
+
+async def test_a_put_worker_that_crashes_is_in_the_log_at_once(
+    l1: L1, tier: OpenTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = await tier()
+    puts = Puts(l1, one)
+    [key] = l1.store(chain("a", 1))
+    puts.controller._puts["fs-0"]._next_batch = lambda: 1 / 0
+    puts.controller.committed([key])
+    await until(lambda: "put-fs-0-0 crashed" in caplog.text or "put-fs-0-1 crashed" in caplog.text)
     await puts.controller.stop(0)
 
 

@@ -107,7 +107,7 @@ def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path, 
         told = controller.ask("/v1/cluster")
         assert told["snapshot"]["ignored"] == 1 and told["snapshot"]["ignored_reason"]
         assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0
-        assert "snapshot_ignored" in controller.log.read_text()
+        eventually("the log says so", lambda: "snapshot_ignored" in controller.log.read_text())
         metric = "kvstrata_controller_snapshots_ignored_total 1.0"
         assert metric in controller.text("/metrics")
 

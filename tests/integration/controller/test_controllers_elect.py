@@ -292,7 +292,7 @@ def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(contr
     [
         (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
         (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
-        (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "etcd.advertise_url"),
+        (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "--advertise-url: must be"),
         (
             ("--config", "etcd: {endpoints: ['https://127.0.0.1:1'], ca_file: none}"),
             "etcd.ca_file: none: cannot be read",

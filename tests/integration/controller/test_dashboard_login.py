@@ -17,6 +17,7 @@ import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
 from tests.harness import chromium, page_checks
+from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
@@ -89,7 +90,7 @@ async def secrets(page: Page) -> tuple[str, str]:
 async def test_link_of_the_log_logs_in_and_leaves_no_trace_of_its_code(
     browser: Browser, controller: ControllerProcess
 ) -> None:
-    (link,) = LINK.findall(controller.log.read_text())
+    (link,) = eventually("the log has the link", lambda: LINK.findall(controller.log.read_text()))
     assert link.startswith(f"http://localhost:{controller.http_port}/#/login/")
     context = await browser.new_context()
     page = await context.new_page()

@@ -32,4 +32,4 @@ def test_each_line_is_an_object(tmp_path: Path, kind: str) -> None:
     assert all(set(line) == {"time", "level", "component", "message", "fields"} for line in lines)
     [ready] = [line for line in lines if line["message"] == "ready"]
     assert ready["fields"]["pid"] == process.ready["pid"]
-    assert lines[-1]["message"] == "stopped"
+    assert [line["message"] for line in lines[-2:] if line["message"] != "pool_kept"][-1] == "stopped"

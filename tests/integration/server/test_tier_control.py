@@ -249,7 +249,7 @@ def test_wrong_requests_name_what_is_wrong_and_change_nothing(server, tmp_path):
     for method, path in (("GET", ""), ("POST", ""), ("POST", "/fs-0/drain"), ("DELETE", "/fs-0")):
         assert http(server, method, f"/v1/l2/adapters{path}", token="wrong")[0] == 401
     wrong = ctl(server, "l2", "add", "{")
-    assert wrong.returncode == 1 and "JSON: neither JSON" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert wrong.returncode == 2 and "JSON: neither JSON" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "fs-9" in ctl(server, "l2", "remove", "fs-9").stderr
     assert "must be seconds from 0 to 600" in ctl(server, "l2", "drain", "fs-0", "--wait-s", "soon").stderr
     assert [(row["name"], row["state"]) for row in rows(server)] == [("fs-0", "active")]

@@ -72,8 +72,8 @@ def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(
         assert of_adapter(server)["numbers"] == {
             "region_bytes": server.ready["l1_bytes"], "inside": 10, "outside": 0,
         }  # fmt: skip
-        warned = "l2_adapter_may_hang" in server.log.read_text()
-        assert warned == (isolation == "in_process")
+    warned = "l2_adapter_may_hang" in server.log.read_text()
+    assert warned == (isolation == "in_process")
 
 
 async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(

@@ -50,9 +50,10 @@ async def test_a_full_lane_refuses_work_and_takes_it_once_it_has_room() -> None:
 
 async def test_work_on_the_lane_goes_on_when_its_caller_is_cancelled() -> None:
     lane = PoolLane(asyncio.get_running_loop(), threads=1, queue=4)
-    gate, finished = threading.Event(), threading.Event()
+    started, gate, finished = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
+        started.set()
         gate.wait(30)
         finished.set()
 
@@ -61,6 +62,7 @@ async def test_work_on_the_lane_goes_on_when_its_caller_is_cancelled() -> None:
 
     waiter = asyncio.create_task(wait())
     await asyncio.sleep(0)
+    assert started.wait(30)
     waiter.cancel()
     await asyncio.gather(waiter, return_exceptions=True)
     gate.set()

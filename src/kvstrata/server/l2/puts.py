@@ -255,16 +255,19 @@ class TierPuts:
     def employ(self) -> None:
         """Start the workers."""
         for number in range(self._limits.batches_in_flight):
-            self._workers.append(asyncio.create_task(self._work(), name=f"put-{self.name}-{number}"))
+            worker = asyncio.create_task(self._work(), name=f"put-{self.name}-{number}")
+            worker.add_done_callback(_tell_crash)
+            self._workers.append(worker)
 
     async def dismiss(self) -> None:
         """End the workers. A put that the adapter has not answered counts as skipped."""
-        tasks = [*self._workers, *self._trimmer.cancel()]
+        trims = self._trimmer.cancel()
         for task in self._workers:
             task.cancel()
-        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        await asyncio.gather(*self._workers, return_exceptions=True)
+        for ended in await asyncio.gather(*trims, return_exceptions=True):
             if isinstance(ended, Exception):
-                log.error("a put worker crashed", exc_info=ended)
+                log.error("a task that makes room for puts crashed", exc_info=ended)
         self._workers.clear()
 
     async def _work(self) -> None:
@@ -380,3 +383,13 @@ class TierPuts:
             else outcome
             for key, outcome in zip(keys, outcomes, strict=True)
         ]
+
+
+def _tell_crash(worker: asyncio.Task[None]) -> None:
+    """Log at once that a worker has ended with an exception, since its tier puts less from now on, or nothing."""
+    if not worker.cancelled() and (error := worker.exception()) is not None:
+        log.error(
+            "%s crashed; restart the server, for its tier gets fewer puts now",
+            worker.get_name(),
+            exc_info=error,
+        )

@@ -77,8 +77,6 @@ class Heads:
                 if known is not None:
                     lengths[i] = known
                     self._lengths.note(keys[i], known)
-                else:  # what was known belongs to a value that somebody has replaced
-                    self._lengths.forget(keys[i])
         return lengths
 
     def _read(self, key: bytes, head: bytes, stored_bytes: int) -> Lengths | None:

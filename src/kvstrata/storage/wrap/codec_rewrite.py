@@ -13,7 +13,7 @@ import collections
 import time
 from typing import cast
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native import record as native_record
 from kvstrata.native.copying import buffer_address
 from kvstrata.native.pool import Hold
@@ -29,15 +29,18 @@ LISTS_WITHIN_S = 600.0
 
 
 async def rewrite(adapter: CodecAdapter, staging_bytes: int) -> dict[str, int]:
-    """Write all records of an open adapter again; returns the number of records by outcome. Raises StorageError."""
+    """Write all records of an open adapter again; returns the number of records by outcome.
+
+    Raises ConfigError if the adapter has no key to write with or cannot list, StorageError if listing fails.
+    """
     if not adapter.chain.seals.writes:
-        raise StorageError(
+        raise ConfigError(
             f"{adapter.name}: codec: names no key to write with; give aes-gcm or mac with key_files, the new key first",
             field="codec",
         )
     capabilities = adapter.inner.capabilities
     if not (capabilities.lists and capabilities.can_delete):
-        raise StorageError(
+        raise ConfigError(
             f"{adapter.name}: type: this kind of storage cannot list its records; let them be evicted, or clear it",
             field="type",
         )
