@@ -27,7 +27,8 @@ from playwright.async_api import Browser, CDPSession, Page
 from benchmarks.common import NotHere, cpu_seconds, figure, scratch, sized, wait_until
 from kvstrata.measure.cluster import Instance
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_curve import open_keys
+from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.zmq_curve import new_secret
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import LayoutIdentity
 from tests.harness import chromium
@@ -81,8 +82,16 @@ def live(port: int, joined: Event, stop: Event) -> None:
 async def _live(port: int, joined: Event, stop: Event) -> None:
     links = Links(asyncio.get_running_loop())
     chance = random.Random(1)
+    shared = SharedKey("controller.curve_file")
     ones = [
-        Instance(links, f"tcp://127.0.0.1:{port}", open_keys(), f"node-{number:04}", CHUNKS, TIERS)
+        Instance(
+            links,
+            f"tcp://127.0.0.1:{port}",
+            shared.of_member(new_secret()),
+            f"node-{number:04}",
+            CHUNKS,
+            TIERS,
+        )
         for number in range(INSTANCES)
     ]
     layout = LayoutIdentity(model="meta-llama/Llama-3.1-8B-Instruct", kv_dtype="bf16", chunk_tokens=256)

@@ -18,7 +18,7 @@ import zmq
 
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_curve import OPEN_PUBLIC
+from kvstrata.rpc.shared_key import SharedKey
 
 KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
 """Public and secret key of each instance id, which every process of the instance keeps."""
@@ -80,6 +80,7 @@ class ClusterInstance:
         self.commands: list[wire.Command] = []
         self.epoch = 0
         self.registered: wire.Registered | None = None
+        self._server_key = SharedKey("controller.curve_file").keys.server
         self._context = zmq.Context()
         self.reply = self._socket(zmq.DEALER, reply_port)
         self.pull: zmq.Socket[bytes] | None = None
@@ -91,7 +92,7 @@ class ClusterInstance:
         socket.setsockopt(zmq.SNDTIMEO, round(1000 * HANG_S))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 100)
-        socket.curve_serverkey = OPEN_PUBLIC
+        socket.curve_serverkey = self._server_key
         socket.curve_publickey, socket.curve_secretkey = self.public_key, self._secret_key
         socket.connect(f"tcp://127.0.0.1:{port}")
         return socket

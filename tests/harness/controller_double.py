@@ -12,7 +12,7 @@ import zmq
 
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_curve import OPEN_SECRET
+from kvstrata.rpc.shared_key import SharedKey
 
 HANG_S = 30.0
 EPOCH = 5
@@ -22,13 +22,14 @@ class ControllerDouble:
     """Answers as a controller would, except for the requests that `silent`, `slow` and `failures` name."""
 
     def __init__(self, *, heartbeat_ms: int = 100, token: int = 0, cluster_id: int = 0) -> None:
+        secret = SharedKey("security.curve_secret_file").keys.secret
         self._context = zmq.Context()
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self.ports: dict[str, int] = {}
         for name, kind in (("reply", zmq.ROUTER), ("heartbeat", zmq.ROUTER), ("pull", zmq.PULL)):
             socket = self._sockets[name] = self._context.socket(kind)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.curve_server, socket.curve_secretkey = 1, OPEN_SECRET
+            socket.curve_server, socket.curve_secretkey = 1, secret
             self.ports[name] = socket.bind_to_random_port("tcp://127.0.0.1")
         self._heartbeat_ms = heartbeat_ms
         self.epoch = EPOCH

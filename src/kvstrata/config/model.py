@@ -180,8 +180,8 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
         Meta(
             description="File with the CURVE keys of a member, as `kvstrata cluster init` makes it: `secret KEY`, "
             "`server KEY` (the controller's public key) and a `client KEY` for each peer that may ask for leases. With "
-            "`secret KEY` alone all members share it. Empty: the instance makes a key of its own, for a cluster on "
-            "loopback."
+            "`secret KEY` alone all members share it. Empty: the processes of this user share a key that they find by "
+            "themselves, for a cluster on loopback."
         ),
     ] = ""
 

@@ -40,6 +40,17 @@ def run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
     return list(dict.fromkeys(places))
 
 
+def shared_run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where processes of our user keep what they share, the first place first: the same list for all of them.
+
+    It does not depend on how a process was started, since systemd and cron leave out the XDG_RUNTIME_DIR that a login
+    sets.  An XDG_RUNTIME_DIR of our own that is no login's is the only place, so it keeps processes apart.  Raises
+    ConfigError as `run_dir`.
+    """
+    own, in_tmp_first = run_dir(environ), run_dirs({})
+    return in_tmp_first[::-1] if own in in_tmp_first else [own]
+
+
 def make_private_dir(path: Path, field: str) -> None:
     """Makes `path` and its missing parents with mode 0700, then checks `path` as `check_private_dir` does."""
     missing = [parent for parent in (path, *path.parents) if not os.path.lexists(parent)]

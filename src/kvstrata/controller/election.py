@@ -45,8 +45,8 @@ from kvstrata.controller.etcd import Etcd, EtcdFailed
 from kvstrata.controller.orders import Orders
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.ports import resolve
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_ID
-from kvstrata.rpc.zmq_server import resolve
 
 STEPS_PER_TTL = 9
 """Steps in one time to live; every third step refreshes the lease."""

@@ -53,7 +53,8 @@ from kvstrata.process.listen import (
 )
 from kvstrata.process.ports import Listening, refuse_port_twice
 from kvstrata.rpc.key_file import KeyFile
-from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, read_controller_keys
+from kvstrata.rpc.shared_key import ADVICE, SharedKey
+from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, CurveKeys, read_controller_keys
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Plan(NamedTuple):
     settings: ControllerSettings
     http_token: str
     keys: KeyFile[ControllerKeys] | None
-    """None without a key file: any client may connect, and use any id."""
+    """None without a key file: any client that knows the server's key may connect, and use any id."""
     peer_hosts: PeerHosts
 
 
@@ -210,10 +211,7 @@ class Controller(Process):
         sockets = Sockets(loop, epoch)
         self.closers.append(soon(sockets.close))
         keys = self._plan.keys
-        if keys is None:
-            sockets.bind(settings, OPEN, lambda: None)
-        else:
-            sockets.bind(settings, keys.now().curve, keys.clients)
+        self._bind(sockets, keys)
         name = settings.name or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{sockets.ports['reply']}")[:64]
         election = make_election(settings, name, clock, url)
         self._cluster = cluster = Cluster(
@@ -285,6 +283,24 @@ class Controller(Process):
         if listener.path is None:
             self.log.info("dashboard", open=door.link(), once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
+
+    def _bind(self, sockets: Sockets, keys: KeyFile[ControllerKeys] | None) -> None:
+        """Bind the ports for instances: with a key file, with the key that this user's processes share, or open."""
+        settings = self._plan.settings
+        if keys is not None:
+            sockets.bind(settings, keys.now().curve, keys.clients, "")
+        elif settings.security.insecure:
+            sockets.bind(settings, OPEN, lambda: None, "")
+            self.log.warning(
+                "cluster_ports_open",
+                ports=sockets.ports,
+                note="--insecure: everybody who reaches these ports may join the cluster and read its chunks; start "
+                "controller and instances without it, or give key files (kvstrata cluster init)",
+            )
+        else:
+            shared = SharedKey("security.curve_secret_file")
+            sockets.bind(settings, CurveKeys(shared.keys.secret, None), lambda: None, ADVICE)
+            self.supervisor.spawn(shared.keep(), "cluster-key")
 
     @property
     def drain_s(self) -> float:

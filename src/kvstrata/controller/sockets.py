@@ -43,9 +43,16 @@ class Sockets:
         """Invalid frames by socket; the handlers count them."""
 
     def bind(
-        self, settings: ControllerSettings, curve: CurveKeys, clients: Callable[[], frozenset[bytes] | None]
+        self,
+        settings: ControllerSettings,
+        curve: CurveKeys,
+        clients: Callable[[], frozenset[bytes] | None],
+        refused_note: str,
     ) -> None:
-        """Listen on all ports, without reading yet; `clients()` tells who may connect now. Raises ConfigError."""
+        """Listen on all ports, without reading yet. Raises ConfigError.
+
+        `clients()` tells who may connect now; `refused_note` is what the log advises those who may not.
+        """
         ports, host = settings.monitor_ports, zmq_host(settings)
         for name, server, port in (
             ("pull", self._pull, ports.pull),
@@ -61,6 +68,7 @@ class Sockets:
                 host_setting="monitor_host" if settings.monitor_host else "http.host",
                 port_setting=f"monitor_ports.{name}",
                 flag="--monitor-ports",
+                refused_note=refused_note,
             )
 
     def start(

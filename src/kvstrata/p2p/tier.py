@@ -187,7 +187,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         await self._lanes.close()
 
     def _read_keys(self) -> ClusterKeys:
-        """The keys of the file; without one a new key, since owners without key files serve every reader."""
+        """The keys of the file; without one (--insecure) a new key, since owners then serve every reader."""
         curve_file = self._settings.curve_file
         return read_cluster_keys(curve_file, "controller.curve_file") if curve_file else open_keys()
 

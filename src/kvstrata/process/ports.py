@@ -1,8 +1,9 @@
-"""TCP ports of this machine: which processes and users listen on one, and settings that ask for one twice."""
+"""Addresses of hosts, and TCP ports of this machine: who listens on one, and settings that ask for one twice."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,18 @@ def _overlap(first: str, second: str) -> bool:
     if both & {"*", "0.0.0.0"}:
         return not any(":" in host for host in both)
     return "localhost" in both and both <= {"localhost", "127.0.0.1", "::1"}
+
+
+def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily]:
+    """The numeric address of a host name, IPv4 first. Raises ConfigError."""
+    if host in ("*", ""):
+        return "0.0.0.0", socket.AF_INET
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
+    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    return str(where[0]).partition("%")[0], family
 
 
 def port_holder(port: int) -> str:

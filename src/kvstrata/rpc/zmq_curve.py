@@ -4,10 +4,10 @@ Each line of a key file has a word and a key; lines that begin with `#` are comm
 can read is refused.
 
 Controllers and instances always speak CURVE, also without key files, because it proves which key a message comes from:
-a controller binds each instance id to the key of its instance (controller/instance_keys.py).  A server without keys of
-its own takes OPEN_SECRET, which everybody knows.  Its clients cannot tell it from another such server, but it can tell
-its clients apart: a client's proof holds for one connection only, so a server that receives it cannot use it elsewhere
-(docs/decisions/0017-instance-keys.md).
+a controller binds each instance id to the key of its instance (controller/instance_keys.py).  Without key files, the
+processes of one user share a key (shared_key.py).  With --insecure a controller takes OPEN_SECRET, which everybody
+knows.  Its clients cannot tell it from another such server, but it can tell its clients apart: a client's proof holds
+for one connection only, so a server that receives it cannot use it elsewhere (docs/decisions/0017-instance-keys.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Z85_CHARS = 40
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}|[A-Za-z0-9._-]{1,62}-\*")
 OPEN_PUBLIC = b"rsKOdP%u^YwbX]0@D&+Y)YbRB@QMS{q]s4%c$uOk"
 OPEN_SECRET = b"x%H0c8CtzM(A=W0+1k(pWNv{5uM6dY>).VcG.{6<"
-"""The key pair of servers without keys of their own; it is no secret."""
+"""The key pair of controllers with --insecure; it is no secret."""
 
 
 class CurveKeys(NamedTuple):
@@ -39,7 +39,7 @@ class CurveKeys(NamedTuple):
 
 
 OPEN = CurveKeys(OPEN_SECRET, None)
-"""For a server without keys of its own."""
+"""For a controller with --insecure."""
 
 
 class ClusterKeys(NamedTuple):
@@ -75,7 +75,7 @@ def public_of(secret: bytes) -> bytes:
 
 
 def open_keys(secret: bytes = b"") -> ClusterKeys:
-    """Keys for a cluster without key files, with this secret key or a new one."""
+    """Keys for a cluster with --insecure, with this secret key or a new one."""
     return ClusterKeys(secret or new_secret(), OPEN_PUBLIC, None)
 
 

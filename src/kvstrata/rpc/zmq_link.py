@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.rpc.cluster_wire import (
@@ -33,7 +35,7 @@ from kvstrata.rpc.cluster_wire import (
     encode,
 )
 from kvstrata.rpc.zmq_curve import ClusterKeys
-from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SECONDS_PER_WAKE
+from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, REFUSED_HANDSHAKES, SECONDS_PER_WAKE
 
 R = TypeVar("R", bound=ClusterReply)
 
@@ -73,13 +75,15 @@ class Links:
         keys: ClusterKeys | None = None,
         told: Callable[[Nudge], None] | None = None,
         changed: Callable[[bool], None] | None = None,
+        refused: Callable[[], None] | None = None,
     ) -> AskLink:
         """Open a link for questions to `endpoint`, whose process may be absent.
 
         `told` gets each Nudge.  `changed` gets True for each new connection, which may lead to another process than the
-        last one, and False when it ends.  Raises Unavailable if libzmq refuses the endpoint.
+        last one, and False when it ends.  `refused` is called for each connection that the other side ends in the
+        handshake, as it does if the keys do not fit.  Raises Unavailable if libzmq refuses the endpoint.
         """
-        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told, changed)
+        link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told, changed, refused)
         self._links.add(link)
         return link
 
@@ -191,9 +195,16 @@ class AskLink(_Link):
         link: zmq.Socket[bytes],
         told: Callable[[Nudge], None] | None,
         changed: Callable[[bool], None] | None,
+        refused: Callable[[], None] | None,
     ) -> None:
         self._told = told
         self._changed = changed
+        self._watch: zmq.Socket[bytes] | None = None
+        """The socket on which libzmq reports handshakes that fail."""
+        if refused is not None:
+            self._watch = link.get_monitor_socket(REFUSED_HANDSHAKES)
+            loop.add_reader(self._watch.fileno(), self._see_refusals, self._watch, refused)
+            loop.call_soon(self._see_refusals, self._watch, refused)
         self._up = False
         self._next_seq = 1
         self._open: dict[int, asyncio.Future[ClusterReply]] = {}
@@ -239,6 +250,10 @@ class AskLink(_Link):
 
     def close(self, *, linger_ms: int = 0) -> None:
         """Close the link; open questions end with Unavailable."""
+        if self._watch is not None and not self._watch.closed:
+            self._loop.remove_reader(self._watch.fileno())
+            self._socket.disable_monitor()
+            self._watch.close(linger=0)
         super().close(linger_ms=linger_ms)
         for outcome in self._open.values():
             if not outcome.done():
@@ -267,6 +282,16 @@ class AskLink(_Link):
             if time.monotonic() - started_s > SECONDS_PER_WAKE:
                 break
         return True
+
+    def _see_refusals(self, watch: zmq.Socket[bytes], refused: Callable[[], None]) -> None:
+        while not watch.closed:
+            try:
+                told = parse_monitor_message(watch.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            # Without a detail the connection has ended: by the other side (EPIPE), its death, or the time limit.
+            if told["event"] != zmq.Event.HANDSHAKE_FAILED_NO_DETAIL or told["value"] == errno.EPIPE:
+                refused()
 
     def _take(self, frames: list[bytes]) -> None:
         try:

@@ -40,7 +40,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.ports import port_holder
+from kvstrata.process.ports import port_holder, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_inbox import Inbox, Message
@@ -133,6 +133,7 @@ class ZmqServer:
         """Connections that ended before they showed the right keys."""
         self._keys_asked_on = ""
         """Setting of the port that asks for keys; empty if no port does."""
+        self._refused_note = ""
         self._log = EventLog("zmq")
 
     def bind_ipc(self, path: Path) -> None:
@@ -165,9 +166,11 @@ class ZmqServer:
         port_setting: str = "port",
         flag: str = "--port",
         keys_setting: str = "security.curve_secret_file (--curve-secret-file)",
+        refused_note: str = "",
     ) -> int:
         """Listen on host:port (0 takes a free port); returns the port.  Names of settings and flag are for errors.
         `clients()`, called for each new connection, returns the keys that may connect now; default: those of `curve`.
+        `refused_note`: what the log advises when a connection shows wrong keys.
         A message longer than `max_keyless_bytes` closes its connection, if no keys are asked for.
         Raises ConfigError if the host is not an address of this machine, if it is off loopback and has no key, or if
         the port is taken; the error then names the process that holds the port.
@@ -190,7 +193,7 @@ class ZmqServer:
             server.setsockopt(zmq.CURVE_SERVER, 1)
             server.setsockopt(zmq.CURVE_SECRETKEY, curve.secret)
             server.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            self._keys_asked_on = port_setting
+            self._keys_asked_on, self._refused_note = port_setting, refused_note
         shown = f"[{address}]" if family == socket.AF_INET6 else address
         try:
             server.bind(f"tcp://{shown}:{port or '*'}")
@@ -447,8 +450,9 @@ class ZmqServer:
         self.refused_handshakes_count += 1
         setting = self._keys_asked_on
         why = "unknown client key" if unknown else "no key, or a key of another cluster"
+        note = {"note": self._refused_note} if self._refused_note else {}
         self._log.repeated(
-            logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why
+            logging.WARNING, f"refused {setting} {why}", "connection_refused", port=setting, why=why, **note
         )
 
     def _start_zap(self, clients: Callable[[], frozenset[bytes] | None]) -> None:
@@ -486,15 +490,3 @@ class ZmqServer:
                 ],
                 zmq.NOBLOCK,
             )
-
-
-def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily]:
-    """The numeric address of a host name, IPv4 first. Raises ConfigError."""
-    if host in ("*", ""):
-        return "0.0.0.0", socket.AF_INET
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
-    family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return str(where[0]).partition("%")[0], family

@@ -50,7 +50,7 @@ from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import Membership
-from kvstrata.server.cluster.own_key import own_keys
+from kvstrata.server.cluster.own_key import member_keys
 from kvstrata.server.cluster.own_tiers import OwnTiers
 from kvstrata.server.composition import (
     L2,
@@ -168,7 +168,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     own = OwnTiers(tiers, shell.supervisor)
     urls = settings.controller.url.split(",") if settings.controller.url else []
     news_of = {url: TierNews(own) for url in dict.fromkeys(urls)}
-    peer = peer_config(plan)
+    keys = member_keys(settings, facts, shell.supervisor, os.environ) if news_of else None
+    peer = peer_config(plan, keys)
     l2 = make_l2(ground, tiers, News(list(news_of.values())), peer_tier=peer.name if peer else "")
     control = _make_tier_control(plan, ground, tables, l2, segment)
     closers.append(control.close)
@@ -190,8 +191,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 
     # 4. The cluster, if a controller is set: a server of peers, and a link to each controller.
     served = membership = None
-    if news_of:
-        keys = plan.cluster_keys or own_keys(facts.instance_id, facts.socket_dir, os.environ)
+    if keys is not None:
         served = serve_peers(plan, keys, ground, l2, peer, closers)
         membership = make_membership(plan, keys, ground, tables, l2, admin, own, news_of, served)
         closers.append(membership.stop)

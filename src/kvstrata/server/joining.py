@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
@@ -12,8 +11,6 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.lifecycle import soon
-from kvstrata.rpc.key_file import KeyFile
-from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.condition import Condition
@@ -21,6 +18,7 @@ from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.fence import Fence
 from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.membership import Membership
+from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.own_tiers import OwnTiers
 from kvstrata.server.composition import L2, AdminParts, Ground, Tables
 from kvstrata.server.plan import Plan
@@ -30,17 +28,17 @@ MB = 1 << 20
 _PORT = re.compile(r":\d{1,5}$")
 
 
-def peer_config(plan: Plan) -> TierConfig | None:
-    """Configuration of the tier that reads other instances; None without a transfer engine."""
+def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
+    """Configuration of the tier that reads other instances; None without a cluster or a transfer engine."""
     settings = plan.settings
-    if not plan.p2p_engine:
+    if keys is None or not plan.p2p_engine:
         return None
     return peer_tier(
         PeerSettings(
             tuple(dict.fromkeys(settings.controller.url.split(","))),
             plan.p2p_engine,
             this_host_only=not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen)),
-            curve_file=settings.controller.curve_file,
+            curve_file=keys.file,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
             max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
@@ -59,7 +57,7 @@ class PeersServed(NamedTuple):
 
 def serve_peers(
     plan: Plan,
-    keys: ClusterKeys,
+    keys: MemberKeys,
     ground: Ground,
     l2: L2,
     peer: TierConfig | None,
@@ -75,22 +73,17 @@ def serve_peers(
         readers = ZmqServer(ground.loop)
         closers.append(soon(readers.close))
         host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
-        path = settings.controller.curve_file
-        file = (
-            KeyFile(path, functools.partial(read_cluster_keys, field="controller.curve_file"))
-            if path
-            else None
-        )
         port = readers.bind_tcp(
             host,
             int(port_text),
-            curve=keys.curve,
-            clients=file.clients if file is not None else None,
+            curve=keys.listening,
+            clients=keys.clients,
             insecure=settings.security.insecure,
             host_setting="p2p.listen",
             port_setting="p2p.listen",
             flag="--p2p-listen",
             keys_setting="controller.curve_file (--cluster-curve-file)",
+            refused_note=keys.refused_note,
         )
         shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
         advertised = p2p.advertise or f"{shown}:{port}"
@@ -111,7 +104,7 @@ def serve_peers(
 
 def make_membership(
     plan: Plan,
-    keys: ClusterKeys,
+    keys: MemberKeys,
     ground: Ground,
     tables: Tables,
     l2: L2,

@@ -26,7 +26,7 @@ from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_port_twice
-from kvstrata.rpc.zmq_curve import ClusterKeys, read_cluster_keys, read_curve_file
+from kvstrata.rpc.zmq_curve import read_cluster_keys, read_curve_file
 from kvstrata.server.facts import MAX_SESSION_SHARE
 from kvstrata.server.own_pools import own_sizes
 from kvstrata.storage.admission import RuntimeRules, checked_rules
@@ -57,8 +57,6 @@ class Plan(NamedTuple):
     """The only adapter is the default one; if it cannot be opened, the server runs without L2."""
     tokens: TenantTokens
     http_token: str
-    cluster_keys: ClusterKeys | None
-    """None without a key file: the instance then has a key of its own (server/cluster/own_key.py)."""
     runtime: RuntimeRules
     """What adapters may be added while the server runs."""
     p2p_engine: str
@@ -112,9 +110,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
                 field="security.curve_secret_file",
             )
         here(lambda: read_curve_file(settings.security.curve_secret_file), None)
-    keys, keys_file = None, settings.controller.curve_file
-    if keys_file:
-        keys = here(lambda: read_cluster_keys(keys_file, "controller.curve_file"), None)
+    if settings.controller.curve_file:
+        here(lambda: read_cluster_keys(settings.controller.curve_file, "controller.curve_file"), None)
     return Plan(
         settings,
         extents_bytes - sum(size.quota_bytes for size in sizes.values()),
@@ -123,7 +120,6 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         embedded,
         tokens or TenantTokens(),
         http_token,
-        keys,
         runtime_rules(settings, environment),
         _p2p_engine(settings),
     )

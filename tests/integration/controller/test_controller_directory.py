@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.zmq_curve import OPEN_PUBLIC
+from kvstrata.rpc.shared_key import SharedKey
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, holders, tags_of
 from tests.harness.controller_process import ControllerProcess
@@ -227,7 +227,8 @@ def test_garbage_on_a_port_is_answered_with_an_error_and_disturbs_nobody_else(co
     try:
         bad = context.socket(zmq.PUSH if socket == "pull" else zmq.DEALER)
         bad.setsockopt(zmq.LINGER, 0)
-        bad.curve_serverkey, (bad.curve_publickey, bad.curve_secretkey) = OPEN_PUBLIC, zmq.curve_keypair()
+        bad.curve_serverkey = SharedKey("controller.curve_file").keys.server
+        bad.curve_publickey, bad.curve_secretkey = zmq.curve_keypair()
         bad.connect(f"tcp://127.0.0.1:{controller.ports[socket]}")
         frames = [
             b"",

@@ -219,6 +219,33 @@ async def test_only_members_with_the_shared_key_reach_each_other(links: Links, t
     guarded.server.close()
 
 
+async def test_a_refused_handshake_is_told_and_a_process_that_does_not_answer_is_none(
+    links: Links, tmp_path: Path
+) -> None:
+    keys, foreign = shared_key(tmp_path, "ours"), shared_key(tmp_path, "theirs")
+    guarded = Other(keys)
+    unlisted = keys._replace(secret=foreign.secret)
+    for wrong in (foreign, unlisted, None):
+        told = asyncio.Event()
+        links.ask(guarded.endpoint, keys=wrong, refused=told.set)
+        async with asyncio.timeout(LONG_S):
+            await told.wait()
+    refused: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        waits = links.ask(
+            f"tcp://127.0.0.1:{silent.getsockname()[1]}", keys=keys, refused=lambda: refused.append("silent")
+        )
+        with pytest.raises(Unavailable):
+            await waits.ask(QUESTION, Done, SOON_S)
+        member = links.ask(guarded.endpoint, keys=keys, refused=lambda: refused.append("member"))
+        assert (await member.ask(QUESTION, Done, LONG_S)).epoch == 7
+        await asyncio.to_thread(silent.accept)
+    with pytest.raises(Unavailable):
+        await waits.ask(QUESTION, Done, SOON_S)
+    assert refused == []
+    guarded.server.close()
+
+
 def test_keys_of_a_cluster_can_differ(tmp_path: Path) -> None:
     (server, _), (client, _), (_, secret) = (zmq.curve_keypair() for _ in range(3))
     path = tmp_path / "keys"

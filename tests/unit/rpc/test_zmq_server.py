@@ -15,10 +15,10 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ConfigError
-from kvstrata.process.ports import port_holder
+from kvstrata.process.ports import port_holder, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys, read_curve_file
-from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SEND_QUEUE, Address, ZmqServer, resolve
+from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SEND_QUEUE, Address, ZmqServer
 
 
 class Echo:

@@ -19,7 +19,8 @@ from kvstrata.measure.cluster import LookupStep, SimulatedCluster, Step, figures
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_cluster
 from kvstrata.rpc.cluster_wire import MAX_TAGS
-from kvstrata.rpc.zmq_curve import open_keys, read_cluster_keys
+from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.zmq_curve import new_secret, open_keys, read_cluster_keys
 
 FIRST_KEYS_PER_S = 50_000
 MOST_STEPS = 14
@@ -39,8 +40,9 @@ def parser() -> argparse.ArgumentParser:
         "--curve-file",
         default="",
         metavar="FILE",
-        help="CURVE keys, as in a server's controller.curve_file (none)",
+        help="CURVE keys, as in a server's controller.curve_file (the key that this user's processes share)",
     )
+    add("--insecure", action="store_true", help="the controller was started with --insecure")
     add(
         "--instances", type=whole(2, 1_000), default=16, metavar="N", help="simulated instances (%(default)s)"
     )
@@ -78,7 +80,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _measure(options: argparse.Namespace) -> dict[str, Any]:
-    keys = read_cluster_keys(options.curve_file, "--curve-file") if options.curve_file else open_keys()
+    if options.curve_file:
+        keys = read_cluster_keys(options.curve_file, "--curve-file")
+    elif options.insecure:
+        keys = open_keys()
+    else:  # an id belongs to the key that registers it, which the shared key never does
+        keys = SharedKey("--curve-file").of_member(new_secret())
     tags = min(options.lookup_chunks, options.chunks)
     events: list[Step] = []
     lookups: list[LookupStep] = []

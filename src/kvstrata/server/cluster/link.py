@@ -29,13 +29,13 @@ from kvstrata.rpc.cluster_wire import (
     Register,
     Registered,
 )
-from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import AskLink, Links, PushLink
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.commands import CommandTable
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.fence import Fence
+from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.own_tiers import OwnTiers
 from kvstrata.server.cluster.sync import ANSWER_S, FullSync
 from kvstrata.server.facts import InstanceFacts
@@ -115,7 +115,7 @@ class ControllerLink:
         self,
         url: str,
         *,
-        keys: ClusterKeys,
+        keys: MemberKeys,
         facts: InstanceFacts,
         advertised: Advertised,
         pool: Pool,
@@ -133,7 +133,8 @@ class ControllerLink:
         Raises Unavailable if `url` is not an endpoint.
         """
         self._url = url
-        self._keys = keys
+        self._keys = keys.own
+        self._refused_why = keys.refused_why
         self._facts = facts
         self._advertised = advertised
         self._l1_bytes = pool.extents_bytes
@@ -147,7 +148,9 @@ class ControllerLink:
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
         self._links = Links(self._loop)
-        self._reply = self._links.ask(url, keys=keys, changed=self._connection_changed)
+        self._reply = self._links.ask(
+            url, keys=keys.own, changed=self._connection_changed, refused=self._handshake_refused
+        )
         self._heart: AskLink | None = None
         self._push: PushLink | None = None
         """The links to the two ports that the last registration named."""
@@ -360,6 +363,12 @@ class ControllerLink:
         if up:  # the new connection may lead to another process
             self._reconnected = True
             self._news.wake.set()
+
+    def _handshake_refused(self) -> None:
+        why = f"this controller ends the handshake: {self._refused_why}"
+        self._log.repeated(
+            logging.WARNING, "keys", "controller_has_other_keys", controller=self._url, why=why
+        )
 
     def _nudged(self, _: Nudge) -> None:
         self._news.wake.set()

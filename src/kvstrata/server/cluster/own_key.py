@@ -1,4 +1,6 @@
-"""The key by which an instance without a key file proves its id to controllers; only its user can read it.
+"""The keys of an instance as a member of a cluster: of its key file, of its user (rpc/shared_key.py), or open ones.
+
+An instance without a key file proves its id to controllers by a key of its own, which only its user can read:
 
     $XDG_STATE_HOME/kvstrata/members/ID.key     beside the state of controllers: both survive a restart of the host
     SOCKET_DIR/member.key                       if the user has no such folder, or it cannot be written
@@ -10,31 +12,84 @@ the file has the id forgotten there too (`kvstrata ctl cluster remove ID`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstrata.config.folders import user_folder
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.config.private_file import read_private_file, write_private_file
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog
-from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret, open_keys, public_of
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.key_file import KeyFile
+from kvstrata.rpc.shared_key import ADVICE, SharedKey
+from kvstrata.rpc.zmq_curve import ClusterKeys, CurveKeys, new_secret, open_keys, public_of, read_cluster_keys
+from kvstrata.server.facts import InstanceFacts
 from kvstrata.text import remember_secret
 
 _FIELD = "controller.curve_file"
 
 
-def own_keys(instance_id: str, socket_dir: Path, environment: Mapping[str, str]) -> ClusterKeys:
-    """The keys of this instance for a cluster without key files; its file is made if missing. Raises ConfigError."""
+class MemberKeys(NamedTuple):
+    """The keys of one instance, and what belongs to them."""
+
+    own: ClusterKeys
+    """For connections to controllers."""
+    listening: CurveKeys
+    """For the port at which peers ask for leases.  Only a key file lists clients here, for other hosts."""
+    clients: Callable[[], frozenset[bytes] | None]
+    """The public keys of peers that may connect now; None: any may."""
+    file: str
+    """The key file by which this instance reads from peers; empty for an open cluster."""
+    refused_note: str
+    """What the log advises to do about a peer with other keys."""
+    refused_why: str
+    """What the log says about a controller that ends the handshake."""
+
+
+def member_keys(
+    settings: ServerSettings, facts: InstanceFacts, supervisor: Supervisor, environment: Mapping[str, str]
+) -> MemberKeys:
+    """The keys by these settings; files of the user are made if missing, and kept by a task. Raises ConfigError."""
+    path = settings.controller.curve_file
+    if path:
+        file = KeyFile(path, functools.partial(read_cluster_keys, field=_FIELD))
+        why = (
+            "it does not list this instance's key, or has keys of another cluster (docs/cluster.md, Security)"
+        )
+        return MemberKeys(file.now(), file.now().curve, file.clients, path, "", why)
+    secret = own_secret(facts.instance_id, facts.socket_dir, environment)
+    if settings.security.insecure:
+        EventLog("cluster").warning(
+            "cluster_ports_open",
+            note="--insecure: this instance believes whoever listens on the controller's port, and lets everybody who "
+            "reaches its port for peers read its chunks; start all processes of the cluster without it, or give key "
+            "files (kvstrata cluster init)",
+        )
+        keys = open_keys(secret)
+        why = "this instance was started with --insecure, and the controller without; start both in the same way"
+        return MemberKeys(keys, keys.curve, lambda: None, "", "", why)
+    shared = SharedKey(_FIELD, environment)
+    supervisor.spawn(shared.keep(), "cluster-key")
+    why = f"it does not have the key in {shared.path}, or runs with --insecure; {ADVICE}"
+    listening, readers = CurveKeys(secret, None), shared.keys.clients
+    return MemberKeys(shared.of_member(secret), listening, lambda: readers, str(shared.path), ADVICE, why)
+
+
+def own_secret(instance_id: str, socket_dir: Path, environment: Mapping[str, str]) -> bytes:
+    """The secret key of this instance, for a cluster without key files; made if missing. Raises ConfigError."""
     state = user_folder(environment, "XDG_STATE_HOME", ".local/state")
     if state:
         try:
-            return open_keys(_kept_in(Path(state) / "kvstrata" / "members" / f"{instance_id}.key"))
+            return _kept_in(Path(state) / "kvstrata" / "members" / f"{instance_id}.key")
         except OSError as error:
             EventLog("cluster").warning("own_key_in_socket_dir", folder=state, reason=error.strerror)
     path = socket_dir / "member.key"
     try:
-        return open_keys(_kept_in(path))
+        return _kept_in(path)
     except OSError as error:
         raise ConfigError(
             f"{_FIELD}: no file is given, and this instance's own key cannot be kept in {path}: {error.strerror}; set "

@@ -1,0 +1,281 @@
+"""A cluster without key files: processes of one user find its key by themselves, and nobody else gets in."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstrata.rpc.zmq_curve import OPEN_PUBLIC, public_of
+from tests.harness.cluster_instance import ClusterInstance
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.http_read import read
+from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.integration.server.test_cluster_member import QUICK, Prompt, cluster_of, until
+
+pytestmark = pytest.mark.integration
+
+OTHER_UID = 65534
+OTHER_USER = ("setpriv", f"--reuid={OTHER_UID}", f"--regid={OTHER_UID}", "--clear-groups")
+only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+# Tries everything with the server keys that are given, and with that of the cluster of the process's own user.
+ATTEMPTS = """
+import sys, zmq
+from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.shared_key import SharedKey
+port, peer_port, *known = sys.argv[1:]
+context, poller, links = zmq.Context(), zmq.Poller(), []
+public, secret = zmq.curve_keypair()
+register = wire.Register(1, wire.CLUSTER_PROTOCOL_VERSION, "thief", 7, "1", ["l1"], 1, 16, "", "", "", "", 1, 0)
+hello = wire.PeerHello(1, wire.CLUSTER_PROTOCOL_VERSION, "thief", 1, "ucx")
+for where, request in ((port, register), (port, wire.Where(1, "thief", bytes(8), 1, 8)), (peer_port, hello)):
+    for key in (None, SharedKey("").keys.server, *(text.encode() for text in known)):
+        link = context.socket(zmq.DEALER)
+        link.setsockopt(zmq.LINGER, 0)
+        if key is not None:
+            link.curve_serverkey, link.curve_publickey, link.curve_secretkey = key, public, secret
+        link.connect(f"tcp://127.0.0.1:{where}")
+        link.send(wire.encode(request))
+        links.append(link)
+        poller.register(link, zmq.POLLIN)
+print(f"{len(poller.poll(2_000))} of {len(links)} were answered")
+context.destroy(linger=0)
+"""
+
+
+@pytest.fixture
+def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the files that processes of this test share, and only they."""
+    with tempfile.TemporaryDirectory(prefix="kvstrata-test-") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        yield Path(folder) / f"kvstrata-{os.geteuid()}"
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A folder of the other user."""
+    folder = Path(tempfile.mkdtemp(prefix="kvstrata-test-"))
+    os.chown(folder, OTHER_UID, OTHER_UID)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def controller(tmp_path: Path, run_dir: Path) -> Iterator[ControllerProcess]:
+    with ControllerProcess(tmp_path / "controller", flags=QUICK) as process:
+        yield process
+
+
+def server(folder: Path, port: int, instance: str, *flags: str) -> ServerProcess:
+    """A server without key files, not started yet. `port`: the controller's reply port."""
+    flags += ("--controller-url", f"tcp://127.0.0.1:{port}", "--instance-id", instance)
+    return ServerProcess(folder, l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
+
+
+def members(controller: ControllerProcess) -> set[str]:
+    """Ids of confirmed members."""
+    rows = controller.ask("/v1/instances")["instances"]
+    return {row["id"] for row in rows if row["state"] == "live" and row["confirmed"]}
+
+
+def test_concurrent_first_starts_of_one_user_make_one_key_and_one_cluster(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    controller = ControllerProcess(tmp_path / "controller", flags=QUICK)
+    controller.start()  # takes free ports, which the servers have to know
+    controller.kill()
+    (run_dir / "cluster.keys").unlink()
+    names = ["a", "b", "c"]
+    servers = [server(tmp_path / name, controller.ports["reply"], name) for name in names]
+    with controller, concurrent.futures.ThreadPoolExecutor() as threads:
+        try:
+            started = [threads.submit(one.start) for one in servers]
+            for one in started:
+                one.result()
+            until(lambda: members(controller) == set(names))
+            assert [path.name for path in run_dir.iterdir() if path.is_file()] == ["cluster.keys"]
+            assert stat.S_IMODE((run_dir / "cluster.keys").stat().st_mode) == 0o600
+            assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+        finally:
+            for one in servers:
+                one.close()
+
+
+def test_instances_of_one_user_read_from_each_other(tmp_path: Path, controller: ControllerProcess) -> None:
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    port = controller.ports["reply"]
+    with server(tmp_path / "a", port, "a") as first, server(tmp_path / "b", port, "b") as second:
+        first.start()
+        second.start()
+        until(lambda: members(controller) == {"a", "b"})
+        with RpcClient(first.socket_dir) as owner, RpcClient(second.socket_dir) as reader:
+            Prompt(owner, 1, 20).store()
+            until(lambda: Prompt(reader, 1, 20).hits() == 20)
+
+
+@only_root
+def test_another_user_can_neither_join_nor_ask_where_chunks_are_nor_read_as_a_peer(
+    tmp_path: Path, controller: ControllerProcess, theirs: Path
+) -> None:
+    pytest.importorskip(
+        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
+    )
+    with server(tmp_path / "ours", controller.ports["reply"], "ours") as owner:
+        owner.start()
+        until(lambda: members(controller) == {"ours"})
+        [row] = controller.ask("/v1/instances")["instances"]
+        member_key = (tmp_path / "ours" / "state" / "kvstrata" / "members" / "ours.key").read_text().strip()
+        known = [OPEN_PUBLIC.decode(), public_of(member_key.encode()).decode()]
+        received = controller.ask("/v1/cluster")["sockets"]["reply"]["received"]
+        ran = subprocess.run(
+            [
+                *(*OTHER_USER, sys.executable, "-c", ATTEMPTS, str(controller.ports["reply"])),
+                *(row["peer_endpoint"].rpartition(":")[2], *known),
+            ],
+            env={**os.environ, "XDG_RUNTIME_DIR": str(theirs)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ran.stdout == "0 of 12 were answered\n", ran.stderr
+        cluster = controller.ask("/v1/cluster")["sockets"]["reply"]
+        assert cluster["received"] == received and cluster["refused_handshakes"] >= 8
+        assert members(controller) == {"ours"}
+        for process, port in ((controller, "monitor_ports.reply"), (owner, "p2p.listen")):
+            refused = re.findall(rf"connection_refused port={port} .*", process.log.read_text())
+            assert refused and all("kvstrata cluster init (docs/cluster.md" in line for line in refused)
+
+
+@only_root
+def test_a_server_of_another_user_is_not_let_in_and_both_logs_say_what_to_do(
+    controller: ControllerProcess, theirs: Path
+) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(theirs), "XDG_STATE_HOME": str(theirs)}
+    log = theirs / "log"
+    with open(log, "wb") as output:
+        foreign = subprocess.Popen(
+            [
+                *(*OTHER_USER, sys.executable, "-m", "kvstrata.cli.server", "--no-supervise", "--no-http"),
+                *("--l1-size-gb", "0.0625", "--l2-adapter", "none", "--instance-id", "foreign"),
+                *("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}"),
+                *("--port", "0", "--socket-dir", str(theirs / "sockets")),
+            ],
+            env=environment,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        said = until(lambda: re.search("controller_has_other_keys .*", log.read_text()))
+        assert str(theirs) in said[0] and "kvstrata cluster init (docs/cluster.md, Security)" in said[0]
+        assert members(controller) == set()
+        assert "kvstrata cluster init" in controller.log.read_text()
+    finally:
+        foreign.terminate()
+        assert foreign.wait(60) == 0
+
+
+@only_root
+@pytest.mark.parametrize("flags", [(), ("--insecure",)], ids=["with its own key", "open"])
+def test_another_user_cannot_be_the_controller_while_the_real_one_is_down(
+    tmp_path: Path, controller: ControllerProcess, theirs: Path, flags: tuple[str, ...]
+) -> None:
+    with server(tmp_path / "ours", controller.ports["reply"], "ours") as ours:
+        ours.start()
+        until(lambda: members(controller) == {"ours"})
+        controller.kill()
+        token = theirs / "token"
+        token.write_text("t" * 32)
+        token.chmod(0o600)
+        os.chown(token, OTHER_UID, OTHER_UID)
+        with open(theirs / "log", "wb") as output:
+            impostor = subprocess.Popen(
+                [
+                    *(*OTHER_USER, sys.executable, "-m", "kvstrata.cli.controller", "--no-supervise", *flags),
+                    *("--port", str(controller.http_port), "--monitor-ports", json.dumps(controller.ports)),
+                    *("--snapshot-dir", "none", "--token-file", str(token)),
+                ],
+                env={**os.environ, "XDG_RUNTIME_DIR": str(theirs)},
+                stdout=output,
+                stderr=output,
+            )
+        try:
+            until(lambda: "ready" in (theirs / "log").read_text())
+            until(lambda: "controller_has_other_keys" in ours.log.read_text())
+            told = json.loads(read(f"{controller.url}/v1/cluster", token="t" * 32))
+            assert all(one["received"] == 0 for one in told["sockets"].values())
+            assert told["sockets"]["reply"]["refused_handshakes"] > 0
+        finally:
+            impostor.terminate()
+            assert impostor.wait(60) == 0
+        controller.start()
+        until(lambda: members(controller) == {"ours"})
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "says"),
+    [
+        ("secret {}\n", 0o640, "can be read by others"),
+        ("secret {}\n", 0o604, "can be read by others"),
+        ("", 0o600, "has no line `secret KEY`"),
+        ("secret {:.30}\n", 0o600, "line 1: write `secret KEY`"),
+        ("secret  \x00\xff\n", 0o600, "line 1: write"),
+        ("secret " + "~" * 40 + "\n", 0o600, "not a CURVE key"),
+    ],
+)
+def test_a_key_that_is_damaged_or_that_others_can_read_stops_each_start_and_the_error_says_what_to_do(
+    tmp_path: Path, run_dir: Path, text: str, mode: int, says: str
+) -> None:
+    run_dir.mkdir(mode=0o700)
+    path = run_dir / "cluster.keys"
+    path.write_text(text.format(OPEN_PUBLIC.decode()))
+    path.chmod(mode)
+    starts = {
+        "security.curve_secret_file": ControllerProcess(tmp_path / "controller").start,
+        "controller.curve_file": server(tmp_path / "server", 1, "s").start,
+    }
+    for field, start in starts.items():
+        with pytest.raises(ServerFailed, match=re.escape(f"{field}: {path}")) as failed:
+            start()
+        assert says in str(failed.value) and "you may delete it, and then restart" in str(failed.value)
+
+
+def test_insecure_opens_a_cluster_and_both_logs_say_so_at_each_start(tmp_path: Path, run_dir: Path) -> None:
+    with (
+        ControllerProcess(tmp_path / "controller", flags=(*QUICK, "--insecure")) as controller,
+        server(tmp_path / "a", controller.ports["reply"], "a", "--insecure") as a,
+        server(tmp_path / "b", controller.ports["reply"], "b") as b,
+    ):
+        for starts in (1, 2):
+            a.start()
+            until(lambda: members(controller) == {"a"})
+            for process in (controller, a):
+                assert process.log.read_text().count("cluster_ports_open") == starts
+            a.stop()
+            controller.stop()
+            controller.start()
+        b.start()  # without --insecure it believes no controller that anybody could be
+        until(lambda: "controller_has_other_keys" in b.log.read_text())
+        assert not cluster_of(b)["member"]
+        assert "or runs with --insecure" in b.log.read_text()
+        controller.kill()
+        with ControllerProcess(tmp_path / "closed", flags=QUICK) as closed:
+            with ClusterInstance(closed.ports["reply"], "c") as c:
+                c.register()
+            with server(tmp_path / "d", closed.ports["reply"], "d", "--insecure") as d:
+                d.start()
+                until(lambda: "controller_has_other_keys" in d.log.read_text())
+                assert "this instance was started with --insecure" in d.log.read_text()
