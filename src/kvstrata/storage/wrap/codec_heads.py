@@ -5,6 +5,7 @@ The medium is asked for a record's headers once; the answer is remembered togeth
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from kvstrata.policy.reasons import UNAUTHENTICATED
@@ -14,6 +15,7 @@ from kvstrata.storage.wrap.codec_lengths import KnownLengths, Lengths, Undecodab
 
 MOST_PLAIN_LENGTHS = 1024
 """Most lengths of plain records that are remembered; beyond them, the headers of each record are read."""
+_STORED_BYTES = operator.itemgetter(Found._fields.index("record_bytes"))
 NO_PROOF = "written without a key, so anybody who can write to this storage may have made it"
 
 
@@ -36,12 +38,13 @@ class Heads:
 
         One record of each new length shows whether records of that length are encoded.
         """
-        new: dict[int, bytes] = {}
-        for key, (presence, stored_bytes, _) in zip(keys, found, strict=True):
-            if presence is Presence.PRESENT and stored_bytes not in self._plain_lengths:
-                new.setdefault(stored_bytes, key)
-        if not new or not self._inner.capabilities.has_heads:
+        others = {*map(_STORED_BYTES, found)} - self._plain_lengths - {0}  # 0: not present
+        if not others or not self._inner.capabilities.has_heads:
             return False
+        new: dict[int, bytes] = {}
+        for key, (_, stored_bytes, _) in zip(keys, found, strict=True):
+            if stored_bytes in others:
+                new.setdefault(stored_bytes, key)
         if len(self._plain_lengths) + len(new) > MOST_PLAIN_LENGTHS:
             return True
         heads = await self._inner.heads(list(new.values()))

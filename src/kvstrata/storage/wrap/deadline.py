@@ -275,10 +275,13 @@ class DeadlineAdapter(StorageAdapter):
         def failure(outcomes: list[T]) -> str:
             if not fits(outcomes):
                 return RAISED
-            reasons = [why_not(outcome) for outcome in outcomes]
-            if any(reason is None or not blames_medium(reason) for reason in reasons):
-                return ""
-            return (reasons[0] or "failed") if reasons else ""
+            first = ""
+            for outcome in outcomes:
+                reason = why_not(outcome)
+                if reason is None or not blames_medium(reason):
+                    return ""
+                first = first or reason or "failed"
+            return first
 
         outcomes = await self._in_time(operation, work, payload_bytes, failure)
         if not fits(outcomes):
