@@ -67,24 +67,19 @@ bool Backing::is_backed(std::uint64_t offset, std::uint64_t length) const noexce
   return true;
 }
 
-// Counts first, so that threads together stay within the limit. Two threads may reserve the same
-// step at the same time; one of them takes its count back.
+// Waiting for the mutex costs nothing more: the kernel's fallocate locks the file, too.
 bool Backing::reserve_step(std::uint64_t step) noexcept {
+  const std::scoped_lock lock(reserving_);
+  if (is_step_backed(step)) return true;
   const std::uint64_t length = step_bytes(step);
-  const std::uint64_t before = backed_bytes_.fetch_add(length, std::memory_order_relaxed);
-  if (before + length > limit_bytes()) {
-    backed_bytes_.fetch_sub(length, std::memory_order_relaxed);
-    return false;
-  }
+  if (backed_bytes() + length > limit_bytes()) return false;
   const int failed = reserve(fd_, step * kStepBytes, length);
-  const std::uint64_t bit = 1ULL << (step % 64);
   if (failed != 0) {
     error_.store(failed, std::memory_order_release);
-  } else if ((backed_[step / 64].fetch_or(bit, std::memory_order_acq_rel) & bit) == 0) {
-    return true;
+    return false;
   }
-  backed_bytes_.fetch_sub(length, std::memory_order_relaxed);
-  return failed == 0;
+  note(step);
+  return true;
 }
 
 void Backing::note(std::uint64_t step) noexcept {

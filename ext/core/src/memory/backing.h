@@ -9,13 +9,14 @@
 // only by release(). After a failed reservation the backing is "short": it reserves nothing more
 // until try_again() succeeds.
 //
-// Thread-safe except attach(), release() and close(); takes no lock.
+// Thread-safe except attach(), release() and close().
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
 #include "base/status.h"
 
@@ -93,6 +94,7 @@ class Backing {
   int fd_ = -1;
   std::uint64_t bytes_ = 0;
   std::uint64_t steps_ = 0;
+  std::mutex reserving_;  // no two threads count the same step, or pass the limit together
   std::unique_ptr<std::atomic<std::uint64_t>[]> backed_;  // one bit per step
   std::atomic<std::uint64_t> backed_bytes_{0};
   std::atomic<std::uint64_t> limit_bytes_{~0ULL};
