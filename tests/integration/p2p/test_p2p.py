@@ -127,16 +127,17 @@ def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(
 @pytest.mark.parametrize("tcp", [False, True], ids=["without-tcp", "with-tcp"])
 def test_off_loopback_ucx_opens_ports_only_if_p2p_tcp_is_set(tmp_path: Path, *, tcp: bool) -> None:
     flags = ("--p2p-engine", "ucx", "--p2p-listen", "0.0.0.0:0", "--p2p-advertise", "127.0.0.1", "--insecure")
-    more = ("--p2p-tcp",) if tcp else ()
-    with Cluster(
-        tmp_path, l1_mb=64, n_servers=1, chunk_tokens=CHUNK_TOKENS, flags=(*flags, *more)
-    ) as cluster:
-        (server,) = cluster.servers
-        (row,) = cluster.controller.ask("/v1/instances")["instances"]
-        known = {server.port, server.ready["http_port"], int(row["peer_endpoint"].rpartition(":")[2])}
-        of_ucx = {port for _, port in listening_on(server.pid)} - known
-        assert bool(of_ucx) == tcp
-        assert ("p2p_this_host_only" in server.log_tail()) == (not tcp)
+    process = ServerProcess(
+        tmp_path,
+        l1_mb=64,
+        chunk_tokens=CHUNK_TOKENS,
+        flags=("--controller-url", "tcp://127.0.0.1:1", *flags, *(("--p2p-tcp",) if tcp else ())),
+    )
+    with process:
+        ready = process.start()
+        others = {port for _, port in listening_on(process.pid)} - {process.port, ready["http_port"]}
+        assert len(others) > 1 if tcp else len(others) == 1  # one is that of p2p.listen
+        assert ("p2p_this_host_only" in process.log_tail()) == (not tcp)
 
 
 def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(
