@@ -102,7 +102,8 @@ bool UcxEngine::make_endpoint(Connection& connection, const UcxPeer& peer, bool 
     status = ucx_.ucp_ep_create(connection.worker, &params, &connection.endpoint);
   if (status != UCS_OK) {
     connection.endpoint = nullptr;
-    *error = why("UCX has no way to the peer with the transports of both sides (UCX_TLS)", status);
+    *error = why("UCX has no way to the peer with the transports of both sides (p2p.tcp, UCX_TLS)",
+                 status);
     return false;
   }
   for (const UcxPeer::Region& region : peer.regions) {

@@ -107,6 +107,8 @@ def server_parser() -> argparse.ArgumentParser:
         metavar="HOST[:PORT]",
         help="address at which peers reach --p2p-listen (the same)",
     )
+    add("--p2p-tcp", dest="p2p.tcp", action="store_true",
+        help="let UCX use tcp; whoever reaches its ports can read and write this process's memory")  # fmt: skip
     add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other (none)")
     _add_common(parser)
     return parser

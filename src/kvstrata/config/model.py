@@ -212,6 +212,14 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
             description="HOST or HOST:PORT at which peers reach `listen`; empty: the same as `listen`.",
         ),
     ] = ""
+    tcp: Annotated[
+        bool,
+        Meta(
+            description="UCX may use tcp. Whoever reaches its ports can read and write the memory of the server, so "
+            "keep them in a network that only the instances share. If false, UCX uses RDMA cards and, on one host, "
+            "shared memory, unless `UCX_TLS` in the environment says otherwise."
+        ),
+    ] = False
     zone: Annotated[
         str,
         Meta(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from typing import Any
 
 from kvstrata.p2p.settings import PeerSettings
@@ -52,13 +54,14 @@ def _shown(settings: PeerSettings) -> dict[str, Any]:
 
 def _prepare(settings: PeerSettings, place: Place, name: str) -> Make:
     def make() -> StorageAdapter:
-        from kvstrata.p2p.engines import nixl, ucx
+        from kvstrata.p2p.engines import nixl, ports, ucx
         from kvstrata.p2p.tier import PeerTier
 
-        if settings.engine == "nixl":
-            engine = nixl.for_this_host if settings.this_host_only else nixl.NixlEngine
-            return PeerTier(settings, engine, name=name)
-        return PeerTier(settings, ucx.for_this_host if settings.this_host_only else ucx.UcxEngine, name=name)
+        engine = nixl.NixlEngine if settings.engine == "nixl" else ucx.UcxEngine
+        ucx_settings = ports.ucx_settings(
+            os.environ, tcp=settings.tcp, this_host_only=settings.this_host_only
+        )
+        return PeerTier(settings, functools.partial(engine, ucx_settings), name=name)
 
     return make
 

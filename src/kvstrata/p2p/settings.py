@@ -14,8 +14,10 @@ class PeerSettings(msgspec.Struct, frozen=True):
     """Endpoints of the controllers' reply sockets."""
     engine: str
     """Name of the transfer engine."""
+    tcp: bool = False
+    """UCX may open tcp ports; see engines/ucx.py for what that allows to others."""
     this_host_only: bool = False
-    """Peers reach this instance from its own host only, so UCX needs no port that others reach."""
+    """Peers reach this instance from its own host only, so UCX needs no port that other hosts reach."""
     curve_file: str = ""
     lookup_timeout_ms: int = 250
     load_timeout_ms: int = 5_000

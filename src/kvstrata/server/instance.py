@@ -65,7 +65,7 @@ from kvstrata.server.composition import (
 )
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
-from kvstrata.server.joining import make_membership, peer_config, serve_peers
+from kvstrata.server.joining import make_membership, other_hosts_out_of_reach, peer_config, serve_peers
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import FIELD, TierControl
@@ -322,6 +322,12 @@ async def _open_tiers(
     settings = plan.settings
     automatic = settings.p2p.engine == "auto"
     if peer is not None:
+        if other_hosts_out_of_reach(plan, os.environ):
+            log.warning(
+                "p2p_this_host_only",
+                note="no RDMA card is here and p2p.tcp is off: no L1 of another host is read; set p2p.tcp (--p2p-tcp) "
+                "if only the instances reach this network, since UCX's tcp lets its peers write the server's memory",
+            )
         try:
             await control.open(peer)
         except StorageError as error:
@@ -329,7 +335,7 @@ async def _open_tiers(
                 raise
             log.warning("p2p_off", reason=error.message)
     elif settings.controller.url and automatic:
-        log.warning("p2p_off", reason="no transfer engine is installed (ucx or nixl)")
+        log.warning("p2p_off", reason="no transfer engine is installed (ucx, or nixl with p2p.tcp)")
     adapters = plan.adapters
     if plan.embedded_l2:  # its directory is named after the port that was bound
         adapters = [configure_tier(embedded_adapter(port, os.environ), 0)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
+from kvstrata.config.model import ServerSettings
+from kvstrata.p2p.engines.ports import has_rdma_card, may_use_tcp
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
@@ -37,7 +39,8 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
         PeerSettings(
             tuple(dict.fromkeys(settings.controller.url.split(","))),
             plan.p2p_engine,
-            this_host_only=not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen)),
+            tcp=settings.p2p.tcp,
+            this_host_only=_this_host_only(settings),
             curve_file=keys.file,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
@@ -45,6 +48,18 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
         ),
         len(plan.adapters),
     )
+
+
+def other_hosts_out_of_reach(plan: Plan, environment: Mapping[str, str]) -> bool:
+    """Whether peers of other hosts ask this instance for leases, but none of its transports leads to them."""
+    settings = plan.settings
+    ways = may_use_tcp(environment, tcp=settings.p2p.tcp) or has_rdma_card()
+    return bool(plan.p2p_engine) and not _this_host_only(settings) and not ways
+
+
+def _this_host_only(settings: ServerSettings) -> bool:
+    """Whether peers reach this instance from its own host only."""
+    return not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen))
 
 
 class PeersServed(NamedTuple):

@@ -22,6 +22,7 @@ from kvstrata.memory.numa import placement
 from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import SegmentSettings, check_size
+from kvstrata.p2p.engines.ports import has_rdma_card, may_use_tcp
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
@@ -121,7 +122,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         tokens or TenantTokens(),
         http_token,
         runtime_rules(settings, environment),
-        _p2p_engine(settings),
+        here(lambda: _p2p_engine(settings, environment), ""),
     )
 
 
@@ -159,8 +160,11 @@ def _check_first_touch(settings: ServerSettings) -> None:
         )
 
 
-def _p2p_engine(settings: ServerSettings) -> str:
-    """The transfer engine between instances; empty for none. Raises ConfigError."""
+def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str:
+    """The transfer engine between instances; empty for none. Raises ConfigError, MachineLacks without a way for NIXL.
+
+    `auto` takes NIXL only where it has a way to peers: it uses tcp or RDMA cards, not shared memory.
+    """
     p2p = settings.p2p
     if not settings.controller.url or p2p.engine == "off":
         return ""
@@ -171,13 +175,19 @@ def _p2p_engine(settings: ServerSettings) -> str:
             "this instance (--p2p-advertise HOST)",
             field="p2p.advertise",
         )
+    nixl_has_a_way = may_use_tcp(environment, tcp=p2p.tcp) or has_rdma_card()
+    if p2p.engine == "nixl" and not nixl_has_a_way:
+        raise MachineLacks(
+            "p2p.engine: nixl without an RDMA card needs tcp, and whoever reaches a tcp port of UCX can read and write "
+            "this process's memory; set p2p.tcp to true (--p2p-tcp) if only the instances reach the port, or "
+            "p2p.engine to ucx (--p2p-engine ucx)",
+            field="p2p.engine",
+        )
     if p2p.engine != "auto":
         return p2p.engine
-    found = [name for name, module in _P2P_MODULES.items() if importlib.util.find_spec(module) is not None]
-    return found[0] if found else ""
-
-
-_P2P_MODULES = {"ucx": "kvstrata.native.ucx", "nixl": "nixl"}
+    if importlib.util.find_spec("kvstrata.native.ucx") is not None:
+        return "ucx"
+    return "nixl" if nixl_has_a_way and importlib.util.find_spec("nixl") is not None else ""
 
 
 def default_l1_bytes() -> int:

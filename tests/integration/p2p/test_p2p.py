@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster
+from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +28,9 @@ SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
 @pytest.fixture(params=["ucx", "nixl"])
 def engine(request: pytest.FixtureRequest) -> dict[str, str]:
     """Settings with which servers use a transfer engine."""
-    more = request.getfixturevalue("nixl_environment") if request.param == "nixl" else {}
+    more = {}
+    if request.param == "nixl":
+        more = {**request.getfixturevalue("nixl_environment"), "KVSTRATA_P2P_TCP": "true"}
     return {**SETTINGS, **more, "KVSTRATA_P2P_ENGINE": request.param}
 
 
@@ -119,6 +122,36 @@ def test_on_loopback_ucx_opens_no_port_and_nixl_none_that_other_hosts_reach(
             assert {address for address, _ in listening} == {"0100007F"}
             if engine["KVSTRATA_P2P_ENGINE"] == "ucx":
                 assert {port for _, port in listening} <= known
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["without-tcp", "with-tcp"])
+def test_off_loopback_ucx_opens_ports_only_if_p2p_tcp_is_set(tmp_path: Path, *, tcp: bool) -> None:
+    flags = ("--p2p-engine", "ucx", "--p2p-listen", "0.0.0.0:0", "--p2p-advertise", "127.0.0.1", "--insecure")
+    process = ServerProcess(
+        tmp_path,
+        l1_mb=64,
+        chunk_tokens=CHUNK_TOKENS,
+        flags=("--controller-url", "tcp://127.0.0.1:1", *flags, *(("--p2p-tcp",) if tcp else ())),
+    )
+    with process:
+        ready = process.start()
+        others = {port for _, port in listening_on(process.pid)} - {process.port, ready["http_port"]}
+        assert len(others) > 1 if tcp else len(others) == 1  # one is that of p2p.listen
+        assert ("p2p_this_host_only" in process.log_tail()) == (not tcp)
+
+
+def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(
+    tmp_path: Path, nixl_environment: dict[str, str]
+) -> None:
+    process = ServerProcess(
+        tmp_path,
+        l1_mb=64,
+        chunk_tokens=CHUNK_TOKENS,
+        flags=("--controller-url", "tcp://127.0.0.1:1", "--p2p-engine", "nixl"),
+        environment={**os.environ, **nixl_environment},
+    )
+    with process, pytest.raises(ServerFailed, match=r"p2p\.engine: nixl .*--p2p-tcp"):
+        process.start()
 
 
 def test_a_prompt_longer_than_an_owner_leases_at_a_time_is_read_whole(cluster: Cluster) -> None:

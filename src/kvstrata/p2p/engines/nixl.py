@@ -30,7 +30,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata as installed
-from pathlib import Path
 from typing import Any, Literal
 
 from kvstrata.config.secrets import scrubbed
@@ -53,6 +52,7 @@ from kvstrata.p2p.engines.base import (
     pack_metadata,
     unpack_metadata,
 )
+from kvstrata.p2p.engines.ports import has_rdma_card
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,6 @@ CLOSE_WAITS_S = 2.0
 """How long `close` waits for transfers that may still end by themselves."""
 POLL_S = 50e-6
 """Time between two looks at transfers under way."""
-_NICS = Path("/sys/class/infiniband")
 _PART = struct.Struct("<BBH")  # length of the version, regions, length of NIXL's own metadata
 
 
@@ -92,14 +91,6 @@ class _Read:
         self.items = items
         self.over = over
         self.handle: Any = None
-
-
-def for_this_host() -> NixlEngine:
-    """An engine for peers on this host, whose port is on loopback unless the environment names devices.
-
-    NIXL finds no way to a peer without tcp; see WITHOUT_PORTS of our own engine (ucx.py).
-    """
-    return NixlEngine({} if "UCX_NET_DEVICES" in os.environ else {"NET_DEVICES": "lo"})
 
 
 class NixlEngine(TransferEngine):
@@ -303,7 +294,7 @@ class NixlEngine(TransferEngine):
         if "nixl" not in sys.modules:
             os.environ.update(self._settings)
             os.environ.setdefault("UCX_LOG_FILE", "stderr")
-            if "UCX_MODULES" not in os.environ and not (_NICS.is_dir() and any(_NICS.iterdir())):
+            if "UCX_MODULES" not in os.environ and not has_rdma_card():
                 # With libibverbs on a machine without an RDMA network card, UCX crashes when the process ends.
                 os.environ["UCX_MODULES"] = "^ib"
         else:

@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WITHOUT_PORTS = {"TLS": "^tcp"}
-"""Settings with which UCX opens no port.  Whoever reaches a port of UCX's tcp can write to the memory of this process:
-UCX 1.22 carries out its peers' writes without a check."""
 INSTALL = "pip install 'kvstrata[p2p]', or a system package such as libucx0"
 BUILD = "run `make setup` where PyPI can be reached, or install libucx-dev, and build again"
 MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
@@ -98,11 +95,6 @@ class _Connection:
         self.region_bytes = region_bytes
         self.broken = False
         self.transports = ""
-
-
-def for_this_host() -> UcxEngine:
-    """An engine for peers on this host, which opens no port unless the environment names UCX's transports."""
-    return UcxEngine({} if "UCX_TLS" in os.environ else WITHOUT_PORTS)
 
 
 class UcxEngine(TransferEngine):
