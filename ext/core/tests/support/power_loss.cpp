@@ -454,6 +454,17 @@ class PowerLoss {
       buffers.push_back(std::move(buffer));
     }
     if (items.empty() || is_broken(life)) return;
+    // What another thread puts after the load may be known before the load's outcome is checked.
+    std::vector<bool> may_be_absent(items.size());
+    std::vector<std::uint64_t> evictions(items.size());
+    {
+      const std::lock_guard lock(life->mutex);
+      for (std::size_t i = 0; i < items.size(); ++i) {
+        const Known& known = life->world->known[wanted[i]];
+        may_be_absent[i] = known.versions.contains(kAbsentVersion);
+        evictions[i] = known.evictions;
+      }
+    }
     life->connector->load(items);
     take_evicted(life);
     const std::lock_guard lock(life->mutex);
@@ -462,8 +473,9 @@ class PowerLoss {
       const unsigned key = wanted[i];
       Known& known = life->world->known[key];
       if (items[i].status != LoadStatus::kLoaded) {
-        const bool absent = items[i].status == LoadStatus::kAbsent;
-        if (stopped || (!opening && absent && known.versions.contains(kAbsentVersion))) continue;
+        const bool absent = items[i].status == LoadStatus::kAbsent &&
+                            (may_be_absent[i] || known.evictions != evictions[i]);
+        if (stopped || (!opening && absent)) continue;
         fail_locked(life, "key " + name(key) + " is PRESENT but load said " +
                               load_name(items[i].status) + " " + items[i].reason);
         continue;
@@ -514,12 +526,14 @@ class PowerLoss {
            const char* when) {
     items->assign(keys.size(), {});
     std::vector<bool> acknowledged(keys.size());
+    std::vector<std::uint64_t> evictions(keys.size());
     {
       // What another thread puts from now on may be there or not.
       const std::lock_guard lock(life->mutex);
       for (std::size_t i = 0; i < keys.size(); ++i) {
         (*items)[i].key = digest(keys[i]);
         acknowledged[i] = !life->world->known[keys[i]].versions.contains(kAbsentVersion);
+        evictions[i] = life->world->known[keys[i]].evictions;
       }
     }
     life->connector->exists(*items);
@@ -533,7 +547,7 @@ class PowerLoss {
       if (presence == Presence::kUnknown)
         fail_locked(life, what + " is UNKNOWN");
       else if (presence == Presence::kAbsent && acknowledged[i] &&
-               !known.versions.contains(kAbsentVersion))
+               known.evictions == evictions[i] && !known.versions.contains(kAbsentVersion))
         fail_locked(life, what + " is ABSENT, acknowledged was " + versions_of(known));
       else if (presence == Presence::kPresent && known.versions == std::set{kAbsentVersion})
         fail_locked(life, what + " is PRESENT, but was deleted or never put");
