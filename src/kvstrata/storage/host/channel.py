@@ -40,10 +40,7 @@ Invariants
 from __future__ import annotations
 
 import enum
-import logging
-import os
 import struct
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +49,6 @@ import msgspec
 from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.native.batches import pack_found, pack_keys, read_found, split_keys
 from kvstrata.storage.base import (
-    AdapterContext,
     Capabilities,
     Counts,
     Found,
@@ -68,8 +64,7 @@ from kvstrata.storage.base import (
     Usage,
     found_of,
 )
-from kvstrata.storage.recipe import CodecConfig, Recipe
-from kvstrata.storage.structs import Place
+from kvstrata.storage.host.config import HostConfig
 from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
@@ -124,38 +119,6 @@ class Kind(enum.IntEnum):
 
 class ChannelError(Exception):
     """The other side sent an invalid frame, or one that contradicts the requests; or a frame would be too long."""
-
-
-class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of CONFIGURE: a Recipe (storage/recipe.py) and the other values that the host opens the adapter with."""
-
-    medium: str
-    config: msgspec.Raw
-    """JSON of the medium's config struct."""
-    place: Place
-    name: str
-    codec: CodecConfig
-    """Holds the encryption key, if records are encrypted."""
-    instance_id: str
-    region_bytes: int
-    import_paths: list[str]
-    """The server's sys.path."""
-    log_level: str
-
-
-def host_config(recipe: Recipe, context: AdapterContext, log_level: int) -> HostConfig:
-    """The configuration from which a child of this process makes the tier's inner layers."""
-    return HostConfig(
-        medium=recipe.medium,
-        config=msgspec.Raw(msgspec.json.encode(recipe.config)),
-        place=recipe.place,
-        name=recipe.name,
-        codec=recipe.codec,
-        instance_id=context.instance_id,
-        region_bytes=context.region_bytes,
-        import_paths=[path or os.getcwd() for path in sys.path],
-        log_level=logging.getLevelName(log_level),
-    )
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -60,11 +60,11 @@ from kvstrata.storage.host import channel as host_channel
 from kvstrata.storage.host.channel import (
     MAX_FRAME_BYTES,
     Counted,
-    HostConfig,
     Item,
     Kind,
     Request,
 )
+from kvstrata.storage.host.config import HostConfig
 from kvstrata.storage.host.kinds import KnownKinds
 from kvstrata.storage.host.process import LEVEL_MARK
 from kvstrata.storage.peers import ReadsPeers
