@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.l2_model import L2Settings
+from kvstrata.config.log_model import LogFormat, LogLevel
 from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
@@ -307,16 +308,8 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
             "be raised while the server runs; empty: its quota at the start.",
         ),
     ] = []
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"],
-        Meta(
-            description="Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, "
-            "`message` and `fields`."
-        ),
-    ] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
     @property
     def has_tcp(self) -> bool:
@@ -486,16 +479,8 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
     directory: DirectorySettings = DirectorySettings()
     etcd: EtcdSettings = EtcdSettings()
     security: PortSecuritySettings = PortSecuritySettings()
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"],
-        Meta(
-            description="Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, "
-            "`message` and `fields`."
-        ),
-    ] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
 
 class ClientSettings(_Section, frozen=True, kw_only=True):

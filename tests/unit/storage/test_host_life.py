@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.observability.logging import set_level
 from kvstrata.storage.base import (
     Capabilities,
     Found,
@@ -216,6 +219,34 @@ async def test_an_entry_too_long_for_a_host_is_refused() -> None:
         Child.made[0].reap()
     with pytest.raises(ConfigError, match=r"l2_adapters\[3\]: its fields take \d+ bytes"):
         await opening
+
+
+@pytest.fixture
+def level_restored() -> Iterator[None]:
+    logger = logging.getLogger("kvstrata")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+async def test_a_child_is_told_each_change_of_the_log_level_once(
+    pair: tuple[HostedAdapter, Child], level_restored: None
+) -> None:
+    _, child = pair
+    for level in ("debug", "debug", "error"):
+        set_level(level)
+    told = [await child.request() for _ in range(2)]
+    assert [(one.kind, one.level) for one in told] == [
+        (Kind.LEVEL, logging.DEBUG),
+        (Kind.LEVEL, logging.ERROR),
+    ]
+    child.reap()
+    await until(lambda: len(Child.made) == 2)
+    second = Child.made[1]
+    set_level("info")  # while the second one begins
+    first = await second.request()
+    assert first.config is not None and first.config.log_level == "ERROR"
+    assert (await second.request()).level == logging.INFO
 
 
 def test_pauses_between_children_double_until_one_has_answered_without_failure_for_seconds() -> None:

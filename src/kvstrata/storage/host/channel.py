@@ -10,6 +10,7 @@
     PREFER           count × key, source               no answer; request is 0
     LIST             u64 cursor, u32 most              LISTED
     CLEAR, USAGE     nothing                           COUNTED; USED
+    LEVEL            u8 number of the log level        no answer; request is 0
     CLOSE            nothing                           the host ends, with exit status 0
 
     host → server    body
@@ -101,6 +102,7 @@ class Kind(enum.IntEnum):
     KINDS = 9
     PREFER = 10
     LIST = 11
+    LEVEL = 12
 
     OPENED = 65
     REFUSED = 66
@@ -165,6 +167,8 @@ class Request(NamedTuple):
     source: bytes = b""
     cursor: int = 0
     most: int = 0
+    level: int = 0
+    """As Python's logging numbers it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -238,6 +242,11 @@ def list_keys(number: int, cursor: int, most: int) -> bytes:
     return _head(Kind.LIST, 0, number) + _LIST.pack(cursor, most)
 
 
+def level(number: int) -> bytes:
+    """LEVEL, with the number that Python's logging gives it."""
+    return _head(Kind.LEVEL, 0, 0) + bytes([number])
+
+
 def bare(kind: Kind, number: int) -> bytes:
     """CLEAR, USAGE or CLOSE."""
     return _head(kind, 0, number)
@@ -252,7 +261,7 @@ def read_request(frame: bytes) -> Request:
     items: list[Item] = []
     config = None
     kinds: list[tuple[bytes, PayloadKind | None]] = []
-    source, cursor, most = b"", 0, 0
+    source, cursor, most, level = b"", 0, 0, 0
     if kind in (Kind.EXISTS, Kind.DELETE):
         keys = split_keys(body)
     elif kind in (Kind.PUT, Kind.LOAD):
@@ -261,13 +270,15 @@ def read_request(frame: bytes) -> Request:
         keys, source = split_keys(body[: count * KEY_BYTES]), bytes(body[count * KEY_BYTES :])
     elif kind is Kind.LIST:
         cursor, most = _LIST.unpack(body)
+    elif kind is Kind.LEVEL:
+        [level] = body
     elif kind is Kind.CONFIGURE:
         config = _JSON_OF_CONFIG.decode(body)
     elif kind is Kind.KINDS:
         for whose, element_bytes, *fp8 in _KIND.iter_unpack(body):
             known = PayloadKind(element_bytes, tuple(fp8) if any(fp8) else None)
             kinds.append((whose, known if element_bytes else None))
-    return Request(kind, number, keys, items, config, kinds, source, cursor, most)
+    return Request(kind, number, keys, items, config, kinds, source, cursor, most, level)
 
 
 # --- what the host sends ----------------------------------------------------------------------------------

@@ -195,6 +195,9 @@ class Host:
             if request.kind is Kind.PREFER:
                 self._prefer(request)
                 continue
+            if request.kind is Kind.LEVEL:
+                logging.getLogger().setLevel(request.level)
+                continue
             task = self._loop.create_task(self._answer(request))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.observability.logging import follow_level, unfollow_level
 from kvstrata.policy.reasons import CLOSED, HOST_DOWN, QUEUE_FULL
 from kvstrata.storage.base import AdapterContext, Capabilities
 from kvstrata.storage.host import channel as host_channel
@@ -73,6 +74,8 @@ class HostLife:
         self._advertisement = b""
         self._told = KnownKinds()
         """The payload kinds that the child was told."""
+        self._told_level = logging.NOTSET
+        """The log level that the child was told."""
         self._process: HostProcess | None = None
         self._pipe: Pipe | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -117,6 +120,7 @@ class HostLife:
         if context.region_fd < 0:
             raise StorageError(f"{self.name}: an adapter host needs the pool's descriptor", field=self.name)
         self._context = context
+        follow_level(self._level_changed)
         self._pool_fds = [os.dup(fd) for fd in (context.region_fd, context.lock_fd) if fd >= 0]
         try:
             await self._begin()
@@ -131,6 +135,7 @@ class HostLife:
         Returns when the child was reaped and every hold is dropped. Idempotent.
         """
         self._closed = True
+        unfollow_level(self._level_changed)
         was_up = self.is_up
         await self._work.stop()
         if self._ended is not None and not self._ended.done():
@@ -183,6 +188,12 @@ class HostLife:
         news = self._told.news(holds, self._context.payload_kind)
         for at in range(0, len(news), MAX_KINDS):
             self.send(host_channel.kinds(news[at : at + MAX_KINDS]))
+
+    def _level_changed(self) -> None:
+        """Tell the child the level of this process's log, unless it knows it."""
+        if (level := log.getEffectiveLevel()) != self._told_level:
+            self._told_level = level
+            self.send(host_channel.level(level))
 
     # --- being answered ----------------------------------------------------------------------------------
 
@@ -251,7 +262,8 @@ class HostLife:
         self._told = KnownKinds()
         process.start()
         try:
-            self.send(host_channel.configure(host_config(self._recipe, context, log.getEffectiveLevel())))
+            self._told_level = log.getEffectiveLevel()
+            self.send(host_channel.configure(host_config(self._recipe, context, self._told_level)))
             await self._opening
         except ChannelError as error:
             self._opening.cancel()
