@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvstrata.cli import ctl_explain, ctl_log
 from kvstrata.cli.ctl_pages import add_page_flags
-from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.errors import ConfigError
 
 DEFAULT_WAIT_S = 5.0

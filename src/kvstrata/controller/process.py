@@ -23,8 +23,8 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.clock import Clock, SystemClock
 from kvstrata.config.changes import sorted_out
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.folders import user_folder
-from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.door import LOGIN, Door
