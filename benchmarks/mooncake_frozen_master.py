@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.common import figure, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import ready
 from kvstrata.cli import asking
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_engine import Calls

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from docs.generate.source import GENERATED, table
 from kvstrata.clock import SystemClock
-from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.controller.app import make_app as make_controller_app
 from kvstrata.controller.door import Door
 from kvstrata.controller.surroundings import Surroundings

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from kvstrata.client.handles import LookupCall, LookupResult
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.boundary import guarded
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import Problem, bare_type, canonical, problems
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
 from kvstrata.config.pod_links import is_pod_link
 from kvstrata.errors import ConfigError, together

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvstrata.config.model import DirectorySettings
+from kvstrata.config.controller_model import DirectorySettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import SlotsExhausted
 from kvstrata.controller.lookups import Place

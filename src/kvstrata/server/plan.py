@@ -15,7 +15,7 @@ from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
-from kvstrata.errors import ConfigError, MachineLacks
+from kvstrata.errors import AllWrong, ConfigError, MachineLacks
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
@@ -67,7 +67,7 @@ class Plan(NamedTuple):
 def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list[str] | None = None) -> Plan:
     """Check everything that can be checked without opening anything. Raises ConfigError.
 
-    If `lacking` is given, it gets the message of each MachineLacks, and the plan is one that is not to be run.
+    If `lacking` is given, it gets the messages of each MachineLacks, and the plan is one that is not to be run.
     """
 
     def here(check: Callable[[], T], otherwise: T) -> T:
@@ -76,7 +76,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         except MachineLacks as error:
             if lacking is None:
                 raise
-            lacking.append(error.message)
+            lacking.extend(error.lines)
             return otherwise
 
     _check_first_touch(settings)
@@ -89,10 +89,12 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     embedded = entries is None
     if entries is None:
         entries = [embedded_adapter(settings.named_port, environment)]
-    found = [
-        here(functools.partial(configure_tier, entry, index), None) for index, entry in enumerate(entries)
-    ]
-    adapters = [config for config in found if config is not None]
+    adapters, wrong = [], AllWrong()
+    for index, entry in enumerate(entries):
+        with wrong:
+            if (config := here(functools.partial(configure_tier, entry, index), None)) is not None:
+                adapters.append(config)
+    wrong.tell()
     socket_dir(settings.socket_dir, settings.named_port, environment)
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)

@@ -670,7 +670,7 @@ class HostedContract(AdapterContract):
                 loads = await self.load(adapter, *numbers)  # checks the bytes of loaded records
                 assert LoadStatus.CORRUPT not in [load.status for load in loads], (seed, loads)
             await _until_up(adapter)
-            restarts = adapter.restarts
+            restarts = adapter.host_status()["restarts"]
             persistent = adapter.capabilities.persistent
         finally:
             await adapter.close()

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.flags import parse_server_flags, server_parser
 from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
-from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc.cluster_wire import Register
 from kvstrata.types import MAX_L2_ADAPTERS

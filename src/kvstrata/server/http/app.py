@@ -9,6 +9,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvstrata.config.lmcache.interfaces import SERVER_PATHS
+from kvstrata.observability.logging import EventLog
+from kvstrata.process import http_log_level
 from kvstrata.process.http import make_base
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.http.bodies import (
@@ -110,6 +112,8 @@ def make_app(admin: Admin) -> FastAPI:
         give back what their engines use, it gets the rest later.
         """
         return await admin.quotas.change(tenant, round(body.quota_gb * GB))
+
+    app.include_router(http_log_level.router(EventLog("server"), guarded))
 
     def named(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
         if answer is None:
