@@ -46,7 +46,9 @@ HOST_DOWN = "host_down"
 
 # Codecs.
 CODEC = "codec"
+CORRUPT = "corrupt"
 ENCODED = "encoded"
+NO_HEAD = "no_head"
 STAGING_TOO_SMALL = "staging_too_small"
 UNAUTHENTICATED = "unauthenticated"
 
@@ -89,7 +91,7 @@ MEANINGS: dict[str, Meaning] = {
     "entries_full": _REFUSED,
     "frozen": _REFUSED,
     "parent_absent": _REFUSED,
-    "corrupt": Meaning(MissReason.CORRUPT),
+    CORRUPT: Meaning(MissReason.CORRUPT, blames_medium=False),
     "in_flight": Meaning(MissReason.IN_FLIGHT),
     "absent": Meaning(MissReason.EVICTED),
     LENGTH: _NOT_THE_MEDIUM,
@@ -100,6 +102,7 @@ MEANINGS: dict[str, Meaning] = {
     "codec_missing": _NOT_THE_MEDIUM,
     "no_key": _NOT_THE_MEDIUM,
     "wrong_key": _NOT_THE_MEDIUM,
+    NO_HEAD: _NOT_THE_MEDIUM,
     UNAUTHENTICATED: Meaning(MissReason.CORRUPT, blames_medium=False),
     NOT_A_FILE: _NOT_THE_MEDIUM,
     READ_ONLY: _NOT_THE_MEDIUM,
