@@ -78,8 +78,9 @@ FROM_L2 = {
 """Reasons with which a load from L2 may end."""
 ELSEWHERE = {
     MissReason.PUT_SKIPPED, MissReason.IDENTITY_DIFFERS, MissReason.UNKNOWN_KEY, MissReason.FORGOTTEN,
+    MissReason.NOT_IN_L1,
 }  # fmt: skip
-"""Reasons that only explain gives."""
+"""Reasons that only explain or an engine gives."""
 WORDS = {
     MissReason.BREAKER_OPEN: [
         "breaker_open", HOST_DOWN, "controller_down", CLOSED, MEDIUM_GONE, "stopping",
