@@ -66,6 +66,7 @@ _NOT_THE_MEDIUM = Meaning(MissReason.L2_FAILED, blames_medium=False)
 
 MEANINGS: dict[str, Meaning] = {
     DEADLINE: Meaning(MissReason.DEADLINE),
+    "timeout": Meaning(MissReason.DEADLINE),
     PEER_DEADLINE: Meaning(MissReason.DEADLINE, blames_medium=False),
     PEER_GONE: Meaning(MissReason.DEADLINE, blames_medium=False),
     BREAKER_OPEN: Meaning(MissReason.BREAKER_OPEN),
@@ -92,6 +93,7 @@ MEANINGS: dict[str, Meaning] = {
     "frozen": _REFUSED,
     "parent_absent": _REFUSED,
     CORRUPT: Meaning(MissReason.CORRUPT, blames_medium=False),
+    "checksum": Meaning(MissReason.CORRUPT),
     "in_flight": Meaning(MissReason.IN_FLIGHT),
     "absent": Meaning(MissReason.EVICTED),
     LENGTH: _NOT_THE_MEDIUM,
@@ -107,6 +109,10 @@ MEANINGS: dict[str, Meaning] = {
     NOT_A_FILE: _NOT_THE_MEDIUM,
     READ_ONLY: _NOT_THE_MEDIUM,
     BAD_ITEM: OTHER,
+    "io": OTHER,
+    "internal": OTHER,
+    "failed": OTHER,  # an outcome of another party's adapter that names no reason
+    "unknown": OTHER,
     FULL: OTHER,
     HOST_DIED: OTHER,
     RAISED: OTHER,

@@ -86,9 +86,9 @@ WORDS = {
         "breaker_open", HOST_DOWN, "controller_down", CLOSED, MEDIUM_GONE, "stopping",
         REMOVED,
     ],
-    MissReason.DEADLINE: ["deadline", "peer_deadline", "peer_gone"],
+    MissReason.DEADLINE: ["deadline", "timeout", "peer_deadline", "peer_gone"],
     MissReason.IN_FLIGHT: ["in_flight"],
-    MissReason.CORRUPT: ["corrupt", "unauthenticated"],
+    MissReason.CORRUPT: ["corrupt", "checksum", "unauthenticated"],
     MissReason.EVICTED: ["absent"],
     MissReason.REFUSED: [
         "budget", "throttled", QUEUE_FULL, "staging", "staging_too_small", "limit",
