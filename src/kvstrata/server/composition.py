@@ -316,6 +316,7 @@ def make_boundary(
         tiers=l2.tiers,
         prefetch=l2.prefetch,
         store=l2.store,
+        events=l2.events,
         explainer=ground.explainer,
         savings=ground.savings,
         counters=counters,
