@@ -4,7 +4,9 @@ instance to the same tenant's pool at the other, and nowhere else.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,10 @@ import pytest
 
 from kvstrata.cli import ctl
 from kvstrata.native.hashing import storage_keys
+from kvstrata.rpc.cluster_wire import PeerLease, PeerLeased, Where, WhereReply, tags_of
+from kvstrata.rpc.shared_key import SharedKey
 from kvstrata.rpc.wire import ReserveOutcome
+from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster import Cluster
@@ -36,10 +41,21 @@ SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000", "KVSTRATA_P2P_ENGINE": "uc
 """Long enough for a busy machine."""
 
 
+def sizes_of(*names: str) -> str:
+    """Settings that give 16 MiB to each of these tenants as its own pool, in this order."""
+    quotas = ", ".join(f"{name}: 0.015625" for name in names)
+    own = ", ".join(f"{{name: {name}, pool: own}}" for name in names)
+    return f"quotas_gb: {{{quotas}}}\ntenants: [{own}]\n"
+
+
 @contextlib.contextmanager
-def cluster_of(folder: Path, **settings: str) -> Iterator[Cluster]:
-    flags = tenant_settings(folder, SIZES)
-    with Cluster(folder, l1_mb=64, flags=flags, settings={**SETTINGS, **settings}) as made:
+def cluster_of(folder: Path, *texts: str, **settings: str) -> Iterator[Cluster]:
+    """`texts`: what each instance's settings say of the tenants; `settings`: environment variables of both."""
+    flags = []
+    for number, text in enumerate(texts or (SIZES, SIZES)):
+        (folder / f"{number}").mkdir()
+        flags.append(tenant_settings(folder / f"{number}", text))
+    with Cluster(folder, l1_mb=64, flags_of=flags, settings={**SETTINGS, **settings}) as made:
         yield made
 
 
@@ -134,10 +150,10 @@ def act(cluster: Cluster, how: str, n_chunks: int, **more: Any) -> list[dict[str
     return commands
 
 
-def quota(cluster: Cluster, megabytes: float) -> int:
-    """Change green's quota at the first instance; returns the bytes that it may have now."""
+def quota(cluster: Cluster, megabytes: float, number: int = 0) -> int:
+    """Change green's quota at an instance; returns the bytes that it may have now."""
     asked = ctl.Ask("/v1/tenants/green/quota", {"quota_gb": megabytes / 1024}, method="PUT")
-    return int(ctl.ask(cluster.servers[0].url, asked)["now_bytes"])
+    return int(ctl.ask(cluster.servers[number].url, asked)["now_bytes"])
 
 
 def test_a_tenants_chunks_are_read_into_its_own_pool_and_found_by_nobody_else(cluster: Cluster) -> None:
@@ -161,6 +177,74 @@ def test_a_tenants_chunks_are_read_into_its_own_pool_and_found_by_nobody_else(cl
         settled(cluster, 1)
         eventually("all leases are back", lambda: lent_bytes(cluster) == 0)
         assert b'kvstrata_own_pool_lent_bytes{tenant="green"} 0' in read(f"{cluster.servers[0].url}/metrics")
+
+
+async def test_a_member_gets_a_tenants_chunks_in_no_other_tenants_name(cluster: Cluster) -> None:
+    with (
+        tenants(cluster, "green") as (one, _),
+        contextlib.closing(Links(asyncio.get_running_loop())) as links,
+    ):
+        chain = chain_of(one.root, CHUNKS)
+        store(cluster, one, chain)
+        names = storage_keys(one.root, chain, part().digest())
+        shared = SharedKey("").keys
+        directory = links.ask(f"tcp://127.0.0.1:{cluster.controller.ports['reply']}", keys=shared)
+        [owner] = (await directory.ask(Where(0, "member", tags_of(names), 1), WhereReply, 20)).owners
+        peer = links.ask(owner.peer_endpoint, keys=shared.to(owner.peer_key))
+
+        async def lease(tenant: str) -> PeerLeased:
+            return await peer.ask(PeerLease(0, "member", names, 1, 60_000, tenant), PeerLeased, 20)
+
+        for tenant in ("", "blue", "nobody", "Green"):
+            leased = await lease(tenant)
+            assert (leased.lease, leased.extents, leased.reason) == (0, b"", "absent"), tenant
+        assert lent_bytes(cluster) == 0
+        assert len(unpack_extents((await lease("green")).extents)) == CHUNKS
+
+
+def test_a_tenant_with_an_own_pool_at_one_instance_only_reads_nothing_from_the_other(tmp_path: Path) -> None:
+    only = (sizes_of("green"), sizes_of("blue"))
+    with cluster_of(tmp_path, *only) as cluster, tenants(cluster, "green") as (here, there):
+        stored = {0: chain_of(here.root, CHUNKS), 1: chain_of(there.root, CHUNKS, first_token=10_000)}
+        store(cluster, here, stored[0])
+        store(cluster, there, stored[1], 1)
+        eventually("its kind of KV is known", lambda: cluster.controller.ask("/v1/models")["models"])
+        for client, elsewhere in ((there, stored[0]), (here, stored[1])):
+            assert hit(client, elsewhere) == 0
+        [pull] = act(cluster, "move", CHUNKS, to="instance-1", source="instance-0")
+        assert pull["result"]["count"] == 0, "nothing has moved, so nothing is dropped"
+        for client, chain in ((here, stored[0]), (there, stored[1])):
+            assert hit(client, chain) == CHUNKS
+        for number in (0, 1):
+            served = cluster.servers[number].get("/v1/status")["peers_served"]
+            assert served["absent"] > 0 == served["granted"], "the directory named it, and it lent nothing"
+            settled(cluster, number)
+
+
+def test_pools_that_instances_list_in_different_orders_are_read_tenant_by_tenant(tmp_path: Path) -> None:
+    orders = (sizes_of("green", "blue"), sizes_of("blue", "green"))
+    with (
+        cluster_of(tmp_path, *orders) as cluster,
+        tenants(cluster, "green") as (green, green_reader),
+        tenants(cluster, "blue") as (blue, blue_reader),
+    ):
+        chains = {client: chain_of(client.root, CHUNKS) for client in (green, blue)}
+        for client, chain in chains.items():
+            store(cluster, client, chain)
+        for _ in ("in another order", "after a restart in the same order"):
+            reads(green_reader, chains[green])
+            reads(blue_reader, chains[blue])
+            for tenant in ("green", "blue"):
+                clear(cluster, 1, tenant)
+            eventually("nothing is left", lambda: cluster.known(1) == 0)
+            owner = cluster.servers[0]
+            owner.kill()
+            tenant_settings(tmp_path / "0", orders[1])
+            owner.start()
+            eventually("the controller knows the adopted chunks", lambda: cluster.known(0) == 2 * CHUNKS)
+        for client in (green, blue):
+            client.attach()
+            client.connect()
 
 
 def test_shared_chunks_are_read_beside_own_ones(cluster: Cluster) -> None:
@@ -254,8 +338,8 @@ def test_memory_moves_between_pools_while_they_are_read_and_no_byte_is_wrong(clu
 
         def move() -> None:
             while not over.is_set():
-                moved.append(quota(cluster, 4))
-                moved.append(quota(cluster, 40))
+                for megabytes, number in itertools.product((4, 40), (0, 1)):
+                    moved.append(quota(cluster, megabytes, number))
 
         found: list[int] = []
 
