@@ -143,7 +143,7 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "ucx", "nixl", "off"],
         Meta(
             description="Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is "
-            "installed, else off. All peers must use the same engine."
+            "installed, else off. All peers must use the same engine. Tenants with `pool: own` need ucx."
         ),
     ] = "auto"
     listen: Annotated[
@@ -187,7 +187,11 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = True
     max_leased_share: Annotated[
         float,
-        Meta(gt=0, le=0.25, description="Largest share of L1 that peers' leases and admins' pins may keep."),
+        Meta(
+            gt=0,
+            le=0.25,
+            description="Largest share of each pool that peers' leases and admins' pins may keep.",
+        ),
     ] = 0.25
     lookup_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")

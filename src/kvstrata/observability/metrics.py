@@ -78,6 +78,11 @@ FAMILIES: dict[str, Family] = {
     "kvstrata_own_pool_evicted_entries": Family(
         "counter", ("tenant",), "Chunks evicted from a tenant's own pool."
     ),
+    "kvstrata_own_pool_lent_bytes": Family(
+        "gauge",
+        ("tenant",),
+        "Bytes of a tenant's own pool kept by readers' leases and the controller's pins.",
+    ),
     "kvstrata_retrieved_bytes": Family("counter", (), "Bytes sent by retrieve."),
     "kvstrata_lookup_seconds": Family("histogram", (), "Time from a lookup's arrival to its reply."),
     "kvstrata_l2_seconds": Family(
@@ -421,6 +426,10 @@ def _counted(
             f"kvstrata_own_pool_{name}": [([row["tenant"]], row[number]) for row in own_pools]
             for name, number in _OF_OWN_POOL.items()
         },
+        "kvstrata_own_pool_lent_bytes": [
+            ([row["tenant"]], row["leased_bytes"])
+            for row in numbers.get("peers_served", {}).get("own_pools", [])
+        ],
         "kvstrata_retrieved_bytes": [([], counters.retrieved_bytes)],
         "kvstrata_lookup_seconds": [([], counters.lookup)],
         "kvstrata_l2_seconds": [(labels, counted.time) for labels, counted in l2],

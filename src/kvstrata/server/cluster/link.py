@@ -11,6 +11,7 @@ import enum
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstrata import __version__
@@ -118,7 +119,7 @@ class ControllerLink:
         keys: MemberKeys,
         facts: InstanceFacts,
         advertised: Advertised,
-        pool: Pool,
+        pools: Sequence[Pool],
         news: TierNews,
         own: OwnTiers,
         condition: Condition,
@@ -137,7 +138,7 @@ class ControllerLink:
         self._refused_why = keys.refused_why
         self._facts = facts
         self._advertised = advertised
-        self._l1_bytes = pool.extents_bytes
+        self._l1_bytes = sum(pool.limit_bytes for pool in pools)
         self._news = news
         self._own = own
         self._condition = condition
@@ -159,7 +160,7 @@ class ControllerLink:
             self._reply,
             (facts.instance_id, facts.epoch),
             url,
-            pool=pool,
+            pools=pools,
             news=news,
             own=own,
             freeze=freeze,

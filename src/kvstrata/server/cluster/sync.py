@@ -2,7 +2,7 @@
 
     SyncBegin(S) ─▶ parts: all that is READY in L1, then each own tier ─▶ SyncEnd ─▶ events from S + 1 on
 
-1. A full sync reads the pool in slices while chunks come and go.  The events that arose since its start are sent after
+1. A full sync reads the pools in slices while chunks come and go.  The events that arose since its start are sent after
    the parts, so the controller ends with the last state of each chunk.
 2. If events overflow during a full sync, the next one *freezes* stores: reserves are refused with `frozen` until that
    full sync ends, for at most FREEZE_S, and only while the controller answers heartbeats.
@@ -15,7 +15,7 @@ The states are those of sync_state.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from kvstrata.errors import BadSync, ClusterFailure, Unavailable
 from kvstrata.native.copying import crc32c
@@ -52,7 +52,7 @@ class FullSync:
         me: tuple[str, int],
         url: str,
         *,
-        pool: Pool,
+        pools: Sequence[Pool],
         news: TierNews,
         own: OwnTiers,
         freeze: StoreFreeze,
@@ -62,7 +62,7 @@ class FullSync:
         self._reply = reply
         self._me = me
         self._url = url
-        self._pool = pool
+        self._pools = pools
         self._news = news
         self._own = own
         self._store_freeze = freeze
@@ -203,16 +203,19 @@ class FullSync:
     async def _everything(self) -> AsyncIterator[tuple[str, bytes]]:
         """All tags that the instance holds, in parts: (tier, tags)."""
         collected = bytearray()
-        entry = 0
-        while True:
-            tags, entry = self._pool.ready_tags(entry, SCAN_ENTRIES)
-            collected += tags
-            if len(collected) >= PART_TAGS * TAG_BYTES or (collected and not entry):
-                yield L1_TIER, bytes(collected)
-                collected.clear()
-            if not entry:
-                break
-            await asyncio.sleep(0)
+        for pool in self._pools:
+            entry = 0
+            while True:
+                tags, entry = pool.ready_tags(entry, SCAN_ENTRIES)
+                collected += tags
+                if len(collected) >= PART_TAGS * TAG_BYTES:
+                    yield L1_TIER, bytes(collected)
+                    collected.clear()
+                await asyncio.sleep(0)
+                if not entry:
+                    break
+        if collected:
+            yield L1_TIER, bytes(collected)
         self._unlisted.clear()
         for tier in self._news.tiers[1:]:
             if not self._own.lists(tier):
