@@ -37,7 +37,7 @@ def main() -> None:
                 servers.append(
                     subprocess.Popen(["sh", "-c", f"exec {command}"], stdout=output, stderr=output)
                 )
-            until_ready(log, servers[-1], 1)
+            until_ready(log, servers[-1], 1, member="--controller-url" in command)
             continue
         newest = list(logs.values())[-1] if logs else None
         if newest is not None and command.startswith("kill "):
@@ -64,9 +64,10 @@ def pids(log: Path) -> list[str]:
     return re.findall(r"kvstrata\.\w+ ready .*?\bpid=(\d+)", log.read_text())
 
 
-def until_ready(log: Path, server: subprocess.Popen[bytes], times: int) -> None:
+def until_ready(log: Path, server: subprocess.Popen[bytes], times: int, *, member: bool = False) -> None:
+    """Wait until the log says so often that the server is ready, and, for a `member`, that a controller knows it."""
     ends_s = time.monotonic() + READY_S
-    while len(pids(log)) < times:
+    while len(pids(log)) < times or (member and " member " not in log.read_text()):
         if server.poll() is not None or time.monotonic() > ends_s:
             raise SystemExit(f"{server.args} is not ready:\n{log.read_text()}")
         time.sleep(0.02)
