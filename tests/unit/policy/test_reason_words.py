@@ -45,6 +45,15 @@ def files(name: str) -> Iterator[tuple[str, ast.Module]]:
             yield below, tree
 
 
+CALLS: dict[str, list[tuple[str, ast.Call]]] = {}
+"""Calls by the last name of what is called, each with its file."""
+for _file, _tree in files(""):
+    for _node in ast.walk(_tree):
+        if isinstance(_node, ast.Call) and isinstance(_node.func, ast.Name | ast.Attribute):
+            _name = _node.func.id if isinstance(_node.func, ast.Name) else _node.func.attr
+            CALLS.setdefault(_name, []).append((_file, _node))
+
+
 def plain(file: str, node: ast.expr | None) -> set[str] | None:
     """The words of an expression that names them: a string, a constant of the module, a choice of these; else None."""
     match node:
@@ -92,12 +101,16 @@ def followed(file: str, node: ast.expr | None) -> set[str] | None:
     found = plain(file, node)
     if found is None and node is not None and (key := (file, ast.unparse(node))) in THROUGH:
         USED.add(key)
+        if key in WORDS:
+            return WORDS[key]
         found = set()
         if key not in FOLLOWING:  # `reason = reason or …` leads back to itself
             FOLLOWING.append(key)
             for origin in THROUGH[key]:
                 found |= origin()
             FOLLOWING.pop()
+            if not FOLLOWING:
+                WORDS[key] = found
     return found
 
 
@@ -105,16 +118,14 @@ def given(callee: str, place: int, name: str = "", file: str = "") -> set[str]:
     """The words that calls of `callee` give as this argument, or by this name."""
     words: set[str] = set()
     n_calls = 0
-    for below, tree in files(file):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == callee:
-                by_name = next((word.value for word in node.keywords if word.arg == name), None)
-                value = by_name or (node.args[place] if len(node.args) > place else None)
-                if value is not None:
-                    n_calls += 1
-                    found = followed(below, value)
-                    assert found is not None, f"{below}:{node.lineno}: add {ast.unparse(value)!r} to THROUGH"
-                    words |= found
+    for below, node in CALLS.get(callee, []):
+        by_name = next((word.value for word in node.keywords if word.arg == name), None)
+        value = by_name or (node.args[place] if len(node.args) > place else None)
+        if value is not None and file in ("", below):
+            n_calls += 1
+            found = followed(below, value)
+            assert found is not None, f"{below}:{node.lineno}: add {ast.unparse(value)!r} to THROUGH"
+            words |= found
     assert n_calls, f"nobody calls {callee}"
     return words
 
@@ -171,8 +182,8 @@ def assigned(name: str, file: str, function: str = "") -> set[str]:
 
 
 def native() -> set[str]:
-    """The words of the native code: those of its enum Reason, which a table in C++ names exhaustively."""
-    return {row.word for row in reasons()}
+    """The words of native adapters: those of the enum Reason, which a table in C++ names exhaustively."""
+    return {row.word for row in reasons()} - {"sessions_full"}  # the pool's, which no adapter gives
 
 
 def passed_on() -> set[str]:
@@ -241,12 +252,29 @@ THROUGH: dict[tuple[str, str], list[Any]] = {
 """(File, expression) → where its words come from."""
 USED: set[tuple[str, str]] = set()
 FOLLOWING: list[tuple[str, str]] = []
+WORDS: dict[tuple[str, str], set[str]] = {}
+"""The words of those entries of THROUGH that were followed to their ends."""
+
+
+def of_any_status() -> Iterator[tuple[str, ast.Call, int]]:
+    """(Where, the call, place of its reason) of each outcome whose status comes from native code or in a variable."""
+    for file, tree in files(""):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "PutOutcome",
+                "LoadOutcome",
+                "Found",
+            ):
+                place = 2 if ast.unparse(node.func) == "Found" else 1
+                literal = isinstance(node.args[0], ast.Attribute) and node.args[0].attr.isupper()
+                if not literal and reason_of(node, place) is not None:
+                    yield f"{file}:{node.lineno}", node, place
 
 
 def sites() -> list[tuple[str, str, set[str] | None]]:
     """(Where, the expression, its words) of each outcome that gives a chunk up."""
     found = []
-    for where, call, place in outcomes():
+    for where, call, place in (*outcomes(), *of_any_status()):
         node = reason_of(call, place)
         file = where.rpartition(":")[0]
         found.append((where, "" if node is None else ast.unparse(node), followed(file, node)))
@@ -272,7 +300,7 @@ def test_words_of_media_have_no_meaning_that_the_policy_gives_to_others() -> Non
 
 @pytest.mark.parametrize("row", reasons(), ids=lambda row: row.word)
 def test_each_reason_of_the_native_code_has_a_meaning_or_ends_puts_only(row: Any) -> None:
-    if row.word != "sessions_full":  # the pool's, which no adapter gives
+    if row.word in native():
         assert (row.word in MEANINGS) is not (row.word in ONLY_OF_PUTS), row.word
 
 
