@@ -91,6 +91,12 @@ def test_variables_of_the_build_and_of_engines_are_ignored_by_the_server():
     assert loading.load(ClientSettings, environment=environment).load_mode == "sync"
 
 
+def test_the_choice_of_vector_instructions_must_be_one_of_ours():
+    assert loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "avx2"}) == ServerSettings()
+    with pytest.raises(ConfigError, match="KVSTRATA_SIMD: must be avx2 or none, or not set, found 'sse'"):
+        loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "sse"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
