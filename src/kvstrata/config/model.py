@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.l2_model import L2Settings
+from kvstrata.config.metrics_model import MetricsSettings, ServerMetricsSettings
 from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
@@ -290,6 +291,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = None
     http: HttpSettings = HttpSettings()
+    metrics: ServerMetricsSettings = ServerMetricsSettings()
     security: SecuritySettings = SecuritySettings()
     controller: ControllerLinkSettings = ControllerLinkSettings()
     p2p: P2pSettings = P2pSettings()
@@ -446,6 +448,7 @@ class ControllerSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
+    metrics: MetricsSettings = MetricsSettings()
     monitor_host: Annotated[
         str,
         Meta(

@@ -16,7 +16,7 @@ from docs.generate.pages import PAGES, stale
 from docs.generate.source import DOCS, text_of
 from kvstrata.client.handles import StoreOutcome
 from kvstrata.errors import WIRE_ERRORS
-from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name, meaning_of
+from kvstrata.observability.families import COUNTED, FAMILIES, PATHS
 from kvstrata.policy.store import Skip
 from kvstrata.process.http_gate import PROBES
 from kvstrata.rpc import wire
@@ -89,8 +89,9 @@ def test_every_metric_and_label_has_a_meaning() -> None:
         assert f"| `{name}{'_total' * (family.kind == 'counter')}` | {family.kind} |" in page
         assert family.meaning.endswith(".")
         assert set(family.labels) <= set(LABELS)
-    for path in STATUS_NUMBERS:
-        assert f"| `{gauge_name(path)}` | `{path}` | {meaning_of(path)} |" in page
+    for path, name in PATHS.items():
+        assert f"| `{path}` | {FAMILIES[name].meaning} |" in page
+    assert len(FAMILIES) == len(COUNTED) + len(PATHS), "two paths with one name"
 
 
 def test_the_admin_api_is_described_with_its_errors_and_its_token() -> None:
