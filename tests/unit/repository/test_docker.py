@@ -19,7 +19,7 @@ from kvstrata.process.listen import read_token
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER = ROOT / "docker"
 COMPOSE_FILES = sorted(DOCKER.glob("compose*.yaml"))
-DASHBOARD = DOCKER / "grafana/dashboards/kvstrata.json"
+DASHBOARD = ROOT / "configs/grafana/kvstrata.json"
 
 
 def services(file: Path) -> dict[str, dict[str, Any]]:

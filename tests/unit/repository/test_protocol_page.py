@@ -39,12 +39,14 @@ def test_every_generated_page_is_current() -> None:
 
 
 def test_a_generated_page_that_was_changed_by_hand_is_stale(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
     for name, make in PAGES.items():
-        (tmp_path / name).write_text(make())
-    assert not list(stale(tmp_path))
-    (tmp_path / "metrics.md").unlink()
-    (tmp_path / "wire-codes.md").write_text((tmp_path / "wire-codes.md").read_text() + "\n")
-    assert list(stale(tmp_path)) == ["metrics.md", "wire-codes.md"]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(make())
+    assert not list(stale(folder))
+    (folder / "metrics.md").unlink()
+    (folder / "wire-codes.md").write_text((folder / "wire-codes.md").read_text() + "\n")
+    assert list(stale(folder)) == ["metrics.md", "wire-codes.md"]
 
 
 def test_every_message_is_on_the_page_with_its_fields_in_order() -> None:
