@@ -1,4 +1,4 @@
-"""The pages of docs/ and the dashboard, which are generated from the code: `python -m docs.generate` writes them all.
+"""The pages of docs/ and the files of configs/ that are generated: `python -m docs.generate` writes them all.
 
 Their contents come from the code: field types and bounds from the structs, meanings from the docstring of a class and
 from the text below a field or member.
@@ -16,12 +16,14 @@ from docs.generate.dashboard import dashboard
 from docs.generate.http_api import controller_api, controller_openapi, openapi
 from docs.generate.lmcache import coming_from_lmcache
 from docs.generate.messages import cluster_messages, wire_codes
+from docs.generate.monitoring import for_kubernetes
 from docs.generate.numbers import metrics
 from docs.generate.source import DOCS
 from docs.generate.states import states
 
 PAGES: dict[str, Callable[[], str]] = {
     "../configs/grafana/kvstrata.json": dashboard,
+    "../configs/kubernetes/prometheus.yaml": for_kubernetes,
     "adapters.md": adapters,
     "l2-adapter.schema.json": adapter_schema,
     "cluster-messages.md": cluster_messages,
