@@ -16,6 +16,7 @@ from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, place_of
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.daemon import free_port
 from tests.harness.http_read import read
+from tests.harness.promtool import Promtool
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -81,6 +82,10 @@ def test_every_metric_served_is_on_the_page_with_type_labels_and_meaning(server,
         assert (family.type, family.documentation) == (FAMILIES[name].kind, FAMILIES[name].meaning)
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert labels in (set(), set(FAMILIES[name].labels)), name
+
+
+def test_promtool_finds_nothing_wrong_with_the_page(server: ServerProcess, promtool: Promtool) -> None:
+    assert not promtool("check", "metrics", text=page(server, ""))
 
 
 def test_durations_of_what_the_server_did_are_counted(server):
