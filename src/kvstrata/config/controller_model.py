@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings, PortSecuritySettings
 from kvstrata.config.log_model import LogFormat, LogLevel
+from kvstrata.config.metrics_model import MetricsSettings
 
 
 class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,6 +124,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ),
     ] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
+    metrics: MetricsSettings = MetricsSettings()
     monitor_host: Annotated[
         str,
         Meta(

@@ -152,7 +152,11 @@ def lay_ground(
     for tenant, gigabytes in settings.quotas_gb.items():
         if own.get(tenant) is None:
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
-    counters, readiness, board = ServerCounters(), Readiness(), StatusBoard()
+    counters, readiness, board = (
+        ServerCounters(exemplars=settings.metrics.exemplars),
+        Readiness(),
+        StatusBoard(),
+    )
     board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
     board.put("pool", functools.partial(pool_section, pool))
     board.put("own_pools", own.section)

@@ -29,8 +29,8 @@ from kvstrata.errors import StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment
+from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog, log_stats
-from kvstrata.observability.metrics import ServerCollector
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.misses import Explainer
 from kvstrata.process.http_gate import Access
@@ -213,10 +213,11 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
+        old_names = settings.metrics.old_names
         whole_admin = Admin(
             ground.readiness,
             ground.board,
-            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers),
+            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers, old_names=old_names),
             admin.explain,
             admin.prewarms,
             admin.clearing,

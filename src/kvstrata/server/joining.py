@@ -164,6 +164,7 @@ def make_membership(
             freeze=ground.freeze,
             readiness=ground.readiness,
             supervisor=ground.supervisor,
+            counters=ground.counters,
         )
         for url, news in news_of.items()
     ]

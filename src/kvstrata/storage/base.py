@@ -189,7 +189,7 @@ Counts = Annotated[
     ],
     msgspec.Meta(max_length=200),
 ]
-"""The type of the result of `numbers`. Its keys become parts of the names of metrics."""
+"""The type of the result of `numbers`. Its keys become labels of metrics."""
 MAX_REMARK_CHARS = 500
 Remarks = Annotated[
     dict[
@@ -289,7 +289,7 @@ class StorageAdapter(ABC):
     def numbers(self) -> dict[str, int]:
         """The adapter's own counters by name, for status and metrics; see Counts.
 
-        The set of names is fixed.  Never blocks.
+        The set of names is fixed, and the numbers only grow.  Never blocks.
         """
         return {}
 

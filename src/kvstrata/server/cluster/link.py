@@ -18,6 +18,7 @@ from kvstrata import __version__
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCounters
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
@@ -128,6 +129,7 @@ class ControllerLink:
         freeze: StoreFreeze,
         readiness: Readiness,
         supervisor: Supervisor,
+        counters: ServerCounters,
     ) -> None:
         """`url`: of the controller's reply port; `news`: for this controller. All links share the other parts.
 
@@ -146,6 +148,7 @@ class ControllerLink:
         self._fence = fence
         self._readiness = readiness
         self._supervisor = supervisor
+        self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
         self._links = Links(self._loop)
@@ -165,6 +168,7 @@ class ControllerLink:
             own=own,
             freeze=freeze,
             supervisor=supervisor,
+            seconds=counters.sync,
         )
         self._commands = CommandTable(actions, self._sync.resync, news.wake.set)
         self._tasks: list[asyncio.Task[None]] = []
@@ -308,6 +312,7 @@ class ControllerLink:
             self._condition.load(self._news), self._condition.models(), results, self._fence.seen,
             self._condition.draining,
         )  # fmt: skip
+        asked_s = self._loop.time()
         try:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
         except Unavailable:
@@ -326,6 +331,7 @@ class ControllerLink:
             )
             return LinkEvent.REFUSED
         self._counts["heartbeats"] += 1
+        self._counters.heartbeat.add(self._loop.time() - asked_s)
         if self._unheard >= SILENT_BEATS:
             self._log.repeated(logging.INFO, "heard", "controller_back", url=self._url)
         self._unheard = 0

@@ -21,6 +21,7 @@ from kvstrata.errors import BadSync, ClusterFailure, Unavailable
 from kvstrata.native.copying import crc32c
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import Histogram
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
@@ -57,8 +58,12 @@ class FullSync:
         own: OwnTiers,
         freeze: StoreFreeze,
         supervisor: Supervisor,
+        seconds: Histogram,
     ) -> None:
-        """`me`: instance id and incarnation; `url`: of the controller, the name under which it freezes stores."""
+        """`me`: instance id and incarnation; `url`: of the controller, the name under which it freezes stores.
+
+        `seconds` gets the duration of each full sync.
+        """
         self._reply = reply
         self._me = me
         self._url = url
@@ -67,6 +72,7 @@ class FullSync:
         self._own = own
         self._store_freeze = freeze
         self._supervisor = supervisor
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._number = 0
@@ -142,6 +148,7 @@ class FullSync:
             self._freeze(self._freeze_next_s)
             self._freeze_next_s = 0.0
         self._number += 1
+        begun_s = self._loop.time()
         try:
             await self._tell_everything(self._number)
         except (Unavailable, ClusterFailure) as error:
@@ -153,6 +160,7 @@ class FullSync:
             news.want_sync("failed")
             return
         finally:
+            self._seconds.add(self._loop.time() - begun_s)
             self.thaw()
         news.step(SyncEvent.ENDED)
         if news.overflowed:

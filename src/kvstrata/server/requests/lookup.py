@@ -189,6 +189,7 @@ class Lookups:
             l1_chunks = held.n_chunks
             beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
             if beyond_l1:
+                asked_s = self._clock.monotonic_s()
                 fetched = await self._prefetch.fetch(
                     part(all_keys, held.n_chunks, asked.n_chunks, asked.n_slices),
                     asked.n_slices,
@@ -200,6 +201,7 @@ class Lookups:
                     lengths=asked.process.group.lengths,
                     deletes_odd=asked.process.group.declares_lengths,
                 )
+                self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks:
                     held = await self._lease(asked, all_keys, held)
@@ -309,7 +311,7 @@ class Lookups:
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
         counters = self._counters
-        counters.lookup.add(now_s - asked.started_s)
+        counters.lookup.add(now_s - asked.started_s, request.request_id)
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
