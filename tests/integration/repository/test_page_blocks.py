@@ -128,7 +128,7 @@ def shape(line: str) -> str:
     """A line without what differs from run to run: numbers, units, paths, and the width of columns."""
     line = re.sub(r"^\S*(…|\d{4}-\d\d-\d\dT\S+) (?=[A-Z]+ kvstrata)", "", line.strip())
     line = re.sub(r"(?<![\w.])/[\w./-]+", "PATH", line)
-    line = re.sub(r"\d[\d.,]*( ?(MiB|GiB|GB|MB|KiB|bytes|ms|µs|s)\b)?", "N", line)
+    line = re.sub(r"\d[\d.,]*(e[+-]\d+)?( ?(MiB|GiB|GB|MB|KiB|bytes|ms|µs|s)\b)?", "N", line)
     return re.sub(r"\s+", " ", line)
 
 
