@@ -87,7 +87,7 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
         first = bench_serve(api.url, server)
 
         def settled():
-            complete(api.url, small_model, [7] * 8, "")  # vLLM publishes counts with its steps only
+            complete(api.url, small_model, [7] * 8, "steps")  # vLLM publishes counts with its steps only
             return chunks_in_l1(server) == before + 2 * 4 or given_up(api) != lost_before
 
         until(settled, "storing, or giving up by a reason")
