@@ -33,7 +33,7 @@ OF_MEDIA = {
 }  # fmt: skip
 """Words of media that stand in no table of the policy: a chunk that could not be loaded is `l2_failed` to engines."""
 ONLY_OF_PUTS = {"capacity", "disk_full", "no_janitor", "no_room", "parameters", "backlog", "cleared", "draining",
-                "evicted", "removed"}  # fmt: skip
+                "evicted", "removed", "worker_crashed"}  # fmt: skip
 """Words that end puts only: the chunk stays in L1, and is `put_skipped` when it has left."""
 
 
@@ -214,7 +214,7 @@ THROUGH: dict[tuple[str, str], list[Any]] = {
     # Adapters in another process, and native ones.
     ("storage/base.py", "reason"): [native, passed_on],
     ("storage/host/channel.py", "reason"): [passed_on],
-    ("storage/host/parent.py", "why_not"): [partial(returned, "_ask", "storage/host/parent.py", 1)],
+    ("storage/host/parent.py", "why_not"): [partial(returned, "ask", "storage/host/life.py", 1)],
     ("storage/native_adapter.py", "why"): [native, passed_on],
     ("storage/native_adapter.py", "reason"): [partial(returned, "_not_ready", "storage/native_adapter.py")],
     ("storage/native_adapter.py", "self._not_ready()"): [
