@@ -29,7 +29,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
 
 ##@ First
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
@@ -109,6 +109,10 @@ bench: setup  ## measure everything, after asking; figures go to build/bench.jso
 #+ BENCH="ping copy_path": only these
 #+ ARGS=--report: show the figures that are there; ARGS=--small: show that the benchmarks work
 	@$(VENV_PYTHON) -m benchmarks.run $(BENCH) $(ARGS)
+
+bench-isa: setup  ## figures that depend on the CPU's vector instructions, with AVX-512 and without, taking turns
+#+ BENCH="lookup_rpc host_cost" ARGS="--rounds 3"
+	@$(VENV_PYTHON) -m benchmarks.isa $(BENCH) $(ARGS)
 
 bench-paired: setup  ## the same benchmarks of this checkout and another commit, taking turns
 #+ WITH=commit BENCH="ping lookup_rpc" ARGS="--rounds 5"

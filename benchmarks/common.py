@@ -135,7 +135,7 @@ def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:
     caller closes the client.  Raises RuntimeError if it does not attach within WAIT_S.
     """
     from kvstrata.client import CacheClient
-    from kvstrata.config.model import ClientSettings
+    from kvstrata.config.client_model import ClientSettings
     from kvstrata.types import LayoutIdentity, Role
 
     chunk_tokens = more.pop("chunk_tokens", 256)

@@ -33,7 +33,7 @@ from benchmarks.gpu import (
     require_cupy,
     require_gpu,
 )
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
 from kvstrata.native.record import CopyOutcome, RecordSpec

@@ -21,7 +21,7 @@ from benchmarks.gpu import RETRIEVE, STORE, BareCopies, PagedGpu, on_gpu, requir
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, HostRegion
 from kvstrata.types import LayoutIdentity, Role

@@ -36,7 +36,7 @@ from kvstrata.types import LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
-TARGET_US = 400
+TARGET_US = 300
 CHUNKS = 512
 PROMPTS = sized(1954, 70)
 """Of 512 chunks each: 1,000,448 entries."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.common import figure, median_spread, percentile, sized
 from kvstrata.client import CacheClient, Identity
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.attach.client import Attachment, LockHolder
 from kvstrata.native.index import IndexReader

@@ -1,9 +1,9 @@
 """`make bench [BENCH=name]`: runs the benchmarks and merges their figures by name into build/bench.json.
 
 Each module of this folder that has `run() -> list[dict]` is one benchmark; a figure is a dict with at least `name`,
-`value`, `unit`, `ratio`, `target`, `ok`.  `--report` prints the figures of build/bench.json as a table, like that of
-docs/performance.md.  `--small` shows that the benchmarks work: they run at sizes that say nothing about speed, and no
-figures are written; a test runs each benchmark like that.
+`value`, `unit`, `ratio`, `target`, `ok`.  `--results FILE` writes them elsewhere.  `--report` prints the figures of
+build/bench.json as a table, like that of docs/performance.md.  `--small` shows that the benchmarks work: they run at
+sizes that say nothing about speed, and figures are written only with `--results`; a test runs each benchmark like that.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.harness.vllm_run import VllmProcess
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "build" / "bench.json"
 NOT_BENCHMARKS = {"run", "common"}
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 SCRATCH_GB = 20
 MINUTES = 40
 
@@ -42,15 +43,15 @@ def modules() -> list[str]:
     )
 
 
-def merge(figures: list[dict[str, Any]]) -> None:
+def merge(figures: list[dict[str, Any]], results: Path) -> None:
     """Write figures into the result file under their names; the figures of other names stay."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    merged = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results.parent.mkdir(exist_ok=True)
+    merged = json.loads(results.read_text()) if results.exists() else {}
     for figure in figures:
         merged[figure["name"]] = {key: value for key, value in figure.items() if key != "name"}
-    part = RESULTS.with_suffix(f".{os.getpid()}")
+    part = results.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
-    part.replace(RESULTS)
+    part.replace(results)
 
 
 def show(value: Any) -> str:
@@ -86,6 +87,9 @@ def main() -> int:
     parser.add_argument(
         "--report", action="store_true", help="print the figures of build/bench.json as a table"
     )
+    parser.add_argument(
+        "--results", type=Path, help="file of the figures, build/bench.json by default; with --small too"
+    )
     arguments = parser.parse_args()
     if arguments.report:
         print(report())
@@ -93,6 +97,8 @@ def main() -> int:
     unknown = sorted(set(arguments.names) - set(modules()))
     if unknown:
         parser.error(f"no benchmark is called {unknown[0]!r}; the benchmarks are: {', '.join(modules())}")
+    # An installed server has bytecode; without it, each process that a benchmark starts would compile all its modules.
+    os.environ.pop(NO_BYTECODE, None)
     if arguments.small:
         os.environ[SMALL] = "1"
         VllmProcess.fork_server = VllmApi.fork_server = ForkServer.inherited()
@@ -119,8 +125,8 @@ def main() -> int:
             traceback.print_exc()
             failed.append(name)
             continue
-        if not arguments.small:
-            merge(figures)
+        if arguments.results or not arguments.small:
+            merge(figures, arguments.results or RESULTS)
         for figure in figures:
             mark = "small" if arguments.small else "met" if figure.get("ok") else "NOT MET"
             value = f"{show(figure['value'])} {figure['unit']}, ratio {show(figure.get('ratio'))}"

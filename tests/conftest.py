@@ -17,7 +17,8 @@ import pytest
 
 from kvstrata import text
 from tests.harness import mooncake, vllm_env, vllm_model
-from tests.tools import fetch_wheels
+from tests.harness.promtool import Promtool
+from tests.tools import fetch_debian, fetch_wheels
 
 os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with adapters of type fault_inject
 # Under nohup it is ignored, and all processes that tests start would inherit that.
@@ -151,3 +152,12 @@ def redis_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except redis_server.Unavailable as unavailable:
         pytest.skip(str(unavailable))
     return tmp_path_factory.mktemp("redis")
+
+
+@pytest.fixture(scope="session")
+def promtool() -> Promtool:
+    """Prometheus' checker; the test is skipped on a machine that cannot have it."""
+    try:
+        return Promtool()
+    except fetch_debian.Unavailable as unavailable:
+        pytest.skip(str(unavailable))

@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import bare_type
 from kvstrata.config.load import OTHER_ENV
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 
 _INTRO = """# Configuration
 
-Generated from the code by `make docs`; to change it, change the structs in `src/kvstrata/config/model.py`.
+Generated from the code by `make docs`; to change it, change the structs in `src/kvstrata/config`.
 
 Settings come from these sources; if several name a setting, the last one in the list wins:
 

@@ -7,14 +7,14 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
-from prometheus_client import CollectorRegistry
-
 from docs.generate.source import GENERATED, table
 from kvstrata.clock import SystemClock
-from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.controller.app import make_app as make_controller_app
 from kvstrata.controller.door import Door
 from kvstrata.controller.surroundings import Surroundings
+from kvstrata.observability.exposition import ServerCollector
+from kvstrata.observability.metrics import ServerCounters
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import Logins
 from kvstrata.server.http.app import make_app
@@ -22,7 +22,8 @@ from kvstrata.server.http.app import make_app
 
 def openapi() -> str:
     """docs/openapi.json, without the parts that depend only on the version of FastAPI or pydantic."""
-    nobody = SimpleNamespace(readiness=lambda: (True, ""), collector=CollectorRegistry(), tiers=None)
+    collector = ServerCollector("", ServerCounters(), dict)
+    nobody = SimpleNamespace(readiness=lambda: (True, ""), collector=collector, tiers=None)
     return json_text(make_app(cast(Any, nobody)).openapi())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from docs.generate.source import GENERATED, table
-from kvstrata.controller.metrics import CONTROLLER_FAMILIES
-from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, Family, gauge_name
+from kvstrata.controller.metrics import CONTROLLER_FAMILIES, RENAMED
+from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, Family, renamed
 from kvstrata.policy.store import StorePolicy
 
 LABELS = {
@@ -20,13 +20,18 @@ LABELS = {
     "tenant": "a tenant of `tenants` whose pool is `own`",
     "adapter": "type and index in `l2_adapters`, like `fs-0`",
     "operation": "`exists`, `put`, `load`, `delete`",
+    "state": "states of an entry in L1: `reserved`, `ready`, `unverified`, `quarantined`",
+    "cause": "causes of an eviction: `policy`, `window`, `quota`, `watermark`",
+    "event": "numbers that the adapter counts (`numbers` in the status), of bytes without `_bytes`",
+    "answer": "`asked`, `recalled_present`, `recalled_absent`",
+    "node": "a NUMA node",
 }
 
 
 def _family_rows(families: Mapping[str, Family]) -> list[list[str]]:
     return [
         [
-            f"`{name}{'_total' if family.kind == 'counter' else ''}`",
+            f"`{_sample(name, family)}`",
             family.kind,
             ", ".join(f"`{label}`" for label in family.labels),
             family.meaning,
@@ -35,28 +40,58 @@ def _family_rows(families: Mapping[str, Family]) -> list[list[str]]:
     ]
 
 
+def _sample(name: str, family: Family) -> str:
+    return name + ("_total" if family.kind == "counter" else "")
+
+
+def _status_rows() -> list[list[str]]:
+    """A row for each number of the status document that is a metric."""
+    return [
+        [
+            f"`{_sample(name, FAMILIES[name])}`",
+            FAMILIES[name].kind,
+            ", ".join(f"`{label}`" for label in FAMILIES[name].labels),
+            f"`{path}`",
+            FAMILIES[name].meaning,
+        ]
+        for path, name in PATHS.items()
+    ]
+
+
 def metrics() -> str:
     """docs/metrics.md."""
-    counted = _family_rows(FAMILIES)
     labels = dict.fromkeys(label for family in FAMILIES.values() for label in family.labels)
-    gauges = [[f"`{gauge_name(path)}`", f"`{path}`", text] for path, text in STATUS_NUMBERS.items()]
     return "".join(
         (
             "# Metrics\n\n",
-            GENERATED.format("`FAMILIES` and `STATUS_NUMBERS` in `src/kvstrata/observability/metrics.py`"),
-            "\n`/metrics` on the admin port, in Prometheus' text format. Counters start at 0 with the server. "
-            "No label names tenants, requests or keys, and every label has a closed set of values.\n\n"
+            GENERATED.format(
+                "`COUNTED` in `src/kvstrata/observability/families.py` and `STATUS_NUMBERS` in `numbers.py` beside it"
+            ),
+            "\n`/metrics` on the admin port, in Prometheus' text format, or in OpenMetrics for a reader whose `Accept` "
+            "names it (Prometheus does). A page is at most 0.25 s old. Counters start at 0 with the server, durations "
+            "are in seconds, ratios between 0 and 1. No label names requests or keys, and every label has a closed "
+            "set of values. With `metrics.exemplars`, OpenMetrics readers get the id of a request with each bucket of "
+            "`kvstrata_lookup_seconds`.\n\n"
             "## Counted as it happens\n\n",
-            table(["metric", "type", "labels", "meaning"], counted),
+            table(["metric", "type", "labels", "meaning"], _family_rows(COUNTED)),
             "\n### Labels\n\n",
             table(["label", "values"], [[f"`{label}`", LABELS[label]] for label in labels]),
-            "\n## Numbers of the status document\n\nGauges without labels, which `kvstrata ctl status --all` shows at "
-            "their paths. ADAPTER stands for an adapter's name, WORD for one of several words; characters other than "
-            "letters and digits become `_`. Those of an adapter are there while the server has it.\n\n",
-            table(["metric", "path", "meaning"], gauges),
+            "\n## Numbers of the status document\n\nThe same numbers that `kvstrata ctl status --all` shows at their "
+            "paths. ADAPTER is the label `adapter`, WORD the other label. Numbers of an adapter are there while the "
+            "server has it.\n\n",
+            table(["metric", "type", "labels", "path", "meaning"], _status_rows()),
             "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
             "`max_instances` of them.\n\n",
             table(["metric", "type", "labels", "meaning"], _family_rows(CONTROLLER_FAMILIES)),
+            "\n## Old names\n\nBefore, each number of the status document was a gauge of its own, with the names of "
+            "adapters and words in the metric's name. `--metrics-old-names` (`metrics.old_names`) serves those names "
+            "too, in this release for the last time, so that dashboards can be changed one after the other. ADAPTER "
+            "and WORD stand for the same words on both sides; in an old name, characters other than letters and digits "
+            "are `_`. Metrics that are not in this table have kept their names.\n\n",
+            table(
+                ["old name", "new name"],
+                [[f"`{old}`", f"`{new}`"] for old, new in {**renamed(), **RENAMED}.items()],
+            ),
             f"\nPolicies of an adapter (`l2_store.adapters.ADAPTER.policy`): {', '.join(map(str, StorePolicy))}.\n",
         )
     )

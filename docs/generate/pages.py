@@ -1,4 +1,4 @@
-"""The pages of docs/ that are generated from the code: `python -m docs.generate` writes them all.
+"""The pages of docs/ and the files of configs/ that are generated: `python -m docs.generate` writes them all.
 
 Their contents come from the code: field types and bounds from the structs, meanings from the docstring of a class and
 from the text below a field or member.
@@ -12,14 +12,18 @@ from pathlib import Path
 
 from docs.generate.adapters import adapter_schema, adapters
 from docs.generate.configuration import reference as configuration
+from docs.generate.dashboard import dashboard
 from docs.generate.http_api import controller_api, controller_openapi, openapi
 from docs.generate.lmcache import coming_from_lmcache
 from docs.generate.messages import cluster_messages, wire_codes
+from docs.generate.monitoring import for_kubernetes
 from docs.generate.numbers import metrics
 from docs.generate.source import DOCS
 from docs.generate.states import states
 
 PAGES: dict[str, Callable[[], str]] = {
+    "../configs/grafana/kvstrata.json": dashboard,
+    "../configs/kubernetes/prometheus.yaml": for_kubernetes,
     "adapters.md": adapters,
     "l2-adapter.schema.json": adapter_schema,
     "cluster-messages.md": cluster_messages,
@@ -46,7 +50,8 @@ def stale(folder: Path = DOCS) -> Iterator[str]:
 def main() -> None:
     """Write every page whose text has changed."""
     for name in list(stale()):
-        fresh = DOCS / f".{name}.new"
+        path = (DOCS / name).resolve()
+        fresh = path.with_name(f".{path.name}.new")
         fresh.write_text(PAGES[name](), encoding="utf-8")
-        os.replace(fresh, DOCS / name)
-        print(f"wrote docs/{name}")
+        os.replace(fresh, path)
+        print(f"wrote {path.relative_to(DOCS.parent)}")

@@ -168,7 +168,43 @@ def together(errors: Iterable[ConfigError]) -> ConfigError:
     if not others:
         return first
     says = f"{len(single)} settings are wrong: {'; '.join(single)}"
-    return ConfigError(says, field=first.field, causes=tuple(single.values()))
+    kind = MachineLacks if all(isinstance(one, MachineLacks) for one in single.values()) else ConfigError
+    return kind(says, field=first.field, causes=tuple(single.values()))
+
+
+class AllWrong:
+    """Collects what several checks raise, so that one error tells of all that is wrong.
+
+        wrong = AllWrong()
+        with wrong:
+            port = check_port()
+        with wrong:
+            host = check_host()
+        wrong.tell()
+
+    A ConfigError ends its `with` block, and the code after the block goes on.
+    """
+
+    def __init__(self) -> None:
+        self._errors: list[ConfigError] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self._errors.append(error)
+        return True
+
+    def add(self, error: ConfigError) -> None:
+        """Collect an error that was not raised."""
+        self._errors.append(error)
+
+    def tell(self) -> None:
+        """Raise ConfigError if anything was wrong."""
+        if self._errors:
+            raise together(self._errors)
 
 
 class MachineLacks(ConfigError):

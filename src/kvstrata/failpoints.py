@@ -1,8 +1,9 @@
-"""Named points in the server's protocol at which a test can kill or freeze the process.
+"""Named points in the server's protocol at which a test can kill, freeze or disturb the process.
 
 Only `arm()` arms points, from KVSTRATA_FAILPOINTS, and only in an environment with KVSTRATA_TESTING=1; otherwise `hit`
-costs one comparison.  KVSTRATA_FAILPOINTS holds `name=action` pairs separated by commas; the action is `kill` (SIGKILL)
-or `stop` (SIGSTOP), and `@n` delays it to the n-th time that the point is reached: `lookup.done=stop@2`.
+costs one comparison.  KVSTRATA_FAILPOINTS holds `name=action` pairs separated by commas.  The action is `kill`
+(SIGKILL), `stop` (SIGSTOP) or `crash` (RuntimeError, as a mistake of ours would raise), and `@n` delays it to the n-th
+time that the point is reached: `lookup.done=stop@2`.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ POINTS: dict[str, str] = {
 }
 """Every point, and the state of the server when the point is reached."""
 
-_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_armed: dict[str, tuple[signal.Signals, int]] = {}
+_ACTIONS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": None}
+_armed: dict[str, tuple[signal.Signals | None, int]] = {}
+"""By point: the signal (None: an exception), and at which time."""
 _reached: dict[str, int] = {}
 
 
@@ -82,13 +84,13 @@ def arm(environment: Mapping[str, str]) -> None:
         action, _, nth = action.partition("@")
         if name not in POINTS or action not in _ACTIONS or not (nth or "1").isdigit():
             raise ConfigError(
-                f"{VARIABLE}: {pair!r} is not POINT=kill|stop[@n] with a known point", field=VARIABLE
+                f"{VARIABLE}: {pair!r} is not POINT=kill|stop|crash[@n] with a known point", field=VARIABLE
             )
         _armed[name] = (_ACTIONS[action], int(nth or 1))
 
 
 def hit(name: str, phase: str = "") -> None:
-    """Called when the process reaches the point `name` (or `name.phase`): kills or stops it if the point is armed."""
+    """Called when the process reaches the point `name` (or `name.phase`): acts if the point is armed."""
     if not _armed:
         return
     point = f"{name}.{phase}" if phase else name
@@ -97,4 +99,6 @@ def hit(name: str, phase: str = "") -> None:
         _reached[point] = _reached.get(point, 0) + 1
         action, nth = _armed[point]
         if _reached[point] == nth:
+            if action is None:
+                raise RuntimeError(f"failpoint {point}")
             os.kill(os.getpid(), action)

@@ -154,7 +154,7 @@ class MissReason(enum.StrEnum):
     CORRUPT = "corrupt"
     """Its checksum was wrong; it was dropped."""
     DEADLINE = "deadline"
-    """L2 did not deliver it in time."""
+    """L2, or in an engine the server, did not answer in time."""
     REFUSED = "refused"
     """L1 had no room for it, or a limit was reached."""
     PUT_SKIPPED = "put_skipped"
@@ -166,6 +166,9 @@ class MissReason(enum.StrEnum):
     """An L2 adapter failed to look it up or to load it; `explain` says how."""
     IDENTITY_DIFFERS = "identity_differs"
     """The same tokens are cached under another identity of the tenant; `explain` names the field that differs."""
+    NOT_IN_L1 = "not_in_l1"
+    """It is not in L1, and the server has no L2. The engine has seen that by itself and did not ask the server, so only
+    the engine counts it, and `explain` does not know the request."""
     UNKNOWN_KEY = "unknown_key"
     """No request to this server has named this chunk before."""
     FORGOTTEN = "forgotten"

@@ -9,6 +9,7 @@ the holds of these puts at the first `exists` after the file was removed.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -70,6 +71,7 @@ def _refuse() -> NoReturn:
 
 WAYS: dict[str, Callable[[], None]] = {
     "abort": os.abort,
+    "detail": lambda: logging.getLogger("an_sdk").debug("a detail"),
     "exit": lambda: os._exit(3),
     "garbage": _write_garbage,
     "gil": _hold_the_gil,

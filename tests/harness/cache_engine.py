@@ -21,7 +21,7 @@ from kvstrata.client import (
     StoreJob,
     StoreOutcome,
 )
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
 from kvstrata.types import (
     KEY_BYTES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,8 +35,8 @@ def _keys(folder: Path) -> tuple[Path, Path]:
 class Cluster:
     """A controller and its members, which run inside the `with` block.
 
-    `flags`, `settings` (environment variables) and `l2` go to every ServerProcess.  The network has a host for each
-    server and belongs to the caller.
+    `flags`, `settings` (environment variables) and `l2` go to every ServerProcess, and `flags_of[n]` to server n alone.
+    The network has a host for each server and belongs to the caller.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Cluster:
         chunk_tokens: int = 256,
         l2: str = "none",
         flags: tuple[str, ...] = (),
+        flags_of: Sequence[tuple[str, ...]] = (),
         settings: dict[str, str] | None = None,
         controller_flags: tuple[str, ...] = ("--heartbeat-s", "1", "--dead-after-s", "5"),
         network: Network | None = None,
@@ -67,6 +69,7 @@ class Cluster:
             "environment": {**os.environ, **(settings or {})},
         }
         self._flags = (*flags, *key_flags)
+        self._flags_of = flags_of or ((),) * n_servers
         self._n_servers = n_servers
         self._stack = contextlib.ExitStack()
         self.servers: list[ServerProcess] = []
@@ -83,6 +86,7 @@ class Cluster:
                         *("--instance-id", f"instance-{number}"),
                         *(() if host is None else ("--p2p-listen", f"{host.address}:0")),
                         *self._flags,
+                        *self._flags_of[number],
                     ),
                     host=host,
                     **self._arguments,

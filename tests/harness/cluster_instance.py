@@ -5,6 +5,7 @@ Tests decide which messages are sent, lost or repeated; only `answer_commands` a
 
 from __future__ import annotations
 
+import os
 import secrets
 import struct
 import time
@@ -66,6 +67,7 @@ class ClusterInstance:
         tiers: tuple[str, ...] = ("l1", "disk-0"),
         peer: str = "tcp://127.0.0.1:9",
         keys: tuple[bytes, bytes] | None = None,
+        environment: Mapping[str, str] = os.environ,
         **more: Any,
     ) -> None:
         self.name = name
@@ -80,7 +82,7 @@ class ClusterInstance:
         self.commands: list[wire.Command] = []
         self.epoch = 0
         self.registered: wire.Registered | None = None
-        self._server_key = SharedKey("controller.curve_file").keys.server
+        self._server_key = SharedKey("controller.curve_file", environment).keys.server
         self._context = zmq.Context()
         self.reply = self._socket(zmq.DEALER, reply_port)
         self.pull: zmq.Socket[bytes] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.handles import LookupResult, StoreOutcome
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.native.copying import CopyPlan
 from kvstrata.types import (
     KEY_BYTES,

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 from kvstrata.client.handles import LookupCall, LookupResult
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.boundary import guarded
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import ChunkHasher
-from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, identity_root
+from kvstrata.types import EXTENT, LayoutIdentity, LeaseName, MissReason, identity_root
 
 BLOCK, CHUNK = 4, 8
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=CHUNK)
@@ -46,7 +46,7 @@ class FakeCall(LookupCall):
     def answer(self, n):
         n = min(n, self.n_asked)
         if not n:
-            self.finish(LookupResult(0, None, b"", 0, "never_stored"))
+            self.finish(LookupResult(0, None, b"", 0, MissReason.NEVER_STORED))
             return
         lease = LeaseName(b"s" * 16, next(self.client.seqs), 1)
         self.client.leases.append(lease)
@@ -60,8 +60,9 @@ class FakeClient:
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
 
-    def __init__(self, hits=0, answers=True):
-        self.connected, self.has_l2, self.chunk_tokens = True, False, CHUNK
+    def __init__(self, hits=0, answers=True, *, connected=True, has_l2=False, slices=SLICES):
+        self.connected, self.has_l2, self.chunk_tokens = connected, has_l2, CHUNK
+        self.slices = slices
         self.pool = self
         self.hits, self.answers = hits, answers
         self.calls, self.leases, self.handed_on, self.seqs = [], [], [], itertools.count(1)
@@ -80,7 +81,10 @@ class FakeClient:
         self.identities.append(request)
         root = identity_root(LAYOUT, request)
         return SimpleNamespace(
-            request=request, root=root, slices=SLICES, hasher=lambda media=(): ChunkHasher(root, CHUNK, media)
+            request=request,
+            root=root,
+            slices=self.slices,
+            hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
         )
 
     def peek(self, identity, hasher):

@@ -50,6 +50,15 @@ def test_an_armed_point_kills_at_the_named_time_and_others_do_nothing():
     assert ran.stdout.split() == ["received", "done", "replied"]
 
 
+def test_a_point_raises_once():
+    failpoints.arm({failpoints.VARIABLE: "lookup.done=crash@2", failpoints.TESTING_VARIABLE: "1"})
+    failpoints.hit("lookup", "done")
+    with pytest.raises(RuntimeError, match=r"failpoint lookup\.done"):
+        failpoints.hit("lookup", "done")
+    failpoints.hit("lookup", "done")
+    failpoints.arm({})
+
+
 @pytest.mark.parametrize("testing", [{}, {failpoints.TESTING_VARIABLE: "0"}])
 def test_points_are_armed_only_in_an_environment_for_tests(testing: dict[str, str]):
     with pytest.raises(ConfigError, match="remove it, or set KVSTRATA_TESTING=1 too"):

@@ -59,23 +59,29 @@ class Rig:
     def stored(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
         """Generate from a prompt that is new, and wait until its chunks are in L1; the result.
 
-        On a busy machine the server may be silent for long enough that a store is given up; then it is computed
-        and stored again.
+        On a busy machine the server may be silent for long enough that the engine gives a store up, and counts it;
+        then the prompt is computed and stored again.
         """
-        wanted = chunks_in_l1(self.server) + len(prompt) // CHUNK
+        wanted, given_up = chunks_in_l1(self.server) + len(prompt) // CHUNK, self.given_up()
         result = self.vllm.generate(prompt, **arguments)
-        given_up_s = time.monotonic() + PATIENCE_S / 6
 
         def there() -> bool:
-            nonlocal given_up_s
-            if time.monotonic() > given_up_s:
+            nonlocal given_up
+            if chunks_in_l1(self.server) >= wanted:
+                return True
+            if self.given_up() > given_up:
+                given_up = self.given_up()
                 self.again(prompt, **arguments)
-                given_up_s = time.monotonic() + PATIENCE_S / 6
-            return chunks_in_l1(self.server) >= wanted
+            return False
 
         until(there, "storing the prompt")
         self.vllm.ask("idle_steps", n=2)
         return result
+
+    def given_up(self) -> int:
+        """How many chunks the engine has not stored because its server was silent."""
+        counts = self.vllm.ask("client")["worker"]
+        return sum(counts.get(f"store_{outcome}_chunks", 0) for outcome in ("unavailable", "failed"))
 
     def again(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
         """Generate with vLLM's own prefix cache emptied."""

@@ -23,9 +23,9 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     import msgspec
 
+    from kvstrata.config.controller_model import ControllerSettings
     from kvstrata.config.flags import parse_controller_flags
     from kvstrata.config.load import load
-    from kvstrata.config.model import ControllerSettings
     from kvstrata.config.pod_links import pod_link_notes
     from kvstrata.config.secrets import shown
     from kvstrata.controller.process import plan, run

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from kvstrata.cli import ctl_cluster, ctl_explain, ctl_pages, ctl_pool
+from kvstrata.cli import ctl_cluster, ctl_explain, ctl_log, ctl_pages, ctl_pool
 from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.leaves import leaves
@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     quota.add_argument("tenant", metavar="TENANT", help="its name")
     quota.add_argument("quota_gb", type=float, metavar="GB", help="its quota, in GB")
+    ctl_log.add(commands.add_parser("log-level", help="show or change what the server logs"))
     pool = commands.add_parser("pool", help="list, free or look into pools, with or without a server")
     ctl_pool.add(pool)
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
@@ -211,6 +212,8 @@ def _request(options: argparse.Namespace) -> Ask:
         case "quota":
             path = f"/v1/tenants/{urllib.parse.quote(options.tenant, safe='')}/quota"
             return Ask(path, {"quota_gb": options.quota_gb}, "PUT")
+        case "log-level":
+            return ctl_log.request(options)
         case "l2":
             return _l2_request(options)
         case "cluster":

@@ -9,9 +9,9 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvstrata.cli import ctl_explain
+from kvstrata.cli import ctl_explain, ctl_log
 from kvstrata.cli.ctl_pages import add_page_flags
-from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.errors import ConfigError
 
 DEFAULT_WAIT_S = 5.0
@@ -66,6 +66,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     named("instance", "all that is known of one instance")
     action("tiers", "chunks and bytes by tier")
     action("models", "the kinds of KV that attached engines have")
+    ctl_log.add(action("log-level", "show or change what the controller logs"))
     events = action("events", "recent events")
     events.add_argument(
         "--after", type=int, metavar="NUMBER", help="only events after this number (the last ones)"
@@ -142,6 +143,9 @@ def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterA
             return ClusterAsk("/v1/cluster")
         case "ready":
             return ClusterAsk("/readyz")
+        case "log-level":
+            asked = ctl_log.request(options)
+            return ClusterAsk(asked.path, asked.body, asked.method)
         case "dashboard-link":
             return ClusterAsk("/v1/dashboard-link", {})
         case "events":

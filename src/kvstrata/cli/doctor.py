@@ -14,9 +14,7 @@ from kvstrata.cli.boundary import guarded
 from kvstrata.cli.doctor_gpu import check_gpus
 from kvstrata.cli.doctor_vllm import check_model, check_vllm
 from kvstrata.cli.finding import Finding
-from kvstrata.config.flags import parse_server_flags
-from kvstrata.config.load import load
-from kvstrata.config.model import ServerSettings
+from kvstrata.config.command_line import server_settings
 from kvstrata.errors import KvstrataError
 from kvstrata.memory.memory_limit import cgroup_limit_bytes
 from kvstrata.types import GB
@@ -102,16 +100,8 @@ def findings(arguments: Sequence[str], model: str) -> list[Finding]:
 
     l1_bytes = 0
     try:
-        flags = parse_server_flags(arguments)
-        file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
-        settings = load(
-            ServerSettings,
-            file=file or None,
-            environment=os.environ,
-            flags=flags.settings,
-            flag_names=flags.names,
-            wrong_flags=flags.wrong,
-        )
+        _, read = server_settings(arguments, os.environ)
+        settings = read()
         found += server_findings(settings, os.environ)
         l1_bytes = round((settings.l1.size_gb or 0) * GB) or default_l1_bytes()
     except KvstrataError as error:

@@ -68,6 +68,8 @@ def warnings_of(seen: Seen) -> list[str]:
             found.append(f"{tier['name']}: {tier['state']}")
         if opened:
             found.append(f"{tier['name']}: breaker of {opened}")
+        if tier["puts"].get("workers") == "degraded":
+            found.append(f"{tier['name']}: degraded, puts crash and begin again: see the server's log")
         if tier.get("numbers", {}).get("read_only"):
             found.append(f"{tier['name']}: read-only after an error of the disk")
     cluster = status.get("cluster")

@@ -18,16 +18,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
-    import functools
     import json
 
     import msgspec
 
     from kvstrata.cli.check import look_at
-    from kvstrata.config.flags import parse_server_flags
+    from kvstrata.config.client_model import ClientSettings
+    from kvstrata.config.command_line import server_settings
     from kvstrata.config.lmcache.variables import server_notes
-    from kvstrata.config.load import load
-    from kvstrata.config.model import ClientSettings, ServerSettings
     from kvstrata.config.pod_links import pod_link_notes
     from kvstrata.config.secrets import shown
     from kvstrata.errors import KvstrataError
@@ -36,17 +34,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.server.process import run
 
     try:
-        flags = parse_server_flags(arguments)
-        file = flags.config_file or os.environ.get("KVSTRATA_CONFIG_FILE", "")
-        read = functools.partial(
-            load,
-            ServerSettings,
-            file=file or None,
-            environment=os.environ,
-            flags=flags.settings,
-            flag_names=flags.names,
-            wrong_flags=flags.wrong,
-        )
+        flags, read = server_settings(arguments, os.environ)
         settings = read()
         notes = [
             *flags.notes,

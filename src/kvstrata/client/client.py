@@ -39,7 +39,7 @@ from kvstrata.client.releases import ReleaseQueue
 from kvstrata.client.stores import StoreQueue
 from kvstrata.client.upkeep import Upkeep
 from kvstrata.client.warmup import PageWarmer
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.tokens import read_token_file
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.paths import socket_dirs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.types import LeaseName, MissReason
@@ -24,8 +24,8 @@ class LookupResult(NamedTuple):
     extents: bytes
     """n_chunks × n_slices packed `types.EXTENT`, chunk-major, slices in the order of `Identity.slices`."""
     n_slices: int
-    reason: str
-    """types.MissReason of the first chunk that is not served; empty when all are."""
+    reason: MissReason | Literal[""]
+    """Why the first chunk that is not served is missing; empty when all are."""
 
 
 def miss(reason: MissReason) -> LookupResult:

@@ -437,7 +437,7 @@ class Link:
         old_epoch = self.epoch
         try:
             self._started_owner.link_attached(attachment, old_epoch)
-            self._dealer = self._waiter.connect(f"ipc://{place / RPC_SOCKET}")
+            self._dealer = self._waiter.connect(place / RPC_SOCKET)
         except (KvstrataError, OSError) as error:
             self.error = f"attached, but cannot use the pool: {error}"
             log.error("%s", self.error)

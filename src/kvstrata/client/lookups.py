@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from kvstrata.client.handles import LookupCall, LookupResult, miss
 from kvstrata.client.identities import Identity, IdentityTable
@@ -22,6 +23,7 @@ from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
 
 log = logging.getLogger(__name__)
 
+_REASONS = frozenset(MissReason)
 LOOKUP_MARGIN_MS = 10
 """The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
 
@@ -172,13 +174,14 @@ class Lookups:
             self._undo(call)
         elif n == 0:
             self._live.end(call.seq)
-            call.finish(LookupResult(0, None, b"", 0, reply.reason))
+            call.finish(miss(MissReason(reply.reason)))
         else:
             lease = LeaseName(self._link.session, call.seq, reply.epoch)
             slices = len(reply.extents) // EXTENT.size // n
             self.hit_chunks += n
             # If the caller has cancelled meanwhile, `_cancel` is already posted and will undo the lookup.
-            call.finish(LookupResult(n, lease, reply.extents, slices, reply.reason))
+            more: MissReason | Literal[""] = "" if not reply.reason else MissReason(reply.reason)
+            call.finish(LookupResult(n, lease, reply.extents, slices, more))
 
     def _cancel(self, call: LookupCall) -> None:
         """Called by `LookupCall.cancel` in any thread."""
@@ -201,6 +204,6 @@ class Lookups:
 
 def _sensible(reply: wire.LookupReply, n_asked: int) -> bool:
     n = reply.n_chunks
-    if not 0 <= n <= n_asked:
+    if not 0 <= n <= n_asked or (reply.reason not in _REASONS if reply.reason else n == 0):
         return False
     return n == 0 or (len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0)

@@ -8,6 +8,7 @@ left for the next walk: a page is charged to the control group of the process th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -77,7 +78,8 @@ def present_steps(
     returns None: this function keeps the mapping for one step at a time, so the mapping goes away with its last user.
     Gives the calling thread a low priority.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    with contextlib.suppress(PermissionError):  # the process is nicer already, and may not become less so
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     mapping = find()
     if mapping is None:
         return

@@ -171,6 +171,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="open ports that lack a key or token to everybody",
     )
+    add("--metrics-old-names", dest="metrics.old_names", action="store_true",
+        help="serve metrics under their former names too")  # fmt: skip
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--log-format", dest="log_format", help="text, or json for one object a line (text)")
     add("--check", action="store_true", help="check the settings, print them and exit")

@@ -17,10 +17,11 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-import yaml
 
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import Problem, bare_type, canonical, problems
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
 from kvstrata.config.pod_links import is_pod_link
 from kvstrata.errors import ConfigError, together
@@ -38,10 +39,13 @@ OTHER_ENV = {
     "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
     "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
+    "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from using AVX-512, `none` from any such extension",
     "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and `KVSTRATA_FAILPOINTS`, which only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
 }
 """Variables that begin with our prefix but are not settings."""
+SIMD = ("", "avx2", "none")
+"""Values of `KVSTRATA_SIMD`, which native code reads (`base/cpu.h`)."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -58,6 +62,16 @@ def leaves(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, 
             yield name, field.type
 
 
+def parse_yaml(text: str) -> Any:
+    """The value that is written as YAML. Raises ConfigError, whose message may show the text."""
+    import yaml  # a process that reads no YAML starts without it, 10 ms sooner
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+
+
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError that names the file and the line."""
     try:
@@ -65,9 +79,9 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", field="config") from None
     try:
-        loaded = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}", field="config") from None
+        loaded = parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: not YAML: {error.message}", field="config") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
@@ -89,6 +103,9 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
     }
     nested: dict[str, Any] = {}
     wrong: list[ConfigError] = []
+    if (simd := environment.get("KVSTRATA_SIMD", "")) not in SIMD:
+        says = f"KVSTRATA_SIMD: must be avx2 or none, or not set, found {simd!r:.40}"
+        wrong.append(ConfigError(f"environment: {says}", field="KVSTRATA_SIMD"))
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or is_pod_link(name, text):
             continue
@@ -102,8 +119,8 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
         value: Any = text
         if bare_type(kind) is not str:
             try:
-                value = yaml.safe_load(text)
-            except yaml.YAMLError:
+                value = parse_yaml(text)
+            except ConfigError:
                 # The text itself is not shown: it may hold a password.
                 says = "is not valid YAML; correct it"
                 wrong.append(ConfigError(f"environment: {name}: {says}", field=name))

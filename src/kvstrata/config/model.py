@@ -1,9 +1,8 @@
-"""Every setting, once: its name, type, bounds, default and meaning.
+"""Settings of the server: name, type, bounds, default and meaning of each.
 
-The configuration reference in docs/configuration.md is generated from these structs, and the loader
+controller_model.py and client_model.py have those of the other processes, common_model.py those that several have.  The
+configuration reference in docs/configuration.md is generated from these structs, and the loader
 (`kvstrata.config.load`) takes names, bounds and defaults from them.  Sizes in GB are multiples of 2**30.
-
-Size: the loader and the reference page need the settings of all processes in one place.
 """
 
 from __future__ import annotations
@@ -13,18 +12,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import NAME, ListenSettings, PortSecuritySettings
 from kvstrata.config.l2_model import L2Settings
+from kvstrata.config.log_model import LogFormat, LogLevel
+from kvstrata.config.metrics_model import ServerMetricsSettings
 from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
-NAME = {"demand": "must be at most 64 letters, digits and . _ -"}
 
-
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all settings structs."""
-
-
-class L1Settings(_Section, frozen=True, kw_only=True):
+class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The shared-memory pool."""
 
     size_gb: Annotated[
@@ -92,55 +88,10 @@ class L1Settings(_Section, frozen=True, kw_only=True):
     ] = 2
 
 
-HTTP_HOST = "Address to listen on, or `unix:PATH`: a unix socket, which serves the same user and root without a token."
-
-
-class ListenSettings(_Section, frozen=True, kw_only=True):
-    """Settings of an HTTP server."""
-
-    host: Annotated[str, Meta(min_length=1, description=HTTP_HOST)] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8080
-    token_file: Annotated[
-        str,
-        Meta(
-            description="File with the bearer token that every request but the probes must carry, readable by its "
-            "owner only. Empty: a token is made at each start, which `kvstrata ctl` finds if the same user runs it."
-        ),
-    ] = ""
-    allowed_hosts: Annotated[
-        list[
-            Annotated[
-                str,
-                Meta(
-                    pattern=r"^[A-Za-z0-9.:_\[\]-]{1,253}$",
-                    extra={"demand": "must be a host's name or address, with or without a port"},
-                ),
-            ]
-        ],
-        Meta(
-            description="Further names by which clients reach this port, such as `kvstrata` or, for browsers behind a "
-            "proxy, `cache.example.net:8443`. Always allowed: the address of `host`, `localhost` and, if the port "
-            "can be reached from elsewhere, this machine's name and every IP address."
-        ),
-    ] = []
-    open_metrics: Annotated[
-        bool | None, Meta(description="Serve /metrics without a token; empty: only on loopback.")
-    ] = None
-
-
 class HttpSettings(ListenSettings, frozen=True, kw_only=True):
     """Settings of the server's admin HTTP port."""
 
     enabled: Annotated[bool, Meta(description="Open the admin HTTP port.")] = True
-
-
-class PortSecuritySettings(_Section, frozen=True, kw_only=True):
-    """Settings that guard ports off loopback."""
-
-    curve_secret_file: Annotated[
-        str, Meta(description="File with the server's CURVE secret key (Z85, 40 characters).")
-    ] = ""
-    insecure: Annotated[bool, Meta(description="Open ports that lack a key or token to everybody.")] = False
 
 
 class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
@@ -161,7 +112,7 @@ class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
     ] = 512
 
 
-class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
+class ControllerLinkSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of an instance as a member of a cluster."""
 
     url: Annotated[
@@ -186,14 +137,14 @@ class ControllerLinkSettings(_Section, frozen=True, kw_only=True):
     ] = ""
 
 
-class P2pSettings(_Section, frozen=True, kw_only=True):
+class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings for reading the L1 of other instances of the cluster, and for leasing this instance's L1 to them."""
 
     engine: Annotated[
         Literal["auto", "ucx", "nixl", "off"],
         Meta(
             description="Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is "
-            "installed, else off. All peers must use the same engine."
+            "installed, else off. All peers must use the same engine. Tenants with `pool: own` need ucx."
         ),
     ] = "auto"
     listen: Annotated[
@@ -237,7 +188,11 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
     ] = True
     max_leased_share: Annotated[
         float,
-        Meta(gt=0, le=0.25, description="Largest share of L1 that peers' leases and admins' pins may keep."),
+        Meta(
+            gt=0,
+            le=0.25,
+            description="Largest share of each pool that peers' leases and admins' pins may keep.",
+        ),
     ] = 0.25
     lookup_timeout_ms: Annotated[
         int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")
@@ -254,7 +209,7 @@ class P2pSettings(_Section, frozen=True, kw_only=True):
 DEFAULT_HOST, DEFAULT_PORT = "localhost", 5555
 
 
-class ServerSettings(_Section, frozen=True, kw_only=True):
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of `lmcache-server`."""
 
     instance_id: Annotated[
@@ -298,6 +253,7 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
         ),
     ] = None
     http: HttpSettings = HttpSettings()
+    metrics: ServerMetricsSettings = ServerMetricsSettings()
     security: SecuritySettings = SecuritySettings()
     controller: ControllerLinkSettings = ControllerLinkSettings()
     p2p: P2pSettings = P2pSettings()
@@ -315,16 +271,8 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
             "be raised while the server runs; empty: its quota at the start.",
         ),
     ] = []
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"],
-        Meta(
-            description="Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, "
-            "`message` and `fields`."
-        ),
-    ] = "text"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
     @property
     def has_tcp(self) -> bool:
@@ -340,254 +288,3 @@ class ServerSettings(_Section, frozen=True, kw_only=True):
     def named_port(self) -> int:
         """The RPC port; sockets and pool are named after it even if it is not opened."""
         return DEFAULT_PORT if self.port is None else self.port
-
-
-class EtcdSettings(_Section, frozen=True, kw_only=True):
-    """Settings of several controllers, one of which leads."""
-
-    endpoints: Annotated[
-        list[str],
-        Meta(
-            description="etcd servers as HOST:PORT, or https://HOST:PORT for TLS, tried one after the other; empty: "
-            "this controller is the only one."
-        ),
-    ] = []
-    prefix: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9._/-]{1,200}$",
-            extra={"demand": "must be 1 to 200 letters, digits and . _ / -"},
-            description="Prefix of all of kvstrata's keys in etcd.",
-        ),
-    ] = "kvstrata"
-    ttl_s: Annotated[
-        int,
-        Meta(ge=1, le=600, description="Silence after which a leader is replaced, in seconds."),
-    ] = 5
-    advertise_url: Annotated[
-        str,
-        Meta(
-            pattern=r"^(https?://[^\s]+)?$",
-            extra={"demand": "must be an http:// or https:// URL, or empty"},
-            description="URL at which users and other controllers reach this controller's HTTP API; empty: `http://`, "
-            "`http.host` and the port.",
-        ),
-    ] = ""
-    user: Annotated[str, Meta(description="User of etcd, if etcd asks for one.")] = ""
-    password_file: Annotated[
-        str, Meta(description="File with that user's password, readable by its owner only.")
-    ] = ""
-    ca_file: Annotated[
-        str,
-        Meta(
-            description="Certificates (PEM) of the authorities against which etcd's certificate is checked; empty: "
-            "the ones that gRPC ships."
-        ),
-    ] = ""
-    cert_file: Annotated[
-        str,
-        Meta(description="This controller's certificate (PEM), if etcd asks for one (`--client-cert-auth`)."),
-    ] = ""
-    key_file: Annotated[
-        str, Meta(description="Key of `cert_file` (PEM, no passphrase), readable by its owner only.")
-    ] = ""
-
-
-class MonitorPorts(_Section, frozen=True, kw_only=True):
-    """ZMQ ports of the controller, all on one address."""
-
-    pull: Annotated[
-        int,
-        Meta(ge=0, le=65_535, description="Port for the events of instances' chunks; 0 takes a free one."),
-    ] = 8300
-    reply: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65_535,
-            description="Port for registration, full syncs and lookups. Instances are configured with this port, and "
-            "learn the others from the controller.",
-        ),
-    ] = 8400
-    heartbeat: Annotated[int, Meta(ge=0, le=65_535, description="Port for heartbeats and commands.")] = 8082
-
-
-class ControllerHttpSettings(ListenSettings, frozen=True, kw_only=True):
-    """Settings of the controller's HTTP port: API, dashboard and metrics."""
-
-    host: Annotated[str, Meta(min_length=1, description=HTTP_HOST)] = "localhost"
-    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9000
-
-
-class DirectorySettings(_Section, frozen=True, kw_only=True):
-    """Settings of the directory, the controller's map from chunks to instances."""
-
-    max_gb: Annotated[
-        float,
-        Meta(ge=0.0625, le=1024, description="Memory for placements, in GB; each takes about 11 bytes."),
-    ] = 4.0
-    snapshot_dir: Annotated[
-        str,
-        Meta(
-            description="Folder of the snapshot and of the admins' orders (drains, removals, pins); empty: "
-            "kvstrata/controller-PORT in XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
-        ),
-    ] = ""
-    snapshot_s: Annotated[
-        float, Meta(ge=1, le=86_400, description="Time between two snapshots, in seconds.")
-    ] = 30.0
-    snapshot_max_age_s: Annotated[
-        float,
-        Meta(ge=1, le=31_536_000, description="Age above which a snapshot is not served, in seconds."),
-    ] = 3_600.0
-
-
-class ControllerSettings(_Section, frozen=True, kw_only=True):
-    """Settings of `lmcache-controller`."""
-
-    name: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9._-]{0,64}$",
-            extra=NAME,
-            description="Name of this controller in logs and in its answers; empty: host name and reply port.",
-        ),
-    ] = ""
-    http: ControllerHttpSettings = ControllerHttpSettings()
-    monitor_host: Annotated[
-        str,
-        Meta(
-            description="Address of the ZMQ ports; empty: that of `http.host`, or localhost beside a unix socket."
-        ),
-    ] = ""
-    monitor_ports: MonitorPorts = MonitorPorts()
-    heartbeat_s: Annotated[
-        float, Meta(ge=0.05, le=3_600, description="Time between two heartbeats of an instance, in seconds.")
-    ] = 10.0
-    dead_after_s: Annotated[
-        float,
-        Meta(
-            ge=0.1,
-            le=86_400,
-            description="Silence after which an instance is dead and its chunks are forgotten, in seconds; at least "
-            "twice `heartbeat_s`.",
-        ),
-    ] = 30.0
-    max_instances: Annotated[
-        int, Meta(ge=1, le=4_000, description="Instances that may be registered at a time; more are refused.")
-    ] = 1_000
-    peer_hosts: Annotated[
-        list[
-            Annotated[
-                str,
-                Meta(
-                    pattern=r"^[A-Za-z0-9._:/-]{1,253}$",
-                    extra={"demand": "must be a host's name, an address, or a network such as 10.1.0.0/16"},
-                ),
-            ]
-        ],
-        Meta(
-            description="Hosts that instances may name in `p2p.advertise` besides the one that their connection comes "
-            "from: names, addresses, or networks such as `10.1.0.0/16`."
-        ),
-    ] = []
-    directory: DirectorySettings = DirectorySettings()
-    etcd: EtcdSettings = EtcdSettings()
-    security: PortSecuritySettings = PortSecuritySettings()
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe level that is logged.")
-    ] = "info"
-    log_format: Annotated[
-        Literal["text", "json"],
-        Meta(
-            description="Form of the log's lines: `text`, or one JSON object a line with `time`, `level`, `component`, "
-            "`message` and `fields`."
-        ),
-    ] = "text"
-
-
-class ClientSettings(_Section, frozen=True, kw_only=True):
-    """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
-
-    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this host.")] = (
-        "localhost"
-    )
-    port: Annotated[int, Meta(ge=1, le=65_535, description="RPC port of the server.")] = 5555
-    socket_dir: Annotated[
-        str,
-        Meta(description="Directory of the server's sockets; empty: each default place (docs/protocol.md)."),
-    ] = ""
-    chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
-    lookup_timeout_ms: Annotated[
-        int,
-        Meta(ge=1, le=60_000, description="Longest wait for a request's lookup, which is a miss after that."),
-    ] = 3_000
-    min_retrieve_tokens: Annotated[
-        int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")
-    ] = 0
-    save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
-    enable_kv_events: Annotated[
-        bool, Meta(description="Hand stored and removed chunks to vLLM as events.")
-    ] = False
-    copy_threads: Annotated[
-        int,
-        Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool."),
-    ] = 2
-    load_mode: Annotated[
-        Literal["auto", "sync", "async"],
-        Meta(
-            description="When hits are loaded: `sync` before the forward pass, `async` beside it, `auto` as their "
-            "size suggests. If vLLM plans a step before the previous one has ended (asynchronous scheduling, pipeline "
-            "parallelism), `sync` is refused and `auto` loads beside the pass."
-        ),
-    ] = "auto"
-    tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
-    token_file: Annotated[
-        str,
-        Meta(
-            description="File with the token that permits `tenant` on a server with a tenants file; readable by its "
-            "owner only, read again at every attach. Empty: no token."
-        ),
-    ] = ""
-    fidelity: Annotated[
-        Literal["lossless", "fp8"],
-        Meta(
-            description="`fp8`: accept KV that adapters with the codec `fp8` have rounded to 8-bit floats. Engines "
-            "with different settings share no chunks."
-        ),
-    ] = "lossless"
-    gpu_fp8: Annotated[
-        bool,
-        Meta(
-            description="With `fidelity: fp8` and 16-bit KV on a GPU: round the KV on the GPU, so that the link and L1 "
-            "carry half the bytes. Such chunks are shared only with engines that have the same setting."
-        ),
-    ] = False
-    gpu_copy_engine: Annotated[
-        Literal["auto", "dma", "kernel", "staged"],
-        Meta(
-            description="How KV is copied between a GPU and the pool: `dma`: batched copies that use no SM; `kernel`: "
-            "a kernel that accesses host memory; `staged`: a kernel into a buffer on the GPU, and one large copy; "
-            "`auto`: the fastest of them, as measured at the start."
-        ),
-    ] = "auto"
-    gpu_copy_max_sms: Annotated[
-        int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
-    ] = 4
-    gpu_staging_mb: Annotated[
-        int,
-        Meta(
-            ge=1, le=65_536, description="MB of GPU memory for the copy engine `staged`, and for `gpu_fp8`."
-        ),
-    ] = 64
-    gpu_pin: Annotated[
-        bool,
-        Meta(
-            description="Register the pool with the GPU's driver, slab by slab in the background, so that the GPU "
-            "reads and writes the pool directly; registered memory cannot be swapped."
-        ),
-    ] = True
-    max_store_backlog_gb: Annotated[
-        float,
-        Meta(gt=0, description="Most bytes waiting to be copied into the pool; further stores are skipped."),
-    ] = 1.0

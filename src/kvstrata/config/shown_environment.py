@@ -6,12 +6,11 @@ import json
 import typing
 from collections.abc import Mapping
 
-import yaml
-
 from kvstrata.config.demands import bare_type
-from kvstrata.config.load import OTHER_ENV, variables
+from kvstrata.config.load import OTHER_ENV, parse_yaml, variables
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import shown
+from kvstrata.errors import ConfigError
 from kvstrata.text import one_line
 
 MAX_SHOWN_CHARS = 2_000
@@ -42,8 +41,8 @@ def shown_environment(environment: Mapping[str, str]) -> dict[str, str]:
             bare = bare_type(kind)
             if bare is not str:
                 try:
-                    value = yaml.safe_load(text)
-                except (yaml.YAMLError, ValueError, RecursionError):
+                    value = parse_yaml(text)
+                except (ConfigError, ValueError, RecursionError):
                     continue
                 if typing.get_origin(bare) in (list, dict) and not isinstance(value, list | dict):
                     continue

@@ -11,6 +11,8 @@ from kvstrata.controller.operations import Operations
 from kvstrata.controller.routes import act, live, login, look
 from kvstrata.controller.routes.dashboard import add_dashboard
 from kvstrata.controller.surroundings import Surroundings
+from kvstrata.observability.logging import EventLog
+from kvstrata.process import http_log_level
 from kvstrata.process.http import make_base
 
 
@@ -26,6 +28,7 @@ def make_app(
     app.include_router(look.router(cluster, operations, around, guarded))
     app.include_router(act.router(cluster, operations, guarded))
     app.include_router(live.router(cluster, around, door.access, guarded))
+    app.include_router(http_log_level.router(EventLog("controller"), guarded))
     app.include_router(login.router(door, guarded))
     add_dashboard(app)
     return app

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.clock import Clock
-from kvstrata.config.model import ControllerSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, Commands
 from kvstrata.controller.directory import Directory, Fill, SlotsExhausted
 from kvstrata.controller.history import Journal

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata.clock import Clock
-from kvstrata.config.model import EtcdSettings
+from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller import etcd
 from kvstrata.controller.etcd import Etcd, EtcdFailed
 from kvstrata.controller.orders import Orders

@@ -22,7 +22,7 @@ except ModuleNotFoundError:
     # Without the extra `etcd`, settings that need this module are refused (controller/process.py, `check_etcd`).
     pass
 
-from kvstrata.config.model import EtcdSettings
+from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError
 from kvstrata.text import remember_secret

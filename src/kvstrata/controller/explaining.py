@@ -33,6 +33,7 @@ _MOST_TELLING = (
     MissReason.IDENTITY_DIFFERS,
     MissReason.NEVER_STORED,
     MissReason.FORGOTTEN,
+    MissReason.NOT_IN_L1,
     MissReason.UNKNOWN_KEY,
 )
 _RANK = {reason.value: rank for rank, reason in enumerate(_MOST_TELLING)}

@@ -5,14 +5,15 @@ All values of labels are in the code, except names of instances, which `max_inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.member import SHOWN_STATES, MemberState
 from kvstrata.controller.surroundings import Surroundings
+from kvstrata.observability.exposition import Values, metric_of
+from kvstrata.observability.families import Family
 from kvstrata.observability.logging import log_stats
-from kvstrata.observability.metrics import Family, metric_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -63,19 +64,24 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
         "counter", (), "Steps of the election that failed: etcd did not answer, or refused."
     ),
     "kvstrata_controller_restarts": Family(
-        "gauge", (), "Restarts of the controller by its keeper, after it died."
+        "counter", (), "Restarts of the controller by its keeper, after it died."
     ),
     "kvstrata_controller_log_lines_dropped": Family(
         "counter",
         (),
         "Log lines dropped because the reader of the log had stopped reading or was gone.",
     ),
-    "kvstrata_controller_http_port": Family(
-        "gauge",
-        ("count",),
-        "The HTTP port: connections and requests now; since the start, requests refused because too many were under "
-        "way, and connections closed as idle, late (a request took too long to arrive), stalled (the client did not "
-        "read its answer) and stranger (a process of another user, on a unix socket).",
+    "kvstrata_controller_http_connections": Family("gauge", (), "Open connections of the HTTP port."),
+    "kvstrata_controller_http_requests": Family("gauge", (), "Requests in progress on the HTTP port."),
+    "kvstrata_controller_http_refused_requests": Family(
+        "counter", (), "Requests answered with 503 because too many were under way."
+    ),
+    "kvstrata_controller_http_closed_connections": Family(
+        "counter",
+        ("reason",),
+        "Connections closed by the HTTP port: idle (to make room for new ones, the longest idle first), late (a "
+        "request took too long to arrive), stalled (the client did not read its answer), stranger (a process of "
+        "another user, on a unix socket).",
     ),
     "kvstrata_controller_connections": Family("gauge", ("socket",), "Connections now."),
     "kvstrata_controller_cut_connections": Family(
@@ -91,12 +97,28 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
     "kvstrata_controller_snapshot_age_seconds": Family(
         "gauge", (), "Time since the last snapshot was written; absent before the first."
     ),
+    "kvstrata_controller_snapshot_seconds": Family("histogram", (), "Time that writing a snapshot took."),
     "kvstrata_controller_snapshot_failures": Family("counter", (), "Snapshots that could not be written."),
     "kvstrata_controller_snapshots_ignored": Family(
         "counter", (), "Snapshots that could not be served after the start."
     ),
 }
 """By name."""
+
+RENAMED = {
+    "kvstrata_controller_restarts": "kvstrata_controller_restarts_total",
+    'kvstrata_controller_http_port{count="connections"}': "kvstrata_controller_http_connections",
+    'kvstrata_controller_http_port{count="requests"}': "kvstrata_controller_http_requests",
+    'kvstrata_controller_http_port{count="refused"}': "kvstrata_controller_http_refused_requests_total",
+    'kvstrata_controller_http_port{count="closed_WORD"}': (
+        'kvstrata_controller_http_closed_connections_total{reason="WORD"}'
+    ),
+}
+"""Old name → new name."""
+_OLD_FAMILIES = {
+    "kvstrata_controller_restarts": Family("gauge", (), "An old name, see docs/metrics.md."),
+    "kvstrata_controller_http_port": Family("gauge", ("count",), "An old name, see docs/metrics.md."),
+}
 
 
 class ControllerCollector:
@@ -105,13 +127,21 @@ class ControllerCollector:
     def __init__(self, cluster: Cluster, around: Surroundings) -> None:
         self._cluster = cluster
         self._around = around
+        self.old_names = around.old_metric_names
 
     def collect(self) -> Iterable[Metric]:
         """All metric families with their present values."""
         for name, values in self._values():
             yield metric_of(name, CONTROLLER_FAMILIES[name], values)
+        if self.old_names:
+            old: dict[str, Values] = {
+                "kvstrata_controller_restarts": [([], self._around.restarts.times)],
+                "kvstrata_controller_http_port": _by_word(self._around.http()),
+            }
+            for name, values in old.items():
+                yield metric_of(name, _OLD_FAMILIES[name], values)
 
-    def _values(self) -> Iterator[tuple[str, list[tuple[list[str], Any]]]]:
+    def _values(self) -> Iterator[tuple[str, Values]]:
         cluster, directory, usage = self._cluster, self._cluster.directory, self._cluster.directory.usage()
         members = list(cluster.members)
         by_group = {member.group: member.id for member in members}
@@ -119,9 +149,6 @@ class ControllerCollector:
         around = self._around
         sockets = around.sockets()
         prefix = "kvstrata_controller_"
-
-        def words(counts: dict[str, int]) -> list[tuple[list[str], Any]]:
-            return [([word], count) for word, count in sorted(counts.items())]
 
         yield prefix + "instances", [([state.value], states.count(state)) for state in SHOWN_STATES]
         yield prefix + "instance_up", [([one.id], float(one.state is MemberState.LIVE)) for one in members]
@@ -138,12 +165,12 @@ class ControllerCollector:
             prefix + "used_bytes",
             [([one.id, tier], n_bytes) for one in members for tier, n_bytes in one.load.used_bytes.items()],
         )
-        yield prefix + "hit_chunks", words(cluster.sampling.hits_total)
+        yield prefix + "hit_chunks", _by_word(cluster.sampling.hits_total)
         yield prefix + "admitted_keys", [([], directory.admitted_keys)]
         yield prefix + "evicted_keys", [([], directory.evicted_keys)]
         yield prefix + "synced_keys", [([], directory.synced_keys)]
-        yield prefix + "dropped_batches", words(cluster.syncs.dropped)
-        yield prefix + "refused_requests", words(cluster.denied)
+        yield prefix + "dropped_batches", _by_word(cluster.syncs.dropped)
+        yield prefix + "refused_requests", _by_word(cluster.denied)
         yield prefix + "lookup_seconds", [([], cluster.ranking.seconds)]
         yield prefix + "lookup_hits", [([], cluster.ranking.hits)]
         yield prefix + "received_frames", [([name], one["received"]) for name, one in sockets.items()]
@@ -157,7 +184,12 @@ class ControllerCollector:
         yield prefix + "leads", [([], float(cluster.leadership.token is not None))]
         yield prefix + "no_leader_seconds", [([], election.no_leader_s if election else 0.0)]
         yield prefix + "election_failures", [([], election.failures if election else 0)]
-        yield prefix + "http_port", words(around.http())
+        http = around.http()
+        yield prefix + "http_connections", [([], http.get("connections", 0))]
+        yield prefix + "http_requests", [([], http.get("requests", 0))]
+        yield prefix + "http_refused_requests", [([], http.get("refused", 0))]
+        closed = {name: count for name, count in http.items() if name.startswith("closed_")}
+        yield prefix + "http_closed_connections", _by_word(closed, "closed_")
         yield prefix + "restarts", [([], around.restarts.times)]
         yield prefix + "log_lines_dropped", [([], log_stats()["dropped_lines"])]
         yield prefix + "connections", [([name], one["connections"]) for name, one in sockets.items()]
@@ -169,5 +201,12 @@ class ControllerCollector:
         if snapshot.get("written_unix_ms"):
             age_s = (cluster.clock.unix_ms() - snapshot["written_unix_ms"]) / 1000
             yield prefix + "snapshot_age_seconds", [([], max(0.0, age_s))]
+        if around.snapshot_times is not None:
+            yield prefix + "snapshot_seconds", [([], around.snapshot_times)]
         yield prefix + "snapshot_failures", [([], snapshot.get("failed_writes", 0))]
         yield prefix + "snapshots_ignored", [([], snapshot.get("ignored", 0))]
+
+
+def _by_word(counts: Mapping[str, int], prefix: str = "") -> Values:
+    """A sample for each word, without the prefix."""
+    return [([word.removeprefix(prefix)], count) for word, count in sorted(counts.items())]

@@ -79,7 +79,7 @@ class Operations:
             raise BadRequest("tokens: give either tokens or keys", field="tokens")
         loop = asyncio.get_running_loop()
         if asked.keys is not None:
-            return await loop.run_in_executor(None, prompts.from_keys, asked.keys)
+            return await loop.run_in_executor(None, prompts.from_keys, asked.keys, asked.request.tenant)
         assert asked.tokens is not None
         kind = self._kind(asked)
         return await loop.run_in_executor(None, prompts.from_tokens, kind, asked.request, asked.tokens)
@@ -169,7 +169,7 @@ class Operations:
         )
         await cluster.orders.put_pin(pin)
         arguments = [
-            {"keys": part, "ttl_ms": ttl_ms, "claim": claim}
+            {"keys": part, "tenant": named.tenant, "ttl_ms": ttl_ms, "claim": claim}
             for claim, part in zip(pin.claims, parts, strict=True)
         ]
         try:

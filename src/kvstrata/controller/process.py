@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvstrata import __version__
 from kvstrata.clock import Clock, SystemClock
 from kvstrata.config.changes import sorted_out
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.folders import user_folder
-from kvstrata.config.model import ControllerSettings
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.door import LOGIN, Door
@@ -33,7 +35,7 @@ from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets, zmq_host
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError
-from kvstrata.observability.logging import set_level
+from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
@@ -242,6 +244,8 @@ class Controller(Process):
             sockets=sockets.stats,
             http=self._http_stats,
             snapshot=self._snapshots.status if self._snapshots is not None else {},
+            snapshot_times=self._snapshots.times if self._snapshots is not None else None,
+            old_metric_names=settings.metrics.old_names,
             restarts=self._restarts,
         )
         token, insecure = self._plan.http_token, settings.security.insecure
@@ -318,7 +322,8 @@ class Controller(Process):
     async def reload(self) -> dict[str, object]:
         """Apply another log level and another token of the HTTP port. Raises ConfigError."""
         newer = await self.loop.run_in_executor(None, lambda: plan(self._reread(), os.environ))
-        found = sorted_out(self._settings, newer.settings, LIVE, (HTTP_TOKEN,))
+        before = msgspec.structs.replace(self._settings, log_level=current_level())
+        found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN,))
         has_token = HTTP_TOKEN not in found.restart and bool(newer.settings.http.token_file)
         if has_token and self._http_token.replace(newer.http_token):
             found.applied.add(HTTP_TOKEN)

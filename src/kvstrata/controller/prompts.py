@@ -85,8 +85,8 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> 
     return Named(keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens)
 
 
-def from_keys(texts: Sequence[str]) -> Named:
-    """Storage keys in hexadecimal digits, which need not be of one chain. Raises BadRequest."""
+def from_keys(texts: Sequence[str], tenant: str) -> Named:
+    """Storage keys of a tenant in hexadecimal digits, which need not be of one chain. Raises BadRequest."""
     keys = []
     for index, text in enumerate(texts):
         try:
@@ -98,4 +98,4 @@ def from_keys(texts: Sequence[str]) -> Named:
                 f"keys[{index}]: must be {2 * KEY_BYTES} hexadecimal digits, found {text!r:.80}", field="keys"
             )
         keys.append(key)
-    return Named(b"".join(keys), 1, b"", "", 0)
+    return Named(b"".join(keys), 1, b"", tenant, 0)

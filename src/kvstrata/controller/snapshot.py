@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvstrata.config.model import DirectorySettings
+from kvstrata.config.controller_model import DirectorySettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import SlotsExhausted
 from kvstrata.controller.lookups import Place
@@ -40,6 +40,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.naming import name_thread
 from kvstrata.native.copying import crc32c
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
 from kvstrata.rpc.cluster_wire import Register
 
 MAGIC = b"KVSDIR\x00\x02"
@@ -72,6 +73,8 @@ class Snapshots:
         self._writing: asyncio.Future[int] | None = None
         self._restoring = False
         self._slot_of: array[int] | None = None
+        self.times = Histogram(LONG_BUCKETS)
+        """Durations of the writes that succeeded."""
         self.status: dict[str, Any] = {
             "path": str(self._path),
             "written_unix_ms": 0,
@@ -134,7 +137,9 @@ class Snapshots:
         self.status["writes"] += 1
         self.status["written_bytes"] = n_bytes
         self.status["written_unix_ms"] = self._cluster.clock.unix_ms()
-        self.status["written_took_s"] = round(self._cluster.clock.monotonic_s() - started_s, 4)
+        took_s = self._cluster.clock.monotonic_s() - started_s
+        self.times.add(took_s)
+        self.status["written_took_s"] = round(took_s, 4)
 
     def _failed(self, path: Path, error: OSError) -> None:
         self.status["failed_writes"] += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvstrata.config.model import ControllerSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.process.http_unix import socket_path
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_MESSAGE_BYTES, Nudge, encode
 from kvstrata.rpc.zmq_curve import CurveKeys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from kvstrata.observability.metrics import Histogram
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 
 
@@ -23,5 +24,9 @@ class Surroundings(NamedTuple):
     """Counts of the HTTP port."""
     snapshot: Mapping[str, Any] = {}
     """State of the snapshot; empty without one."""
+    snapshot_times: Histogram | None = None
+    """Durations of its writes; None without one."""
+    old_metric_names: bool = False
+    """Whether /metrics has former names too."""
     restarts: Restarts = NOT_RESTARTED
     """Restarts of this process by its keeper."""

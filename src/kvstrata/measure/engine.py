@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from kvstrata.client import CacheClient, LoadItem, StoreOutcome
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import InternalError, Refused, Unavailable
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of

@@ -38,7 +38,8 @@ class Connection:
         self.link = link
         self.epoch = 0
         """Epoch of the owner's process whose memory the transfer engine reaches; 0 while it reaches none."""
-        self.extents_bytes = 0
+        self.extents_bytes: list[int] = []
+        """Length of each region of the owner's memory."""
         self.engine: TransferEngine | None = None
         """The transfer engine that is connected to the owner; None before that."""
         self.metadata = b""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvstrata.errors import ClusterFailure, TransferError, Unavailable
 from kvstrata.p2p.connections import Connections
+from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.leases import Lease
 from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, question_of
 from kvstrata.p2p.returns import Returns
@@ -54,6 +55,7 @@ class Finder:
         named: NamedOwners,
         controllers: Sequence[tuple[AskLink, Breaker]],
         pacer: Pacer,
+        destinations: Destinations,
     ) -> None:
         """`controllers` are asked in this order until one answers."""
         self._shared = shared
@@ -62,6 +64,7 @@ class Finder:
         self._named = named
         self._controllers = controllers
         self._pacer = pacer
+        self._destinations = destinations
         settings = shared.settings
         self._directory = DirectoryCache(
             ttl_s=settings.remember_ms / 1000, negative_ttl_s=settings.remember_none_ms / 1000
@@ -182,8 +185,14 @@ class Finder:
             self._shared.owners.failed(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} cannot be read: {error}")
             return 0, ""
+        tenant = self._destinations.tenant_of(keys[0])
         request = PeerLease(
-            0, self._shared.instance_id, b"".join(keys), 1, ttl_ms=self._shared.settings.lease_ms
+            0,
+            self._shared.instance_id,
+            b"".join(keys),
+            1,
+            ttl_ms=self._shared.settings.lease_ms,
+            tenant=tenant,
         )
         asked_s = now_s()
         try:
@@ -218,6 +227,8 @@ class Finder:
             dict(zip(keys, extents, strict=False)),
             asked_s + leased.ttl_ms / 1000,
             now_s(),
+            region=leased.region,
+            tenant=tenant,
         )
         for over in self._shared.leases.add(lease):
             self._shared.work.keep(self._returns.give_back(over))
@@ -229,8 +240,11 @@ def _present(record_bytes: int) -> Found:
     return Found(Presence.PRESENT, record_bytes)
 
 
-def _extents_of(leased: PeerLeased, n_keys: int, extents_bytes: int) -> list[Extent]:
-    """Unpack the leased extents and check them. Raises ValueError."""
+def _extents_of(leased: PeerLeased, n_keys: int, region_bytes: Sequence[int]) -> list[Extent]:
+    """Unpack the leased extents and check them against the lengths of the owner's regions. Raises ValueError."""
+    if not 0 <= leased.region < len(region_bytes):
+        raise ValueError(f"region {leased.region} of {len(region_bytes)}")
+    extents_bytes = region_bytes[leased.region]
     if len(leased.extents) % EXTENT.size or len(leased.extents) > n_keys * EXTENT.size:
         raise ValueError(f"{len(leased.extents)} bytes of extents for {n_keys} keys")
     extents = unpack_extents(leased.extents)

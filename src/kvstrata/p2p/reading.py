@@ -11,6 +11,7 @@ from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.record import CopyOutcome, Verifier
 from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.connections import Connections
+from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.leases import Lease
@@ -18,7 +19,16 @@ from kvstrata.p2p.owners import Pacer
 from kvstrata.p2p.reopening import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
-from kvstrata.policy.reasons import CLOSED, LENGTH, MISMATCH, PEER_DEADLINE, PEER_GONE, THROTTLED, TRANSFER
+from kvstrata.policy.reasons import (
+    BAD_ITEM,
+    CLOSED,
+    LENGTH,
+    MISMATCH,
+    PEER_DEADLINE,
+    PEER_GONE,
+    THROTTLED,
+    TRANSFER,
+)
 from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
 from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus
 from kvstrata.storage.lanes import Lane, Lanes
@@ -71,6 +81,7 @@ class Reader:
         pacer: Pacer,
         verifier: Verifier,
         lanes: Lanes,
+        destinations: Destinations,
     ) -> None:
         self._shared = shared
         self._connections = connections
@@ -79,6 +90,7 @@ class Reader:
         self._pacer = pacer
         self._verifier = verifier
         self._lanes = lanes
+        self._destinations = destinations
 
     async def read_leased(
         self, items: list[LoadItem], wanted: list[int], outcomes: list[LoadOutcome]
@@ -102,18 +114,22 @@ class Reader:
         """Read a batch of one lease; returns the outcomes in the same order. Every hold is dropped in the end."""
         n_bytes = sum(extent.length_bytes for _, extent in extents)
         outcomes = [LoadOutcome(LoadStatus.FAILED, LENGTH)] * len(extents)
-        sound_length: list[int] = []
+        fitting: list[int] = []
+        reads: list[ReadItem] = []
         for at, (place, extent) in enumerate(extents):
-            if extent.length_bytes == items[place].hold.length:
-                sound_length.append(at)
+            hold, destination = items[place].hold, self._destinations.of(items[place])
+            if destination is None or destination.tenant != lease.tenant:
+                outcomes[at] = LoadOutcome(LoadStatus.FAILED, BAD_ITEM)
+                hold.drop()
+            elif extent.length_bytes != hold.length:
+                hold.drop()
             else:
-                items[place].hold.drop()
-        batch = [items[extents[at][0]] for at in sound_length]
+                fitting.append(at)
+                reads.append(
+                    ReadItem(lease.region, extent.offset_bytes, destination.region, hold.offset, hold.length)
+                )
+        batch = [items[extents[at][0]] for at in fitting]
         landing = _Landing([item.hold for item in batch])
-        reads = [
-            ReadItem(0, extents[at][1].offset_bytes, 0, item.hold.offset, item.hold.length)
-            for at, item in zip(sound_length, batch, strict=True)
-        ]
         reason = await self._transfer(lease, reads, landing)
         over = self._shared.leases.read(lease, n_bytes, self._shared.now_s())
         try:
@@ -125,7 +141,7 @@ class Reader:
                 results = await self._checked(lease, over, batch)
         finally:
             landing.leave()
-        for at, outcome in zip(sound_length, results, strict=True):
+        for at, outcome in zip(fitting, results, strict=True):
             outcomes[at] = outcome
         return outcomes
 

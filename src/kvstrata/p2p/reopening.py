@@ -14,7 +14,7 @@ Invariants
 1. If no new engine can be opened, the current one stays.  A current engine may be missing only after a start: if no
    device that UCX_NET_DEVICES allows was usable then, and UCX could not open an engine without one.  The first engine
    is opened as soon as a device is usable.
-2. Both engines have registered the same region, so reads and leases under way are not disturbed.  Reads that are still
+2. Both engines have registered the same regions, so reads and leases under way are not disturbed.  Reads that are still
    under way when the old engine is closed are forced to their end, as by any `close`.
 3. At most two engines are open.  The pause between two openings doubles up to `max_pause_s`.  The time without a
    successful read that leads to `unreachable` doubles too, up to `max_unreachable_s`, so that dead peers cost little.
@@ -28,7 +28,7 @@ import asyncio
 import contextlib
 import enum
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import TransferError
@@ -141,7 +141,7 @@ class PeerEngine:
     ) -> None:
         """`make` may raise TransferError; `look` runs in a thread and may raise OSError."""
         self.metadata = b""
-        """The current engine's metadata, by which peers reach the region; empty while no engine is current."""
+        """The current engine's metadata, by which peers reach the regions; empty while no engine is current."""
         self._name = name
         self._make = make
         self._linger_s = linger_s
@@ -163,20 +163,20 @@ class PeerEngine:
             raise TransferError("no network device of this instance can be used", field="engine")
         return self._current
 
-    async def open(self, region: Region, clock: Clock) -> None:
+    async def open(self, regions: Sequence[Region], clock: Clock) -> None:
         """Open the first engine. Raises TransferError.
 
         If it cannot be opened only because no network device is usable, this is logged instead.  The task that `start`
         begins then opens it as soon as a device is usable.
         """
-        self._region, self._clock = region, clock
+        self._regions, self._clock = tuple(regions), clock
         devices = Devices(frozenset(), frozenset())
         with contextlib.suppress(OSError):
             devices = await asyncio.to_thread(self._look)
         self._policy.opened(devices.usable, self._now_s())
         engine = self._make()
         try:
-            self.metadata = await engine.open([region])
+            self.metadata = await engine.open(regions)
         except TransferError as error:
             idle = ", ".join(sorted(devices.idle))[:MAX_SHOWN]
             if error.field != "network" or devices.usable or not idle:
@@ -267,7 +267,7 @@ class PeerEngine:
     async def _reopen(self, cause: Cause, why: str, usable: frozenset[str]) -> None:
         try:
             self._coming = coming = self._make()
-            metadata = await coming.open([self._region])
+            metadata = await coming.open(self._regions)
         except (TransferError, OSError, RuntimeError) as error:  # RuntimeError: no thread for native code
             self._counts["reopen_failures"] += 1
             self._last = f"failed: {why}; {error}"[:MAX_REMARK_CHARS]

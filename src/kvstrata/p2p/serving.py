@@ -5,13 +5,15 @@
     release   says that all or some of a lease's records were read; the answer is whether the lease stood until now
 
 Invariants
-1. While a lease is in `PeerLeases`, the pool keeps its extents (as leases of row 0, the server itself).  After the
+1. While a lease is in `PeerLeases`, its pool keeps its extents (as leases of row 0, the server itself).  After the
    lease has left `PeerLeases`, no release of it is answered with `stood`.  So `stood` is exact even after this process
    was frozen, since a frozen process releases no extent.
-2. Leases of peers and pins together are at most MAX_LEASES, and keep at most `limit_bytes` of distinct records.
+2. Leases of peers and pins together are at most MAX_LEASES, and keep at most a share of each pool's memory.
 3. Only verified records are leased: the pool's lease stops at a record that is not READY, such as one whose CRC is
    pending.
 4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
+5. A tenant's own pool is lent only to readers that read into the own pool of the same tenant, and such readers get
+   nothing from other pools.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
 from kvstrata.observability.logging import EventLog
+from kvstrata.p2p.destinations import SHARED
+from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, Taken
 from kvstrata.rpc.cluster_wire import (
     BAD_FRAME,
     CLUSTER_PROTOCOL_VERSION,
@@ -39,7 +43,7 @@ from kvstrata.rpc.cluster_wire import (
     encode,
     seq_of,
 )
-from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES
+from kvstrata.types import FORMAT_VERSION, KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
@@ -48,8 +52,7 @@ if TYPE_CHECKING:
 
 MAX_LEASES = 4_096
 MIN_TIMER_S = 0.001
-ABSENT, LIMIT, DRAINING = "absent", "limit", "draining"
-SERVER_ROW = 0
+DRAINING = "draining"
 
 
 class Leased(NamedTuple):
@@ -58,36 +61,46 @@ class Leased(NamedTuple):
     number: int
     extents: bytes
     reason: str
+    region: int = 0
+    """The memory that the extents lie in."""
 
 
 class _Lease:
-    __slots__ = ("claim", "entries", "expires_s", "n_bytes", "tickets")
+    __slots__ = ("claim", "expires_s", "lent", "parts")
 
-    def __init__(self, tickets: list[int], entries: list[int], n_bytes: int, expires_s: float) -> None:
-        self.tickets = tickets
-        self.entries = entries
-        self.n_bytes = n_bytes
+    def __init__(self, lent: LentPool, parts: list[Taken], expires_s: float, claim: str = "") -> None:
+        self.lent = lent
+        self.parts = parts
         self.expires_s = expires_s
-        self.claim = ""
+        self.claim = claim
         """Name of a controller's pin; empty for a reader's lease."""
+
+    @property
+    def n_records(self) -> int:
+        return sum(len(part.entries) for part in self.parts)
+
+    def give_back(self) -> None:
+        for part in self.parts:
+            self.lent.give_back(part)
 
 
 class PeerLeases:
-    """Leases of peers and pins of the controller on one pool. The caller passes the time; no I/O."""
+    """Leases of peers and pins of the controller on the pools of this instance. The caller passes the time; no I/O."""
 
-    def __init__(self, pool: Pool, limit_bytes: int) -> None:
-        self._pool = pool
-        self._limit_bytes = limit_bytes
+    def __init__(self, pools: Mapping[str, Pool], share: float) -> None:
+        """`pools`: the shared one under SHARED, then each tenant's own; at most `share` of each is lent."""
+        assert next(iter(pools)) == SHARED
+        self._lent = {
+            tenant: LentPool(pool, region, share) for region, (tenant, pool) in enumerate(pools.items())
+        }
+        self._most_of_one = MAX_LEASES if len(pools) == 1 else MAX_LEASES // 2
+        """Leases on one pool, so that no tenant takes all."""
         self._next = secrets.randbits(61) + 1
         self._leases: dict[int, _Lease] = {}
         self._claims: dict[str, int] = {}
-        self._shares: dict[int, list[int]] = {}
-        """Pool entry → [number of leases on it, its bytes]."""
         self._due: list[tuple[float, int]] = []
         """Heap of (when to check whether a lease has expired, its number); may name leases that have ended."""
         self.draining = False
-        self.leased_bytes = 0
-        """Bytes of the distinct records that are leased or pinned."""
         self.counts = {"granted": 0, "released": 0, "expired": 0, "absent": 0, "limit": 0, "draining": 0}
         self.read_bytes = 0
         """Bytes that readers have reported as read."""
@@ -95,29 +108,40 @@ class PeerLeases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float) -> Leased:
-        """Lease the leading chunks that are wholly in L1, as many as the limits allow.
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of the distinct records that are leased or pinned, in all pools."""
+        return sum(lent.leased_bytes for lent in self._lent.values())
 
-        `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.
+    def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float, tenant: str = SHARED) -> Leased:
+        """Lease the leading chunks that are wholly in a pool, as many as the limits allow.
+
+        `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.  Only the tenant's own pool is
+        looked into, or with SHARED the shared one, whose bytes readers put into their own shared pool.
         """
-        if self.draining or len(self._leases) >= MAX_LEASES:
-            reason = DRAINING if self.draining else LIMIT
-            self.counts[reason] += 1
-            return Leased(0, b"", reason)
-        lease, extents, reason = self._take(keys, n_slices)
+        lent, taken = self._lent.get(tenant), None
+        if self.draining:
+            reason = DRAINING
+        elif lent is None:
+            reason = ABSENT
+        elif len(self._leases) >= MAX_LEASES or lent.n_leases >= self._most_of_one:
+            reason = LIMIT
+        else:
+            taken, reason = lent.take(keys, n_slices)
         if reason:
             self.counts[reason] += 1
-        if lease is None:
+        if lent is None or taken is None:
             return Leased(0, b"", reason)
         self.counts["granted"] += 1
-        return Leased(self._add(lease, now_s + ttl_s), extents, reason)
+        number = self._add(_Lease(lent, [taken], now_s + ttl_s))
+        return Leased(number, taken.extents, reason, lent.region)
 
     def release(self, number: int, keep_s: float, now_s: float, read_bytes: int = 0) -> bool:
         """End a reader's lease, or keep it for `keep_s` from now; returns whether it stood until now."""
         lease = self._leases.get(number)
         if lease is None or lease.claim:
             return False
-        self.read_bytes += min(read_bytes, lease.n_bytes)
+        self.read_bytes += min(read_bytes, lease.parts[0].n_bytes)
         if keep_s:
             lease.expires_s = now_s + keep_s
         else:
@@ -125,41 +149,42 @@ class PeerLeases:
             self._end(number)
         return True
 
-    def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float) -> int:
-        """Keep those of these records that are in L1; returns how many. An older pin with the same name ends first.
+    def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float, tenant: str = SHARED) -> int:
+        """Keep those of these records that are in a pool, see `lease`; returns how many.
 
-        Raises Refused if the limits leave no room for all of them; then nothing is pinned under this name.
+        An older pin with the same name ends first.  Raises Refused if the limits leave no room for all of them; then
+        nothing is pinned under this name.
         """
         self.unpin(claim)
-        whole = _Lease([], [], 0, 0.0)
+        lent = self._lent.get(tenant)
+        if lent is None:
+            return 0
+        whole = _Lease(lent, [], now_s + ttl_s, claim)
         at, reason = 0, ""
         while at < len(keys) and reason != LIMIT:
-            lease, _, reason = self._take(keys[at:], 1)
+            taken, reason = lent.take(keys[at:], 1)
             at += KEY_BYTES
-            if lease is not None:
-                at += (len(lease.entries) - 1) * KEY_BYTES
-                whole.tickets += lease.tickets
-                whole.entries += lease.entries
-                whole.n_bytes += lease.n_bytes
+            if taken is not None:
+                at += (len(taken.entries) - 1) * KEY_BYTES
+                whole.parts.append(taken)
         if reason == LIMIT or len(self._leases) >= MAX_LEASES:
-            self._give_back(whole)
+            whole.give_back()
             raise Refused(
-                f"keys: pins and leases of peers may keep {self._limit_bytes} bytes of L1, which leaves no room for "
-                "all of these chunks; pin fewer, or try again when some leases have ended",
+                f"keys: pins and leases of peers may keep {lent.limit_bytes} bytes of this pool, which leaves no room "
+                "for all of these chunks; pin fewer, or try again when some leases have ended",
                 field="keys",
             )
-        if not whole.entries:
+        if not whole.parts:
             return 0
-        whole.claim = claim
-        self._claims[claim] = self._add(whole, now_s + ttl_s)
-        return len(whole.entries)
+        self._claims[claim] = self._add(whole)
+        return whole.n_records
 
     def unpin(self, claim: str) -> int:
         """End a pin; returns how many records it kept."""
         number = self._claims.get(claim)
         if number is None:
             return 0
-        count = len(self._leases[number].entries)
+        count = self._leases[number].n_records
         self._end(number)
         return count
 
@@ -191,79 +216,33 @@ class PeerLeases:
             "leases": len(self._leases) - len(self._claims),
             "pins": len(self._claims),
             "leased_bytes": self.leased_bytes,
-            "limit_bytes": self._limit_bytes,
+            "limit_bytes": sum(lent.limit_bytes for lent in self._lent.values()),
             "draining": self.draining,
             "read_bytes": self.read_bytes,
+            "own_pools": [
+                {"tenant": tenant, "leased_bytes": lent.leased_bytes, "limit_bytes": lent.limit_bytes}
+                for tenant, lent in self._lent.items()
+                if tenant != SHARED
+            ],
             **{("draining_refused" if word == DRAINING else word): n for word, n in self.counts.items()},
         }
 
-    def _take(self, keys: bytes, n_slices: int) -> tuple[_Lease | None, bytes, str]:
-        """Lease leading chunks in the pool. Returns the lease, its extents, and the reason why it lacks some chunks.
-
-        The lease is in no table yet, and None if it would be empty.  The reason is "" if no chunk is lacking.
-        """
-        ticket, n_chunks, extents, _, short_bytes = self._pool.lease(keys, n_slices, [SERVER_ROW])
-        if not ticket:
-            return None, b"", LIMIT if short_bytes else ABSENT
-        room, fits, more = self._limit_bytes - self.leased_bytes, 0, 0
-        entries: list[int] = []
-        n_bytes = 0
-        for index, (_, length, entry, _, _) in enumerate(EXTENT.iter_unpack(extents)):
-            if entry not in self._shares:
-                more += length
-                if more > room:
-                    break
-            entries.append(entry)
-            n_bytes += length
-            if (index + 1) % n_slices == 0:
-                fits = index + 1
-        if fits < n_chunks * n_slices:
-            self._pool.release(ticket)
-            if not fits:
-                return None, b"", LIMIT
-            # The same records are leased again, unless another thread has removed some since the release.
-            ticket, n_chunks, extents, _, _ = self._pool.lease(
-                keys[: fits * KEY_BYTES], n_slices, [SERVER_ROW]
-            )
-            if not ticket:
-                return None, b"", ABSENT
-            reason = LIMIT
-        else:
-            reason = "" if len(keys) == fits * KEY_BYTES else LIMIT if short_bytes else ABSENT
-        records = [(entry, length) for _, length, entry, _, _ in EXTENT.iter_unpack(extents)]
-        for entry, length in records:
-            share = self._shares.setdefault(entry, [0, length])
-            if not share[0]:
-                self.leased_bytes += length
-            share[0] += 1
-        lease = _Lease([ticket], [entry for entry, _ in records], sum(length for _, length in records), 0.0)
-        return lease, extents, reason
-
-    def _add(self, lease: _Lease, expires_s: float) -> int:
+    def _add(self, lease: _Lease) -> int:
         number, self._next = self._next, self._next + 1
-        lease.expires_s = expires_s
         self._leases[number] = lease
+        lease.lent.n_leases += 1
         if len(self._due) > 2 * MAX_LEASES:  # many leases were released long before they would have expired
             self._due = [due for due in self._due if due[1] in self._leases]
             heapq.heapify(self._due)
-        heapq.heappush(self._due, (expires_s, number))
+        heapq.heappush(self._due, (lease.expires_s, number))
         return number
 
     def _end(self, number: int) -> None:
         lease = self._leases.pop(number)
         if lease.claim:
             del self._claims[lease.claim]
-        self._give_back(lease)
-
-    def _give_back(self, lease: _Lease) -> None:
-        for ticket in lease.tickets:
-            self._pool.release(ticket)
-        for entry in lease.entries:
-            share = self._shares[entry]
-            share[0] -= 1
-            if not share[0]:
-                self.leased_bytes -= share[1]
-                del self._shares[entry]
+        lease.lent.n_leases -= 1
+        lease.give_back()
 
 
 class PeerServer:
@@ -271,23 +250,23 @@ class PeerServer:
 
     def __init__(
         self,
-        pool: Pool,
+        pools: Mapping[str, Pool],
         clock: Clock,
         server: ZmqServer | None,
         *,
         instance_id: str,
         incarnation: int,
-        limit_bytes: int,
+        share: float,
         engine: str,
         metadata: Callable[[], bytes],
     ) -> None:
         """`server` is None if peers are not served and only controllers' pins are kept.
 
-        `metadata()` returns the metadata of the transfer engine by which peers reach the pool now; empty while there is
-        no such engine.
+        `pools` and `share` as in PeerLeases.  `metadata()` returns the metadata of the transfer engine by which peers
+        reach the pools now, registered in their order; empty while there is no such engine.
         """
-        self.leases = PeerLeases(pool, limit_bytes)
-        self._pool = pool
+        self.leases = PeerLeases(pools, share)
+        self._extents_bytes = [pool.extents_bytes for pool in pools.values()]
         self._clock = clock
         self._server = server
         self._instance_id = instance_id
@@ -314,9 +293,9 @@ class PeerServer:
         self.leases.draining = True
         self.leases.end_all()
 
-    def pin(self, claim: str, keys: bytes, ttl_s: float) -> int:
+    def pin(self, claim: str, keys: bytes, ttl_s: float, tenant: str) -> int:
         """See PeerLeases.pin."""
-        count = self.leases.pin(claim, keys, ttl_s, self._clock.monotonic_s())
+        count = self.leases.pin(claim, keys, ttl_s, self._clock.monotonic_s(), tenant)
         self._look_later()
         return count
 
@@ -356,10 +335,18 @@ class PeerServer:
                 "one or more chunks",
                 field="keys",
             )
-        leased = self.leases.lease(request.keys, request.n_slices, request.ttl_ms / 1000, now_s)
+        leased = self.leases.lease(
+            request.keys, request.n_slices, request.ttl_ms / 1000, now_s, request.tenant
+        )
         self._look_later()
         return PeerLeased(
-            request.seq, self._incarnation, leased.number, leased.extents, request.ttl_ms, leased.reason
+            request.seq,
+            self._incarnation,
+            leased.number,
+            leased.extents,
+            request.ttl_ms,
+            leased.reason,
+            leased.region,
         )
 
     def _hello(self, request: PeerHello) -> PeerWelcome:
@@ -382,9 +369,7 @@ class PeerServer:
         if not metadata:
             raise Unavailable(f"the transfer engine of {self._instance_id} is not up; ask again later")
         self._log.debug("peer", reader=request.reader)
-        return PeerWelcome(
-            request.seq, self._incarnation, self._instance_id, metadata, self._pool.extents_bytes
-        )
+        return PeerWelcome(request.seq, self._incarnation, self._instance_id, metadata, self._extents_bytes)
 
     def _failure(self, seq: int, error: KvstrataError) -> Failure:
         self._errors += 1

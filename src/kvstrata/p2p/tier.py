@@ -42,7 +42,8 @@ import msgspec
 from kvstrata.errors import ConfigError, StorageError, TransferError, Unavailable
 from kvstrata.native.record import Verifier
 from kvstrata.p2p.connections import Connections
-from kvstrata.p2p.engines.base import Region, TransferEngine
+from kvstrata.p2p.destinations import Destinations
+from kvstrata.p2p.engines.base import TransferEngine
 from kvstrata.p2p.engines.links import Devices, find_devices
 from kvstrata.p2p.finding import Finder
 from kvstrata.p2p.owners import NamedOwners, Pacer
@@ -71,7 +72,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lanes
-from kvstrata.storage.peers import ReadsPeers
+from kvstrata.storage.peers import ReadsPeers, TellsTenants
 from kvstrata.types import KEY_BYTES
 
 MAX_BATCH = 256
@@ -84,7 +85,6 @@ _NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
 class _Parts(NamedTuple):
     """The parts of an open tier."""
 
-    context: AdapterContext
     shared: Shared
     links: Links
     controllers: list[tuple[AskLink, Breaker]]
@@ -94,7 +94,7 @@ class _Parts(NamedTuple):
     reader: Reader
 
 
-class PeerTier(StorageAdapter, ReadsPeers):
+class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
     """See the module. Nothing is connected or registered before `open`."""
 
     def __init__(
@@ -112,6 +112,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
             shared=True,
             max_batch=MAX_BATCH,
             wants_registered_memory=True,
+            registers_own_pools=True,
             takes_puts=False,
             can_delete=False,
             quiesce="never" if settings.engine == "nixl" else "drain",
@@ -119,6 +120,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
         self._settings = settings
         self._engines = PeerEngine(name, make_engine, linger_s=settings.load_timeout_ms / 1000, look=look)
         self._named = NamedOwners()
+        self._destinations = Destinations()
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._lanes = Lanes(name, num_workers=1)
         self._parts: _Parts | None = None
@@ -128,10 +130,10 @@ class PeerTier(StorageAdapter, ReadsPeers):
     # --- life --------------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Register the pool with the transfer engine. Controllers may be absent. Raises StorageError or ConfigError."""
+        """Register the pools with the transfer engine; controllers may be absent. Raises StorageError, ConfigError."""
         try:
             keys = self._read_keys()
-            await self._engines.open(Region(context.region_address, context.region_bytes), context.clock)
+            await self._engines.open(self._destinations.open(context), context.clock)
         except TransferError as error:
             self._closed = True
             await self._lanes.close()
@@ -163,17 +165,26 @@ class PeerTier(StorageAdapter, ReadsPeers):
         pacer = Pacer(self._settings.max_bytes_per_s)
         connections = Connections(shared, links, keys, self._engines)
         returns = Returns(shared, connections)
-        finder = Finder(shared, connections, returns, self._named, controllers, pacer)
-        reader = Reader(shared, connections, returns, self._engines, pacer, self._verifier, self._lanes)
-        return _Parts(context, shared, links, controllers, connections, returns, finder, reader)
+        finder = Finder(shared, connections, returns, self._named, controllers, pacer, self._destinations)
+        reader = Reader(
+            shared,
+            connections,
+            returns,
+            self._engines,
+            pacer,
+            self._verifier,
+            self._lanes,
+            self._destinations,
+        )
+        return _Parts(shared, links, controllers, connections, returns, finder, reader)
 
     async def close(self) -> None:
-        """Wait for the operations in flight, give all leases back, unregister the pool. Idempotent."""
+        """Wait for the operations in flight, give all leases back, unregister the pools. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._parts is not None:
-            _, shared, links, controllers, connections, returns, _, _ = self._parts
+            shared, links, controllers, connections, returns, _, _ = self._parts
             await shared.work.stop()
             connections.stop()
             await shared.work.ended()
@@ -230,6 +241,10 @@ class PeerTier(StorageAdapter, ReadsPeers):
         """`source` is an Owner in msgpack (peer_reads.py). Raises msgspec.MsgspecError for anything else."""
         self._named.name(keys, _OWNER.decode(source) if source else None)
 
+    def belongs(self, keys: Sequence[bytes], tenant: str) -> None:
+        """See TellsTenants."""
+        self._destinations.belongs(keys, tenant)
+
     def numbers(self) -> dict[str, int]:
         """The counters of COUNTED, and the counters of the transfer engine's reopenings."""
         told = dict.fromkeys(COUNTED, 0)
@@ -251,7 +266,7 @@ class PeerTier(StorageAdapter, ReadsPeers):
     async def _load(self, parts: _Parts, items: list[LoadItem]) -> list[LoadOutcome]:
         now_s, settings = parts.shared.now_s, parts.shared.settings
         outcomes = [LoadOutcome(LoadStatus.FAILED, BAD_ITEM)] * len(items)
-        wanted = [place for place, item in enumerate(items) if _fits(item, parts.context)]
+        wanted = [place for place, item in enumerate(items) if self._destinations.of(item) is not None]
         for place in set(range(len(items))).difference(wanted):
             items[place].hold.drop()
         ends_s = now_s() + settings.load_timeout_ms / 1000
@@ -263,6 +278,9 @@ class PeerTier(StorageAdapter, ReadsPeers):
                 break
             parts.returns.lease_ended.clear()
             keys = [items[place].key for place in wanted][:MAX_PEER_KEYS]
+            destination = self._destinations.of(items[wanted[0]])
+            if destination is not None and destination.tenant:  # all items of a batch are of one tenant
+                self.belongs(keys, destination.tenant)
             asked = await parts.finder.lease(keys)
             reason = asked.reason
             if not parts.shared.leases.leading(keys[:1], now_s()):
@@ -272,16 +290,6 @@ class PeerTier(StorageAdapter, ReadsPeers):
             items[place].hold.drop()
             outcomes[place] = LoadOutcome(LoadStatus.FAILED, reason) if reason else _NOT_THERE
         return outcomes
-
-
-def _fits(item: LoadItem, context: AdapterContext) -> bool:
-    """Whether the item's extent lies in the pool."""
-    hold = item.hold
-    return (
-        len(item.key) == KEY_BYTES
-        and 0 <= hold.offset <= context.region_bytes - hold.length
-        and hold.address == context.region_address + hold.offset
-    )
 
 
 _OWNER = msgspec.msgpack.Decoder(Owner)

@@ -7,7 +7,7 @@ the first chunk that has a slice which is neither in L1 nor in any adapter.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.types import MissReason
@@ -37,8 +37,8 @@ class Plan(NamedTuple):
     n_chunks: int
     holes: list[Hole]
     """Ordered by key number."""
-    reason: str
-    """The MissReason of the first chunk after the prefix; empty if the prefix has all chunks."""
+    reason: MissReason | Literal[""]
+    """Why the first chunk after the prefix is missing; empty if the prefix has all chunks."""
     detail: str = ""
 
 

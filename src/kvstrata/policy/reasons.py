@@ -46,7 +46,9 @@ HOST_DOWN = "host_down"
 
 # Codecs.
 CODEC = "codec"
+CORRUPT = "corrupt"
 ENCODED = "encoded"
+NO_HEAD = "no_head"
 STAGING_TOO_SMALL = "staging_too_small"
 UNAUTHENTICATED = "unauthenticated"
 
@@ -64,6 +66,7 @@ _NOT_THE_MEDIUM = Meaning(MissReason.L2_FAILED, blames_medium=False)
 
 MEANINGS: dict[str, Meaning] = {
     DEADLINE: Meaning(MissReason.DEADLINE),
+    "timeout": Meaning(MissReason.DEADLINE),
     PEER_DEADLINE: Meaning(MissReason.DEADLINE, blames_medium=False),
     PEER_GONE: Meaning(MissReason.DEADLINE, blames_medium=False),
     BREAKER_OPEN: Meaning(MissReason.BREAKER_OPEN),
@@ -89,7 +92,8 @@ MEANINGS: dict[str, Meaning] = {
     "entries_full": _REFUSED,
     "frozen": _REFUSED,
     "parent_absent": _REFUSED,
-    "corrupt": Meaning(MissReason.CORRUPT),
+    CORRUPT: Meaning(MissReason.CORRUPT, blames_medium=False),
+    "checksum": Meaning(MissReason.CORRUPT),
     "in_flight": Meaning(MissReason.IN_FLIGHT),
     "absent": Meaning(MissReason.EVICTED),
     LENGTH: _NOT_THE_MEDIUM,
@@ -100,10 +104,15 @@ MEANINGS: dict[str, Meaning] = {
     "codec_missing": _NOT_THE_MEDIUM,
     "no_key": _NOT_THE_MEDIUM,
     "wrong_key": _NOT_THE_MEDIUM,
+    NO_HEAD: _NOT_THE_MEDIUM,
     UNAUTHENTICATED: Meaning(MissReason.CORRUPT, blames_medium=False),
     NOT_A_FILE: _NOT_THE_MEDIUM,
     READ_ONLY: _NOT_THE_MEDIUM,
     BAD_ITEM: OTHER,
+    "io": OTHER,
+    "internal": OTHER,
+    "failed": OTHER,  # an outcome of another party's adapter that names no reason
+    "unknown": OTHER,
     FULL: OTHER,
     HOST_DIED: OTHER,
     RAISED: OTHER,

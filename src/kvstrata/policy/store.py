@@ -41,6 +41,8 @@ class Skip(enum.StrEnum):
     """The chunk's tenant may have no more bytes in the adapter."""
     REMOVED = "removed"
     """The adapter was removed while the chunk waited."""
+    CRASHED = "worker_crashed"
+    """The put ended by a mistake of the server's own; its log has the traceback."""
 
 
 class RetryRule(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.config.model import ListenSettings
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.errors import BadRequest, NotPermitted
 from kvstrata.process.http_body import (
     MAX_BODY_BYTES,

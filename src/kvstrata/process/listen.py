@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstrata.config.model import ListenSettings
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import EventLog

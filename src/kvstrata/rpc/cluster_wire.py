@@ -30,7 +30,7 @@ from msgspec import Meta
 
 from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
-CLUSTER_PROTOCOL_VERSION = 3
+CLUSTER_PROTOCOL_VERSION = 4
 TAG_BYTES = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_TAGS = 262_144
@@ -59,6 +59,7 @@ TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
 """`l1`, or the name of an L2 adapter that only this instance uses."""
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
+TenantName = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2_000)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""
@@ -268,8 +269,9 @@ class CommandKind(enum.StrEnum):
     EVICT = "evict"
     """{"keys": bytes} (storage keys) or {"identity": bytes} (an identity's root): drop these chunks from L1."""
     PIN = "pin"
-    """{"keys": bytes, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes count as leased
-    to peers."""
+    """{"keys": bytes, "tenant": str, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes
+    count as leased to peers. With the name of a tenant that has a pool of its own, those in that pool are kept, without
+    it those in the shared one."""
     UNPIN = "unpin"
     """{"claim": str}: end this pin."""
     PULL = "pull"
@@ -379,8 +381,10 @@ class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
 
     instance: str
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
-    """Metadata of the owner's transfer engine; region 0 is the extents file."""
-    extents_bytes: int
+    """Metadata of the owner's transfer engine. Region 0 is the shared pool's extents file, each further region that of
+    a tenant's own pool."""
+    extents_bytes: list[int]
+    """Length of each of these files."""
 
 
 class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
@@ -390,6 +394,9 @@ class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
     keys: PeerKeys
     n_slices: Annotated[int, Meta(ge=1, le=4096)]
     ttl_ms: Annotated[int, Meta(ge=1, le=60_000)]
+    tenant: TenantName = ""
+    """Tenant whose own pool the reader reads into, so only that tenant's own pool is looked into; empty: the shared
+    one."""
 
 
 class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
@@ -402,6 +409,8 @@ class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
     ttl_ms: int
     reason: str
     """Why not all records are leased: `absent`, `limit` (`p2p.max_leased_share`), `draining`; empty if all are."""
+    region: int = 0
+    """The region that the extents lie in, as in PeerWelcome."""
 
 
 class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):

@@ -152,7 +152,11 @@ def lay_ground(
     for tenant, gigabytes in settings.quotas_gb.items():
         if own.get(tenant) is None:
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
-    counters, readiness, board = ServerCounters(), Readiness(), StatusBoard()
+    counters, readiness, board = (
+        ServerCounters(exemplars=settings.metrics.exemplars),
+        Readiness(),
+        StatusBoard(),
+    )
     board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
     board.put("pool", functools.partial(pool_section, pool))
     board.put("own_pools", own.section)
@@ -232,14 +236,19 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
 
     def loaded(tier: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
         if tier == peer_tier and not settings.p2p.keep:
-            borrowed.read(key for key, _ in records)
+            borrowed.read((key for key, _ in records), ground.own.of_number(tenant))
         store.found(tier, tenant, records)
+
+    peer_reads = PeerReads(peer_tier, tiers.stack, ground.counters)
+
+    def asks(tier: str, keys: Sequence[bytes], pool: Pool) -> None:
+        peer_reads.belongs(tier, keys, ground.own.tenant_of(pool))
 
     limits = PrefetchLimits(
         in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
         max_in_flight=settings.l2.prefetch_max_in_flight,
     )
-    prefetch = PrefetchController(pool, tiers, limits, ground.clock, store.dropped, loaded)
+    prefetch = PrefetchController(pool, tiers, limits, ground.clock, store.dropped, loaded, asks)
     ground.board.put("l2_store", store.stats)
     ground.board.put("l2_prefetch", prefetch.stats)
     return L2(
@@ -247,7 +256,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         store=store,
         prefetch=prefetch,
         borrowed=borrowed,
-        peer_reads=PeerReads(peer_tier, tiers.stack, ground.counters),
+        peer_reads=peer_reads,
         events=PoolEvents(ground.pools, history, store, news, ground.clock),
     )
 
@@ -316,6 +325,7 @@ def make_boundary(
         tiers=l2.tiers,
         prefetch=l2.prefetch,
         store=l2.store,
+        events=l2.events,
         explainer=ground.explainer,
         savings=ground.savings,
         counters=counters,

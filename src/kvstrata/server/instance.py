@@ -29,8 +29,8 @@ from kvstrata.errors import StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment
+from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog, log_stats
-from kvstrata.observability.metrics import ServerCollector
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.misses import Explainer
 from kvstrata.process.http_gate import Access
@@ -75,7 +75,7 @@ from kvstrata.server.plan import Plan, embedded_adapter
 from kvstrata.server.requests.boundary import Boundary
 from kvstrata.server.segments import open_segments
 from kvstrata.storage.admission import admitted
-from kvstrata.storage.base import AdapterContext
+from kvstrata.storage.base import AdapterContext, OwnRegion
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.storage.stack import Stack, Surroundings, build_stack
 from kvstrata.types import NOT_IN_A_NAME
@@ -200,7 +200,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 
     # 5. The boundary, which answers frames, and the HTTP application.
     boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
-    quotas = Quotas(pool, ground.own, own_lane)
+    quotas = Quotas(pool, ground.own, own_lane, pinned=plan.l1_is_pinned)
     housekeeping = Housekeeping(
         pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor, ground.own, quotas
     )
@@ -213,10 +213,11 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
+        old_names = settings.metrics.old_names
         whole_admin = Admin(
             ground.readiness,
             ground.board,
-            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers),
+            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers, old_names=old_names),
             admin.explain,
             admin.prewarms,
             admin.clearing,
@@ -282,7 +283,7 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
 
     def build(config: TierConfig) -> Stack:
         stack = build_stack(config, around)
-        refuse_hosts(ground.own, config, stack.adapter.capabilities.wants_registered_memory)
+        refuse_hosts(ground.own, config, stack.adapter.capabilities)
         return stack
 
     def context(name: str) -> AdapterContext:
@@ -295,6 +296,7 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
             segment.descriptors.extents,
             segment.descriptors.sessions_lock,
             tables.payload_kinds.of,
+            [OwnRegion(tenant, one.extents_address, one.extents_bytes) for tenant, one in ground.own.items()],
         )
 
     return TierControl(
@@ -335,7 +337,8 @@ async def _open_tiers(
                 raise
             log.warning("p2p_off", reason=error.message)
     elif settings.controller.url and automatic:
-        log.warning("p2p_off", reason="no transfer engine is installed (ucx, or nixl with p2p.tcp)")
+        engines = "ucx, which own pools need" if plan.own_sizes else "ucx, or nixl with p2p.tcp"
+        log.warning("p2p_off", reason=f"no transfer engine is installed ({engines})")
     adapters = plan.adapters
     if plan.embedded_l2:  # its directory is named after the port that was bound
         adapters = [configure_tier(embedded_adapter(port, os.environ), 0)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
+from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.engines.ports import has_rdma_card, may_use_tcp
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
@@ -104,12 +105,12 @@ def serve_peers(
         advertised = p2p.advertise or f"{shown}:{port}"
         endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
     server = PeerServer(
-        ground.pool,
+        {SHARED: ground.pool, **dict(ground.own.items())},
         ground.clock,
         readers,
         instance_id=ground.facts.instance_id,
         incarnation=ground.facts.epoch,
-        limit_bytes=int(ground.pool.extents_bytes * p2p.max_leased_share),
+        share=p2p.max_leased_share,
         engine=plan.p2p_engine,
         metadata=l2.peer_reads.metadata,
     )
@@ -132,6 +133,7 @@ def make_membership(
     facts, peer_server = ground.facts, served.server
     actions = Actions(
         pool=ground.pool,
+        own=ground.own,
         lane=ground.own_lane,
         clock=ground.clock,
         processes=tables.processes,
@@ -145,7 +147,7 @@ def make_membership(
     )
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(ground.pool, tables.processes, own, peer_server, l2.peer_reads, ground.counters)
+    condition = Condition(ground.pools, tables.processes, own, peer_server, l2.peer_reads, ground.counters)
     fence = Fence()
     links = [
         ControllerLink(
@@ -153,7 +155,7 @@ def make_membership(
             keys=keys,
             facts=facts,
             advertised=advertised,
-            pool=ground.pool,
+            pools=ground.pools,
             news=news,
             own=own,
             condition=condition,
@@ -162,6 +164,7 @@ def make_membership(
             freeze=ground.freeze,
             readiness=ground.readiness,
             supervisor=ground.supervisor,
+            counters=ground.counters,
         )
         for url, news in news_of.items()
     ]

@@ -7,7 +7,7 @@ other; `EngineGroup.own_pool` names it.  All other processes share one pool.
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvstrata.config.model import ServerSettings
@@ -16,7 +16,8 @@ from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES
 from kvstrata.native.pool import Pool
-from kvstrata.policy.processes import TenantTokens
+from kvstrata.policy.processes import TenantTokens, tenant_number
+from kvstrata.storage.base import Capabilities
 from kvstrata.storage.entry import TierConfig
 from kvstrata.types import GB
 
@@ -31,6 +32,8 @@ class OwnPools:
 
     def __init__(self, pools: Mapping[str, Pool] | None = None) -> None:
         self._pools = dict(pools or {})
+        self._by_number = {tenant_number(tenant): pool for tenant, pool in self._pools.items()}
+        self._tenants = {pool: tenant for tenant, pool in self._pools.items()}
 
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
@@ -41,6 +44,18 @@ class OwnPools:
     def get(self, tenant: str) -> Pool | None:
         """The pool of a tenant; None: its chunks are in the shared pool."""
         return self._pools.get(tenant)
+
+    def items(self) -> Iterable[tuple[str, Pool]]:
+        """Tenants and their pools, in a fixed order."""
+        return self._pools.items()
+
+    def of_number(self, number: int) -> Pool | None:
+        """As `get`, by the number of a tenant (policy.processes.tenant_number)."""
+        return self._by_number.get(number)
+
+    def tenant_of(self, pool: Pool) -> str:
+        """The tenant whose pool this is."""
+        return self._tenants[pool]
 
     def section(self) -> list[dict[str, Any]]:
         """The section `own_pools` of the status: for each pool its tenant, and what the section `pool` says."""
@@ -91,11 +106,9 @@ def check_tokens(settings: ServerSettings, tokens: TenantTokens) -> None:
             _check_tokens(tokens, tenant.name, f"tenants[{number}].pool")
 
 
-def refuse_hosts(own: OwnPools, config: TierConfig, registers_memory: bool) -> None:
-    """Raises ConfigError for a tier that cannot reach the chunks of own pools.
-
-    `registers_memory`: its adapter moves only bytes of the one region that it has registered.
-    """
+def refuse_hosts(own: OwnPools, config: TierConfig, capabilities: Capabilities) -> None:
+    """Raises ConfigError for a tier that cannot reach the chunks of own pools."""
+    registers_memory = capabilities.wants_registered_memory and not capabilities.registers_own_pools
     if own and (config.isolated or registers_memory):
         raise config.recipe.place.refused(
             "type" if registers_memory else "isolation",
@@ -107,12 +120,6 @@ def refuse_hosts(own: OwnPools, config: TierConfig, registers_memory: bool) -> N
 
 def _check_company(settings: ServerSettings, field: str) -> None:
     """Raises ConfigError for settings that own pools cannot be combined with."""
-    if settings.controller.url:
-        raise ConfigError(
-            f"{field}: own, but controller.url is set: members of a cluster know and lend the shared pool alone; "
-            "leave controller.url out, or choose pool: shared",
-            field=field,
-        )
     if settings.l1.use_hugepages:
         raise ConfigError(
             f"{field}: own, but l1.use_hugepages is set, which only the shared pool can have; leave it out, or choose "

@@ -15,7 +15,7 @@ from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
-from kvstrata.errors import ConfigError, MachineLacks
+from kvstrata.errors import AllWrong, ConfigError, MachineLacks
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
@@ -62,12 +62,14 @@ class Plan(NamedTuple):
     """What adapters may be added while the server runs."""
     p2p_engine: str
     """ucx or nixl; empty: peers are neither read nor served."""
+    l1_is_pinned: bool
+    """A network card may have registered L1 for peers, so pools give no memory back."""
 
 
 def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list[str] | None = None) -> Plan:
     """Check everything that can be checked without opening anything. Raises ConfigError.
 
-    If `lacking` is given, it gets the message of each MachineLacks, and the plan is one that is not to be run.
+    If `lacking` is given, it gets the messages of each MachineLacks, and the plan is one that is not to be run.
     """
 
     def here(check: Callable[[], T], otherwise: T) -> T:
@@ -76,7 +78,7 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         except MachineLacks as error:
             if lacking is None:
                 raise
-            lacking.append(error.message)
+            lacking.extend(error.lines)
             return otherwise
 
     _check_first_touch(settings)
@@ -89,10 +91,12 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     embedded = entries is None
     if entries is None:
         entries = [embedded_adapter(settings.named_port, environment)]
-    found = [
-        here(functools.partial(configure_tier, entry, index), None) for index, entry in enumerate(entries)
-    ]
-    adapters = [config for config in found if config is not None]
+    adapters, wrong = [], AllWrong()
+    for index, entry in enumerate(entries):
+        with wrong:
+            if (config := here(functools.partial(configure_tier, entry, index), None)) is not None:
+                adapters.append(config)
+    wrong.tell()
     socket_dir(settings.socket_dir, settings.named_port, environment)
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)
@@ -113,6 +117,10 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         here(lambda: read_curve_file(settings.security.curve_secret_file), None)
     if settings.controller.curve_file:
         here(lambda: read_cluster_keys(settings.controller.curve_file, "controller.curve_file"), None)
+    engine = here(lambda: _p2p_engine(settings, environment, sizes), "")
+    l1_is_pinned = bool(engine) and has_rdma_card()
+    if l1_is_pinned:
+        _check_card(settings, sizes)
     return Plan(
         settings,
         extents_bytes - sum(size.quota_bytes for size in sizes.values()),
@@ -122,7 +130,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         tokens or TenantTokens(),
         http_token,
         runtime_rules(settings, environment),
-        here(lambda: _p2p_engine(settings, environment), ""),
+        engine,
+        l1_is_pinned,
     )
 
 
@@ -160,10 +169,13 @@ def _check_first_touch(settings: ServerSettings) -> None:
         )
 
 
-def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str:
-    """The transfer engine between instances; empty for none. Raises ConfigError, MachineLacks without a way for NIXL.
+def _p2p_engine(
+    settings: ServerSettings, environment: Mapping[str, str], sizes: Mapping[str, OwnSize]
+) -> str:
+    """The transfer engine between instances; empty for none. `sizes`: of own pools.
 
-    `auto` takes NIXL only where it has a way to peers: it uses tcp or RDMA cards, not shared memory.
+    `auto` takes NIXL only where it has a way to peers, since it uses tcp or RDMA cards, not shared memory; and only
+    without own pools.  Raises ConfigError, MachineLacks without a way for NIXL.
     """
     p2p = settings.p2p
     if not settings.controller.url or p2p.engine == "off":
@@ -174,6 +186,12 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str
             f"p2p.advertise: p2p.listen is {p2p.listen}, which means every address; name the one by which peers reach "
             "this instance (--p2p-advertise HOST)",
             field="p2p.advertise",
+        )
+    if p2p.engine == "nixl" and sizes:
+        raise ConfigError(
+            "p2p.engine: nixl, but tenants have pool: own; nixl runs in an adapter host, which maps the shared pool "
+            "alone; set p2p.engine to ucx or off, or choose pool: shared for all tenants",
+            field="p2p.engine",
         )
     nixl_has_a_way = may_use_tcp(environment, tcp=p2p.tcp) or has_rdma_card()
     if p2p.engine == "nixl" and not nixl_has_a_way:
@@ -187,7 +205,24 @@ def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str
         return p2p.engine
     if importlib.util.find_spec("kvstrata.native.ucx") is not None:
         return "ucx"
-    return "nixl" if nixl_has_a_way and importlib.util.find_spec("nixl") is not None else ""
+    nixl_can = nixl_has_a_way and not sizes
+    return "nixl" if nixl_can and importlib.util.find_spec("nixl") is not None else ""
+
+
+def _check_card(settings: ServerSettings, sizes: Mapping[str, OwnSize]) -> None:
+    """Raises ConfigError for own pools that may grow, where a network card registers L1.
+
+    The card would have a pool's whole file in memory, and go on using pages that the file has given back.
+    """
+    for number, tenant in enumerate(settings.tenants):
+        size = sizes.get(tenant.name)
+        if size is not None and size.most_bytes > size.quota_bytes:
+            raise ConfigError(
+                f"tenants[{number}].max_gb: {tenant.max_gb:g}, but this host has an RDMA card, with which peers read "
+                "L1: the card keeps all of a pool's memory, so its size stays what it was at the start; leave max_gb "
+                "out, or set p2p.engine: off",
+                field=f"tenants[{number}].max_gb",
+            )
 
 
 def default_l1_bytes() -> int:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import msgspec
+
 from kvstrata.config.changes import Changes, sorted_out
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import BadRequest, Refused
-from kvstrata.observability.logging import set_level
+from kvstrata.observability.logging import current_level, set_level
 from kvstrata.policy.processes import tenant_number
 from kvstrata.server.instance import Instance
 from kvstrata.server.own_pools import check_tokens
@@ -41,7 +43,8 @@ class Reload:
 
     def apply(self, newer: Plan) -> Changes[ServerSettings]:
         """Change what can change now. Raises ConfigError; then nothing has changed."""
-        instance, before = self._instance, self.settings
+        instance = self._instance
+        before = msgspec.structs.replace(self.settings, log_level=current_level())
         pool, own = instance.ground.pool, instance.ground.own
         found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN, TENANTS))
         self._apply_tokens(newer, found)

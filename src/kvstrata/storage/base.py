@@ -124,6 +124,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Other instances put and delete on the same medium, so answers about presence may be stale."""
     max_batch: int = 64
     wants_registered_memory: bool = False
+    registers_own_pools: bool = False
+    """The adapter registers tenants' own pools too, so extents in these can be loaded and put."""
     takes_puts: bool = True
     """False: chunks are only loaded from the medium, never put into it."""
     can_delete: bool = True
@@ -149,6 +151,14 @@ def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
     return None
 
 
+class OwnRegion(NamedTuple):
+    """The mapping of a tenant's own pool, valid as long as `AdapterContext.region_address`."""
+
+    tenant: str
+    address: int
+    length: int
+
+
 class AdapterContext(NamedTuple):
     """What the server gives an adapter to use until the adapter is closed."""
 
@@ -168,6 +178,8 @@ class AdapterContext(NamedTuple):
     """
     payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
     """Tells what engines have declared about the payloads of an identity root and a slice digest (thread-safe)."""
+    own_regions: Sequence[OwnRegion] = ()
+    """The pools beside the shared one, for adapters whose `capabilities.registers_own_pools` is true."""
 
 
 Counts = Annotated[
@@ -177,7 +189,7 @@ Counts = Annotated[
     ],
     msgspec.Meta(max_length=200),
 ]
-"""The type of the result of `numbers`. Its keys become parts of the names of metrics."""
+"""The type of the result of `numbers`. Its keys become labels of metrics."""
 MAX_REMARK_CHARS = 500
 Remarks = Annotated[
     dict[
@@ -277,7 +289,7 @@ class StorageAdapter(ABC):
     def numbers(self) -> dict[str, int]:
         """The adapter's own counters by name, for status and metrics; see Counts.
 
-        The set of names is fixed.  Never blocks.
+        The set of names is fixed, and the numbers only grow.  Never blocks.
         """
         return {}
 

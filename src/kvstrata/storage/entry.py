@@ -15,15 +15,16 @@ from msgspec import Meta
 
 from kvstrata.config.load import odd_value
 from kvstrata.config.secrets import remember_secrets
-from kvstrata.errors import ConfigError
+from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage import catalogue, structs
 from kvstrata.storage.base import StorageAdapter
+from kvstrata.storage.catalogue import FoundType
 from kvstrata.storage.common import COMMON, CommonFields
 from kvstrata.storage.folder import Folder
 from kvstrata.storage.recipe import CodecConfig, Recipe
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.codec_fields import read_chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings, read_chain
 from kvstrata.storage.wrap.presence import PresenceLimits
 
 MB = 1 << 20
@@ -61,35 +62,45 @@ def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
 
 
 def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> TierConfig:
-    """Check one entry. Raises ConfigError naming the field below `path`, by default `l2_adapters[index]`."""
+    """Check one entry. Raises ConfigError naming each wrong field below `path`, by default `l2_adapters[index]`.
+
+    Fields that are wrong only together with others are checked once each is right by itself.
+    """
     place = Place(path or f"l2_adapters[{index}]")
     entry = entry_of(entry, place.path)
     remember_secrets(entry)
-    kind = kind_of(entry, place)
-    found = catalogue.find(kind, place.at("type"))
-    common = _common(entry, place)
-    isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
-    if common.host_kill_ms is not None and not isolated:
-        advice = 'only an adapter with "isolation": "process" has a host; remove it'
-        raise place.refused("host_kill_ms", common.host_kill_ms, advice)
-    if common.shared and "shared" not in found.medium.config.__struct_fields__:
-        raise place.refused("shared", True, "only a directory of type fs can be shared; remove it")
-    codec = CodecConfig(
-        read_chain(common.codec, place.at("codec")), int(common.codec_staging_mb * MB), common.codec_workers
-    )
-    recipe = Recipe(found.reference, found.config(entry, place), place, f"{kind}-{index}", codec)
+    common = found = config = make = None
+    wrong, kind, isolated, chain = AllWrong(), "", False, ChainSettings()
+    with wrong:
+        kind = kind_of(entry, place)
+        found = catalogue.find(kind, place.at("type"))
+    with wrong:
+        common = _common(entry, place)
+    name = f"{kind}-{index}"
+    if found is not None and common is not None:
+        with wrong:
+            isolated = _isolated(common, found, place)
+    with wrong:
+        chain = read_chain(entry.get("codec"), place.at("codec"))
+    if found is not None:
+        with wrong:
+            config = found.config(entry, place)
+            make = found.medium.prepare(config, place, name)
+    wrong.tell()
+    assert found is not None and common is not None and config is not None and make is not None
+    codec = CodecConfig(chain, int(common.codec_staging_mb * MB), common.codec_workers)
     return TierConfig(
-        name=recipe.name,
+        name=name,
         number=index,
-        recipe=recipe,
-        make=found.medium.prepare(recipe.config, place, recipe.name),
+        recipe=Recipe(found.reference, config, place, name, codec),
+        make=make,
         entry=dict(entry),
         policy=common.policy,
         deadline_ms=common.deadline_ms,
         max_stuck_bytes=None if common.max_stuck_mb is None else int(common.max_stuck_mb * MB),
         isolated=isolated,
         kill_ms=common.host_kill_ms,
-        folder=found.medium.folder(recipe.config),
+        folder=found.medium.folder(config),
         presence=_presence(common),
     )
 
@@ -137,6 +148,19 @@ def _common(entry: Mapping[str, Any], place: Place) -> CommonFields:
         advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
         raise place.refused("serde", common.serde, f"it was replaced by codec; {advice}")
     return common
+
+
+def _isolated(common: CommonFields, found: FoundType, place: Place) -> bool:
+    """Whether the tier runs in a process of its own. Raises ConfigError for fields that do not fit."""
+    wrong = AllWrong()
+    isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
+    if common.host_kill_ms is not None and not isolated:
+        advice = 'only an adapter with "isolation": "process" has a host; remove it'
+        wrong.add(place.refused("host_kill_ms", common.host_kill_ms, advice))
+    if common.shared and "shared" not in found.medium.config.__struct_fields__:
+        wrong.add(place.refused("shared", True, "only a directory of type fs can be shared; remove it"))
+    wrong.tell()
+    return isolated
 
 
 def _presence(common: CommonFields) -> PresenceLimits | None:

@@ -25,3 +25,11 @@ class ReadsPeers(ABC):
 
         Only the medium understands `source`.
         """
+
+
+class TellsTenants(ABC):
+    """A medium that has registered tenants' own pools, and moves bytes between the pools of one tenant only."""
+
+    @abstractmethod
+    def belongs(self, keys: Sequence[bytes], tenant: str) -> None:
+        """These keys are of a tenant with an own pool. Called before `exists` of such keys; never blocks."""

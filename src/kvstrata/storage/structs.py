@@ -22,7 +22,7 @@ from msgspec import inspect
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import quoted
-from kvstrata.errors import ConfigError
+from kvstrata.errors import AllWrong, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +66,14 @@ class _Field(NamedTuple):
 def read(
     kind: type[S], values: Mapping[str, Any], place: Place, *, also: Iterable[str] = (), rest: str = ""
 ) -> S:
-    """The struct with the values of a JSON object. Raises ConfigError for the first wrong field, in the struct's order.
+    """The struct with the values of a JSON object. Raises ConfigError that names every wrong field.
 
     `also`: names of fields that other code reads.  `rest`: the struct's field that takes all unknown fields; without it
     an unknown field is an error.
     """
     fields = {name: field for name, field in _fields(kind).items() if name != rest}
     taken: dict[str, Any] = {}
+    wrong = AllWrong()
     for name, field in fields.items():
         value = values.get(name)
         if value == "" and field.extra.get("empty"):
@@ -83,17 +84,21 @@ def read(
         if value is None and "missing" in field.extra:
             must = field.extra["missing"]
         else:
-            must, taken[name] = _checked(field.kind, value, Place(place.at(name)))
+            with wrong:
+                must, taken[name] = _checked(field.kind, value, Place(place.at(name)))
             if must and "must" in field.extra:
                 must += field.extra["must"]
         if must:
-            raise (place.hidden(name, must) if field.extra.get("secret") else place.wrong(name, value, must))
+            wrong.add(
+                place.hidden(name, must) if field.extra.get("secret") else place.wrong(name, value, must)
+            )
     unknown = {name: value for name, value in values.items() if name not in fields and name not in also}
     if rest:
         taken[rest] = unknown
-    elif unknown:
-        name = next(iter(unknown))
-        raise place.hidden(name, f"unknown field{nearest(name, [*fields, *also])}")
+    else:
+        for name in unknown:
+            wrong.add(place.hidden(name, f"unknown field{nearest(name, [*fields, *also])}"))
+    wrong.tell()
     return kind(**taken)
 
 
@@ -159,14 +164,16 @@ def _object(kind: inspect.DictType, value: Any, place: Place) -> tuple[str, Any]
         return f"must be an object with some of {', '.join(words)}", value
     inner, _ = _bare(kind.value_type, {})
     taken = {}
+    wrong = AllWrong()
     for word in words:
         if value.get(word) is not None:
             must, taken[kind.key_type.cls(word)] = _checked(inner, value[word], place)
             if must:
-                raise place.wrong(word, value[word], must)
+                wrong.add(place.wrong(word, value[word], must))
     for name in value:
         if name not in words:
-            raise place.hidden(name, f"unknown field{nearest(name, words)}")
+            wrong.add(place.hidden(name, f"unknown field{nearest(name, words)}"))
+    wrong.tell()
     return "", taken
 
 

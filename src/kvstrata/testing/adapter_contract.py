@@ -505,9 +505,11 @@ class AdapterContract(ABC):
         async with self.opened(medium, cap_bytes, evicted) as adapter:
             for number in range(count):
                 ends_s = time.monotonic() + WAIT_S
-                # Of a shared tier, records may count twice for a moment: by a member and by the scan.
-                while (outcome := await self.put(adapter, number)) != [STORED]:
+                # Of a shared tier, records may count twice for a moment: by a member and by the scan.  A server puts a
+                # throttled record again, and counts it with the reason if it gives it up.
+                while (outcome := (await self.put(adapter, number))[0]) != STORED:
                     assert adapter.capabilities.shared and time.monotonic() < ends_s, outcome
+                    assert outcome.status is PutStatus.THROTTLED and outcome.reason, outcome
                 assert medium.used_bytes() <= cap_bytes
             # A medium may evict in the background, and report the evictions with the next batch.
             deadline_s = time.monotonic() + WAIT_S
@@ -670,7 +672,7 @@ class HostedContract(AdapterContract):
                 loads = await self.load(adapter, *numbers)  # checks the bytes of loaded records
                 assert LoadStatus.CORRUPT not in [load.status for load in loads], (seed, loads)
             await _until_up(adapter)
-            restarts = adapter.restarts
+            restarts = adapter.host_status()["restarts"]
             persistent = adapter.capabilities.persistent
         finally:
             await adapter.close()

@@ -182,7 +182,7 @@ def test_impossible_metadata_are_refused_and_the_old_connection_stays(start: Sta
         "names another length": [good[:-1], good + b"x", good[:20]],
         "damaged": [good[:-1] + bytes([good[-1] ^ 1]), other],
         "format version": [good[:4] + b"\x63\x00" + good[6:]],
-        "comes from the engine": [other[:12] + struct.pack("<I", zlib.crc32(other[16:])) + other[16:]],
+        "comes from the engine": [other[:13] + struct.pack("<I", zlib.crc32(other[17:])) + other[17:]],
     }
     for sentence, many in wrong.items():
         for metadata in many:
@@ -197,11 +197,11 @@ def test_impossible_metadata_are_refused_and_the_old_connection_stays(start: Sta
 def test_truncated_metadata_of_an_engine_are_refused(start: Start, engine: Engine) -> None:
     owner, reader = pair(start)
     good = metadata_of(owner)
-    magic, version, regions, name_bytes, part_bytes, _ = struct.unpack_from("<4sHBBII", good)
+    magic, version, regions, name_bytes, part_bytes, _ = struct.unpack_from("<4sHHBII", good)
     for cut in (part_bytes, part_bytes - 1, part_bytes // 2):
-        rest = good[16 : len(good) - cut]
+        rest = good[17 : len(good) - cut]
         checksum = zlib.crc32(rest)
-        head = struct.pack("<4sHBBII", magic, version, regions, name_bytes, part_bytes - cut, checksum)
+        head = struct.pack("<4sHHBII", magic, version, regions, name_bytes, part_bytes - cut, checksum)
         with pytest.raises(ChildError) as refused:
             connect(reader, "other", head + rest)
         assert refused.value.code == "transfer"
@@ -211,11 +211,11 @@ def test_truncated_metadata_of_an_engine_are_refused(start: Start, engine: Engin
 def test_metadata_whose_head_names_other_regions_are_refused(start: Start) -> None:
     owner, reader = pair(start)
     good = metadata_of(owner)
-    magic, version, regions, name_bytes, part_bytes, _ = struct.unpack_from("<4sHBBII", good)
+    magic, version, regions, name_bytes, part_bytes, _ = struct.unpack_from("<4sHHBII", good)
     for named in (regions - 1, regions + 1, regions + 7):
         lengths = struct.pack("<Q", MIB) * named
-        rest = lengths + good[16 + 8 * regions :]
-        head = struct.pack("<4sHBBII", magic, version, named, name_bytes, part_bytes, zlib.crc32(rest))
+        rest = lengths + good[17 + 8 * regions :]
+        head = struct.pack("<4sHHBII", magic, version, named, name_bytes, part_bytes, zlib.crc32(rest))
         with pytest.raises(ChildError) as refused:
             connect(reader, "other", head + rest)
         assert (refused.value.code, refused.value.field) == ("transfer", "metadata")

@@ -99,7 +99,7 @@ async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or
     await adapter.open(lent)
     first = adapter.host_status()["pid"]
     os.kill(first, signal.SIGKILL)
-    await until(lambda: adapter.restarts == 1 and adapter.host_status()["state"] == "up")
+    await until(lambda: adapter.host_status()["restarts"] == 1 and adapter.host_status()["state"] == "up")
     second = adapter.host_status()["pid"]
     await adapter.close()
     assert adapter.host_status() == {"pid": 0, "state": "closed", "restarts": 1, "requests": 0}
@@ -155,7 +155,7 @@ async def test_a_host_encodes_records_as_fp8_once_it_knows_that_their_engine_acc
     assert await put_and_loaded(2, mine) == (True, True)
     assert await put_and_loaded(3, other) == (False, False)
     os.kill(adapter.host_status()["pid"], signal.SIGKILL)
-    await until(lambda: adapter.restarts == 1 and adapter.host_status()["state"] == "up")
+    await until(lambda: adapter.host_status()["restarts"] == 1 and adapter.host_status()["state"] == "up")
     assert await put_and_loaded(4, mine) == (True, True), "the next host knows it too"
     del known[mine]
     assert await put_and_loaded(5, mine) == (False, False), "its engine has left"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvstrata import failpoints
 from kvstrata.policy.store import EvictAhead, StorePolicy
 from kvstrata.storage.stack import Layer, Stack
 from kvstrata.testing.faults import Fault, FaultPlan
@@ -120,16 +122,47 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     await puts.controller.stop(0)
 
 
-async def test_a_put_worker_that_crashes_is_in_the_log_at_once(
-    l1: L1, tier: OpenTier, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm({})
+
+
+async def test_puts_go_on_after_a_worker_crashed(
+    l1: L1, tier: OpenTier, caplog: pytest.LogCaptureFixture, disarmed: None
 ) -> None:
+    """The chunks of its batch are skipped and unpinned; the tier is degraded until there is another worker."""
+    one = await tier()
+    puts = Puts(l1, one, batches_in_flight=1)
+    failpoints.arm({"KVSTRATA_TESTING": "1", "KVSTRATA_FAILPOINTS": "put.started=crash"})
+    lost = l1.store(chain("a", 2))
+    puts.controller.committed(lost)
+    await until(lambda: puts.controller.stats_of("fs-0")["workers"] == "degraded")
+    assert "put-fs-0-0 crashed" in caplog.text and "failpoint put.started" in caplog.text
+    assert sorted(puts.skipped) == sorted((key, "worker_crashed") for key in lost)
+    assert puts.backlog_bytes == 0
+    kept = l1.store(chain("b", 2))
+    puts.controller.committed(kept)
+    await puts.controller.idle()
+    assert one.records == set(kept)
+    assert puts.counts() == {"worker_crashed": 1, "skipped:worker_crashed": 2, "stored": 2}
+    assert puts.controller.stats_of("fs-0")["workers"] == "well"
+    puts.controller.committed(lost)
+    await puts.controller.idle()
+    assert one.records == {*kept, *lost}
+    await puts.controller.stop(0)
+
+
+async def test_a_stop_waits_for_no_worker_that_crashed(l1: L1, tier: OpenTier) -> None:
     one = await tier()
     puts = Puts(l1, one)
+    puts.controller._puts["fs-0"]._take_batch = lambda batch: 1 / 0
     [key] = l1.store(chain("a", 1))
-    puts.controller._puts["fs-0"]._next_batch = lambda: 1 / 0
     puts.controller.committed([key])
-    await until(lambda: "put-fs-0-0 crashed" in caplog.text or "put-fs-0-1 crashed" in caplog.text)
+    await until(lambda: puts.counts().get("worker_crashed", 0) >= 4)
     await puts.controller.stop(0)
+    assert puts.skipped == [(key, "stopping")]
+    assert puts.backlog_bytes == 0
 
 
 async def test_a_put_in_flight_keeps_its_pin_after_its_deadline(l1: L1, tier: OpenTier) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.metadata import Load, StepPlan
 from kvstrata.native.cuda import device_facts
 from tests.harness.cache_engine import PATIENCE_S

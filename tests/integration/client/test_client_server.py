@@ -216,7 +216,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_dropped(server, engine, sync):
     eventually(
         "the bad chunk is dropped", lambda: engine.client.peek(engine.identity(), engine.hasher(tokens)) == 2
     )
-    eventually("the reason is known", lambda: engine.looked_up(tokens).reason == "corrupt")
+    assert engine.looked_up(tokens).reason == "corrupt"
     assert "stored" in engine.stored(tokens), "the next store replaces the damaged chunk"
     assert engine.hit(tokens) == 5
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstrata.client import LoadItem
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.keys import ChunkHasher

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 from kvstrata.clock import SystemClock
-from kvstrata.config.model import EtcdSettings
+from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller.election import Candidate, Election
 from kvstrata.controller.etcd import read
 from kvstrata.controller.orders import Orders

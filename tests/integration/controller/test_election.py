@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.config.model import EtcdSettings
+from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.controller.election import Candidate, Election, check
 from kvstrata.controller.etcd import EtcdFailed, read_endpoint
 from kvstrata.controller.orders import Orders, Pin

@@ -48,4 +48,4 @@ def test_silent_connections_do_not_switch_off_a_controllers_probes(tmp_path: Pat
     with ControllerProcess(tmp_path) as controller, silent_connections(controller.http_port, 100):
         for path in PROBES:
             assert controller.text(path)
-        assert 'kvstrata_controller_http_port{count="connections"}' in controller.text("/metrics")
+        assert "kvstrata_controller_http_connections " in controller.text("/metrics")

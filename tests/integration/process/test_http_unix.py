@@ -120,7 +120,7 @@ def test_a_controller_on_a_socket_serves_ctl_and_instances_and_has_no_link_for_b
     flags = ("--http-host", f"unix:{path}")
     with ControllerProcess(tmp_path, flags=flags, environment=environment) as controller:
         assert controller.ready["http_socket"] == str(path)
-        instance = ClusterInstance(controller.ports["reply"], "told")
+        instance = ClusterInstance(controller.ports["reply"], "told", environment=environment)
         instance.join({})
         for url in ((), ("--url", f"unix:{path}")):
             rows = ctl(environment, *url, "cluster", "instances")["instances"]

@@ -254,7 +254,7 @@ def test_a_killed_controller_serves_again_by_itself(tmp_path: Path) -> None:
 
         eventually("it serves again", lambda: cluster()["epoch"] != epoch)
         assert (cluster()["restarts"], cluster()["last_end"]) == (1, "SIGKILL")
-        assert "kvstrata_controller_restarts 1.0" in controller.text("/metrics")
+        assert "kvstrata_controller_restarts_total 1.0" in controller.text("/metrics")
         assert controller.stop() == 0
 
 

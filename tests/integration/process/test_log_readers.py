@@ -183,7 +183,7 @@ def dropped_lines(server: ServerProcess) -> float:
     [line] = [
         line
         for line in read(f"{server.url}/metrics").decode().splitlines()
-        if line.startswith("kvstrata_log_dropped_lines ")
+        if line.startswith("kvstrata_log_dropped_lines_total ")
     ]
     return float(line.split()[1])
 

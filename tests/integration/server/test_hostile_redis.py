@@ -105,6 +105,8 @@ def altered(record: bytes) -> bytes:
 ATTACKS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
     "a plain record": lambda forged, first, second: forged,
     "the record of another chunk": lambda forged, first, second: second,
+    "the record of another chunk, and longer": lambda forged, first, second: resealed(second + bytes(8)),
+    "the record of another chunk, and shorter": lambda forged, first, second: resealed(second[:-8]),
     "the record of another chunk that names this one": lambda forged, first, second: renamed(
         second, first[16:48]
     ),
@@ -125,22 +127,24 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
         for number, (what, attack) in enumerate(ATTACKS.items(), start=1):
             identity, chain = new_prompt(client, 2)
             client.store(identity, chain)
-            put_of(client, 2 * number)
+            put_of(client, 3 * number - 1)
             first, second = names_of(client, identity.root, chain)
             genuine = attacker.get(first), attacker.get(second)
             assert all(one is not None and one[80:88].strip(b"\0")[-1] in (5, 6) for one in genuine)
             clear_l1(client)
             forged = forged_record(client, identity.root, chain[:KEY_BYTES], b"FORGED!!")
             attacker.set(first, attack(forged, *genuine))
-            for _ in range(5):  # seen once in some 30 runs: a load failed (l2_failed); why is not known
-                n_chunks, reason, starts = read_back(client, identity.identity_id, chain)
-                assert (n_chunks, starts) == (0, []), what
-                if reason != "l2_failed":
-                    break
-            assert reason == "corrupt", what
+            assert read_back(client, identity.identity_id, chain) == (0, "corrupt", []), what
+            client.store(identity, chain[:KEY_BYTES])
+            put_of(client, 3 * number)
+            clear_l1(client)
+            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
+            assert (reply.n_chunks, reply.l2_chunks) == (2, 2), f"{what}: the next put has replaced it"
+            check_and_release(client, reply, chain)
         if isolation == "in_process":
             counts = client.status()["l2_adapters"]["resp-0"]["codec"]
-            assert (counts["unauthenticated"], counts.get("wrong_key")) == (4, None), counts
+            told = "4 attacks, each seen by the lookup and by the put that replaced it"
+            assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
 
 
 def test_a_forged_record_is_replaced_by_the_next_store(
@@ -184,18 +188,20 @@ def test_accept_plain_serves_old_records_and_says_so_at_each_start(
 # -- lengths -----------------------------------------------------------------------------------------------
 
 
+SOUND = "a sound record: "
+"""Beginning of the names of values that are a record of their key, of a wrong length."""
+
+
 def odd_values(client: RpcClient, root: bytes, chain: bytes) -> dict[str, bytes]:
     """Values for a chunk of whose records each has another length than the layout's, or decodes to one."""
     one_megabyte = forged_record(client, root, chain[:KEY_BYTES], b"x", [1 << 20])
     return {
         "150 MB of garbage": bytes(150_000_000),
-        "a sound record of 150 MB": forged_record(
-            client, root, chain[:KEY_BYTES], b"FORGED!!", [150_000_000]
-        ),
-        "a sound record of 1 MB": one_megabyte,
+        SOUND + "150 MB": forged_record(client, root, chain[:KEY_BYTES], b"FORGED!!", [150_000_000]),
+        SOUND + "1 MB": one_megabyte,
         "a record that is too short": one_megabyte[:30_000],
         "a byte": b"x",
-        "zstd that decodes to 512 MB": bomb(client, root, chain, 512 << 20),
+        SOUND + "zstd that decodes to 512 MB": bomb(client, root, chain, 512 << 20),
     }
 
 
@@ -220,12 +226,15 @@ def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(
         asked = client.identify(salt="asked")
         wanted = chain_of(asked.root, 1)
         [name] = names_of(client, asked.root, wanted)
-        for refused, (what, value) in enumerate(odd_values(client, asked.root, wanted).items(), start=1):
+        refused = 0
+        for what, value in odd_values(client, asked.root, wanted).items():
             attacker.set(name, value)
+            no_record = codec is not None and not what.startswith(SOUND)  # only with a codec are headers read
+            refused += not no_record
             n_chunks, reason, _ = read_back(client, asked.identity_id, wanted)
-            assert (n_chunks, reason) == (0, "l2_failed"), what
+            assert (n_chunks, reason) == (0, "corrupt" if no_record else "l2_failed"), what
             status = client.status()
-            assert status["l2_prefetch"]["counts"]["load:length"] == refused, what
+            assert status["l2_prefetch"]["counts"].get("load:length", 0) == refused, what
             assert status["pool"]["inserted_entries"] == 200, what
             assert (status["pool"]["reservations"], status["pool"]["entries"]["ready"]) == (0, 200), what
         client.store(asked, wanted)

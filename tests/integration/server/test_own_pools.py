@@ -362,7 +362,7 @@ HOSTED = '{"type": "fs", "base_path": "/nowhere", "isolation": "process"}'
         ("tenants: [{name: green, pool: own}]", (), "tenants[0].pool: own, but quotas_gb has no 'green'"),
         (RED, (), "no token of security.tenants_file opens 'red'"),
         (OWN.replace("blue, pool", "green, pool"), (), "tenants[1].name: 'green' is named twice"),
-        (OWN + "controller: {url: 'tcp://127.0.0.1:9'}", (), "controller.url is set"),
+        (OWN + "controller: {url: 'tcp://127.0.0.1:9'}\np2p: {engine: nixl}", (), "p2p.engine: nixl, but tenants"),
         (OWN + "l1: {use_hugepages: true}", (), "l1.use_hugepages is set"),
         (OWN.replace("green: 0.015625", "green: 0.05"), (), "lower quotas, or raise --l1-size-gb"),
         (OWN.replace("green: 0.015625", "green: 0.0001"), (), "the least is 1048576; raise it"),

@@ -147,20 +147,9 @@ def test_a_corrupt_chunk_is_dropped_when_the_server_sees_it_too(client: RpcClien
     assert report(keys[1]) == 1
     del view
     client.release([(client.session, reply.seq)])
-    again = until_reason(client, identity, chain, "corrupt")
-    assert again.n_chunks == 1
-
-
-def until_reason(
-    client: RpcClient, identity: wire.IdentifyReply, chain: bytes, reason: str
-) -> wire.LookupReply:
-    """Look up until the miss has this reason; the server learns why a chunk left a tenth of a second later."""
-    while True:
-        reply = client.lookup(identity.identity_id, chain, request_id="until")
-        client.ping([])
-        if reply.reason == reason:
-            return reply
-        assert reply.reason in ("unknown_key", "never_stored"), reply.reason
+    again = client.lookup(identity.identity_id, chain, request_id="c2")
+    assert (again.n_chunks, again.reason) == (1, "corrupt"), "known at the first lookup"
+    client.release([(client.session, again.seq)])
 
 
 def test_clear_drops_the_named_tenants_chunks_and_counts_those_still_leased(
@@ -252,9 +241,9 @@ def test_under_pressure_the_newest_chunks_stay_and_explain_names_the_eviction_po
             assert set(outcomes) == {wire.ReserveOutcome.RESERVED}
         newest = client.lookup(identity.identity_id, chain_of(identity.root, 4, first_token=59 * 1_000_000))
         assert newest.n_chunks == 4
-        reply = until_reason(client, identity, old, "evicted")
-        assert reply.n_chunks == 0
-        assert "LRU" in client.explain("until")["lookups"][-1]["first_miss"]["detail"]
+        reply = client.lookup(identity.identity_id, old, request_id="old")
+        assert (reply.n_chunks, reply.reason) == (0, "evicted"), "known at the first lookup"
+        assert "LRU" in client.explain("old")["lookups"][-1]["first_miss"]["detail"]
 
 
 def test_a_tenant_stays_within_its_quota(start: Callable[..., ServerProcess], tmp_path: Path) -> None:

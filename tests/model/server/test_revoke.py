@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvstrata.client import CacheClient
 from kvstrata.client.handles import LookupCall
 from kvstrata.client.link import Step
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.types import KEY_BYTES, LeaseName, RequestIdentity, Role

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.load import load, variables
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.pod_links import is_pod_link, pod_link_notes
 from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.errors import ConfigError

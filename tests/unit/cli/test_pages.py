@@ -123,6 +123,11 @@ def test_warnings_come_before_everything_else_and_are_counted(monkeypatch: pytes
     assert shown[2] == "! L1 lacks 1.00 GB of memory: free space in /dev/shm"
     assert shown[5].startswith("! and ") and shown[6] == ""
     assert page_server.warnings_of(seen(2)) == []
+    degraded = seen(2)
+    degraded.tiers[0]["puts"]["workers"] = "degraded"
+    assert page_server.warnings_of(degraded) == [
+        "fs-0: degraded, puts crash and begin again: see the server's log"
+    ]
 
 
 def test_a_page_shows_hits_and_what_they_saved(monkeypatch: pytest.MonkeyPatch) -> None:

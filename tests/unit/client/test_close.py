@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.client import CacheClient
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.types import RequestIdentity, Role
 from tests.harness.open_files import open_files
 from tests.harness.rpc_client import layout

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config import load as loading
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.flags import parse_server_flags, server_parser
 from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
-from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc.cluster_wire import Register
 from kvstrata.types import MAX_L2_ADAPTERS
@@ -88,6 +89,12 @@ def test_variables_of_the_build_and_of_engines_are_ignored_by_the_server():
     environment = {"KVSTRATA_WERROR": "1", "KVSTRATA_CUDA": "require", "KVSTRATA_LOAD_MODE": "sync"}
     assert loading.load(ServerSettings, environment=environment) == ServerSettings()
     assert loading.load(ClientSettings, environment=environment).load_mode == "sync"
+
+
+def test_the_choice_of_vector_instructions_must_be_one_of_ours():
+    assert loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "avx2"}) == ServerSettings()
+    with pytest.raises(ConfigError, match="KVSTRATA_SIMD: must be avx2 or none, or not set, found 'sse'"):
+        loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "sse"})
 
 
 @pytest.mark.parametrize(

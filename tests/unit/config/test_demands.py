@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from kvstrata.config import load as loading
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import canonical, demand
 from kvstrata.config.flags import parse_server_flags
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
 
 STRUCTS = (ServerSettings, ControllerSettings, ClientSettings)

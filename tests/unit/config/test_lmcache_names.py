@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from kvstrata.config import load as loading
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_flags
 from kvstrata.config.lmcache import READ_ON, VERSION
 from kvstrata.config.lmcache.fates import Fate, Name, find
@@ -28,7 +30,7 @@ from kvstrata.config.lmcache.keys import (
     VARIABLES,
 )
 from kvstrata.config.lmcache.variables import server_notes
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.errors import ConfigError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.client import CacheClient
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, read_bearer_token, read_token_file
 from kvstrata.connectors.vllm.settings import load_settings

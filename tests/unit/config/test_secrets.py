@@ -9,8 +9,10 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.flags import parse_server_flags
-from kvstrata.config.model import ClientSettings, ControllerSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import (
     OBJECTS,
     REFERENCE,

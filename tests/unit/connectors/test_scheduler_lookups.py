@@ -66,6 +66,51 @@ def test_vllm_is_told_to_ask_again_until_the_lookup_times_out():
     assert side.take_counts()["lookup_timeouts"] == 1
 
 
+def misses(side):
+    """The reasons counted since the last call."""
+    return {name: n for name, n in side.take_counts().items() if name.startswith("miss_")}
+
+
+@pytest.mark.parametrize(
+    ("reason", "client"),
+    [
+        ("not_in_l1", FakeClient()),
+        ("never_stored", FakeClient(has_l2=True)),
+        ("breaker_open", FakeClient(hits=5, connected=False)),
+        ("deadline", FakeClient(hits=5, answers=False)),
+        ("refused", FakeClient(hits=5, slices=())),
+    ],
+)
+def test_a_miss_is_counted_once_by_its_reason_however_often_vllm_asks(reason, client):
+    clock = Clock()
+    side = make_side(client, clock, settings={"lookup_timeout_ms": 500})
+    request = make_request(100)
+    side.on_new_request(request)
+    while ask(side, request) == (None, False):
+        clock.now_s += 0.3
+    for _ in range(5):
+        clock.now_s += 0.3
+        ask(side, request)
+    assert misses(side) == {f"miss_{reason}": 1}
+
+
+def test_a_hit_that_is_not_worth_a_load_is_counted_as_refused():
+    side = make_side(FakeClient(hits=1), settings={"min_retrieve_tokens": 40})
+    request = make_request(100)
+    side.on_new_request(request)
+    for _ in range(3):
+        assert ask(side, request) == (0, False)
+    assert misses(side) == {"miss_refused": 1}
+
+
+def test_a_request_that_needs_all_activations_is_counted_as_left_out():
+    side = make_side(FakeClient(hits=5))
+    request = make_request(100, skip_reading_prefix_cache=True)
+    side.on_new_request(request)
+    assert ask(side, request) == (0, False)
+    assert side.take_counts() == {"lookups_left_out": 1}
+
+
 def test_an_answer_that_arrives_later_is_used_when_vllm_asks_again():
     client = FakeClient(hits=5, answers=False)
     side = make_side(client)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm import identity
 from kvstrata.connectors.vllm.identity import Adapters, engine_group, fingerprint, layout_identity
 from kvstrata.connectors.vllm.settings import load_settings

@@ -7,7 +7,7 @@ from http.cookies import Morsel, SimpleCookie
 import httpx
 import pytest
 
-from kvstrata.config.model import ControllerHttpSettings
+from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.controller.door import LOGIN, Door
 from kvstrata.controller.routes import login
 from kvstrata.process.http import make_base

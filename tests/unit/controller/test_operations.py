@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.config.model import ControllerSettings
+from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import MAX_WAITING
 from kvstrata.controller.member import Issued

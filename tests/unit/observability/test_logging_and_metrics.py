@@ -10,14 +10,13 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
 
+from kvstrata.observability.exposition import Pages, ServerCollector
 from kvstrata.observability.logging import MAX_KINDS, WINDOW_S, EventLog, _JsonFormatter
 from kvstrata.observability.metrics import (
     MAX_OUTCOME_WORDS,
     SECONDS_BUCKETS,
     Histogram,
-    ServerCollector,
     ServerCounters,
 )
 
@@ -114,16 +113,14 @@ def test_a_histogram_counts_every_duration_once(seconds: list[float]) -> None:
     for value in seconds:
         histogram.add(value)
     buckets = histogram.buckets()
-    assert buckets[-1] == ("+Inf", len(seconds))
-    for bound, count in zip(SECONDS_BUCKETS, (count for _, count in buckets), strict=False):
+    assert buckets[-1] == ("+Inf", len(seconds), None)
+    for bound, count in zip(SECONDS_BUCKETS, (count for _, count, _ in buckets), strict=False):
         assert count == sum(value <= bound for value in seconds)
     assert histogram.sum_s == pytest.approx(sum(seconds))
 
 
 def scrape(counters: ServerCounters, numbers: dict[str, object]) -> str:
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServerCollector("i1", counters, lambda: numbers))
-    return generate_latest(registry).decode()
+    return Pages(ServerCollector("i1", counters, lambda: numbers)).page("").text.decode()
 
 
 def test_metrics_are_valid_and_carry_what_was_counted() -> None:
@@ -132,7 +129,7 @@ def test_metrics_are_valid_and_carry_what_was_counted() -> None:
     counters.errors["bad_request"] = 2
     counters.lookup.add(0.003)
     counters.l2_operation("fs-0", "put", 0.5, 4096, {"stored": 2, "failed:io": 1})
-    numbers = {"pool": {"used_bytes": 5, "policy": "LRU", "classes": [1]}, "l2": {"a-b.c": True}}
+    numbers = {"pool": {"used_bytes": 5, "policy": "LRU", "classes": [1]}, "process": {"restarts": True}}
     text = scrape(counters, numbers)
     for line in (
         'kvstrata_instance{instance_id="i1"} 1.0',
@@ -143,7 +140,7 @@ def test_metrics_are_valid_and_carry_what_was_counted() -> None:
         'kvstrata_l2_items_total{adapter="fs-0",operation="put",outcome="failed:io"} 1.0',
         'kvstrata_l2_bytes_total{adapter="fs-0",operation="put"} 4096.0',
         "kvstrata_pool_used_bytes 5.0",
-        "kvstrata_l2_a_b_c 1.0",
+        "kvstrata_process_restarts_total 1.0",
     ):
         assert line in text.splitlines(), line
     assert "LRU" not in text

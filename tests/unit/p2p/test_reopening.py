@@ -166,7 +166,7 @@ class Rig:
         return lambda: self.moves.append((engine.number, self.engines.current is engine))
 
     async def start(self) -> None:
-        await self.engines.open(Region(4096, 4096), SystemClock())
+        await self.engines.open([Region(4096, 4096)], SystemClock())
         self.engines.start(self._move)  # type: ignore[arg-type]
 
     def use(self, *devices: str) -> None:

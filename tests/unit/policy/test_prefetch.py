@@ -78,16 +78,17 @@ FROM_L2 = {
 """Reasons with which a load from L2 may end."""
 ELSEWHERE = {
     MissReason.PUT_SKIPPED, MissReason.IDENTITY_DIFFERS, MissReason.UNKNOWN_KEY, MissReason.FORGOTTEN,
+    MissReason.NOT_IN_L1,
 }  # fmt: skip
-"""Reasons that only explain gives."""
+"""Reasons that only explain or an engine gives."""
 WORDS = {
     MissReason.BREAKER_OPEN: [
         "breaker_open", HOST_DOWN, "controller_down", CLOSED, MEDIUM_GONE, "stopping",
         REMOVED,
     ],
-    MissReason.DEADLINE: ["deadline", "peer_deadline", "peer_gone"],
+    MissReason.DEADLINE: ["deadline", "timeout", "peer_deadline", "peer_gone"],
     MissReason.IN_FLIGHT: ["in_flight"],
-    MissReason.CORRUPT: ["corrupt", "unauthenticated"],
+    MissReason.CORRUPT: ["corrupt", "checksum", "unauthenticated"],
     MissReason.EVICTED: ["absent"],
     MissReason.REFUSED: [
         "budget", "throttled", QUEUE_FULL, "staging", "staging_too_small", "limit",

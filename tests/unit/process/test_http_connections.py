@@ -11,7 +11,7 @@ import pytest
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
-from kvstrata.config.model import ListenSettings
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.process import http_connections, listen
 from kvstrata.process.http import make_base
 from kvstrata.process.http_gate import Access

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.config.model import ListenSettings
+from kvstrata.config.common_model import ListenSettings
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, MAX_CODES, MAX_SESSIONS, PAGE_KEY, SESSION_S, Logins, Session
 

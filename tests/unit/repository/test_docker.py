@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from kvstrata.config.model import HttpSettings
-from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name
+from kvstrata.observability.families import FAMILIES, sample_names
 from kvstrata.process.listen import read_token
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCKER = ROOT / "docker"
 COMPOSE_FILES = sorted(DOCKER.glob("compose*.yaml"))
-DASHBOARD = DOCKER / "grafana/dashboards/kvstrata.json"
+DASHBOARD = ROOT / "configs/grafana/kvstrata.json"
 
 
 def services(file: Path) -> dict[str, dict[str, Any]]:
@@ -29,15 +29,6 @@ def services(file: Path) -> dict[str, dict[str, Any]]:
         for name, service in yaml.safe_load(source.read_text())["services"].items():
             merged[name] = merged.get(name, {}) | service
     return merged
-
-
-def sample_names() -> set[str]:
-    """Every name under which /metrics may have a sample, with ADAPTER and WORD left as they are."""
-    names = {gauge_name(path) for path in STATUS_NUMBERS}
-    for name, family in FAMILIES.items():
-        endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-        names |= {name + ending for ending in endings[family.kind]}
-    return names
 
 
 @pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
@@ -143,7 +134,7 @@ def test_the_dashboard_asks_only_for_existing_metrics() -> None:
         for name in re.findall(r"\bkvstrata_\w+", target["expr"])
     }
     assert len(asked) > 20
-    assert asked <= sample_names()
+    assert asked <= sample_names(FAMILIES)
 
 
 def test_the_dashboard_has_its_data_source_and_its_panels_do_not_overlap() -> None:

@@ -16,7 +16,7 @@ from docs.generate.pages import PAGES, stale
 from docs.generate.source import DOCS, text_of
 from kvstrata.client.handles import StoreOutcome
 from kvstrata.errors import WIRE_ERRORS
-from kvstrata.observability.metrics import FAMILIES, STATUS_NUMBERS, gauge_name, meaning_of
+from kvstrata.observability.families import COUNTED, FAMILIES, PATHS
 from kvstrata.policy.store import Skip
 from kvstrata.process.http_gate import PROBES
 from kvstrata.rpc import wire
@@ -39,12 +39,14 @@ def test_every_generated_page_is_current() -> None:
 
 
 def test_a_generated_page_that_was_changed_by_hand_is_stale(tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
     for name, make in PAGES.items():
-        (tmp_path / name).write_text(make())
-    assert not list(stale(tmp_path))
-    (tmp_path / "metrics.md").unlink()
-    (tmp_path / "wire-codes.md").write_text((tmp_path / "wire-codes.md").read_text() + "\n")
-    assert list(stale(tmp_path)) == ["metrics.md", "wire-codes.md"]
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(make())
+    assert not list(stale(folder))
+    (folder / "metrics.md").unlink()
+    (folder / "wire-codes.md").write_text((folder / "wire-codes.md").read_text() + "\n")
+    assert list(stale(folder)) == ["metrics.md", "wire-codes.md"]
 
 
 def test_every_message_is_on_the_page_with_its_fields_in_order() -> None:
@@ -89,8 +91,9 @@ def test_every_metric_and_label_has_a_meaning() -> None:
         assert f"| `{name}{'_total' * (family.kind == 'counter')}` | {family.kind} |" in page
         assert family.meaning.endswith(".")
         assert set(family.labels) <= set(LABELS)
-    for path in STATUS_NUMBERS:
-        assert f"| `{gauge_name(path)}` | `{path}` | {meaning_of(path)} |" in page
+    for path, name in PATHS.items():
+        assert f"| `{path}` | {FAMILIES[name].meaning} |" in page
+    assert len(FAMILIES) == len(COUNTED) + len(PATHS), "two paths with one name"
 
 
 def test_the_admin_api_is_described_with_its_errors_and_its_token() -> None:

@@ -40,7 +40,7 @@ def test_tasks_of_one_process_leave_room_for_those_of_another(server: InstanceIn
     async def run() -> None:
         for _ in range(running.MAX_UNKEPT_OF_PROCESS):
             tasks.check_room_for_unkept(Owner(7, None))
-            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(7, None))
+            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(7, None), 0.0)
         with pytest.raises(Refused):
             tasks.check_room_for_unkept(Owner(7, None))
         tasks.check_room_for_unkept(Owner(8, None))
@@ -63,7 +63,7 @@ def test_tasks_of_one_token_leave_room_for_those_of_another(server: InstanceInPr
     async def run() -> None:
         for pid in range(running.MAX_UNKEPT_OF_TOKEN):
             tasks.check_room_for_unkept(Owner(pid, blue))
-            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(pid, blue))
+            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(pid, blue), 0.0)
         with pytest.raises(Refused):
             tasks.check_room_for_unkept(Owner(1_000, blue))
         tasks.check_room_for_unkept(Owner(1_000, green))

@@ -12,7 +12,7 @@ from kvstrata.client import CacheClient
 from kvstrata.client.copies import CopyLedger
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.client.link import Step
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.native.pool import Pool
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address

@@ -294,7 +294,7 @@ def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: floa
     config = configure_tier(entry, 1)
     built = build_stack(config, AROUND)
     assert isinstance(built.host, HostedAdapter)
-    assert built.host._requests._kill_s == kill_s
+    assert built.host._life._requests._kill_s == kill_s
     assert built.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 

@@ -239,12 +239,12 @@ async def test_a_childs_numbers_are_shown_until_it_is_gone_and_are_no_sign_of_pr
     assert (adapter.stats(), adapter.numbers()) == ({}, {})
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     await child.request()
-    due_s = adapter._due_s()
+    due_s = adapter._life._due_s()
     child.say(channel.counts(Counted({"encoded": 3}, {"syncs": 4}, {"why": "so"})))
     await until(adapter.stats)
     assert (adapter.stats(), adapter.numbers()) == ({"encoded": 3}, {"syncs": 4})
     assert adapter.remarks() == {"why": "so"}
-    assert adapter._due_s() == due_s, "its loop turns, its adapter may hang all the same"
+    assert adapter._life._due_s() == due_s, "its loop turns, its adapter may hang all the same"
     child.reap()
     assert (adapter.stats(), adapter.numbers(), adapter.remarks()) == ({}, {}, {})
     assert await wait == [PUT_DIED]
@@ -256,10 +256,10 @@ async def test_what_a_child_advertises_is_passed_on_until_it_is_gone_and_is_no_s
     adapter, child = pair
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     await child.request()
-    due_s = adapter._due_s()
+    due_s = adapter._life._due_s()
     child.say(channel.advertised(b"other metadata"))
     await until(lambda: adapter.advertisement() == b"other metadata")
-    assert adapter._due_s() == due_s
+    assert adapter._life._due_s() == due_s
     child.reap()
     assert adapter.advertisement() == b""
     assert await wait == [PUT_DIED]

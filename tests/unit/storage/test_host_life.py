@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.errors import ConfigError, StorageError
+from kvstrata.observability.logging import set_level
 from kvstrata.storage.base import (
     Capabilities,
     Found,
@@ -77,7 +80,7 @@ async def test_without_a_child_operations_fail_at_once_until_another_child_is_up
     Child.made[1].say(channel.opened(CAPABILITIES, b"second"))
     await until(lambda: adapter.host_status()["state"] == "up")
     assert adapter.advertisement() == b"second"
-    assert adapter.restarts == 1
+    assert adapter.host_status()["restarts"] == 1
     wait = asyncio.create_task(adapter.put([item := put_item(key_of(2), 100)]))
     Child.made[1].say(all_stored(await Child.made[1].request()))
     assert await wait == [STORED]
@@ -98,7 +101,7 @@ async def test_a_clear_has_no_time_limit() -> None:
     adapter, child = await opened_with(kill_ms=10)
     clear = asyncio.create_task(adapter.clear())
     request = await child.request()
-    assert adapter._due_s() is None
+    assert adapter._life._due_s() is None
     child.say(channel.counted(request.number, 5))
     assert await clear == 5
     child.reaps_at_once = True
@@ -113,16 +116,16 @@ async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_alt
     adapter, child = await opened_with(capabilities=capabilities, kill_ms=600_000)
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     put = await child.request()
-    first_due_s = adapter._due_s()
+    first_due_s = adapter._life._due_s()
     lookup = asyncio.create_task(adapter.exists([key_of(2)]))
     request = await child.request()
     child.say(channel.found(request.number, [Found(Presence.ABSENT)]))
     await lookup
     assert first_due_s is not None
-    assert (adapter._due_s() == first_due_s) == (quiesce == "never")
+    assert (adapter._life._due_s() == first_due_s) == (quiesce == "never")
     child.say(all_stored(put))
     assert await wait == [STORED]
-    assert adapter._due_s() is None
+    assert adapter._life._due_s() is None
     child.reaps_at_once = True
     await adapter.close()
 
@@ -163,13 +166,13 @@ async def test_close_ends_a_child_that_comes_up_at_that_moment(pair) -> None:
     second.reaps_at_once = True
     await second.request()
     closing: list[asyncio.Task[None]] = []
-    take_opening = adapter._take_opening
+    take_opening = adapter._life._take_opening
 
     def then_close(answer: channel.Answer) -> None:
         take_opening(answer)
         closing.append(asyncio.create_task(adapter.close()))
 
-    adapter._take_opening = then_close
+    adapter._life._take_opening = then_close
     second.say(channel.opened(CAPABILITIES))
     await until(lambda: closing and closing[0].done())
     assert second.killed.is_set()
@@ -218,6 +221,34 @@ async def test_an_entry_too_long_for_a_host_is_refused() -> None:
         await opening
 
 
+@pytest.fixture
+def level_restored() -> Iterator[None]:
+    logger = logging.getLogger("kvstrata")
+    before = logger.level
+    yield
+    logger.setLevel(before)
+
+
+async def test_a_child_is_told_each_change_of_the_log_level_once(
+    pair: tuple[HostedAdapter, Child], level_restored: None
+) -> None:
+    _, child = pair
+    for level in ("debug", "debug", "error"):
+        set_level(level)
+    told = [await child.request() for _ in range(2)]
+    assert [(one.kind, one.level) for one in told] == [
+        (Kind.LEVEL, logging.DEBUG),
+        (Kind.LEVEL, logging.ERROR),
+    ]
+    child.reap()
+    await until(lambda: len(Child.made) == 2)
+    second = Child.made[1]
+    set_level("info")  # while the second one begins
+    first = await second.request()
+    assert first.config is not None and first.config.log_level == "ERROR"
+    assert (await second.request()).level == logging.INFO
+
+
 def test_pauses_between_children_double_until_one_has_answered_without_failure_for_seconds() -> None:
     pauses = Pauses(longest_s=1.0, now_s=0.0)
     now_s = 0.0
@@ -245,6 +276,6 @@ async def test_an_error_that_ends_the_restarting_of_children_is_remarked(
     def mistake(now_s: float) -> float:
         raise ValueError("ours")
 
-    monkeypatch.setattr(adapter._pauses, "next_s", mistake)
+    monkeypatch.setattr(adapter._life._pauses, "next_s", mistake)
     child.reap()
     await until(lambda: adapter.remarks() == {"host_keeper_failed": "ValueError: ours"})

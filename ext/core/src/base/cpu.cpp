@@ -2,6 +2,8 @@
 #include "base/cpu.h"
 
 #include <cstdint>
+#include <cstdlib>
+#include <string_view>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -55,10 +57,21 @@ CpuFeatures probe() noexcept {
   return f;
 }
 
+CpuFeatures allowed() noexcept {
+  const char* const limit = std::getenv("KVSTRATA_SIMD");
+  const std::string_view name = limit == nullptr ? "" : limit;
+  if (name == "none") {
+    return CpuFeatures();
+  }
+  CpuFeatures f = probe();
+  f.avx512 = f.avx512 && name != "avx2";
+  return f;
+}
+
 }  // namespace
 
 const CpuFeatures& cpu_features() noexcept {
-  static const CpuFeatures features = probe();
+  static const CpuFeatures features = allowed();
   return features;
 }
 

@@ -3,6 +3,10 @@
 // The features of the CPU that this process runs on. Builds target the baseline of the
 // architecture; kernels that need more are compiled with a per-function target and chosen at run
 // time by these features (base/dispatch.h).
+//
+// The environment variable KVSTRATA_SIMD leaves features out, so that one machine can measure what
+// another one would do: `avx2` leaves out AVX-512, `none` leaves out all. Python checks its value
+// (config/load.py); here any other value leaves out nothing.
 #pragma once
 
 namespace kvstrata {
@@ -21,7 +25,7 @@ struct CpuFeatures {
   bool arm_sha2 = false;
 };
 
-// Thread-safe; the first call probes the CPU. The reference stays valid as long as the process
+// Thread-safe; the first call probes the CPU and reads the environment. The reference stays valid as long as the process
 // runs.
 const CpuFeatures& cpu_features() noexcept;
 

@@ -25,13 +25,13 @@ using State = std::array<std::uint32_t, 8>;
 constexpr std::size_t kBlock = 64;
 // Hashes `blocks` blocks of 64 bytes into the state.
 using Compress = void (*)(State& state, const unsigned char* data, std::size_t blocks) noexcept;
-// Hashes one block into each of two states.
-using CompressPair = void (*)(State& first, const unsigned char* first_data, State& second,
-                              const unsigned char* second_data) noexcept;
+// Hashes a message of exactly one block, and its padding, into each of two states.
+using HashPair = void (*)(State& first, const unsigned char* first_data, State& second,
+                          const unsigned char* second_data) noexcept;
 
 struct Implementation {
   Compress compress;
-  CompressPair compress_pair;
+  HashPair hash_pair;
 };
 
 // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
@@ -49,6 +49,36 @@ alignas(64) constexpr std::array<std::uint32_t, 64> kRound = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
+// The block after a message of exactly one block.
+constexpr std::array<unsigned char, kBlock> kPadding = [] {
+  std::array<unsigned char, kBlock> padding{};
+  padding[0] = 0x80;
+  padding[kBlock - 2] = (kBlock * 8) >> 8;
+  return padding;
+}();
+
+// Word i of a message's schedule, from the words 16, 15, 7 and 2 before it.
+constexpr std::uint32_t next_word(std::uint32_t before_16, std::uint32_t before_15,
+                                  std::uint32_t before_7, std::uint32_t before_2) noexcept {
+  return before_16 + (std::rotr(before_15, 7) ^ std::rotr(before_15, 18) ^ (before_15 >> 3)) +
+         before_7 + (std::rotr(before_2, 17) ^ std::rotr(before_2, 19) ^ (before_2 >> 10));
+}
+
+// kRound plus the schedule of kPadding, which is the same for all such messages.
+alignas(64) constexpr std::array<std::uint32_t, 64> kPaddingRound = [] {
+  std::array<std::uint32_t, 64> w{};
+  for (std::size_t i = 0; i < kBlock; ++i) {
+    w[i / 4] |= std::uint32_t{kPadding[i]} << (24 - 8 * (i % 4));
+  }
+  for (std::size_t i = 16; i < 64; ++i) {
+    w[i] = next_word(w[i - 16], w[i - 15], w[i - 7], w[i - 2]);
+  }
+  for (std::size_t i = 0; i < 64; ++i) {
+    w[i] += kRound[i];
+  }
+  return w;
+}();
+
 void compress_scalar(State& state, const unsigned char* data, std::size_t blocks) noexcept {
   for (; blocks > 0; --blocks, data += kBlock) {
     std::array<std::uint32_t, 64> w;
@@ -58,10 +88,7 @@ void compress_scalar(State& state, const unsigned char* data, std::size_t blocks
       w[i] = __builtin_bswap32(word);
     }
     for (std::size_t i = 16; i < 64; ++i) {
-      const std::uint32_t a = w[i - 15];
-      const std::uint32_t b = w[i - 2];
-      w[i] = w[i - 16] + (std::rotr(a, 7) ^ std::rotr(a, 18) ^ (a >> 3)) + w[i - 7] +
-             (std::rotr(b, 17) ^ std::rotr(b, 19) ^ (b >> 10));
+      w[i] = next_word(w[i - 16], w[i - 15], w[i - 7], w[i - 2]);
     }
     auto [a, b, c, d, e, f, g, h] = state;
     for (std::size_t i = 0; i < 64; ++i) {
@@ -90,8 +117,8 @@ void compress_scalar(State& state, const unsigned char* data, std::size_t blocks
 // The instructions keep the state as (a b e f) and (c d g h), highest word first, and do two rounds
 // at a time with the two lowest words of message + constants. Each instruction waits for the result
 // of the previous one, so hashing kStreams independent messages at a time takes hardly longer than
-// hashing one.
-template <int kStreams>
+// hashing one. With kPadded, each message is one block, and its padding is hashed too.
+template <int kStreams, bool kPadded>
 __attribute__((target("sha,sse4.1,ssse3"), always_inline)) inline void rounds_sha_ni(
     State* const* states, const unsigned char* const* data, std::size_t blocks) noexcept {
   const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
@@ -142,6 +169,29 @@ __attribute__((target("sha,sse4.1,ssse3"), always_inline)) inline void rounds_sh
       cdgh[s] = _mm_add_epi32(cdgh[s], cdgh_before[s]);
     }
   }
+  if constexpr (kPadded) {
+    __m128i abef_before[kStreams];
+    __m128i cdgh_before[kStreams];
+    for (int s = 0; s < kStreams; ++s) {
+      abef_before[s] = abef[s];
+      cdgh_before[s] = cdgh[s];
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const __m128i sum =
+          _mm_load_si128(reinterpret_cast<const __m128i*>(kPaddingRound.data()) + i);
+      const __m128i next = _mm_shuffle_epi32(sum, 0x0e);
+#pragma GCC unroll 2
+      for (int s = 0; s < kStreams; ++s) {
+        cdgh[s] = _mm_sha256rnds2_epu32(cdgh[s], abef[s], sum);
+        abef[s] = _mm_sha256rnds2_epu32(abef[s], cdgh[s], next);
+      }
+    }
+    for (int s = 0; s < kStreams; ++s) {
+      abef[s] = _mm_add_epi32(abef[s], abef_before[s]);
+      cdgh[s] = _mm_add_epi32(cdgh[s], cdgh_before[s]);
+    }
+  }
   for (int s = 0; s < kStreams; ++s) {
     const __m128i feba = _mm_shuffle_epi32(abef[s], 0x1b);  // a b e f, lowest word first
     const __m128i dchg = _mm_shuffle_epi32(cdgh[s], 0xb1);  // g h c d
@@ -156,15 +206,15 @@ __attribute__((target("sha,sse4.1,ssse3"))) void compress_sha_ni(State& state,
                                                                  const unsigned char* data,
                                                                  std::size_t blocks) noexcept {
   State* const states[] = {&state};
-  rounds_sha_ni<1>(states, &data, blocks);
+  rounds_sha_ni<1, false>(states, &data, blocks);
 }
 
-__attribute__((target("sha,sse4.1,ssse3"))) void compress_pair_sha_ni(
+__attribute__((target("sha,sse4.1,ssse3"))) void hash_pair_sha_ni(
     State& first, const unsigned char* first_data, State& second,
     const unsigned char* second_data) noexcept {
   State* const states[] = {&first, &second};
   const unsigned char* const data[] = {first_data, second_data};
-  rounds_sha_ni<2>(states, data, 1);
+  rounds_sha_ni<2, true>(states, data, 1);
 }
 
 #elif defined(__aarch64__)
@@ -207,17 +257,19 @@ void compress_arm(State& state, const unsigned char* data, std::size_t blocks) n
 // --------------------------------------------------------------------------------------- dispatch
 
 template <Compress kCompress>
-void compress_one_by_one(State& first, const unsigned char* first_data, State& second,
-                         const unsigned char* second_data) noexcept {
+void hash_one_by_one(State& first, const unsigned char* first_data, State& second,
+                     const unsigned char* second_data) noexcept {
   kCompress(first, first_data, 1);
+  kCompress(first, kPadding.data(), 1);
   kCompress(second, second_data, 1);
+  kCompress(second, kPadding.data(), 1);
 }
 
-constexpr Implementation kScalar = {compress_scalar, compress_one_by_one<compress_scalar>};
+constexpr Implementation kScalar = {compress_scalar, hash_one_by_one<compress_scalar>};
 #if defined(__aarch64__)
-constexpr Implementation kArmSha2 = {compress_arm, compress_one_by_one<compress_arm>};
+constexpr Implementation kArmSha2 = {compress_arm, hash_one_by_one<compress_arm>};
 #elif defined(__x86_64__)
-constexpr Implementation kShaNi = {compress_sha_ni, compress_pair_sha_ni};
+constexpr Implementation kShaNi = {compress_sha_ni, hash_pair_sha_ni};
 #endif
 
 const Implementation* implementation_of(Sha256Path path) noexcept {
@@ -366,15 +418,8 @@ namespace {
 // Writes SHA-256(first | second) of every pair to out[f * stride + s].
 void hash_pairs(std::span<const Digest> firsts, std::span<const Digest> seconds, std::size_t stride,
                 Digest* out) noexcept {
-  const CompressPair compress_pair = Paths::implementation()->compress_pair;
-  // A message (two digests) fills one block; the padding block after it is the same for all
-  // messages. The last message of an odd number is hashed twice.
-  static constexpr std::array<unsigned char, kBlock> kPadding = [] {
-    std::array<unsigned char, kBlock> padding{};
-    padding[0] = 0x80;
-    padding[kBlock - 2] = (kBlock * 8) >> 8;
-    return padding;
-  }();
+  const HashPair hash_pair = Paths::implementation()->hash_pair;
+  // A message (two digests) fills one block. The last message of an odd number is hashed twice.
   std::array<unsigned char, kBlock> messages[2];
   Digest* places[2];
   const std::size_t n = firsts.size() * seconds.size();
@@ -389,8 +434,7 @@ void hash_pairs(std::span<const Digest> firsts, std::span<const Digest> seconds,
     }
     State first = kInitial;
     State second = kInitial;
-    compress_pair(first, messages[0].data(), second, messages[1].data());
-    compress_pair(first, kPadding.data(), second, kPadding.data());
+    hash_pair(first, messages[0].data(), second, messages[1].data());
     *places[0] = digest_of(first);
     if (i + 1 < n) *places[1] = digest_of(second);
   }

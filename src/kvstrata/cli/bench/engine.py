@@ -20,7 +20,7 @@ from typing import Any
 from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.bench.report import MB, report_of, shown
 from kvstrata.cli.boundary import guarded
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, Timed, wait_until
 from kvstrata.measure.server import RunningServer

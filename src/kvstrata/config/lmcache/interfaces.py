@@ -67,7 +67,7 @@ SERVER_PATHS: dict[str, Name] = {
         "L1 is shared memory, whose size is set by --l1-size-gb at the start"
     ),
     "/env": refused("a server shows no variables over HTTP"),
-    "/loglevel": replaced("--log-level", "SIGHUP makes the server read its settings again"),
+    "/loglevel": replaced("PUT /v1/log-level", 'its body is {"level": "debug"}'),
     "/metrics/reset": refused("counters begin at the start of the server"),
     "/threads": _NO_THREADS,
     "/periodic-threads": _NO_THREADS,

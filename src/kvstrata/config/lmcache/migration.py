@@ -11,13 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import problems
 from kvstrata.config.lmcache import READ_ON, VERSION
 from kvstrata.config.lmcache.fates import Fate, find
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
 from kvstrata.config.lmcache.remote_url import Field, NotTranslated, adapter_of
 from kvstrata.config.load import leaves
-from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import quoted
 from kvstrata.text import one_line

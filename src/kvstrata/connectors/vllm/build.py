@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.client import CacheClient, LoadItem
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
 from kvstrata.connectors.vllm.kv_view import (
     Heads,

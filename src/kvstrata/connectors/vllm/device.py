@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvstrata.client import CacheClient, Identity
 from kvstrata.client.copies import Pages, device_copies
 from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.kv_view import KvView
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.errors import ConfigError

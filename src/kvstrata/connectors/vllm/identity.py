@@ -20,7 +20,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.types import LayoutIdentity, canonical_json
 
 if TYPE_CHECKING:
-    from kvstrata.config.model import ClientSettings
+    from kvstrata.config.client_model import ClientSettings
 
 SAMPLE_BYTES = 4096
 SAMPLES_PER_FILE = 256

@@ -19,6 +19,7 @@ from typing import Any
 from kvstrata.client import CacheClient, Identity, LookupCall, LookupResult
 from kvstrata.keys import ChunkHasher
 from kvstrata.states import Machine
+from kvstrata.types import MissReason
 
 WAIT_S = 0.0015
 """Longest wait for answers to lookups in one step."""
@@ -113,6 +114,7 @@ class Tracked:
         "identity",
         "loaded_chunks",
         "loading",
+        "miss",
         "missed_s",
         "next_store",
         "no_load",
@@ -139,6 +141,8 @@ class Tracked:
         self.hit: LookupResult | None = None
         self.asked_s = -1.0
         """Time when vLLM first asked in this round; -1 before."""
+        self.miss: MissReason | None = None
+        """Why the last round found nothing, or not all chunks."""
         self.missed_s = 0.0
         self.revoked_s = -math.inf
         """Time when the request's lease was last revoked while it waited."""
@@ -198,6 +202,7 @@ class LookupTable:
             "lookup_timeouts": 0,
             "leases_revoked": 0,
             **{f"skipped_{reason}": 0 for reason in SKIP_REASONS},
+            **{f"miss_{reason}": 0 for reason in MissReason},
         }
         """Totals since the scheduler side last took them."""
 
@@ -265,12 +270,14 @@ class LookupTable:
         identity, hasher = tracked.identity, tracked.hasher
         assert identity is not None and hasher is not None
         if not hasher.n_chunks or not (identity.slices or self._settling()):
-            self._missed(tracked)
+            self._missed(
+                tracked, MissReason.REFUSED
+            )  # not all workers are attached, or the identity is refused
             return
         if not identity.slices:
             return
         if not self._client.has_l2 and not self.in_l1(tracked):
-            self._missed(tracked)
+            self._missed(tracked, MissReason.NOT_IN_L1)
             return
         tracked.call = self._client.lookup(
             identity, hasher, request_id=tracked.request.request_id, deadline_ms=self._timeout_ms
@@ -282,7 +289,7 @@ class LookupTable:
     def await_answer(self, tracked: Tracked, now: float) -> bool:
         """Wait for the answer, for what is left of `WAIT_S` in this step. False: not known yet, vLLM asks again."""
         if tracked.state is LookupState.NEW and not self._client.connected and not self._settling():
-            self._missed(tracked)
+            self._missed(tracked, MissReason.BREAKER_OPEN)
         if tracked.state is LookupState.ASKED:
             assert tracked.call is not None
             begun_s = self._now()
@@ -294,7 +301,7 @@ class LookupTable:
             if (now - tracked.asked_s) * 1000 < self._timeout_ms:
                 return False
             self.counts["lookup_timeouts"] += 1
-            self._missed(tracked)
+            self._missed(tracked, MissReason.DEADLINE)
         return True
 
     def promise(self, tracked: Tracked, now: float) -> bool | None:
@@ -324,8 +331,11 @@ class LookupTable:
         self._early -= 1
         if result.lease is None:
             tracked.call = None  # a lookup without a lease needs no release
-            self._missed(tracked)
+            assert result.reason, "a lookup that found nothing has a reason"
+            self._missed(tracked, result.reason)
             return
+        if result.reason:
+            self.count_miss(tracked, result.reason)
         tracked.hit = result
         tracked.move(LookupEvent.LEASED)
 
@@ -335,12 +345,19 @@ class LookupTable:
         often = now - tracked.revoked_s < REPEEK_S
         tracked.revoked_s = now
         if often:
-            self._missed(tracked)
+            self._missed(tracked, MissReason.REFUSED)
         else:
             self.forget(tracked)
         return not often
 
-    def _missed(self, tracked: Tracked) -> None:
+    def count_miss(self, tracked: Tracked, reason: MissReason) -> None:
+        """Count the reason why the request is not served all its chunks, unless it is that of its last round."""
+        if tracked.miss != reason:
+            tracked.miss = reason
+            self.counts[f"miss_{reason}"] += 1
+
+    def _missed(self, tracked: Tracked, reason: MissReason) -> None:
+        self.count_miss(tracked, reason)
         self._give_back(tracked)
         tracked.move(LookupEvent.MISSED)
         tracked.missed_s = self._now()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstrata.client import CacheClient, LookupResult
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.announced import Announced
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
@@ -28,7 +28,7 @@ from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import batch
-from kvstrata.types import EXTENT, RequestIdentity
+from kvstrata.types import EXTENT, MissReason, RequestIdentity
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -112,7 +112,7 @@ class SchedulerSide:
         """Loads for the next plan."""
         self._awaited: set[str] = set()
         """Finished requests for the next plan; their blocks are kept until the workers report them."""
-        self._counts = {"lookup_hit_tokens": 0, "loads_sync": 0, "loads_async": 0}
+        self._counts = {"lookup_hit_tokens": 0, "lookups_left_out": 0, "loads_sync": 0, "loads_async": 0}
         """Totals since the last `take_counts`."""
 
     # -- vLLM's calls, in their order ------------------------------------------------------------------------
@@ -120,7 +120,10 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Begin to hash a new request and, if the queue is short, look it up already."""
         tracked = self._lookups.track(request)
-        if tracked.skipped or not self._may_load or _skips_reading(request):
+        if tracked.skipped or not self._may_load:
+            return
+        if _skips_reading(request):
+            self._counts["lookups_left_out"] += 1
             return
         if self._keys.prepare(tracked):
             self._lookups.ask_early(tracked)
@@ -139,8 +142,10 @@ class SchedulerSide:
             # Without keys the request can be neither looked up nor stored.
             if tracked.waits_s < 0:
                 tracked.waits_s = now
-            late = (now - tracked.waits_s) * 1000 >= self._settings.lookup_timeout_ms
-            return (0 if late else None), False
+            if (now - tracked.waits_s) * 1000 < self._settings.lookup_timeout_ms:
+                return None, False
+            self._lookups.count_miss(tracked, MissReason.DEADLINE)
+            return 0, False
         if tracked.skipped or tracked.no_load or not self._may_load or _skips_reading(request):
             return 0, False
         tracked.computed_tokens = computed_tokens
@@ -160,7 +165,10 @@ class SchedulerSide:
         hit_tokens = tracked.hit.n_chunks * self._chunk_tokens
         # At least one token must be computed: the model samples from it.
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
-        if tokens <= 0 or tokens < self._settings.min_retrieve_tokens:
+        if tokens <= 0:
+            return 0, False
+        if tokens < self._settings.min_retrieve_tokens:
+            self._lookups.count_miss(tracked, MissReason.REFUSED)
             return 0, False
         promised = self._lookups.promise(tracked, now)
         if not promised:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import bare_type
 from kvstrata.config.lmcache.fates import translate
 from kvstrata.config.lmcache.keys import (
@@ -29,7 +30,7 @@ from kvstrata.config.lmcache.keys import (
 )
 from kvstrata.config.lmcache.variables import FILE, engine_keys
 from kvstrata.config.load import NO_NAMES, convert, from_environment, leaves, read_yaml, variable_names
-from kvstrata.config.model import ClientSettings, ServerSettings
+from kvstrata.config.model import ServerSettings
 from kvstrata.config.pod_links import pod_link_notes
 from kvstrata.errors import ConfigError, together
 

@@ -7,11 +7,14 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvstrata.client.handles import StoreOutcome
 from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.types import MissReason
 
 COUNTERS = {
     "lookups": "Lookups sent to the cache server.",
     "lookup_hit_tokens": "Prompt tokens that were found in the cache.",
+    "lookups_left_out": "Requests not looked up because they need the activations of their whole prompt.",
     "lookup_timeouts": "Lookups that had no answer in time and counted as misses.",
     "leases_revoked": "Leases that waiting requests gave back because others needed the room.",
     "loads_sync": "Requests loaded before their forward pass.",
@@ -19,8 +22,6 @@ COUNTERS = {
     "loaded_chunks": "Chunks copied into the engine's blocks.",
     "loaded_bytes": "Bytes copied into the engine's blocks.",
     "load_failed_chunks": "Chunks that failed to load and were computed.",
-    "store_stored_chunks": "Chunks stored.",
-    "store_present_chunks": "Chunks that were stored already.",
     "stored_bytes": "Bytes copied out of the engine's blocks.",
     "stores_preempted": "Stores given up because their request was preempted.",
     "copy_dma_workers": "Workers since the start whose KV is copied by the GPU's copy engines.",
@@ -36,6 +37,11 @@ COUNTERS = {
     "skipped_unreadable_adapter": "Requests computed without the cache because their LoRA files cannot be read.",
     "skipped_error": "Requests computed without the cache after an error in the connector.",
     "stores_dropped": "Stores given up because a load that they may rest on failed.",
+    **{
+        f"miss_{reason}": f"Lookups whose first chunk not served was missed as {reason}."
+        for reason in MissReason
+    },
+    **{f"store_{outcome}_chunks": f"Chunks whose store ended as {outcome}." for outcome in StoreOutcome},
 }
 """Counts that are exported as counters; others appear in the log only."""
 

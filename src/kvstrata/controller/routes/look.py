@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from fastapi import APIRouter, Header, HTTPException, Path, Response
 
 from kvstrata.controller import explaining
 from kvstrata.controller.cluster import Cluster
@@ -14,6 +13,7 @@ from kvstrata.controller.operations import Asked, Operations
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import BadRequest
+from kvstrata.observability.exposition import Pages
 from kvstrata.types import RequestIdentity
 
 Name = Annotated[str, Path(description="Id of an instance.", max_length=64)]
@@ -33,13 +33,13 @@ def router(
 ) -> APIRouter:
     """The routes of this module."""
     routes = APIRouter(dependencies=guarded)
-    registry = CollectorRegistry()
-    registry.register(ControllerCollector(cluster, around))
+    pages = Pages(ControllerCollector(cluster, around))
 
     @routes.get("/metrics", tags=["metrics"], response_class=Response)
-    async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+        """Metrics in Prometheus' text format, or in OpenMetrics if `Accept` names it; at most 0.25 s old."""
+        page = pages.page(accept)
+        return Response(page.text, media_type=page.media_type)
 
     @routes.get("/v1/cluster", tags=["cluster"])
     async def at_a_glance() -> bodies.ClusterBody:

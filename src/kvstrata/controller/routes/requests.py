@@ -54,7 +54,11 @@ class ChunksBody(BaseModel):
     ) = None
     keys: (
         Annotated[list[str], Field(max_length=MAX_KEYS, fail_fast=True), long_list(list, MAX_KEYS)] | None
-    ) = Field(None, description="Storage keys in hexadecimal, instead of tokens.")
+    ) = Field(
+        None,
+        description="Storage keys in hexadecimal, instead of tokens; `tenant` says whose, if that tenant has a pool of "
+        "its own.",
+    )
     model: str = Field("", description="Model of an attached engine; empty: the only one.")
     kind: int | None = Field(None, description="Number in /v1/models, where several match.")
     adapter: str = ""

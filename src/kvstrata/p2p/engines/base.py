@@ -24,10 +24,12 @@ from typing import Literal, NamedTuple
 
 from kvstrata.errors import TransferError
 
-MAX_REGIONS = 16
+MAX_REGIONS = 8192
+"""The shared pool, and the own pools of as many tenants as have descriptors (server/own_pools.py), and some more."""
 MAX_ITEMS = 4096
 """Maximum number of items of one read."""
-MAX_METADATA_BYTES = 64 << 10
+MAX_METADATA_BYTES = (1 << 20) - 1024
+"""A PeerWelcome must have room for it (rpc/cluster_wire.py)."""
 MAX_PEER_NAME_BYTES = 256
 
 DEADLINE, CANCELLED, PEER_GONE = "deadline", "cancelled", "peer_gone"
@@ -111,8 +113,8 @@ class TransferEngine(ABC):
 # all bytes that follow.  These are the region lengths, the name and the part.
 
 _MAGIC = b"KVXF"
-_VERSION = 1
-_HEAD = struct.Struct("<4sHBBII")
+_VERSION = 2
+_HEAD = struct.Struct("<4sHHBII")
 _REGION = struct.Struct("<Q")
 
 

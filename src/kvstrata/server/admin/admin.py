@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvstrata.observability.metrics import ServerCollector
+from kvstrata.observability.exposition import ServerCollector
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms

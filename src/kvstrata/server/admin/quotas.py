@@ -25,8 +25,9 @@ from kvstrata.server.own_pools import OwnPools
 class Quotas:
     """Changes the quotas of tenants in L1. Belongs to the event loop; pools give memory back on the lane."""
 
-    def __init__(self, pool: Pool, own: OwnPools, lane: PoolLane) -> None:
-        """`pool`: the shared one, which has what the own pools leave."""
+    def __init__(self, pool: Pool, own: OwnPools, lane: PoolLane, *, pinned: bool = False) -> None:
+        """`pool`: the shared one, which has what the own pools leave; `pinned`: no pool can give memory back."""
+        self._pinned = pinned
         self._pool = pool
         self._own = own
         self._lane = lane
@@ -96,6 +97,12 @@ class Quotas:
             raise BadRequest(
                 f"quota_gb: {quota_bytes} bytes, but L1 has {self._l1_bytes}, of which other tenants' own pools have "
                 f"{others} and the shared pool needs {MIN_EXTENTS_BYTES}; lower another quota first",
+                field="quota_gb",
+            )
+        if quota_bytes != self._wanted[pool] and self._pinned:
+            raise Refused(
+                "quota_gb: an RDMA card has registered L1 so that peers can read it, and keeps all of its memory; "
+                "change quotas_gb and start the server again, or set p2p.engine: off",
                 field="quota_gb",
             )
         giving = pool if quota_bytes < self._wanted[pool] else self._pool

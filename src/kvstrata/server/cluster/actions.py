@@ -9,6 +9,7 @@ import asyncio
 import gc
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvstrata.config.shown_environment import shown_environment
 from kvstrata.keys.batch import before, count, part, split
 from kvstrata.native.pool import Pool
 from kvstrata.p2p.borrowed import Borrowed
+from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable, tenant_number
@@ -39,6 +41,7 @@ from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.own_pools import OwnPools
 
 PULL_S = 30.0
 
@@ -61,6 +64,7 @@ class Actions:
         self,
         *,
         pool: Pool,
+        own: OwnPools,
         lane: PoolLane,
         clock: Clock,
         processes: ProcessTable,
@@ -73,6 +77,7 @@ class Actions:
         board: StatusBoard,
     ) -> None:
         self._pool = pool
+        self._own = own
         self._lane = lane
         self._clock = clock
         self._processes = processes
@@ -94,12 +99,11 @@ class Actions:
                 pending = done.held + done.leased
                 return {"count": done.n_chunks, **done.tiers, "pending": pending, "kept": done.kept}
             case EvictKeysArgument():
-                return {"count": await asyncio.shield(self._lane.run(self._pool.remove, argument.keys))}
+                return {"count": await self._of_all_pools(lambda pool: pool.remove(argument.keys))}
             case EvictIdentityArgument():
-                dropped, _ = await asyncio.shield(self._lane.run(self._pool.clear, -1, argument.identity))
-                return {"count": dropped}
+                return {"count": await self._of_all_pools(lambda pool: pool.clear(-1, argument.identity)[0])}
             case PinArgument():
-                return {"count": self._peer_server.pin(argument.claim, argument.keys, argument.ttl_ms / 1000)}
+                return {"count": self._pin(argument)}
             case UnpinArgument():
                 return {"count": leases.unpin(argument.claim)}
             case PullArgument():
@@ -117,22 +121,33 @@ class Actions:
                 return self._board.document()
         raise AssertionError(f"{type(argument).__name__} is not an action of an instance")
 
+    async def _of_all_pools(self, drop: Callable[[Pool], int]) -> int:
+        """Let the lane drop chunks from each pool; returns the sum of what `drop` returns."""
+        pools = (self._pool, *self._own)
+        return await asyncio.shield(self._lane.run(lambda: sum(map(drop, pools))))
+
+    def _pin(self, pin: PinArgument) -> int:
+        tenant = SHARED if self._own.get(pin.tenant) is None else pin.tenant
+        return self._peer_server.pin(pin.claim, pin.keys, pin.ttl_ms / 1000, tenant)
+
     async def _pull(self, pull: PullArgument) -> dict[str, Any]:
         """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them.
 
         They stay in L1 even where chunks read from peers do not.
         """
         keys, n_slices = pull.keys, pull.n_slices
+        pool = self._own.get(pull.tenant) or self._pool
         names = split(keys)
         reason, loaded = "", 0
         async with self._borrowed.keeping(names):
-            n_there, n_chunks = self._pool.peek(keys, n_slices), count(keys, n_slices)
+            n_there, n_chunks = pool.peek(keys, n_slices), count(keys, n_slices)
             if n_there < n_chunks:
                 self._peer_reads.prefer(names, None if pull.owner is None else pull.owner.owner())
                 try:
                     fetched = await self._prefetch.fetch(
                         part(keys, n_there, n_chunks, n_slices),
                         n_slices,
+                        pool=pool,
                         identity=pull.identity,
                         tenant=tenant_number(pull.tenant),
                         parent=before(keys, n_there, n_slices=n_slices),
@@ -143,7 +158,7 @@ class Actions:
                     self._peer_reads.prefer(names, None)
                 loaded, reason = fetched.l2_chunks, str(fetched.reason)
         # Counted at the very end: a move drops the chunks at their source only if this number covers them.
-        return {"count": self._pool.peek(keys, n_slices), "loaded": loaded, "reason": reason}
+        return {"count": pool.peek(keys, n_slices), "loaded": loaded, "reason": reason}
 
     def _runtime(self) -> dict[str, Any]:
         status = dict(

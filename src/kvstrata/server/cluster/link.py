@@ -11,12 +11,14 @@ import enum
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstrata import __version__
 from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import ServerCounters
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     CLUSTER_PROTOCOL_VERSION,
@@ -118,7 +120,7 @@ class ControllerLink:
         keys: MemberKeys,
         facts: InstanceFacts,
         advertised: Advertised,
-        pool: Pool,
+        pools: Sequence[Pool],
         news: TierNews,
         own: OwnTiers,
         condition: Condition,
@@ -127,6 +129,7 @@ class ControllerLink:
         freeze: StoreFreeze,
         readiness: Readiness,
         supervisor: Supervisor,
+        counters: ServerCounters,
     ) -> None:
         """`url`: of the controller's reply port; `news`: for this controller. All links share the other parts.
 
@@ -137,7 +140,7 @@ class ControllerLink:
         self._refused_why = keys.refused_why
         self._facts = facts
         self._advertised = advertised
-        self._l1_bytes = pool.extents_bytes
+        self._l1_bytes = sum(pool.limit_bytes for pool in pools)
         self._news = news
         self._own = own
         self._condition = condition
@@ -145,6 +148,7 @@ class ControllerLink:
         self._fence = fence
         self._readiness = readiness
         self._supervisor = supervisor
+        self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._log = EventLog("cluster")
         self._links = Links(self._loop)
@@ -159,11 +163,12 @@ class ControllerLink:
             self._reply,
             (facts.instance_id, facts.epoch),
             url,
-            pool=pool,
+            pools=pools,
             news=news,
             own=own,
             freeze=freeze,
             supervisor=supervisor,
+            seconds=counters.sync,
         )
         self._commands = CommandTable(actions, self._sync.resync, news.wake.set)
         self._tasks: list[asyncio.Task[None]] = []
@@ -307,6 +312,7 @@ class ControllerLink:
             self._condition.load(self._news), self._condition.models(), results, self._fence.seen,
             self._condition.draining,
         )  # fmt: skip
+        asked_s = self._loop.time()
         try:
             beat = await self._heart.ask(request, Beat, max(self._heartbeat_s, 1.0))
         except Unavailable:
@@ -325,6 +331,7 @@ class ControllerLink:
             )
             return LinkEvent.REFUSED
         self._counts["heartbeats"] += 1
+        self._counters.heartbeat.add(self._loop.time() - asked_s)
         if self._unheard >= SILENT_BEATS:
             self._log.repeated(logging.INFO, "heard", "controller_back", url=self._url)
         self._unheard = 0

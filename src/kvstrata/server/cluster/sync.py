@@ -2,7 +2,7 @@
 
     SyncBegin(S) ─▶ parts: all that is READY in L1, then each own tier ─▶ SyncEnd ─▶ events from S + 1 on
 
-1. A full sync reads the pool in slices while chunks come and go.  The events that arose since its start are sent after
+1. A full sync reads the pools in slices while chunks come and go.  The events that arose since its start are sent after
    the parts, so the controller ends with the last state of each chunk.
 2. If events overflow during a full sync, the next one *freezes* stores: reserves are refused with `frozen` until that
    full sync ends, for at most FREEZE_S, and only while the controller answers heartbeats.
@@ -15,12 +15,13 @@ The states are those of sync_state.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from kvstrata.errors import BadSync, ClusterFailure, Unavailable
 from kvstrata.native.copying import crc32c
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
+from kvstrata.observability.metrics import Histogram
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
@@ -52,21 +53,26 @@ class FullSync:
         me: tuple[str, int],
         url: str,
         *,
-        pool: Pool,
+        pools: Sequence[Pool],
         news: TierNews,
         own: OwnTiers,
         freeze: StoreFreeze,
         supervisor: Supervisor,
+        seconds: Histogram,
     ) -> None:
-        """`me`: instance id and incarnation; `url`: of the controller, the name under which it freezes stores."""
+        """`me`: instance id and incarnation; `url`: of the controller, the name under which it freezes stores.
+
+        `seconds` gets the duration of each full sync.
+        """
         self._reply = reply
         self._me = me
         self._url = url
-        self._pool = pool
+        self._pools = pools
         self._news = news
         self._own = own
         self._store_freeze = freeze
         self._supervisor = supervisor
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
         self._number = 0
@@ -142,6 +148,7 @@ class FullSync:
             self._freeze(self._freeze_next_s)
             self._freeze_next_s = 0.0
         self._number += 1
+        begun_s = self._loop.time()
         try:
             await self._tell_everything(self._number)
         except (Unavailable, ClusterFailure) as error:
@@ -153,6 +160,7 @@ class FullSync:
             news.want_sync("failed")
             return
         finally:
+            self._seconds.add(self._loop.time() - begun_s)
             self.thaw()
         news.step(SyncEvent.ENDED)
         if news.overflowed:
@@ -203,16 +211,19 @@ class FullSync:
     async def _everything(self) -> AsyncIterator[tuple[str, bytes]]:
         """All tags that the instance holds, in parts: (tier, tags)."""
         collected = bytearray()
-        entry = 0
-        while True:
-            tags, entry = self._pool.ready_tags(entry, SCAN_ENTRIES)
-            collected += tags
-            if len(collected) >= PART_TAGS * TAG_BYTES or (collected and not entry):
-                yield L1_TIER, bytes(collected)
-                collected.clear()
-            if not entry:
-                break
-            await asyncio.sleep(0)
+        for pool in self._pools:
+            entry = 0
+            while True:
+                tags, entry = pool.ready_tags(entry, SCAN_ENTRIES)
+                collected += tags
+                if len(collected) >= PART_TAGS * TAG_BYTES:
+                    yield L1_TIER, bytes(collected)
+                    collected.clear()
+                await asyncio.sleep(0)
+                if not entry:
+                    break
+        if collected:
+            yield L1_TIER, bytes(collected)
         self._unlisted.clear()
         for tier in self._news.tiers[1:]:
             if not self._own.lists(tier):

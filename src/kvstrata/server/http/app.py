@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Path, Query, Response
+from fastapi import FastAPI, Header, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvstrata.config.lmcache.interfaces import SERVER_PATHS
+from kvstrata.observability.exposition import Pages
+from kvstrata.observability.logging import EventLog
+from kvstrata.process import http_log_level
 from kvstrata.process.http import make_base
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.http.bodies import (
@@ -30,9 +32,7 @@ def make_app(admin: Admin) -> FastAPI:
     """The API of one instance."""
 
     app, guarded = make_base("kvstrata", admin.readiness, SERVER_PATHS)
-    metrics_of = CollectorRegistry(auto_describe=False)
-    metrics_of.register(admin.collector)
-    tiers = admin.tiers
+    pages, tiers = Pages(admin.collector), admin.tiers
 
     @app.get("/healthcheck", tags=["probes"])
     async def healthcheck() -> JSONResponse:
@@ -43,9 +43,10 @@ def make_app(admin: Admin) -> FastAPI:
         return JSONResponse({"status": "unhealthy", "reason": why}, 503)
 
     @app.get("/metrics", tags=["metrics"], dependencies=guarded, response_class=Response)
-    async def metrics() -> Response:
-        """Prometheus text format."""
-        return Response(generate_latest(metrics_of), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
+        """Prometheus text format, or OpenMetrics if `Accept` names it; at most 0.25 s old."""
+        page = pages.page(accept)
+        return Response(page.text, media_type=page.media_type)
 
     @app.get("/v1/status", dependencies=guarded)
     async def status() -> dict[str, Any]:
@@ -110,6 +111,8 @@ def make_app(admin: Admin) -> FastAPI:
         give back what their engines use, it gets the rest later.
         """
         return await admin.quotas.change(tenant, round(body.quota_gb * GB))
+
+    app.include_router(http_log_level.router(EventLog("server"), guarded))
 
     def named(name: str, answer: dict[str, Any] | None) -> dict[str, Any]:
         if answer is None:

@@ -10,13 +10,14 @@ import asyncio
 import collections
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvstrata.native.pool import Pool
 from kvstrata.policy.prefetch import Hole, Plan
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.server.l2.gate import Loader
 from kvstrata.states import Machine
+from kvstrata.types import MissReason
 
 
 class HoleState(enum.Enum):
@@ -55,8 +56,8 @@ class FetchOutcome(NamedTuple):
     """How many leading chunks of the fetch are in L1 now."""
     l2_chunks: int
     """How many of these were not in L1, or not in all slices, when the fetch began."""
-    reason: str
-    """types.MissReason of the first chunk that is not in L1; empty if all are."""
+    reason: MissReason | Literal[""]
+    """Why the first chunk that is not in L1 is missing; empty if all are."""
     detail: str = ""
 
 

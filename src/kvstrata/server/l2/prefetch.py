@@ -82,12 +82,15 @@ class PrefetchController:
         clock: Clock,
         lost: Callable[[str, Sequence[bytes]], None],
         found: Callable[[str, int, Sequence[tuple[bytes, int]]], None] = lambda name, tenant, records: None,
+        asks: Callable[[str, Sequence[bytes], Pool], None] = lambda name, keys, pool: None,
     ) -> None:
-        """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged;
-        `found(tier, tenant, records)` with records (key, bytes) that were loaded for a tenant."""
+        """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
+        tenant, records)` with records (key, bytes) that were loaded for a tenant; `asks(tier, keys, pool)` before a
+        tier is asked for keys of a tenant's own pool."""
         self.limits = limits
         self._lost = lost
         self._found = found
+        self._asks = asks
         self._pool = pool
         self._tiers = tiers
         self._loaders: dict[str, Loader] = {}
@@ -290,6 +293,8 @@ class PrefetchController:
         last = number == len(fetch.sources) - 1
         patience_s = left_s if last else min(left_s * self.limits.patience_share, self.limits.patience_s)
         loader.asking += 1
+        if fetch.pool is not self._pool:
+            self._asks(loader.name, keys, fetch.pool)
         try:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
             checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)

@@ -11,13 +11,17 @@ Invariants
    skipped.
 3. Every chunk that is offered ends as stored, already there, or skipped; a skip has a reason, which is counted and
    passed to `skipped`.
+4. A worker that crashes, by a mistake of ours, skips the rest of its batch and is replaced after a pause, which grows
+   while the crashes go on (Pauses).  Until then the tier counts as degraded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import functools
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +35,7 @@ from kvstrata.server.l2.news import News
 from kvstrata.server.l2.tiers import Tier
 from kvstrata.server.l2.trim import Trimmer
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus, log_broken_contract
+from kvstrata.storage.host.pauses import MAX_PAUSE_S, Pauses
 
 log = logging.getLogger(__name__)
 
@@ -109,16 +114,25 @@ class TierPuts:
         self._retrying: dict[bytes, tuple[asyncio.TimerHandle, Pending]] = {}
         self._unpinned: collections.OrderedDict[bytes, Pool] = collections.OrderedDict()
         """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
-        self._in_flight = 0
+        self._taken: list[list[Pending]] = [[] for _ in range(limits.batches_in_flight)]
+        """For each worker, the chunks of its batch that have not ended."""
         self._not_clearing = asyncio.Event()
         """Set except while the tier is being cleared."""
         self._not_clearing.set()
         self._clears = 0
         """How often the tier was cleared."""
         self._work_there = asyncio.Event()
-        self._workers: list[asyncio.Task[None]] = []
+        self._workers: dict[int, asyncio.Task[None]] = {}
+        self._crashed: dict[int, asyncio.TimerHandle] = {}
+        """For each worker that has crashed, the timer that starts the next one."""
+        self._dismissed = False
+        self._pauses = [Pauses(MAX_PAUSE_S, 0.0) for _ in self._taken]
         self._counts: collections.Counter[str] = collections.Counter()
         self._stored_bytes = 0
+
+    @property
+    def _in_flight(self) -> int:
+        return sum(map(len, self._taken))
 
     @property
     def busy(self) -> bool:
@@ -145,6 +159,7 @@ class TierPuts:
             "retrying": len(self._retrying),
             "in_flight": self._in_flight,
             "stored_bytes": self._stored_bytes,
+            "workers": "degraded" if self._crashed else "well",
             "outcomes": {**self._counts, **({"trimmed": trimmed} if trimmed else {})},
         }
 
@@ -254,58 +269,93 @@ class TierPuts:
 
     def employ(self) -> None:
         """Start the workers."""
-        for number in range(self._limits.batches_in_flight):
-            worker = asyncio.create_task(self._work(), name=f"put-{self.name}-{number}")
-            worker.add_done_callback(_tell_crash)
-            self._workers.append(worker)
+        for number in range(len(self._taken)):
+            self._start_worker(number)
+
+    def _start_worker(self, number: int) -> None:
+        self._crashed.pop(number, None)
+        worker = asyncio.create_task(self._work(number), name=f"put-{self.name}-{number}")
+        worker.add_done_callback(functools.partial(self._worker_ended, number))
+        self._workers[number] = worker
+        self._pauses[number].begun(asyncio.get_running_loop().time())
+
+    def _worker_ended(self, number: int, worker: asyncio.Task[None]) -> None:
+        """Replace a worker that has crashed, after a pause."""
+        if worker.cancelled() or (error := worker.exception()) is None:
+            return
+        loop = asyncio.get_running_loop()
+        pause_s = self._pauses[number].next_s(loop.time())
+        log.error(
+            "%s crashed; its tier gets puts from another worker in %.1f s",
+            worker.get_name(),
+            pause_s,
+            exc_info=error,
+        )
+        traceback.clear_frames(error.__traceback__)  # they refer to holds
+        self._counts["worker_crashed"] += 1
+        if not self._dismissed:
+            self._crashed[number] = loop.call_later(pause_s, self._start_worker, number)
+        taken, self._taken[number] = self._taken[number], []
+        for pending in taken:
+            if pending.key in self._queued and pending.key not in self._retrying:
+                self._end(pending)
+                self.skip(pending.key, Skip.CRASHED)
+        self._progressed()
 
     async def dismiss(self) -> None:
         """End the workers. A put that the adapter has not answered counts as skipped."""
+        self._dismissed = True
         trims = self._trimmer.cancel()
-        for task in self._workers:
+        for timer in self._crashed.values():
+            timer.cancel()
+        for task in self._workers.values():
             task.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        await asyncio.gather(*self._workers.values(), return_exceptions=True)
         for ended in await asyncio.gather(*trims, return_exceptions=True):
             if isinstance(ended, Exception):
                 log.error("a task that makes room for puts crashed", exc_info=ended)
         self._workers.clear()
 
-    async def _work(self) -> None:
+    async def _work(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             while not self._queue:
                 self._work_there.clear()
                 await self._work_there.wait()
-            await self._put_batch(self._next_batch())
+            self._take_batch(self._taken[number])
+            await self._put_batch(self._taken[number])
+            self._pauses[number].answered_well(loop.time())
 
-    def _next_batch(self) -> list[Pending]:
-        batch = [self._queue.popleft()]
+    def _take_batch(self, batch: list[Pending]) -> None:
+        """Move chunks from the queue, which has some, to an empty batch."""
+        batch.append(self._queue.popleft())
         batch_bytes = batch[0].length_bytes
         while self._queue and len(batch) < self.tier.adapter.capabilities.max_batch:
             batch_bytes += self._queue[0].length_bytes
             if batch_bytes > self._batch_bytes:
                 break
             batch.append(self._queue.popleft())
-        return batch
 
     async def _put_batch(self, batch: list[Pending]) -> None:
-        """Put one batch and count its outcomes. Afterwards nothing here refers to its holds."""
-        self._in_flight += len(batch)
+        """Put one batch and count its outcomes. Afterwards the batch is empty, and nothing here refers to its holds."""
         outcomes: list[PutOutcome] = []
         clears = self._clears
         failpoints.hit("put.started")
         try:
             outcomes = await self.tier.adapter.put([PutItem(p.key, p.hold) for p in batch])
             failpoints.hit("put.stored")
+            if len(outcomes) != len(batch):
+                raise ValueError(f"{len(batch)} items were answered with {len(outcomes)} outcomes")
             if self._clears != clears or not self._not_clearing.is_set():
                 outcomes = await self._cleared_too(batch, outcomes)
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(self.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
         finally:  # even when cancelled: the adapter ends the holds, and this ends the counting
-            self._in_flight -= len(batch)
             outcomes = outcomes or [PutOutcome(PutStatus.FAILED, self.cut_short)] * len(batch)
-            for pending, (status, reason) in zip(batch, outcomes, strict=True):
-                self._ended(pending, status, reason)
+            for status, reason in outcomes:
+                self._ended(batch[0], status, reason)
+                del batch[0]
             self._progressed()
 
     def _ended(self, pending: Pending, status: PutStatus, reason: str) -> None:
@@ -383,13 +433,3 @@ class TierPuts:
             else outcome
             for key, outcome in zip(keys, outcomes, strict=True)
         ]
-
-
-def _tell_crash(worker: asyncio.Task[None]) -> None:
-    """Log at once that a worker has ended with an exception, since its tier puts less from now on, or nothing."""
-    if not worker.cancelled() and (error := worker.exception()) is not None:
-        log.error(
-            "%s crashed; restart the server, for its tier gets fewer puts now",
-            worker.get_name(),
-            exc_info=error,
-        )

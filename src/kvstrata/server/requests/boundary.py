@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import typing
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -120,6 +121,7 @@ class Boundary:
 
     def on_frame(self, address: Address, frame: bytes | memoryview) -> bool:
         """Answer one frame, now or when its task has ended. Returns False if it was refused unread."""
+        started_s = time.perf_counter()
         found = SCAN(frame)
         proof, _, session, _, fault = found
         sender = self._processes.get(session)
@@ -145,15 +147,18 @@ class Boundary:
             if type(request) is Ping:
                 reply: bytes | None = self._handlers.ping(request)
             else:
-                reply = self._dispatch(address, request, op)
+                reply = self._dispatch(address, request, op, started_s)
         except KvstrataError as error:
             reply = self._replies.error(request.seq, error)
         except Exception as error:
             reply = self._replies.our_mistake(request.seq, error)
-        if reply is not None and kind in self._unkept:
+        if reply is None:
+            return True
+        if kind in self._unkept:
             self._replies.send_unkept(op, address, request.seq, reply)
-        elif reply is not None:
+        else:
             self._replies.send(op, (address,), reply)
+        self._replies.ended(op, started_s)
         return True
 
     def on_frame_count(self, address: Address, count: int) -> bytes:
@@ -201,7 +206,7 @@ class Boundary:
             )
         check_limits(head)
 
-    def _dispatch(self, address: Address, request: AnyRequest, op: str) -> bytes | None:
+    def _dispatch(self, address: Address, request: AnyRequest, op: str, started_s: float) -> bytes | None:
         kind = type(request)
         counters = self._counters.requests
         counters[op] = counters.get(op, 0) + 1
@@ -217,13 +222,13 @@ class Boundary:
             except Refused:
                 outcome.close()
                 raise
-            self._running.begin_unkept(op, address, request.seq, outcome, owner)
+            self._running.begin_unkept(op, address, request.seq, outcome, owner, started_s)
             return None
         work = self._kept[kind]
         if request.session == NO_SESSION and isinstance(request, Clear) and address.local:
             self._running.check_room_for_unkept(NOBODY)
             self._running.begin_unkept(
-                op, address, request.seq, self._handlers.clear_unattached(request), NOBODY
+                op, address, request.seq, self._handlers.clear_unattached(request), NOBODY, started_s
             )
             return None
         receipt = self._sessions.request(
@@ -253,7 +258,7 @@ class Boundary:
         if isinstance(result, tuple):
             return self._end(call, encode(result[0]), result[1], address)
         deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
-        self._running.begin(call, result, deadline_ms / 1000, owner)
+        self._running.begin(call, result, deadline_ms / 1000, owner, started_s)
         return None
 
     def _who(self, address: Address, request: AnyRequest, op: str) -> AttachedProcess | None:

@@ -18,6 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
@@ -61,10 +62,11 @@ class Lease(Effect):
 class Reservation(Effect):
     """Extents being written. `open_keys`: index → storage key of those neither committed nor given back."""
 
-    __slots__ = ("open_keys", "pool", "share", "ticket")
+    __slots__ = ("begun_s", "open_keys", "pool", "share", "ticket")
 
     def __init__(self, pool: Pool, ticket: int, open_keys: dict[int, bytes], share: Share) -> None:
         super().__init__(wanted_by_ping=False)
+        self.begun_s = time.perf_counter()
         self.pool = pool
         self.ticket = ticket
         self.open_keys = open_keys

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
@@ -39,6 +39,7 @@ from kvstrata.rpc.wire import Lookup, LookupReply
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.requests.checks import check_probe, whole_keys
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import InFlight, Lease
@@ -107,6 +108,7 @@ class Lookups:
         tiers: TierSet,
         prefetch: PrefetchController,
         store: StoreController,
+        events: PoolEvents,
         explainer: Explainer,
         savings: Savings,
         counters: ServerCounters,
@@ -123,6 +125,7 @@ class Lookups:
         self._tiers = tiers
         self._prefetch = prefetch
         self._store = store
+        self._events = events
         self._explainer = explainer
         self._savings = savings
         self._counters = counters
@@ -175,7 +178,8 @@ class Lookups:
     async def _more(self, asked: Asked, all_keys: bytes, granted: Granted) -> KeptOutcome:
         """Verify or load the chunks that follow, and lease them too, until the deadline."""
         held = granted
-        reason = detail = ""
+        reason: MissReason | Literal[""] = ""
+        detail = ""
         try:
             if held.unverified and not self._late(asked):
                 beyond = all_keys[held.n_chunks * asked.n_slices * KEY_BYTES :]
@@ -185,6 +189,7 @@ class Lookups:
             l1_chunks = held.n_chunks
             beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
             if beyond_l1:
+                asked_s = self._clock.monotonic_s()
                 fetched = await self._prefetch.fetch(
                     part(all_keys, held.n_chunks, asked.n_chunks, asked.n_slices),
                     asked.n_slices,
@@ -196,6 +201,7 @@ class Lookups:
                     lengths=asked.process.group.lengths,
                     deletes_odd=asked.process.group.declares_lengths,
                 )
+                self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks:
                     held = await self._lease(asked, all_keys, held)
@@ -241,7 +247,7 @@ class Lookups:
         all_keys: bytes,
         granted: Granted,
         l1_chunks: int,
-        load_reason: str = "",
+        load_reason: MissReason | Literal[""] = "",
         load_detail: str = "",
     ) -> KeptOutcome:
         """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
@@ -249,18 +255,23 @@ class Lookups:
             return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
         asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
         reason, detail = self._why(asked, all_keys, granted, asked_back)
-        if load_reason not in ("", MissReason.NEVER_STORED):
+        if load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
 
-    def _why(self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int) -> tuple[str, str]:
+    def _why(
+        self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int
+    ) -> tuple[MissReason, str]:
         first = granted.n_chunks * asked.n_slices
         keys = [nth(all_keys, index) for index in range(first, first + asked.n_slices)]
         if asked.pool.peek(b"".join(keys), asked.n_slices):
             detail = f"present, but leases may cover no more of L1 now; {asked_back} older leases have been revoked"
             return MissReason.REFUSED, detail
-        if granted.unverified and self._late(asked):
-            return MissReason.DEADLINE, "present, but not verified since the restart"
+        if granted.unverified:
+            late = self._late(asked)
+            why = "since the restart" if late else "since the restart: too much waits to be verified"
+            return (MissReason.DEADLINE if late else MissReason.REFUSED), f"present, but not verified {why}"
+        self._events.drain()  # the chunk may have left L1 after they were last read
         key = next((k for k in keys if k in self._in_flight or self._explainer.keys.get(k)), keys[0])
         reason, detail = self._explainer.why(
             key,
@@ -276,7 +287,13 @@ class Lookups:
         return reason, detail
 
     def _outcome(
-        self, asked: Asked, all_keys: bytes, granted: Granted, l1_chunks: int, reason: str, detail: str
+        self,
+        asked: Asked,
+        all_keys: bytes,
+        granted: Granted,
+        l1_chunks: int,
+        reason: MissReason | Literal[""],
+        detail: str,
     ) -> KeptOutcome:
         call, request = asked.call, asked.request
         effect: Lease | None = None
@@ -294,7 +311,7 @@ class Lookups:
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
         counters = self._counters
-        counters.lookup.add(now_s - asked.started_s)
+        counters.lookup.add(now_s - asked.started_s, request.request_id)
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks

@@ -8,6 +8,7 @@ With its last open key a reservation ends, and its request is settled.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -162,6 +163,8 @@ class Reserving:
             self._history.committed(done)
             self._store.committed(done, reservation.pool)
             self._savings.committed(process.group.use, done, self._clock.monotonic_s())
+            if not reservation.open_keys:
+                self._counters.store.add(time.perf_counter() - reservation.begun_s)
         self._settle_if_over(process, request.reservation, reservation)
         return CommitReply(call.seq, self._epoch, bytes(outcomes)), None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
@@ -80,6 +81,10 @@ class Replies:
             self._send(address, self.error(seq, Refused(UNREAD)))
         failpoints.hit(op, "replied")
 
+    def ended(self, op: str, started_s: float) -> None:
+        """Count the time of an answered request, which arrived at `started_s` of `time.perf_counter`."""
+        self._counters.request_ended(op, time.perf_counter() - started_s)
+
 
 class Running:
     """The tasks of requests that take time. Belongs to the event loop."""
@@ -103,22 +108,36 @@ class Running:
         self._unkept_of_token: Counter[frozenset[str]] = Counter()
 
     def begin(
-        self, call: Call, work: Coroutine[Any, Any, KeptOutcome], deadline_s: float, owner: Owner
+        self,
+        call: Call,
+        work: Coroutine[Any, Any, KeptOutcome],
+        deadline_s: float,
+        owner: Owner,
+        started_s: float,
     ) -> None:
-        """Run a kept request as a task; its outcome, or the deadline's error, is sent when it ends."""
+        """Run a kept request as a task; its outcome, or the deadline's error, is sent when it ends.
+
+        `started_s`: when it arrived, by `time.perf_counter`.
+        """
         self._kept[owner.process] += 1
-        task = self._supervisor.spawn(self._run(call, work, deadline_s), call.op)
+        task = self._supervisor.spawn(self._run(call, work, deadline_s, started_s), call.op)
         task.add_done_callback(lambda _: _one_less(self._kept, owner.process))
         self._work[call] = task
         # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
         call.stop = functools.partial(self._loop.call_soon, task.cancel)
 
     def begin_unkept(
-        self, op: str, address: Address, seq: int, work: Coroutine[Any, Any, Reply], owner: Owner
+        self,
+        op: str,
+        address: Address,
+        seq: int,
+        work: Coroutine[Any, Any, Reply],
+        owner: Owner,
+        started_s: float,
     ) -> None:
-        """Run a request whose outcome is not kept as a task."""
+        """Run a request whose outcome is not kept as a task. `started_s` as for `begin`."""
         self._unkept[owner.process] += 1
-        task = self._supervisor.spawn(self._run_unkept(op, address, seq, work), op)
+        task = self._supervisor.spawn(self._run_unkept(op, address, seq, work, started_s), op)
         task.add_done_callback(lambda _: _one_less(self._unkept, owner.process))
         if (token := owner.token) is not None:
             self._unkept_of_token[token] += 1
@@ -152,7 +171,9 @@ class Running:
             *(self._work[call] for call in calls if call in self._work), return_exceptions=True
         )
 
-    async def _run(self, call: Call, work: Coroutine[Any, Any, KeptOutcome], deadline_s: float) -> None:
+    async def _run(
+        self, call: Call, work: Coroutine[Any, Any, KeptOutcome], deadline_s: float, started_s: float
+    ) -> None:
         overdue = self._loop.call_later(deadline_s + GRACE_S, self._expire, call)
         effect: Effect | None = None
         frame = b""
@@ -169,6 +190,7 @@ class Running:
             overdue.cancel()
             self._work.pop(call, None)
             self._deliver(call, frame, effect)
+            self._replies.ended(call.op, started_s)
 
     def _deliver(self, call: Call, frame: bytes, effect: Effect | None) -> None:
         if not frame:
@@ -185,7 +207,7 @@ class Running:
             call.stop()
 
     async def _run_unkept(
-        self, op: str, address: Address, seq: int, work: Coroutine[Any, Any, Reply]
+        self, op: str, address: Address, seq: int, work: Coroutine[Any, Any, Reply], started_s: float
     ) -> None:
         try:
             async with asyncio.timeout(MAX_DEADLINE_MS / 1000):
@@ -197,6 +219,7 @@ class Running:
         except Exception as error:
             frame = self._replies.our_mistake(seq, error)
         self._replies.send_unkept(op, address, seq, frame)
+        self._replies.ended(op, started_s)
 
 
 def _one_less(counts: Counter[Key], owner: Key) -> None:

@@ -10,6 +10,7 @@
     PREFER           count × key, source               no answer; request is 0
     LIST             u64 cursor, u32 most              LISTED
     CLEAR, USAGE     nothing                           COUNTED; USED
+    LEVEL            u8 number of the log level        no answer; request is 0
     CLOSE            nothing                           the host ends, with exit status 0
 
     host → server    body
@@ -40,10 +41,7 @@ Invariants
 from __future__ import annotations
 
 import enum
-import logging
-import os
 import struct
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +50,6 @@ import msgspec
 from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.native.batches import pack_found, pack_keys, read_found, split_keys
 from kvstrata.storage.base import (
-    AdapterContext,
     Capabilities,
     Counts,
     Found,
@@ -68,8 +65,7 @@ from kvstrata.storage.base import (
     Usage,
     found_of,
 )
-from kvstrata.storage.recipe import CodecConfig, Recipe
-from kvstrata.storage.structs import Place
+from kvstrata.storage.host.config import HostConfig
 from kvstrata.types import KEY_BYTES
 
 MAX_FRAME_BYTES = 64 << 10
@@ -106,6 +102,7 @@ class Kind(enum.IntEnum):
     KINDS = 9
     PREFER = 10
     LIST = 11
+    LEVEL = 12
 
     OPENED = 65
     REFUSED = 66
@@ -124,38 +121,6 @@ class Kind(enum.IntEnum):
 
 class ChannelError(Exception):
     """The other side sent an invalid frame, or one that contradicts the requests; or a frame would be too long."""
-
-
-class HostConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of CONFIGURE: a Recipe (storage/recipe.py) and the other values that the host opens the adapter with."""
-
-    medium: str
-    config: msgspec.Raw
-    """JSON of the medium's config struct."""
-    place: Place
-    name: str
-    codec: CodecConfig
-    """Holds the encryption key, if records are encrypted."""
-    instance_id: str
-    region_bytes: int
-    import_paths: list[str]
-    """The server's sys.path."""
-    log_level: str
-
-
-def host_config(recipe: Recipe, context: AdapterContext, log_level: int) -> HostConfig:
-    """The configuration from which a child of this process makes the tier's inner layers."""
-    return HostConfig(
-        medium=recipe.medium,
-        config=msgspec.Raw(msgspec.json.encode(recipe.config)),
-        place=recipe.place,
-        name=recipe.name,
-        codec=recipe.codec,
-        instance_id=context.instance_id,
-        region_bytes=context.region_bytes,
-        import_paths=[path or os.getcwd() for path in sys.path],
-        log_level=logging.getLevelName(log_level),
-    )
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -202,6 +167,8 @@ class Request(NamedTuple):
     source: bytes = b""
     cursor: int = 0
     most: int = 0
+    level: int = 0
+    """As Python's logging numbers it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -275,6 +242,11 @@ def list_keys(number: int, cursor: int, most: int) -> bytes:
     return _head(Kind.LIST, 0, number) + _LIST.pack(cursor, most)
 
 
+def level(number: int) -> bytes:
+    """LEVEL, with the number that Python's logging gives it."""
+    return _head(Kind.LEVEL, 0, 0) + bytes([number])
+
+
 def bare(kind: Kind, number: int) -> bytes:
     """CLEAR, USAGE or CLOSE."""
     return _head(kind, 0, number)
@@ -289,7 +261,7 @@ def read_request(frame: bytes) -> Request:
     items: list[Item] = []
     config = None
     kinds: list[tuple[bytes, PayloadKind | None]] = []
-    source, cursor, most = b"", 0, 0
+    source, cursor, most, level = b"", 0, 0, 0
     if kind in (Kind.EXISTS, Kind.DELETE):
         keys = split_keys(body)
     elif kind in (Kind.PUT, Kind.LOAD):
@@ -298,13 +270,15 @@ def read_request(frame: bytes) -> Request:
         keys, source = split_keys(body[: count * KEY_BYTES]), bytes(body[count * KEY_BYTES :])
     elif kind is Kind.LIST:
         cursor, most = _LIST.unpack(body)
+    elif kind is Kind.LEVEL:
+        [level] = body
     elif kind is Kind.CONFIGURE:
         config = _JSON_OF_CONFIG.decode(body)
     elif kind is Kind.KINDS:
         for whose, element_bytes, *fp8 in _KIND.iter_unpack(body):
             known = PayloadKind(element_bytes, tuple(fp8) if any(fp8) else None)
             kinds.append((whose, known if element_bytes else None))
-    return Request(kind, number, keys, items, config, kinds, source, cursor, most)
+    return Request(kind, number, keys, items, config, kinds, source, cursor, most, level)
 
 
 # --- what the host sends ----------------------------------------------------------------------------------

@@ -60,11 +60,11 @@ from kvstrata.storage.host import channel as host_channel
 from kvstrata.storage.host.channel import (
     MAX_FRAME_BYTES,
     Counted,
-    HostConfig,
     Item,
     Kind,
     Request,
 )
+from kvstrata.storage.host.config import HostConfig
 from kvstrata.storage.host.kinds import KnownKinds
 from kvstrata.storage.host.process import LEVEL_MARK
 from kvstrata.storage.peers import ReadsPeers
@@ -194,6 +194,9 @@ class Host:
                 continue
             if request.kind is Kind.PREFER:
                 self._prefer(request)
+                continue
+            if request.kind is Kind.LEVEL:
+                logging.getLogger().setLevel(request.level)
                 continue
             task = self._loop.create_task(self._answer(request))
             self._tasks.add(task)

@@ -13,7 +13,8 @@ Invariants
 2. `exists` answers with lengths in L1.  A key whose length is not known yet costs one read of its headers.
 3. A record that cannot be decoded (unknown codec, missing or different key, missing library) is a miss and is counted.
    It stays stored; a put replaces it only if it does not authenticate.  A record that decodes to other bytes than the
-   original is removed.
+   original is removed.  A value whose headers are not those of a record of its key is a miss too (`corrupt`), and a put
+   replaces it.
 4. A batch that was taken runs to its end, even if nobody waits for it.
 """
 
@@ -165,7 +166,7 @@ class CodecAdapter(StorageAdapter):
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Encode the records that the medium lacks, and put them into the inner adapter."""
-        if not self.chain.encodes or self._closed or not items:
+        if self._closed or not items or not (self.chain.encodes or self._asks_heads):
             return await self.inner.put(items)
         return await self._work.own(self._put(list(items)))
 
@@ -204,9 +205,11 @@ class CodecAdapter(StorageAdapter):
     # -- put -----------------------------------------------------------------------------------------------
 
     async def _make_way(self, keys: list[bytes]) -> list[Found]:
-        """As `exists`, once records that do not authenticate have been removed, so that a put replaces them."""
+        """As `exists`, once forged records and values that are no records have been removed: a put replaces them."""
         found = await self.exists(keys)
-        forged = [i for i, one in enumerate(found) if one.reason == reasons.UNAUTHENTICATED]
+        forged = [
+            i for i, one in enumerate(found) if one.reason in (reasons.UNAUTHENTICATED, reasons.CORRUPT)
+        ]
         if forged:
             await self.delete([keys[i] for i in forged])
             for i in forged:
@@ -216,6 +219,8 @@ class CodecAdapter(StorageAdapter):
     async def _put(self, items: list[PutItem]) -> list[PutOutcome]:
         outcomes = [PutOutcome(PutStatus.FAILED, BAD_ITEM)] * len(items)
         found = await self._make_way([item.key for item in items])
+        if not self.chain.encodes:
+            return await self.inner.put(items)
         waiting: list[tuple[int, Block, asyncio.Future[Encoded]]] = []
         for i, item in enumerate(items):
             if len(item.key) != KEY_BYTES:
@@ -334,8 +339,7 @@ class CodecAdapter(StorageAdapter):
             known = lengths[key]
             if known is None and self._asks_heads:
                 presence, stored_bytes, reason = found[key]
-                if presence is Presence.PRESENT:
-                    # The headers are unsound; a load makes the medium notice that and remove the record.
+                if presence is Presence.PRESENT:  # the medium has no `heads`
                     encoded.append((i, stored_bytes, 0))
                     continue
                 hold.drop()
@@ -346,6 +350,8 @@ class CodecAdapter(StorageAdapter):
                 not known.codecs and not known.cannot and known.decoded_bytes == hold.length
             ):
                 plain.append(i)
+            elif known.cannot == reasons.CORRUPT:  # a load makes the medium notice it and remove the value
+                encoded.append((i, known.stored_bytes, 0))
             elif known.cannot or known.decoded_bytes != hold.length:
                 hold.drop()
                 reason = known.cannot or LENGTH

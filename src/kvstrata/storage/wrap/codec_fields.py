@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.tokens import read_token_file
-from kvstrata.errors import ConfigError
+from kvstrata.errors import AllWrong, ConfigError
 
 MIN_KEY_CHARS = 32
 NAMES = ("fp8", "zstd", "aes-gcm", "mac")
@@ -55,63 +55,80 @@ class ChainSettings(NamedTuple):
 
 
 def read_chain(value: object, path: str) -> ChainSettings:
-    """The chain that the field `path` asks for. Raises ConfigError naming the part that is wrong."""
+    """The chain that the field `path` asks for. Raises ConfigError naming the parts that are wrong."""
     if value is None:
         return ChainSettings()
     entries = value if isinstance(value, list) else [value]
-    settings = ChainSettings()
+    settings, wrong = ChainSettings(), AllWrong()
     seen: list[str] = []
     for i, entry in enumerate(entries):
-        where = f"{path}[{i}]" if isinstance(value, list) else path
-        options: Mapping[str, Any] = {"name": entry} if isinstance(entry, str) else entry
-        if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
-            raise ConfigError(
-                f'{where}: must be the name of a codec or an object with a "name", found {entry!r:.80}',
-                field=where,
-            )
-        name = options["name"]
-        if name not in NAMES:
-            raise ConfigError(
-                f"{where}: unknown codec {name!r:.80}{nearest(name, NAMES)}; known codecs: {', '.join(NAMES)}",
-                field=where,
-            )
-        if seen and NAMES.index(name) <= NAMES.index(seen[-1]):
-            raise ConfigError(
-                f"{where}: {name!r} cannot come after {seen[-1]!r}; the order is {', '.join(NAMES)}, each once",
-                field=where,
-            )
-        seen.append(name)
-        if name == "fp8":
-            known: tuple[str, ...] = ("name",)
-            settings = settings._replace(fp8=True)
-        elif name == "zstd":
+        with wrong:
+            settings = _with(settings, entry, f"{path}[{i}]" if isinstance(value, list) else path, seen)
+    wrong.tell()
+    return settings
+
+
+def _with(settings: ChainSettings, entry: object, where: str, seen: list[str]) -> ChainSettings:
+    """The chain with one more codec, whose name `seen` gets. Raises ConfigError."""
+    options: Any = {"name": entry} if isinstance(entry, str) else entry
+    if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
+        raise ConfigError(
+            f'{where}: must be the name of a codec or an object with a "name", found {entry!r:.80}',
+            field=where,
+        )
+    name = options["name"]
+    if name not in NAMES:
+        raise ConfigError(
+            f"{where}: unknown codec {name!r:.80}{nearest(name, NAMES)}; known codecs: {', '.join(NAMES)}",
+            field=where,
+        )
+    if seen and NAMES.index(name) <= NAMES.index(seen[-1]):
+        raise ConfigError(
+            f"{where}: {name!r} cannot come after {seen[-1]!r}; the order is {', '.join(NAMES)}, each once",
+            field=where,
+        )
+    if name == "mac" and "aes-gcm" in seen:
+        raise ConfigError(
+            f"{where}: 'mac' cannot come after 'aes-gcm', which authenticates records itself; remove one",
+            field=where,
+        )
+    seen.append(name)
+    known, wrong = ["name"], AllWrong()
+    if name == "fp8":
+        settings = settings._replace(fp8=True)
+    elif name == "zstd":
+        known += ["level", "planes"]
+        level, planes = 1, None
+        with wrong:
             _need("zstandard", where, name)
-            known = ("name", "level", "planes")
-            settings = settings._replace(
-                zstd=ZstdOptions(
-                    _whole(options, "level", where, 1, -50, 19), _whole(options, "planes", where, None, 1, 2)
-                )
-            )
-        else:
+        with wrong:
+            level = _whole(options, "level", where, 1, -50, 19)
+        with wrong:
+            planes = _whole(options, "planes", where, None, 1, 2)
+        settings = settings._replace(zstd=ZstdOptions(level, planes))
+    else:
+        known += ["key_file", "key_files", "accept_plain"]
+        keys, accept_plain = [b""], False
+        with wrong:
             _need("cryptography", where, name)
-            known = ("name", "key_file", "key_files", "accept_plain")
-            if settings.keys:
-                raise ConfigError(
-                    f"{where}: 'mac' cannot come after 'aes-gcm', which authenticates records itself; remove one",
-                    field=where,
-                )
-            first, *old = _read_keys(options, where)
-            settings = settings._replace(
-                master_key=first if name == "aes-gcm" else b"",
-                mac_key=first if name == "mac" else b"",
-                old_keys=tuple(old),
-                accept_plain=_flag(options, "accept_plain", where),
-            )
-        for field in options:
-            if field not in known:
-                raise ConfigError(
+        with wrong:
+            keys = _read_keys(options, where)
+        with wrong:
+            accept_plain = _flag(options, "accept_plain", where)
+        settings = settings._replace(
+            master_key=keys[0] if name == "aes-gcm" else b"",
+            mac_key=keys[0] if name == "mac" else b"",
+            old_keys=tuple(keys[1:]),
+            accept_plain=accept_plain,
+        )
+    for field in options:
+        if field not in known:
+            wrong.add(
+                ConfigError(
                     f"{where}.{field}: unknown field{nearest(str(field), known)}", field=f"{where}.{field}"
                 )
+            )
+    wrong.tell()
     return settings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from kvstrata.policy.reasons import UNAUTHENTICATED
+from kvstrata.policy.reasons import CORRUPT, NO_HEAD, UNAUTHENTICATED
 from kvstrata.storage.base import Found, Presence, StorageAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_lengths import KnownLengths, Lengths, Undecodable, read_head
@@ -59,10 +59,10 @@ class Heads:
     async def look_up(
         self, keys: Sequence[bytes], found: Sequence[Found], *, ask: bool
     ) -> list[Lengths | None]:
-        """The lengths of the found records.
+        """The lengths of the found records. None for a record that is absent, or whose headers are not asked for.
 
-        None for a record that is absent, whose headers are unsound, or whose lengths are not known while `ask` is
-        false.
+        `cannot` is CORRUPT for a value that is no record of its key, and NO_HEAD where the headers could not be read.
+        Neither is remembered: somebody may replace the value by a record of the same length.
         """
         lengths: list[Lengths | None] = [None] * len(keys)
         unknown: list[int] = []
@@ -76,19 +76,24 @@ class Heads:
         if unknown and self._inner.capabilities.has_heads:
             heads = await self._inner.heads([keys[i] for i in unknown])
             for i, head in zip(unknown, heads, strict=True):
-                known = self._read(keys[i], bytes(head), found[i].record_bytes)
-                if known is not None:
-                    lengths[i] = known
+                known = lengths[i] = self._read(keys[i], bytes(head), found[i].record_bytes)
+                if known.cannot in (CORRUPT, NO_HEAD):
+                    self._lengths.forget(keys[i])
+                else:
                     self._lengths.note(keys[i], known)
         return lengths
 
-    def _read(self, key: bytes, head: bytes, stored_bytes: int) -> Lengths | None:
-        """The lengths that a record's headers name, and whether it can be decoded here; None: unsound headers."""
+    def _read(self, key: bytes, head: bytes, stored_bytes: int) -> Lengths:
+        """The lengths that a record's headers name, and whether it can be decoded here."""
+        if not head:
+            return Lengths(stored_bytes, 0, b"", NO_HEAD)
         known = read_head(key, head, stored_bytes)
-        if known is None or known.cannot:
+        if known is not None and known.cannot:
             return known
-        if stored_bytes > self._chain.longest_stored_bytes(known.codecs, known.decoded_bytes):
-            return None  # no codec makes a record this long
+        if known is None or stored_bytes > self._chain.longest_stored_bytes(
+            known.codecs, known.decoded_bytes
+        ):  # the headers are unsound, or no codec makes a record this long
+            return Lengths(stored_bytes, 0, b"", CORRUPT)
         cannot = self._chain.cannot_decode(known.codecs)
         if cannot:
             why = f"written with codecs {list(known.codecs)}, which this server cannot decode"

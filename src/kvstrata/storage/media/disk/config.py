@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvstrata.errors import AllWrong
 from kvstrata.native.disk import MIN_CAPACITY_BYTES
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.media.disk.adapter import disk_adapter
@@ -70,14 +71,17 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
 def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
     capacity_bytes = int(config.capacity_gb * GB)
     segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
+    path, wrong = "", AllWrong()
     if segment_bytes > capacity_bytes // 16:
         most_mb = f"{capacity_bytes / 16 / MB:g} MB"
-        raise place.wrong(
-            "segment_mb", config.segment_mb, f"must be at most a sixteenth of capacity_gb, {most_mb}"
-        )
+        must = f"must be at most a sixteenth of capacity_gb, {most_mb}"
+        wrong.add(place.wrong("segment_mb", config.segment_mb, must))
+    with wrong:
+        path = absolute(config.base_path, place, "base_path")
+    wrong.tell()
     return functools.partial(
         disk_adapter,
-        absolute(config.base_path, place, "base_path"),
+        path,
         capacity_bytes=capacity_bytes,
         segment_bytes=segment_bytes,
         min_free_bytes=int(config.min_free_gb * GB),

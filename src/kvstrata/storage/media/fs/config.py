@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvstrata.errors import AllWrong
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.media.paths import absolute, folder_at
@@ -53,19 +54,24 @@ class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: FsConfig, place: Place, name: str) -> Make:
-    path = absolute(config.base_path, place, "base_path")
+    path, wrong = "", AllWrong()
+    with wrong:
+        path = absolute(config.base_path, place, "base_path")
     tmp = config.relative_tmp_dir
     parts = tmp.split(os.sep)
     if os.path.isabs(tmp) or any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise place.wrong("relative_tmp_dir", tmp, "must be a plain path below base_path")
+        wrong.add(place.wrong("relative_tmp_dir", tmp, "must be a plain path below base_path"))
     if re.fullmatch("[0-9a-f]{2}", parts[0]):
         must = "must not begin with a directory of two hex digits, since records lie in such directories"
-        raise place.wrong("relative_tmp_dir", tmp, must)
+        wrong.add(place.wrong("relative_tmp_dir", tmp, must))
     if config.read_ahead_size is not None:
         place.noted("read_ahead_size", "a record is read in one piece")
     size_gb, same_gb, free_gb = config.capacity_gb, config.max_capacity_gb, config.min_free_gb
     if size_gb is not None and same_gb is not None and size_gb != same_gb:
-        raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
+        wrong.add(
+            place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
+        )
+    wrong.tell()
     return functools.partial(
         FsAdapter,
         path,

@@ -33,7 +33,7 @@ from kvstrata.errors import StorageError
 from kvstrata.native.batches import names_of
 from kvstrata.native.record import CopyOutcome, RecordError, Verifier, record_header
 from kvstrata.observability.logging import Thinning
-from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, THROTTLED
+from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, LENGTH, QUEUE_FULL, RAISED, THROTTLED
 from kvstrata.storage.base import (
     HEAD_BYTES,
     AdapterContext,
@@ -61,7 +61,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _thinning = Thinning()
 
-RAISED = "raised"
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
+from kvstrata.errors import AllWrong
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.media.mooncake.adapter import (
@@ -65,19 +66,22 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
+    wrong = AllWrong()
     ours = [field for field in config.__struct_fields__ if field != "setup"]
     for key, value in config.setup.items():
         if key not in SETUP_KEYS:
             if hint := nearest(key, (*ours, *COMMON), cutoff=NEARLY):
-                raise place.hidden(key, f"unknown field, and not an option of Mooncake{hint}")
+                wrong.add(place.hidden(key, f"unknown field, and not an option of Mooncake{hint}"))
+                continue
             hint = nearest(key, SETUP_KEYS)
             log.warning("%s: unknown field%s, passed on to Mooncake", place.at(key), hint)
         if not isinstance(value, str | int | float):
             must = "must be a string, a number, true or false, like all options of Mooncake"
-            raise place.wrong(key, value, must)
+            wrong.add(place.wrong(key, value, must))
     for key in ("local_hostname", "metadata_server"):
         if key not in config.setup:
-            raise place.wrong(key, None, "must be given, since Mooncake's setup requires it")
+            wrong.add(place.wrong(key, None, "must be given, since Mooncake's setup requires it"))
+    wrong.tell()
     settings = MooncakeSettings(
         setup=config.setup,
         replicate=config.replicate or {},

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import ConfigError
+from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
@@ -111,8 +111,12 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     )
     from kvstrata.storage.media.object_store.failures import plain
 
-    options = _renamed(config, place)
-    url = _url(config.url, place)
+    url, options, wrong = "", {}, AllWrong()
+    with wrong:
+        options = _renamed(config, place)
+    with wrong:
+        url = _url(config.url, place)
+    wrong.tell()
     store_options, client = _sorted(place, url, options)
     endpoint = store_options.get("endpoint") or store_options.get("aws_endpoint") or ""
     if str(endpoint).startswith("http://") and "allow_http" not in client:
@@ -176,12 +180,21 @@ def _url(url: str, place: Place) -> str:
 
 def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
     """The options under obstore's names, also those given under LMCache's names for its `s3`."""
+    wrong = AllWrong()
     if config.s3_endpoint is not None:
         advice = 'write "url": "s3://BUCKET/PREFIX" and, for a server that is not Amazon\'s, "endpoint": "https://HOST"'
-        raise place.refused("s3_endpoint", config.s3_endpoint, advice)
+        wrong.add(place.refused("s3_endpoint", config.s3_endpoint, advice))
     if config.max_capacity_gb:
         advice = "object stores have no cap here; give the bucket a lifecycle rule"
-        raise place.refused("max_capacity_gb", config.max_capacity_gb, advice)
+        wrong.add(place.refused("max_capacity_gb", config.max_capacity_gb, advice))
+    options = dict(config.options)
+    for old, new in REPLACED:
+        if old in options:
+            log.info("%s: read as %s, obstore's name for this option", place.at(old), new)
+            if new in options:
+                wrong.add(place.hidden(new, f"is given as {old} too; give one of them"))
+            options[new] = options.pop(old)
+    wrong.tell()
     for name, why in (
         ("max_capacity_gb", "object stores have no cap here"),
         ("s3_num_io_threads", "per_op_workers bounds the requests"),
@@ -189,13 +202,6 @@ def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
     ):
         if getattr(config, name) is not None:
             place.noted(name, why)
-    options = dict(config.options)
-    for old, new in REPLACED:
-        if old in options:
-            log.info("%s: read as %s, obstore's name for this option", place.at(old), new)
-            if new in options:
-                raise place.hidden(new, f"is given as {old} too; give one of them")
-            options[new] = options.pop(old)
     return options
 
 
@@ -206,26 +212,31 @@ def _sorted(place: Place, url: str, options: dict[str, Any]) -> tuple[dict[str, 
 
     config: dict[str, Any] = {}
     client: dict[str, Any] = {}
+    wrong = AllWrong()
     for name, value in options.items():
         if not isinstance(value, str | int | float):
-            raise place.hidden(name, "must be a string, a number, true or false, like all options of obstore")
+            must = "must be a string, a number, true or false, like all options of obstore"
+            wrong.add(place.hidden(name, must))
+            continue
         value = value if isinstance(value, str | bool) else str(value)
         if url.startswith("file:"):
-            raise _unknown(place, name)
+            wrong.add(_unknown(place, name))
+            continue
         try:
             HTTPStore.from_url("http://localhost", client_options={name: value})
         except ValueError:  # not an option of the client
             try:
                 from_url(url, config={name: value})
             except UnknownConfigurationKeyError:
-                raise _unknown(place, name) from None
+                wrong.add(_unknown(place, name))
             except (BaseError, TypeError, ValueError):  # a known option, but a store needs more than this one
                 pass
             config[name] = value
         except (BaseError, TypeError) as error:
-            raise place.hidden(name, scrubbed(str(error).partition("\n")[0])) from None
+            wrong.add(place.hidden(name, scrubbed(str(error).partition("\n")[0])))
         else:
             client[name] = value
+    wrong.tell()
     return config, client
 
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.private_file import read_private_file
+from kvstrata.errors import AllWrong
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.storage.media.resp.servers import Address, RespServers
@@ -135,9 +136,14 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def settings_of(config: RespConfig, place: Place) -> RespSettings:
     """Check the fields; nothing is connected. Raises ConfigError."""
-    servers = _servers(config, place)
+    servers, wrong = None, AllWrong()
+    with wrong:
+        servers = _servers(config, place)
     if PREFIX.fullmatch(config.key_prefix) is None:
-        raise place.wrong("key_prefix", config.key_prefix, "must be 1 to 64 letters, digits and _ . : / @ -")
+        must = "must be 1 to 64 letters, digits and _ . : / @ -"
+        wrong.add(place.wrong("key_prefix", config.key_prefix, must))
+    wrong.tell()
+    assert servers is not None
     timeout_s = config.request_timeout
     return RespSettings(
         servers=servers,
@@ -160,26 +166,34 @@ class _Url(NamedTuple):
 def _servers(config: RespConfig, place: Place) -> RespServers:
     source, addresses = _named(config, place)
     url = _url(config.url, place) if config.url is not None else None
+    wrong = AllWrong()
     if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
         must = "must be one server unless cluster_mode is true"
-        raise place.wrong("startup_nodes", config.startup_nodes, must)
+        wrong.add(place.wrong("startup_nodes", config.startup_nodes, must))
     if source == "sentinels" and config.cluster_mode:
         must = "must not be true with sentinels: give startup_nodes of the cluster"
-        raise place.wrong("cluster_mode", True, must)
+        wrong.add(place.wrong("cluster_mode", True, must))
     if source == "sentinels" and config.sentinel_master is None:
-        raise place.wrong("sentinel_master", None, "must be a non-empty string")
+        wrong.add(place.wrong("sentinel_master", None, "must be a non-empty string"))
     if source != "sentinels" and config.sentinel_master is not None:
         must = "needs sentinels, the addresses of the sentinels"
-        raise place.wrong("sentinel_master", config.sentinel_master, must)
-    username, password = _credentials(config, url, place)
+        wrong.add(place.wrong("sentinel_master", config.sentinel_master, must))
+    username, password, database, tls = "", "", 0, None
+    with wrong:
+        username, password = _credentials(config, url, place)
+    with wrong:
+        database = _database(config, url, place)
+    with wrong:
+        tls = _tls(config, url, place)
+    wrong.tell()
     return RespServers(
         addresses=addresses,
         cluster=config.cluster_mode,
         master_name=config.sentinel_master or "",
         username=username,
         password=password,
-        database=_database(config, url, place),
-        tls=_tls(config, url, place),
+        database=database,
+        tls=tls,
         tls_server_name=config.tls_server_name or "",
         connection_timeout_s=config.connection_timeout,
     )

@@ -357,7 +357,7 @@ class Servers:
             link.send([command(b"SELECT", b"%d" % settings.database)])
             reply = link.reply()
             if isinstance(reply, ServerError):
-                raise LinkLost("refused", f"database_id: {settings.database}: {reply.text:.80}")
+                raise LinkLost("server_error", f"database_id: {settings.database}: {reply.text:.80}")
         if settings.master_name and not sentinel:
             link.send([command(b"ROLE")])
             reply = link.reply()
@@ -391,7 +391,7 @@ class Servers:
                 continue
             if server.get("cluster_enabled") != "1":
                 raise LinkLost(
-                    "refused",
+                    "server_error",
                     f"{address} belongs to no cluster: set cluster_mode to false and give host and port",
                 )
             return self.masters()

@@ -1,0 +1,108 @@
+"""`metrics_page` and `request_counted`: what metrics cost the server's event loop.
+
+`metrics_page` is the time of the main thread on its CPU for one page /metrics, HTTP included, less that of an idle
+server; `request_counted` is the time that counting the duration of a request takes, such as a ping.
+
+Sketch: a page has some 200 families with 400 samples, of which prometheus_client makes objects and then text at some
+5 µs each. Counting takes two readings of the clock, a search in 18 bounds and three additions.
+"""
+
+from __future__ import annotations
+
+import time
+import timeit
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import figure, median_spread, scratch, sized
+from kvstrata.observability.exposition import FRESH_S
+from kvstrata.observability.metrics import ServerCounters
+from tests.harness.server_process import ServerProcess
+
+OWN_POOLS = sized((0, 100, 1_000), (0, 2))
+POOL_MB = 4
+READERS = 5
+PAGES = sized(30, 2)
+REPEATS = sized(15, 2)
+REQUESTS = sized(200_000, 100)
+PAGE_TARGET_MS = 5.0
+COUNT_TARGET_NS = 1_000.0
+
+
+def own_pools(folder: Path, count: int) -> tuple[str, ...]:
+    """Flags for a server with this many tenants, each with a pool of its own."""
+    if not count:
+        return ()
+    tokens, config, names = folder / "tenants", folder / "server.yaml", [f"t{i}" for i in range(count)]
+    tokens.write_text("".join(f"token-of-tenant-{i:06d} {name}\n" for i, name in enumerate(names)))
+    tokens.chmod(0o600)
+    quotas = ", ".join(f"{name}: {POOL_MB / 1024}" for name in names)
+    pools = ", ".join(f"{{name: {name}, pool: own}}" for name in names)
+    config.write_text(f"security: {{tenants_file: {tokens}}}\nquotas_gb: {{{quotas}}}\ntenants: [{pools}]\n")
+    return ("--config", str(config))
+
+
+def page_ms(folder: Path, count: int) -> tuple[float, float]:
+    """Milliseconds of the event loop for one reader, and for several readers at once, with `count` own pools."""
+    folder.mkdir()
+    with ServerProcess(folder, l1_mb=64 + count * POOL_MB, flags=own_pools(folder, count)) as server:
+        server.start()
+        times = Path(f"/proc/{server.pid}/task/{server.pid}/schedstat")
+        url = f"http://127.0.0.1:{server.ready['http_port']}/metrics"
+
+        def used_ms(readers: int) -> float:
+            found = []
+            for _ in range(PAGES):
+                before = int(times.read_text().split()[0])
+                for _ in range(readers):
+                    with urllib.request.urlopen(url) as reply:
+                        reply.read()
+                time.sleep(1.2 * FRESH_S)  # the next page is made anew
+                found.append((int(times.read_text().split()[0]) - before) / 1e6)
+            return median_spread(found)[0]
+
+        used_ms(1)
+        idle = used_ms(0)
+        return used_ms(1) - idle, used_ms(READERS) - idle
+
+
+def counted_ns() -> list[float]:
+    """Nanoseconds for counting one request, of each repeat."""
+    counters, clock = ServerCounters(), time.perf_counter
+
+    def count() -> None:
+        started_s = clock()
+        counters.request_ended("ping", clock() - started_s)
+
+    return [seconds / REQUESTS * 1e9 for seconds in timeit.repeat(count, number=REQUESTS, repeat=REPEATS)]
+
+
+def run() -> list[dict[str, Any]]:
+    """Measure the figures."""
+    with scratch("metrics") as folder:
+        pages = {count: page_ms(folder / str(count), count) for count in OWN_POOLS}
+    one, several = pages[0]
+    nanoseconds, spread = median_spread(counted_ns())
+    return [
+        figure(
+            "metrics_page",
+            value=one,
+            unit="ms",
+            ratio=several / one,
+            ratio_to=f"{READERS} readers within {FRESH_S} s, by one",
+            target=f"≤ {PAGE_TARGET_MS} ms",
+            ok=one <= PAGE_TARGET_MS,
+            own_pools_ms={str(count): alone for count, (alone, _) in pages.items()},
+        ),
+        figure(
+            "request_counted",
+            value=nanoseconds,
+            unit="ns",
+            ratio=nanoseconds / COUNT_TARGET_NS,
+            ratio_to="the target",
+            target=f"≤ {COUNT_TARGET_NS:.0f} ns",
+            ok=nanoseconds <= COUNT_TARGET_NS,
+            spread=spread,
+        ),
+    ]

@@ -1,0 +1,211 @@
+"""configs/grafana/kvstrata.json: Grafana's dashboard.
+
+A panel names families of `FAMILIES`. Its query follows from their kind, its unit from their name, and its description
+is their meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+from kvstrata.observability.families import FAMILIES
+
+SOURCE = {"type": "prometheus", "uid": "prometheus"}
+SELECTED = '{instance=~"$instance"}'
+EVERY = "[$__rate_interval]"
+WIDTH = 24
+
+
+class Panel(NamedTuple):
+    """One panel."""
+
+    title: str
+    families: dict[str, str]
+    """Name of a family without `kvstrata_` → legend; an empty legend is made of the labels in `by`."""
+    by: tuple[str, ...] = ()
+    """Labels of which each value has a line of its own."""
+    unit: str = ""
+    """Grafana's unit, where the family's name does not say it."""
+    kind: str = "timeseries"
+    quantiles: tuple[float, ...] = (0.99,)
+    """Of a histogram."""
+    query: str = ""
+    """The whole query, where the panel shows a share of its families."""
+
+
+class Row(NamedTuple):
+    """A headline and the panels below it, each `width` wide."""
+
+    title: str
+    width: int
+    panels: tuple[Panel, ...]
+
+
+def _rate(name: str) -> str:
+    return f"sum(rate(kvstrata_{name}_total{SELECTED}{EVERY}))"
+
+
+HIT, LOADED, ASKED = (_rate(f"{name}_chunks") for name in ("l1_hit", "l2_hit", "lookup"))
+ROWS = (
+    Row("Hits", 6, (
+        Panel(
+            "Chunks served from a cache",
+            {"l1_hit_chunks": "", "l2_hit_chunks": "", "lookup_chunks": ""},
+            unit="percentunit", kind="stat", query=f"({HIT} + {LOADED}) / {ASKED}",
+        ),
+        Panel("Lookups, 99th percentile", {"lookup_seconds": ""}, kind="stat"),
+        Panel("Breakers open", {"l2_breaker_open": ""}, kind="stat"),
+        Panel("Engines attached", {"sessions_groups": ""}, kind="stat"),
+    )),
+    Row("", 12, (
+        Panel("Chunks by where they were found", {
+            "l1_hit_chunks": "L1", "l2_hit_chunks": "L2", "lookup_chunks": "asked for",
+        }),
+        Panel("First misses", {"first_misses": ""}, ("reason",)),
+    )),
+    Row("Requests", 8, (
+        Panel("Requests", {"requests": ""}, ("op",), unit="reqps"),
+        Panel("Time of a request", {"request_seconds": ""}, ("op",)),
+        Panel("Error replies", {"errors": ""}, ("code",)),
+        Panel("Time of a lookup", {"lookup_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Time of a store", {"store_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Lookups' wait for L2", {"l2_prefetch_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+    )),
+    Row("L1", 8, (
+        Panel("Bytes", {
+            "pool_limit_bytes": "size", "pool_used_bytes": "used", "pool_leased_bytes": "leased",
+            "pool_blocked_bytes": "not evictable now", "pool_quarantined_bytes": "quarantined",
+            "pool_missing_bytes": "without memory",
+        }),
+        Panel("Chunks in and out", {
+            "pool_inserted_entries": "became visible", "pool_evicted_entries": "evicted",
+            "pool_corrupt_entries": "dropped, checksum wrong",
+        }),
+        Panel("Reserves", {"reserve_outcomes": ""}, ("outcome",)),
+        Panel("Evictions", {"pool_evictions": ""}, ("cause",)),
+        Panel("Refused", {"pool_refused_entries": ""}, ("reason",)),
+        Panel("Revoked leases that are not given back", {"sessions_leases_revoked": ""}),
+    )),
+    Row("L2", 8, (
+        Panel("Bytes moved", {"l2_bytes": ""}, ("adapter", "operation")),
+        Panel("Time of a batch", {"l2_seconds": ""}, ("adapter", "operation")),
+        Panel("Chunks", {"l2_items": ""}, ("adapter", "operation", "outcome")),
+        Panel("Waiting to be put", {"l2_store_backlog_bytes": "waiting", "l2_store_backlog_limit_bytes": "limit"}),
+        Panel("Puts skipped", {"put_skipped": ""}, ("reason",)),
+        Panel("Breakers", {"l2_breaker_open": ""}, ("adapter", "operation")),
+        Panel("Bytes of operations that do not end", {"l2_stuck_bytes": ""}, ("adapter",)),
+        Panel("Restarts of adapter hosts", {"l2_host_restarts": ""}, ("adapter",)),
+        Panel("The adapters' own events", {"l2_adapter_events": ""}, ("adapter", "event")),
+    )),
+    Row("Cluster and process", 8, (
+        Panel("Accepted by a controller", {"cluster_member": ""}, ("instance",)),
+        Panel("Time of a heartbeat", {"cluster_heartbeat_seconds": ""}),
+        Panel("Restarts and lost log lines", {"process_restarts": "restarts", "log_dropped_lines": "log lines"}),
+    )),
+)  # fmt: skip
+
+
+def _unit(panel: Panel) -> str:
+    """Grafana's unit of a panel, from the names and kinds of its families, which all have the same one."""
+    if panel.unit:
+        return panel.unit
+    units = set()
+    for short in panel.families:
+        name, rate = f"kvstrata_{short}", FAMILIES[f"kvstrata_{short}"].kind == "counter"
+        if name.endswith("_seconds"):
+            units.add("s")
+        elif name.endswith("_bytes"):
+            units.add("Bps" if rate else "bytes")
+        else:
+            units.add("cps" if rate else "short")
+    (unit,) = units
+    return unit
+
+
+def _queries(panel: Panel, short: str, legend: str) -> list[tuple[str, str]]:
+    """(Query, legend) of one family."""
+    name = f"kvstrata_{short}"
+    family = FAMILIES[name]
+    unknown = set(panel.by) - {*family.labels, "instance"}
+    assert not unknown, f"{panel.title}: {name} has no labels {unknown}"
+    by = f" by ({', '.join(panel.by)}) " if panel.by else ""
+    legend = legend or " ".join(f"{{{{{label}}}}}" for label in panel.by)
+    if family.kind == "counter":
+        return [(f"sum{by}(rate({name}_total{SELECTED}{EVERY}))", legend)]
+    if family.kind == "gauge":
+        return [(f"sum{by}({name}{SELECTED})", legend)]
+    labels = ", ".join(("le", *panel.by))
+    times = f"sum by ({labels}) (rate({name}_bucket{SELECTED}{EVERY}))"
+    many = len(panel.quantiles) > 1
+    return [(f"histogram_quantile({q}, {times})", f"{q:.0%}" if many else legend) for q in panel.quantiles]
+
+
+def _panel(panel: Panel, place: dict[str, int], number: int) -> dict[str, Any]:
+    queries = [query for short, legend in panel.families.items() for query in _queries(panel, short, legend)]
+    if panel.query:
+        queries = [(panel.query, "")]
+    described = dict.fromkeys(FAMILIES[f"kvstrata_{short}"].meaning for short in panel.families)
+    if any(short.endswith("_seconds") for short in panel.families) and len(panel.quantiles) == 1:
+        described["The 99th percentile is shown."] = None
+    stat = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}, "colorMode": "value"}
+    return {
+        "type": panel.kind,
+        "id": number,
+        "title": panel.title,
+        "description": " ".join(described),
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": _unit(panel), "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query, "legendFormat": legend}
+            for i, (query, legend) in enumerate(queries)
+        ],
+        "options": stat if panel.kind == "stat" else {"tooltip": {"mode": "multi"}},
+    }
+
+
+def dashboard() -> str:
+    """The dashboard as JSON."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in ROWS:
+        if row.title:
+            place = {"h": 1, "w": WIDTH, "x": 0, "y": y}
+            panels.append(
+                {"type": "row", "id": len(panels) + 1, "title": row.title, "gridPos": place, "panels": []}
+            )
+            y += 1
+        for index, panel in enumerate(row.panels):
+            x = index * row.width % WIDTH
+            at = {"h": 8, "w": row.width, "x": x, "y": y}
+            panels.append(_panel(panel, at, len(panels) + 1))
+            if x + row.width == WIDTH:
+                y += 8
+    instances = "label_values(kvstrata_instance, instance)"
+    variable = {
+        "name": "instance",
+        "label": "Instance",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": {"query": instances, "refId": "A"},
+        "definition": instances,
+        "includeAll": True,
+        "multi": True,
+        "current": {"text": "All", "value": "$__all"},
+        "refresh": 2,
+    }
+    document = {
+        "uid": "kvstrata",
+        "title": "kvstrata",
+        "tags": ["kvstrata"],
+        "schemaVersion": 39,
+        "editable": True,
+        "timezone": "browser",
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [variable]},
+        "annotations": {"list": []},
+        "panels": panels,
+    }
+    return json.dumps(document, indent=1) + "\n"

@@ -1,0 +1,95 @@
+"""Settings of a process that attaches to a server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
+
+    host: Annotated[str, Meta(min_length=1, description="Host of the server; must be this host.")] = (
+        "localhost"
+    )
+    port: Annotated[int, Meta(ge=1, le=65_535, description="RPC port of the server.")] = 5555
+    socket_dir: Annotated[
+        str,
+        Meta(description="Directory of the server's sockets; empty: each default place (docs/protocol.md)."),
+    ] = ""
+    chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
+    lookup_timeout_ms: Annotated[
+        int,
+        Meta(ge=1, le=60_000, description="Longest wait for a request's lookup, which is a miss after that."),
+    ] = 3_000
+    min_retrieve_tokens: Annotated[
+        int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")
+    ] = 0
+    save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
+    enable_kv_events: Annotated[
+        bool, Meta(description="Hand stored and removed chunks to vLLM as events.")
+    ] = False
+    copy_threads: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool."),
+    ] = 2
+    load_mode: Annotated[
+        Literal["auto", "sync", "async"],
+        Meta(
+            description="When hits are loaded: `sync` before the forward pass, `async` beside it, `auto` as their "
+            "size suggests. If vLLM plans a step before the previous one has ended (asynchronous scheduling, pipeline "
+            "parallelism), `sync` is refused and `auto` loads beside the pass."
+        ),
+    ] = "auto"
+    tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
+    token_file: Annotated[
+        str,
+        Meta(
+            description="File with the token that permits `tenant` on a server with a tenants file; readable by its "
+            "owner only, read again at every attach. Empty: no token."
+        ),
+    ] = ""
+    fidelity: Annotated[
+        Literal["lossless", "fp8"],
+        Meta(
+            description="`fp8`: accept KV that adapters with the codec `fp8` have rounded to 8-bit floats. Engines "
+            "with different settings share no chunks."
+        ),
+    ] = "lossless"
+    gpu_fp8: Annotated[
+        bool,
+        Meta(
+            description="With `fidelity: fp8` and 16-bit KV on a GPU: round the KV on the GPU, so that the link and L1 "
+            "carry half the bytes. Such chunks are shared only with engines that have the same setting."
+        ),
+    ] = False
+    gpu_copy_engine: Annotated[
+        Literal["auto", "dma", "kernel", "staged"],
+        Meta(
+            description="How KV is copied between a GPU and the pool: `dma`: batched copies that use no SM; `kernel`: "
+            "a kernel that accesses host memory; `staged`: a kernel into a buffer on the GPU, and one large copy; "
+            "`auto`: the fastest of them, as measured at the start."
+        ),
+    ] = "auto"
+    gpu_copy_max_sms: Annotated[
+        int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
+    ] = 4
+    gpu_staging_mb: Annotated[
+        int,
+        Meta(
+            ge=1, le=65_536, description="MB of GPU memory for the copy engine `staged`, and for `gpu_fp8`."
+        ),
+    ] = 64
+    gpu_pin: Annotated[
+        bool,
+        Meta(
+            description="Register the pool with the GPU's driver, slab by slab in the background, so that the GPU "
+            "reads and writes the pool directly; registered memory cannot be swapped."
+        ),
+    ] = True
+    max_store_backlog_gb: Annotated[
+        float,
+        Meta(gt=0, description="Most bytes waiting to be copied into the pool; further stores are skipped."),
+    ] = 1.0

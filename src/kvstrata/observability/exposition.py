@@ -1,0 +1,230 @@
+"""The page /metrics of the server: its families as prometheus_client's objects, and both text formats.
+
+The page is made anew at most every FRESH_S, however many readers it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from kvstrata.observability.families import COUNTED, FAMILIES, Family, old_name, place_of
+from kvstrata.observability.metrics import Histogram, ServerCounters
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+FRESH_S = 0.25
+"""Age up to which a page is given to further readers."""
+PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OPEN_METRICS = "application/openmetrics-text"
+_MAX_PLACES = 4_096
+
+Values = list[tuple[list[str], Any]]
+"""Samples of a family: values of its labels, and a number or a Histogram."""
+
+_OF_OWN_POOL = {
+    "bytes": "limit_bytes",
+    "used_bytes": "used_bytes",
+    "evicted_entries": "evicted_entries",
+}
+"""What follows `kvstrata_own_pool_` → number of a row of the status's section `own_pools`."""
+
+
+class Collects(Protocol):
+    """What a page is made of."""
+
+    old_names: bool
+    """Whether it collects old names too."""
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families now."""
+        ...
+
+
+class Page(NamedTuple):
+    """A page for one reader."""
+
+    text: bytes
+    media_type: str
+
+
+class Pages:
+    """Makes /metrics in the format that a reader asks for."""
+
+    def __init__(self, collector: Collects, now_s: Callable[[], float] = time.monotonic) -> None:
+        """If the collector has old names, every reader gets the plain format: in OpenMetrics no gauge can have the name
+        of a counter without `_total`."""
+        # Imported here, since the apps are made on a thread; a page is made on the event loop.
+        from prometheus_client import CollectorRegistry, generate_latest
+        from prometheus_client.openmetrics import exposition
+
+        self._plain, self._open = generate_latest, exposition
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(collector)
+        self._old_names = collector.old_names
+        self._now_s = now_s
+        self._made: dict[bool, tuple[float, Page]] = {}
+        """By whether the format is OpenMetrics: when a page was made, and the page."""
+
+    def page(self, accept: str) -> Page:
+        """The page for a request with this `Accept`: OpenMetrics if it names that, else the plain format."""
+        is_open = _OPEN_METRICS in accept and not self._old_names
+        now_s = self._now_s()
+        made_s, page = self._made.get(is_open, (float("-inf"), Page(b"", "")))
+        if now_s - made_s >= FRESH_S:
+            page = self._make(is_open=is_open)
+            self._made[is_open] = now_s, page
+        return page
+
+    def _make(self, *, is_open: bool) -> Page:
+        if is_open:
+            text: bytes = self._open.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            return Page(text, self._open.CONTENT_TYPE_LATEST)
+        return Page(self._plain(self._registry), PLAIN_TYPE)
+
+
+class ServerCollector:
+    """A collector for a prometheus_client CollectorRegistry: reads counters and status document at each scrape."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        counters: ServerCounters,
+        numbers: Callable[[], Mapping[str, Any]],
+        *,
+        old_names: bool = False,
+    ) -> None:
+        """`numbers` returns sections of the status document. A number in them is served if `FAMILIES` has its path.
+
+        With `old_names`, the numbers are served under their former names, too.
+        """
+        self._instance_id = instance_id
+        self._counters = counters
+        self._numbers = numbers
+        self.old_names = old_names
+        self._places: dict[tuple[str, ...], tuple[str, list[str]] | None] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families now, in the order of `FAMILIES`, then the old names."""
+        numbers = self._numbers()
+        found = list(numbers_in(numbers))
+        samples: dict[str, Values] = {name: [] for name in FAMILIES}
+        samples |= _counted(self._instance_id, self._counters, numbers)
+        for path, value in found:
+            if (place := self._place(path)) is not None:
+                samples[place[0]].append((place[1], value))
+        for name, values in samples.items():
+            if values or name in COUNTED:
+                yield metric_of(name, FAMILIES[name], values)
+        if self.old_names:
+            yield from _old_gauges((path, value) for path, value in found if self._place(path) is not None)
+
+    def _place(self, path: tuple[str, ...]) -> tuple[str, list[str]] | None:
+        if path not in self._places:
+            if len(self._places) >= _MAX_PLACES:  # names of adapters that came and went
+                self._places.clear()
+            self._places[path] = place_of(path)
+        return self._places[path]
+
+
+def metric_of(name: str, family: Family, values: Iterable[tuple[list[str], Any]]) -> Metric:
+    """A family with its samples: label values, and a number or a Histogram each."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(name, family.meaning, labels=family.labels)
+        for labels, times in values:
+            histogram.add_metric(labels, buckets=_buckets(times), sum_value=times.sum_s)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(name, family.meaning, labels=family.labels)
+    for labels, count in values:
+        metric.add_metric(labels, count)
+    return metric
+
+
+def _buckets(times: Histogram) -> list[Any]:
+    from prometheus_client.core import Exemplar
+
+    return [
+        (bound, count, Exemplar({"request_id": seen.request_id}, seen.seconds, seen.unix_s))
+        if seen
+        else (bound, count)
+        for bound, count, seen in times.buckets()
+    ]
+
+
+def _old_gauges(numbers: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    for path, value in numbers:
+        name = old_name(".".join(path))
+        same = FAMILIES.get(name)
+        if same is None or same.kind != "gauge":
+            yield GaugeMetricFamily(name, "An old name, see docs/metrics.md.", value=value)
+
+
+def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, Any]) -> dict[str, Values]:
+    """The samples of each family in `COUNTED`, in its order."""
+
+    def by_word(values: Mapping[str, Any]) -> Values:
+        return [([word], value) for word, value in sorted(values.items())]
+
+    own_pools = numbers.get("own_pools", [])
+    l2 = [(list(name), counted) for name, counted in sorted(counters.l2.items())]
+    return {
+        "kvstrata_instance": [([instance_id], 1.0)],
+        "kvstrata_requests": by_word(counters.requests),
+        "kvstrata_request_seconds": by_word(counters.request_times),
+        "kvstrata_errors": by_word(counters.errors),
+        "kvstrata_wrong_proofs": [([], counters.wrong_proofs)],
+        "kvstrata_first_misses": by_word(counters.misses),
+        "kvstrata_reserve_outcomes": by_word(counters.reserve_outcomes),
+        "kvstrata_put_skipped": by_word(counters.put_skipped),
+        "kvstrata_lookup_chunks": [([], counters.lookup_chunks)],
+        "kvstrata_l1_hit_chunks": [([], counters.l1_hit_chunks)],
+        "kvstrata_l2_hit_chunks": [([], counters.l2_hit_chunks)],
+        "kvstrata_revoked_leases": [([], counters.revoked_leases)],
+        "kvstrata_committed_chunks": [([], counters.committed_chunks)],
+        "kvstrata_bad_records": [([], counters.bad_records)],
+        **{
+            f"kvstrata_own_pool_{name}": [([row["tenant"]], row[number]) for row in own_pools]
+            for name, number in _OF_OWN_POOL.items()
+        },
+        "kvstrata_own_pool_lent_bytes": [
+            ([row["tenant"]], row["leased_bytes"])
+            for row in numbers.get("peers_served", {}).get("own_pools", [])
+        ],
+        "kvstrata_retrieved_bytes": [([], counters.retrieved_bytes)],
+        "kvstrata_lookup_seconds": [([], counters.lookup)],
+        "kvstrata_store_seconds": [([], counters.store)],
+        "kvstrata_l2_prefetch_seconds": [([], counters.prefetch)],
+        "kvstrata_l2_seconds": [(labels, counted.time) for labels, counted in l2],
+        "kvstrata_l2_bytes": [(labels, counted.moved_bytes) for labels, counted in l2],
+        "kvstrata_l2_items": [
+            ([*labels, word], count)
+            for labels, counted in l2
+            for word, count in sorted(counted.outcomes.items())
+        ],
+        "kvstrata_l2_breaker_open": [
+            ([adapter, operation], float(state != "closed"))
+            for adapter, status in numbers.get("l2_adapters", {}).items()
+            for operation, state in status.get("breakers", {}).items()
+        ],
+        "kvstrata_cluster_heartbeat_seconds": [([], counters.heartbeat)],
+        "kvstrata_cluster_sync_seconds": [([], counters.sync)],
+    }
+
+
+def numbers_in(
+    document: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], float]]:
+    """(path, value) of every number in a nested document."""
+    for key, value in document.items():
+        path = (*above, str(key))
+        if isinstance(value, Mapping):
+            yield from numbers_in(value, path)
+        elif isinstance(value, bool | int | float):
+            yield path, float(value)

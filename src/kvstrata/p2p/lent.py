@@ -1,0 +1,92 @@
+"""One pool as peers see it: which of its records are leased to readers or pinned, and how many bytes they keep.
+
+Belongs to the event loop; no I/O.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstrata.types import EXTENT, KEY_BYTES
+
+if TYPE_CHECKING:
+    from kvstrata.native.pool import Pool
+
+ABSENT, LIMIT = "absent", "limit"
+SERVER_ROW = 0
+
+
+class Taken(NamedTuple):
+    """Leading records of a run that the pool keeps from now on, until `LentPool.give_back`."""
+
+    ticket: int
+    """The pool's number of this lease."""
+    entries: list[int]
+    extents: bytes
+    n_bytes: int
+
+
+class LentPool:
+    """See the module."""
+
+    def __init__(self, pool: Pool, region: int, share: float) -> None:
+        """`region`: number of the pool's memory among the transfer engine's; `share`: the part that may be lent."""
+        self.region = region
+        self.leased_bytes = 0
+        """Bytes of the distinct records that are leased or pinned."""
+        self.n_leases = 0
+        """Leases and pins on this pool, which the caller counts."""
+        self._pool = pool
+        self._share = share
+        self._shares: dict[int, list[int]] = {}
+        """Pool entry → [number of leases on it, its bytes]."""
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes that may be lent; follows the pool's own limit, which an admin may change."""
+        return int(self._pool.limit_bytes * self._share)
+
+    def take(self, keys: bytes, n_slices: int) -> tuple[Taken | None, str]:
+        """Lease leading chunks: None if there are none, and the reason why not all of them ("" if all)."""
+        ticket, n_chunks, extents, _, short_bytes = self._pool.lease(keys, n_slices, [SERVER_ROW])
+        if not ticket:
+            return None, LIMIT if short_bytes else ABSENT
+        room, fits, more = self.limit_bytes - self.leased_bytes, 0, 0
+        for index, (_, length, entry, _, _) in enumerate(EXTENT.iter_unpack(extents)):
+            if entry not in self._shares:
+                more += length
+                if more > room:
+                    break
+            if (index + 1) % n_slices == 0:
+                fits = index + 1
+        if fits < n_chunks * n_slices:
+            self._pool.release(ticket)
+            if not fits:
+                return None, LIMIT
+            # The same records are leased again, unless another thread has removed some since the release.
+            ticket, n_chunks, extents, _, _ = self._pool.lease(
+                keys[: fits * KEY_BYTES], n_slices, [SERVER_ROW]
+            )
+            if not ticket:
+                return None, ABSENT
+            reason = LIMIT
+        else:
+            reason = "" if len(keys) == fits * KEY_BYTES else LIMIT if short_bytes else ABSENT
+        records = [(entry, length) for _, length, entry, _, _ in EXTENT.iter_unpack(extents)]
+        for entry, length in records:
+            share = self._shares.setdefault(entry, [0, length])
+            if not share[0]:
+                self.leased_bytes += length
+            share[0] += 1
+        entries = [entry for entry, _ in records]
+        return Taken(ticket, entries, extents, sum(length for _, length in records)), reason
+
+    def give_back(self, taken: Taken) -> None:
+        """Let the pool do with these records what it likes. Called once for each `take`."""
+        self._pool.release(taken.ticket)
+        for entry in taken.entries:
+            share = self._shares[entry]
+            share[0] -= 1
+            if not share[0]:
+                self.leased_bytes -= share[1]
+                del self._shares[entry]

@@ -1,0 +1,92 @@
+"""docs/metrics.md against a real controller: all that it serves is on the page, and all on the page is served."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
+from prometheus_client.parser import text_string_to_metric_families as parse_plain
+
+from kvstrata.controller.metrics import CONTROLLER_FAMILIES, RENAMED
+from kvstrata.rpc import cluster_wire as wire
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster_instance import ClusterInstance, key_of
+from tests.harness.controller_process import ControllerProcess
+from tests.harness.promtool import Promtool
+
+pytestmark = pytest.mark.integration
+
+OPEN = "application/openmetrics-text"
+
+
+def page(controller: ControllerProcess, accept: str = "") -> str:
+    asked = urllib.request.Request(
+        f"{controller.url}/metrics", headers={"Accept": accept, **controller.bearer()}
+    )
+    with urllib.request.urlopen(asked) as reply:
+        return reply.read().decode()
+
+
+def families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in parse_plain(text)}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., ControllerProcess]]:
+    """Starts a controller that has taken a chunk of an instance and has written a snapshot."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str) -> ControllerProcess:
+            environment = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
+            controller = ControllerProcess(tmp_path, flags=flags, environment=environment)
+            stack.enter_context(controller)
+            instance = ClusterInstance(controller.ports["reply"], "a")
+            stack.callback(instance.close)
+            instance.join({"l1": wire.tags_of(bytes.fromhex(key_of(1)))})
+            eventually(
+                "a snapshot is written", lambda: controller.ask("/v1/cluster")["snapshot"]["written_unix_ms"]
+            )
+            return controller
+
+        yield start
+
+
+def test_all_metrics_of_the_page_are_served_in_both_formats_with_type_labels_and_meaning(start):
+    controller = start()
+    for served in (families(page(controller)), {one.name: one for one in parse_open(page(controller, OPEN))}):
+        assert set(served) == set(CONTROLLER_FAMILIES)
+        for name, family in served.items():
+            listed = CONTROLLER_FAMILIES[name]
+            assert (family.type, family.documentation) == (listed.kind, listed.meaning)
+            labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+            assert labels in (set(), set(listed.labels)), name
+    values = {
+        (one.name, *one.labels.values()): one.value for family in served.values() for one in family.samples
+    }
+    assert (
+        values["kvstrata_controller_keys", "a", "l1"] == values["kvstrata_controller_synced_keys_total",] == 1
+    )
+    assert values["kvstrata_controller_instance_up", "a"] == 1
+    assert values["kvstrata_controller_snapshot_seconds_count",] >= 1
+
+
+def test_promtool_finds_nothing_wrong_with_the_page(start, promtool: Promtool):
+    assert not promtool("check", "metrics", text=page(start()))
+
+
+def test_old_names_are_served_only_on_demand(start):
+    old = {name.partition("{")[0] for name in RENAMED}
+    controller = start("--metrics-old-names")
+    served = families(page(controller))
+    assert set(served) == set(CONTROLLER_FAMILIES) | old
+    connections = [one.value for one in served["kvstrata_controller_http_port"].samples
+                   if one.labels == {"count": "connections"}]  # fmt: skip
+    assert (
+        connections == [one.value for one in served["kvstrata_controller_http_connections"].samples] != [0.0]
+    )

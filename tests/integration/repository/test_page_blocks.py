@@ -1,0 +1,259 @@
+"""The blocks of the pages are followed literally: commands are run, and their output compared with what a page shows.
+
+BLOCKS lists every block of every page, so a new one must say here how it is tested, or why it cannot be.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
+from tests.unit.repository.test_commands_of_pages import BLOCK, lines_of_block
+from tests.unit.repository.test_pages import PAGES, ROOT
+
+pytestmark = pytest.mark.integration
+
+EXAMPLE = ROOT / "examples" / "external_python_adapter"
+RUN = "run by the tests below"
+NO_COMMAND = "no command: a diagram, a table or a list"
+NEEDS_VLLM = "needs vLLM and a model: tests/vllm has it"
+NEEDS_OTHERS = "needs a Redis server, and tiers of earlier commands: test_runtime_adapters has each command"
+
+BLOCKS = {
+    "README.md": {"make demo": "test_demo, and the suite itself", "pip install .": RUN},
+    "docker/README.md": {"": "needs a container engine; test_docker gives the server's commands to --check"},
+    "docs/architecture.md": {" engine (one": NO_COMMAND},
+    "docs/cluster.md": {
+        "lmcache-controller  ": RUN,
+        "etcdctl role": "test_election has an etcd with users",
+        "kvstrata cluster init": RUN,
+        "lmcache-controller --monitor-host": RUN,
+    },
+    "docs/contributing.md": {"$ make help": "test_make_help, and the suite itself"},
+    "docs/dashboard.md": {"$ kvstrata ctl cluster dashboard-link": RUN},
+    "docs/deploy.md": {
+        "accept4": NO_COMMAND,
+        "clock_nanosleep": NO_COMMAND,
+        "# TOKEN": "test_tenant_tokens",
+        "quotas_gb": "test_own_pools",
+    },
+    "docs/formats.md": {"0 ": NO_COMMAND},
+    "docs/getting-started.md": {
+        "$ python3 -m venv": RUN,
+        "$ lmcache-server": RUN,
+        "$ kvstrata bench": RUN,
+        "$ python examples/vllm/offline.py": NEEDS_VLLM,
+        "vllm serve": NEEDS_VLLM,
+        "$ kill": RUN,
+        "… ERROR kvstrata.keeper": RUN,
+        "$ kvstrata ctl status": RUN,
+        "$ curl": NEEDS_VLLM,
+    },
+    "docs/local-tiers.md": {"$ kvstrata ctl l2 list": NEEDS_OTHERS},
+    "docs/measuring.md": {"$ kvstrata bench l2": RUN, "$ kvstrata bench serve": NEEDS_VLLM},
+    "docs/operations.md": {
+        "$ kvstrata ctl pool list": RUN,
+        "$ kvstrata ctl pool dump": RUN,
+    },
+    "docs/writing-an-adapter.md": {"from kvstrata.testing": RUN},
+}
+"""How each block is tested, by page and by how the block begins."""
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(language, text) of each block of a page."""
+    return [(found["language"], found["text"]) for found in BLOCK.finditer((ROOT / page).read_text())]
+
+
+def block(page: str, begins: str) -> str:
+    """The block of a page that begins so."""
+    return next(text for _, text in blocks(page) if text.startswith(begins))
+
+
+def commands(page: str, begins: str) -> list[str]:
+    console = block(page, begins).lstrip().startswith("$ ")
+    return [line.strip() for line in lines_of_block(block(page, begins), console) if line.strip()]
+
+
+def output(page: str, begins: str, command: str) -> list[str]:
+    """The lines that a console block shows after a command."""
+    after = block(page, begins).partition(f"$ {command}")[2].split("\n", 1)[1]
+    return [line for line in after.partition("\n$ ")[0].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_listed(page: Path) -> None:
+    name = str(page.relative_to(ROOT))
+    listed = BLOCKS.get(name, {})
+    found = [text for _, text in blocks(name)]
+    for text in found:
+        assert any(text.startswith(begins) for begins in listed), (
+            f"{name}: say in BLOCKS what tests {text:.200}"
+        )
+    for begins in listed:
+        assert any(text.startswith(begins) for text in found), f"{name}: no block begins with {begins!r}"
+
+
+def session(folder: Path, *lines: str, **variables: str) -> dict[str, str]:
+    """What these commands print in a container where HOME, the ports and /dev/shm are theirs alone."""
+    if reason := why_not():
+        pytest.skip(reason)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("KVSTRATA_", "XDG_"))},
+        "HOME": str(folder),
+        "XDG_RUNTIME_DIR": str(folder),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "src"),
+        "COLUMNS": "200",
+        **variables,
+    }
+    script = [sys.executable, str(Path(__file__).with_name("page_session.py")), *lines]
+    done = subprocess.run(
+        [*CONTAINER, *hidden_shm("2g"), *script], env=environment, cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def shape(line: str) -> str:
+    """A line without what differs from run to run: numbers, units, paths, and the width of columns."""
+    line = re.sub(r"^\S*(…|\d{4}-\d\d-\d\dT\S+) (?=[A-Z]+ kvstrata)", "", line.strip())
+    line = re.sub(r"(?<![\w.])/[\w./-]+", "PATH", line)
+    line = re.sub(r"\d[\d.,]*(e[+-]\d+)?( ?(MiB|GiB|GB|MB|KiB|bytes|ms|µs|s)\b)?", "N", line)
+    return re.sub(r"\s+", " ", line)
+
+
+def assert_shown(shown: list[str], printed: str) -> None:
+    """Each line of a page stands in the output, in this order; `…` on the page stands for anything."""
+    lines = iter(shape(line) for line in printed.splitlines())
+    for wanted in shown:
+        pattern = ".*".join(re.escape(part.strip()) for part in shape(wanted).split("…"))
+        assert any(re.search(f"^{pattern}", line) for line in lines), f"not printed: {wanted}\n{printed}"
+
+
+def test_getting_started(tmp_path: Path) -> None:
+    page = "docs/getting-started.md"
+    start, bench, look = "$ lmcache-server", "$ kvstrata bench", "$ kvstrata ctl status"
+    kill = re.sub(r" \d+$", " PID", commands(page, "$ kill")[0])
+    l2_list = "kvstrata ctl l2 list"
+    assert commands(page, "$ python3")[-1] == "kvstrata doctor"
+    printed = session(
+        tmp_path,
+        *commands(page, "$ python3")[-1:],
+        *commands(page, start),
+        *commands(page, bench),
+        kill,
+        *commands(page, look),
+        KVSTRATA_L1_SIZE_GB="1",
+    )
+    log = printed["lmcache-server"]
+    assert_shown(output(page, start, "lmcache-server"), log)
+    assert_shown(block(page, "… ERROR kvstrata.keeper").splitlines(), log)
+    assert_shown(output(page, bench, "kvstrata bench"), printed["kvstrata bench"])
+    assert_shown(output(page, look, l2_list), printed[l2_list])
+    assert "disk-0" in printed["kvstrata ctl status"]
+    shown = [" ".join(shape(line).split()[1:3]) for line in output(page, "$ python3", "kvstrata doctor")[:15]]
+    told = [" ".join(shape(line).split()[1:3]) for line in printed["kvstrata doctor"].splitlines()]
+    assert {*shown[:6], *shown[7:]} <= {*told}, told  # without the line about a GPU's driver
+
+
+def test_the_server_of_the_readme_accepts_its_flags(tmp_path: Path) -> None:
+    """Its 20 GB are not taken here; test_package runs `pip install`."""
+    install, server, _ = commands("README.md", "pip install .")
+    assert install == "pip install ."
+    printed = session(tmp_path, f"{server} --check")
+    assert "these settings can be used" in printed[f"{server} --check"]
+
+
+def test_a_tier_is_measured(tmp_path: Path) -> None:
+    """The tier is in another folder, and fewer and smaller records are measured than the page shows."""
+    page, begins = "docs/measuring.md", "$ kvstrata bench l2"
+    [command] = commands(page, begins)
+    small = command.replace("/mnt/nvme/kv", str(tmp_path / "kv")) + " --chunk-mb 1 --count 2 --rounds 1"
+    printed = session(tmp_path, small)[small]
+    whole = output(page, begins, command)
+    assert_shown([line for line in whole if not re.search(r"^(machine|4|32) ", line)], printed)
+
+
+def test_the_contract_suite_runs_as_the_page_says(tmp_path: Path) -> None:
+    """The page leaves out the methods of the medium, and the adapter itself: those of the example stand in for them."""
+    text = block("docs/writing-an-adapter.md", "from kvstrata.testing")
+    source = (EXAMPLE / "tests" / "test_contract.py").read_text()
+    [medium] = [
+        one for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == "Database"
+    ]
+    methods = "".join(f"    {line}\n" for one in medium.body[1:] for line in ast.unparse(one).splitlines())
+    block_with_methods = text.replace("    ...\n", methods)
+    (tmp_path / "test_mine.py").write_text(
+        "from __future__ import annotations\nimport sqlite3\nfrom pathlib import Path\nfrom typing import Any\n"
+        f"from kvstrata_sqlite import GB, SqliteAdapter\n{block_with_methods}\n"
+        "def MyAdapter(path, capacity_bytes):\n    return SqliteAdapter(str(path), capacity_bytes / GB)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", "-k", "stored",
+         "--rootdir", str(tmp_path), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{EXAMPLE / 'src'}"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+
+
+def test_a_cluster_on_loopback(tmp_path: Path) -> None:
+    lines = commands("docs/cluster.md", "lmcache-controller  ")
+    link = lines[-1]
+    assert commands("docs/dashboard.md", f"$ {link}") == [link]
+    printed = session(tmp_path, *lines, KVSTRATA_L1_SIZE_GB="0.1")
+    [shown] = output("docs/dashboard.md", f"$ {link}", link)
+    code = re.compile(r"[\w-]+(\.\.\.)?$")
+    assert code.sub("CODE", printed[link].strip()) == code.sub("CODE", shown)
+    assert "controller.member" not in printed[lines[1]] and " member " in printed[lines[1]]
+
+
+def test_a_cluster_with_keys(tmp_path: Path) -> None:
+    """The files are where the page has copied them to: in the folder in which each process is started."""
+    [make] = commands("docs/cluster.md", "kvstrata cluster init")
+    lines = commands("docs/cluster.md", "lmcache-controller --monitor-host")
+    printed = session(
+        tmp_path,
+        make,
+        "cp keys/controller.keys keys/host-a.keys .",
+        *lines,
+        "ls keys",
+        KVSTRATA_L1_SIZE_GB="0.1",
+        KVSTRATA_INSTANCE_ID="host-a",
+    )
+    assert printed["ls keys"].split() == ["controller.keys", "host-a.keys", "host-b.keys"]
+    assert " member " in printed[lines[1]], printed[lines[1]]
+
+
+def test_pools_are_listed_dumped_and_freed(tmp_path: Path) -> None:
+    page, list_ = "docs/operations.md", "kvstrata ctl pool list"
+    free = commands(page, f"$ {list_}")[1]
+    dumps = commands(page, "$ kvstrata ctl pool dump")
+
+    def here(command: str) -> str:
+        """The command with the pool of root, who runs it in the container."""
+        return command.replace("/kvstrata-1000-", "/kvstrata-0-")
+
+    printed = session(
+        tmp_path,
+        "timeout --signal INT 10 env KVSTRATA_L1_SIZE_GB=0.1 lmcache-server 2>/dev/null",
+        list_,
+        *map(here, dumps),
+        here(free),
+    )
+    header, *_ = output(page, f"$ {list_}", list_)
+    assert_shown([header], printed[list_])
+    assert "/dev/shm/kvstrata-0-5555" in printed[list_]
+    assert json.loads(printed[here(dumps[1])])["server"]["running"] is False
+    assert "server" in printed[here(dumps[0])]
+    assert_shown(output(page, f"$ {list_}", free), printed[here(free)])

@@ -1,0 +1,119 @@
+"""configs/prometheus: rules and alerts name what exists, and operators can act on each alert."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from docs.generate.monitoring import RULES
+from kvstrata.controller.metrics import CONTROLLER_FAMILIES
+from kvstrata.errors import WIRE_ERRORS, WrongKey
+from kvstrata.observability.families import FAMILIES, Family, sample_names
+from kvstrata.policy.store import Skip
+from kvstrata.server.requests.boundary import OPERATIONS
+from kvstrata.storage.base import LoadStatus
+from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text
+from tests.unit.repository.test_pages import ROOT, anchors
+
+ALL: dict[str, Family] = FAMILIES | CONTROLLER_FAMILIES
+TARGET = {"job", "instance"}
+"""Labels of every sample, which Prometheus adds."""
+SELECTOR = re.compile(r"\b(kvstrata_\w+)(?:\{([^}]*)\})?")
+RECORDED = re.compile(r"\b\w+:kvstrata_\w+:\w+")
+MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
+TEMPLATE = re.compile(r"\{\{.*?\}\}")
+WORDS = {
+    "op": OPERATIONS,
+    "code": frozenset(WIRE_ERRORS) | {WrongKey.code},
+    "reason": frozenset(Skip),
+    "outcome": frozenset(status.name.lower() for status in LoadStatus),
+}
+"""Values that a selector may ask for, by label."""
+
+
+def rules(file: str) -> list[dict[str, Any]]:
+    groups = yaml.safe_load((RULES / f"kvstrata-{file}.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+ALERTS = rules("alerts")
+by_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+
+
+def family_of(sample: str) -> Family:
+    name = re.sub("_(total|bucket|count|sum)$", "", sample)
+    return ALL.get(sample) or ALL[name]
+
+
+@pytest.mark.parametrize(
+    "rule", [*rules("recording"), *ALERTS], ids=lambda rule: rule.get("alert", rule.get("record"))
+)
+def test_a_rule_asks_for_metrics_labels_and_words_that_exist(rule: dict[str, Any]) -> None:
+    expression = rule["expr"]
+    asked = SELECTOR.findall(RECORDED.sub("", expression))
+    recorded = set(RECORDED.findall(expression))
+    assert recorded <= {one["record"] for one in rules("recording")}
+    assert asked or recorded or re.match(r"(up|avg_over_time\(scrape_duration_seconds)\b", expression)
+    for sample, matchers in asked:
+        assert sample in sample_names(ALL), sample
+        for label, how, value in MATCHER.findall(matchers):
+            assert label in family_of(sample).labels, f"{sample} has no label {label}"
+            assert set(value.split("|") if how == "=~" else [value]) <= WORDS[label], value
+
+
+def test_names_of_recorded_series_say_labels_metric_and_operation() -> None:
+    names = [rule["record"] for rule in rules("recording")]
+    assert len(names) == len(set(names))
+    for name in names:
+        assert RECORDED.fullmatch(name), name
+
+
+@by_alert
+def test_an_alert_says_what_it_means_what_to_run_and_where_to_read_on(alert: dict[str, Any]) -> None:
+    assert re.fullmatch("Kvstrata[A-Za-z]+", alert["alert"])
+    assert alert["labels"]["severity"] in ("critical", "warning") and len(alert["labels"]) == 1
+    told = alert["annotations"]
+    assert set(told) == {"summary", "description", "command", "page"}
+    assert len(TEMPLATE.sub("", told["summary"])) < 90 and told["description"].endswith(".")
+    assert "`" in told["command"]
+    page, _, anchor = told["page"].partition("#")
+    assert not anchor or anchor in anchors(ROOT / page)
+    assert (ROOT / page).exists()
+
+
+@by_alert
+def test_commands_of_an_alert_are_accepted(alert: dict[str, Any]) -> None:
+    told = alert["annotations"]
+    _, commands = commands_of(TEMPLATE.sub("NAME", told["command"]))
+    for command in commands:
+        assert not refusal_of_text(command), shlex.split(command)
+
+
+def test_names_of_alerts_differ_and_labels_in_their_texts_are_those_of_their_metrics() -> None:
+    assert len({alert["alert"] for alert in ALERTS}) == len(ALERTS)
+    for alert in ALERTS:
+        samples = [sample for sample, _ in SELECTOR.findall(RECORDED.sub("", alert["expr"]))]
+        known = TARGET.union(*(family_of(sample).labels for sample in samples))
+        known |= {f"exported_{label}" for label in known & TARGET}
+        used = set(re.findall(r"\$labels\.(\w+)", " ".join(alert["annotations"].values())))
+        assert used <= known, alert["alert"]
+
+
+def test_kubernetes_gets_the_same_rules_and_a_target_with_the_job_that_they_name() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "configs/kubernetes/prometheus.yaml").read_text()))
+    shipped = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "PrometheusRule"}
+    assert shipped == {path.stem: yaml.safe_load(path.read_text()) for path in RULES.glob("*.yaml")}
+    (monitor,) = [one["spec"] for one in documents if one["kind"] == "PodMonitor"]
+    (server, *_) = yaml.safe_load_all((ROOT / "configs/kubernetes/server.yaml").read_text())
+    pod = server["spec"]["template"]
+    assert monitor["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert pod["metadata"]["labels"][monitor["jobLabel"]] == "kvstrata"
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+    secret = endpoint["authorization"]["credentials"]
+    (volume,) = [one for one in pod["spec"]["volumes"] if one["name"] == "http-token"]
+    assert secret["name"] == volume["secret"]["secretName"] and secret["key"] == "token"
