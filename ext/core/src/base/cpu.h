@@ -25,8 +25,8 @@ struct CpuFeatures {
   bool arm_sha2 = false;
 };
 
-// Thread-safe; the first call probes the CPU and reads the environment. The reference stays valid as long as the process
-// runs.
+// Thread-safe; the first call probes the CPU and reads the environment. The reference stays valid
+// as long as the process runs.
 const CpuFeatures& cpu_features() noexcept;
 
 }  // namespace kvstrata
