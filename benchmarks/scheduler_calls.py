@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.common import engine_client, figure, percentile, scratch, sized, wait_until
 from kvstrata.client import CacheClient
-from kvstrata.config.model import ClientSettings
+from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.types import RequestIdentity
 from tests.harness import mooncake

@@ -64,6 +64,11 @@ class Rig:
         """
         wanted, given_up = chunks_in_l1(self.server) + len(prompt) // CHUNK, self.given_up()
         result = self.vllm.generate(prompt, **arguments)
+        self.until_stored(wanted, given_up, lambda: self.again(prompt, **arguments))
+        return result
+
+    def until_stored(self, wanted: int, given_up: int, again: Callable[[], object]) -> None:
+        """Wait until L1 holds `wanted` chunks; call `again` when the engine gives up more stores than `given_up`."""
 
         def there() -> bool:
             nonlocal given_up
@@ -71,12 +76,11 @@ class Rig:
                 return True
             if self.given_up() > given_up:
                 given_up = self.given_up()
-                self.again(prompt, **arguments)
+                again()
             return False
 
-        until(there, "storing the prompt")
+        until(there, "storing all chunks")
         self.vllm.ask("idle_steps", n=2)
-        return result
 
     def given_up(self) -> int:
         """How many chunks the engine has not stored because its server was silent."""

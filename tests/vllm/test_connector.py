@@ -51,9 +51,16 @@ def test_a_longer_prompt_hits_the_shared_part_and_stores_the_rest(rig):
 
 def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     prompts = [rig.fresh_prompt(n) for n in (700, 1_300, 256, 2_048, 900)]
-    before = chunks_in_l1(rig.server)
+    wanted = chunks_in_l1(rig.server) + sum(len(p) // CHUNK for p in prompts)
+    given_up = rig.given_up()
     cold = rig.vllm.ask("generate", prompts=prompts)
-    until(lambda: chunks_in_l1(rig.server) == before + sum(len(p) // CHUNK for p in prompts), "storing all")
+
+    def again() -> None:
+        until(rig.forget, "letting all blocks go")
+        rig.vllm.ask("generate", prompts=prompts)
+
+    rig.until_stored(wanted, given_up, again)
+    assert chunks_in_l1(rig.server) == wanted
     until(rig.forget, "letting all blocks go")
     warm = rig.vllm.ask("generate", prompts=prompts)
     assert [r["tokens"] for r in warm] == [r["tokens"] for r in cold]

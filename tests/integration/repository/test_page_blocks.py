@@ -62,6 +62,7 @@ BLOCKS = {
     "docs/operations.md": {
         "$ kvstrata ctl pool list": RUN,
         "$ kvstrata ctl pool dump": RUN,
+        "rule_files": "its targets exist nowhere; promtool checks Compose's file, which loads the same rules",
     },
     "docs/writing-an-adapter.md": {"from kvstrata.testing": RUN},
 }

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.integration
 
 NO_L2: tuple[str, ...] = ("--l2-adapter", "none")
 PATIENT_MS = 20_000
+METRICS_S = 10.0
 REMEMBERED_KEYS = 32_768
 """`MAX_KEYS` of policy/misses.py; more absent keys than these are not remembered one by one."""
 
@@ -187,13 +189,21 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 
 
 def counted(server: ServerProcess, client: RpcClient, reason: str) -> tuple[int, int]:
-    """How often the reason was counted, by the status document and by the metrics."""
+    """How often the reason was counted, by the status document and by the metrics.
+
+    The page of the metrics may be a quarter of a second old, so it is read until it agrees with the status.
+    """
     of_status = client.status()["counters"]["first_miss_reasons"].get(reason, 0)
     name = re.compile(
         rf'^kvstrata_first_misses(?:_total)?{{[^}}]*reason="{reason}"[^}}]*}} (\d+)', re.MULTILINE
     )
-    found = name.search(read(f"{server.url}/metrics").decode())
-    return of_status, int(found[1]) if found else 0
+    ends_s = time.monotonic() + METRICS_S
+    while True:
+        found = name.search(read(f"{server.url}/metrics").decode())
+        of_metrics = int(found[1]) if found else 0
+        if of_metrics == of_status or time.monotonic() > ends_s:
+            return of_status, of_metrics
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("reason", PROVOKED)
