@@ -139,4 +139,7 @@ def test_a_connection_that_sends_without_end_is_cut_or_kept_up_with(ports: Where
         for _ in range(50):
             peer.send(zmtp.frame(b"x") * 10_000)
     peer.reset()
+    with contextlib.suppress(ConnectionError):  # it may get the descriptor of the one that is being cut
+        zmtp.ZmtpPeer(where, kind).close()
+        return
     zmtp.ZmtpPeer(where, kind).close()
