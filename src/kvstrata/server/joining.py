@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
 from kvstrata.p2p.destinations import SHARED
-from kvstrata.p2p.engines.ports import has_rdma_card, may_use_tcp
+from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
@@ -54,8 +54,11 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
 def other_hosts_out_of_reach(plan: Plan, environment: Mapping[str, str]) -> bool:
     """Whether peers of other hosts ask this instance for leases, but none of its transports leads to them."""
     settings = plan.settings
-    ways = may_use_tcp(environment, tcp=settings.p2p.tcp) or has_rdma_card()
-    return bool(plan.p2p_engine) and not _this_host_only(settings) and not ways
+    return (
+        bool(plan.p2p_engine)
+        and not _this_host_only(settings)
+        and not reaches_other_hosts(environment, tcp=settings.p2p.tcp)
+    )
 
 
 def _this_host_only(settings: ServerSettings) -> bool:

@@ -22,7 +22,7 @@ from kvstrata.memory.numa import placement
 from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import SegmentSettings, check_size
-from kvstrata.p2p.engines.ports import has_rdma_card, may_use_tcp
+from kvstrata.p2p.engines.ports import has_rdma_card, reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
@@ -193,7 +193,7 @@ def _p2p_engine(
             "alone; set p2p.engine to ucx or off, or choose pool: shared for all tenants",
             field="p2p.engine",
         )
-    nixl_has_a_way = may_use_tcp(environment, tcp=p2p.tcp) or has_rdma_card()
+    nixl_has_a_way = reaches_other_hosts(environment, tcp=p2p.tcp)
     if p2p.engine == "nixl" and not nixl_has_a_way:
         raise MachineLacks(
             "p2p.engine: nixl without an RDMA card needs tcp, and whoever reaches a tcp port of UCX can read and write "

@@ -22,6 +22,11 @@ def may_use_tcp(environment: Mapping[str, str], *, tcp: bool) -> bool:
     return tcp or "UCX_TLS" in environment
 
 
+def reaches_other_hosts(environment: Mapping[str, str], *, tcp: bool) -> bool:
+    """Whether UCX has a transport that leads to other hosts: tcp, or an RDMA card."""
+    return may_use_tcp(environment, tcp=tcp) or has_rdma_card()
+
+
 def ucx_settings(environment: Mapping[str, str], *, tcp: bool, this_host_only: bool) -> dict[str, str]:
     """UCX's settings for an engine, without their prefix UCX_; what the environment sets is left to it."""
     if not may_use_tcp(environment, tcp=tcp):
