@@ -26,6 +26,7 @@ import msgspec
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.measure.figures import percentile
 from kvstrata.measure.workloads import Request, Workload
+from kvstrata.observability.exposition import FRESH_S
 
 if TYPE_CHECKING:
     import httpx
@@ -244,11 +245,16 @@ def _message(body: str) -> str:
 async def _counters(
     client: httpx.AsyncClient, endpoints: Sequence[Endpoint], servers: Sequence[CacheServer]
 ) -> dict[str, Counter[str]]:
-    """The current counters of each endpoint and cache server that shows them, by URL."""
+    """The current counters of each endpoint and cache server that shows them, by URL.
+
+    A server's page may be FRESH_S old: this waits so long that none was made before the call.
+    """
     import httpx
     from prometheus_client.parser import text_string_to_metric_families
 
     counted = {}
+    if servers:
+        await asyncio.sleep(FRESH_S)
     pages = [(endpoint.url, "") for endpoint in endpoints] + [
         (server.url, server.token) for server in servers
     ]

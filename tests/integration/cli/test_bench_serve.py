@@ -21,6 +21,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvstrata.cli.bench.serve import main
 from kvstrata.errors import ConfigError
 from kvstrata.measure import workloads
+from kvstrata.observability.exposition import Pages, ServerCollector
+from kvstrata.observability.metrics import ServerCounters
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -85,8 +87,8 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def served(endpoint: Endpoint) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(endpoint.app, port=0, log_level="error"))
+def served(app: FastAPI) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -112,7 +114,7 @@ def test_a_round_trip_counts_every_request_token_and_source(
 ) -> None:
     endpoint = Endpoint()
     svg = tmp_path / "plot.svg"
-    with served(endpoint) as url:
+    with served(endpoint.app) as url:
         report = report_of(
             capsys, "long-doc-qa", "--url", url, "--documents", "3", "--document-tokens", "100",
             "--question-tokens", "10", "--output-tokens", "5", "--svg", str(svg), "--label", "a test",
@@ -135,7 +137,7 @@ def test_a_round_without_counters_before_and_after_it_is_left_out_and_noted(
     one, other = Endpoint(), Endpoint()
     other.shows = lambda asked: asked != page
     arguments = ["--documents", "4", "--document-tokens", "80", "--output-tokens", "1", "--rounds", "4"]
-    with served(one) as first, served(other) as second:
+    with served(one.app) as first, served(other.app) as second:
         report = report_of(capsys, "long-doc-qa", "--url", first, "--url", second, *arguments)
     # In the third round each document is back at its first endpoint; the last round has one endpoint's counts.
     assert [each["sources"]["device"] for each in report["rounds"]] == [0, 0, 4 * 64, 2 * 64]
@@ -154,7 +156,7 @@ def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
     with ServerProcess(tmp_path / "server", l1_mb=16, environment=environment) as server:
         server.start()
         cache = ["--cache-server", f"http://127.0.0.1:{server.ready['http_port']}"]
-        with served(Endpoint()) as url:
+        with served(Endpoint().app) as url:
             arguments = ["long-doc-qa", "--url", url, "--documents", "1", *cache, "--cache-token-file"]
             report = report_of(capsys, *arguments, str(token))
             assert main([*arguments, "/nowhere/http-token"]) == 2
@@ -162,8 +164,28 @@ def test_a_token_that_others_may_read_opens_a_cache_servers_counters(
     assert "/nowhere/http-token: cannot be read" in capsys.readouterr().err
 
 
+def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each request is a hit of one chunk in L1; both readings of a short round would be the same page."""
+    counters = ServerCounters()
+    pages = Pages(ServerCollector("one", counters, dict))
+
+    class Caching(Endpoint):
+        async def completions(self, request: Request) -> Response:
+            counters.l1_hit_chunks += 1
+            return await super().completions(request)
+
+    cache = FastAPI()
+    cache.get("/metrics")(lambda: Response(pages.page("").text))
+    with served(Caching().app) as url, served(cache) as server:
+        arguments = ["--documents", "2", "--document-tokens", "80", "--output-tokens", "1"]
+        report = report_of(capsys, "long-doc-qa", "--url", url, "--cache-server", server, *arguments)
+    assert [each["sources"]["L1 chunks"] for each in report["rounds"]] == [2, 2]
+
+
 def test_the_table_shows_times_throughput_and_hit_rates(capsys: pytest.CaptureFixture[str]) -> None:
-    with served(Endpoint()) as url:
+    with served(Endpoint().app) as url:
         assert main(["shared-prefix", "--url", url, "--users", "2", "--turns", "2", "--stop-early"]) == 0
     out = capsys.readouterr().out
     for words in (
@@ -180,7 +202,7 @@ def test_the_table_shows_times_throughput_and_hit_rates(capsys: pytest.CaptureFi
 
 def test_with_several_endpoints_a_document_moves_on(capsys: pytest.CaptureFixture[str]) -> None:
     one, other = Endpoint(), Endpoint()
-    with served(one) as first, served(other) as second:
+    with served(one.app) as first, served(other.app) as second:
         report_of(
             capsys, "long-doc-qa", "--url", first, "--url", second, "--documents", "4", "--document-tokens",
             "80", "--output-tokens", "1",
@@ -195,7 +217,7 @@ def test_with_several_endpoints_a_document_moves_on(capsys: pytest.CaptureFixtur
 def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
     endpoint = Endpoint()
     endpoint.fails = True
-    with served(endpoint) as url:
+    with served(endpoint.app) as url:
         assert main(["long-doc-qa", "--url", url, "--documents", "2", "--rounds", "1"]) == 1
     assert "token id out of vocabulary" in capsys.readouterr().err
 
@@ -217,7 +239,7 @@ def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture
 def test_wrong_arguments_name_the_flag_and_what_to_change(
     change: list[str], status: int, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with served(Endpoint()) as url:
+    with served(Endpoint().app) as url:
         given = [url if word == "URL" else word for word in change]
         urls = [] if "--url" in given else ["--url", url]
         assert main(["long-doc-qa", *urls, *given]) == status
@@ -230,7 +252,7 @@ def test_an_endpoint_that_needs_a_key_is_named_and_gets_it(
     endpoint = Endpoint()
     endpoint.key = "a-key-for-the-test"
     arguments = ["long-doc-qa", "--documents", "1", "--rounds", "1", "--url"]
-    with served(endpoint) as url:
+    with served(endpoint.app) as url:
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
         assert main([*arguments, url]) == 2
         assert "OPENAI_API_KEY" in capsys.readouterr().err
