@@ -109,6 +109,8 @@ def server_parser() -> argparse.ArgumentParser:
     )
     add("--p2p-tcp", dest="p2p.tcp", action="store_true",
         help="let UCX use tcp; whoever reaches its ports can read and write this process's memory")  # fmt: skip
+    add("--p2p-mac", dest="p2p.mac", action="store_true",
+        help="read from peers only records with their MAC; all instances must use the flag")  # fmt: skip
     add("--zone", dest="p2p.zone", metavar="NAME", help="instances of one zone are near each other (none)")
     _add_common(parser)
     return parser

@@ -171,6 +171,14 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "shared memory, unless `UCX_TLS` in the environment says otherwise."
         ),
     ] = False
+    mac: Annotated[
+        bool,
+        Meta(
+            description="The owner of each record that is read computes its MAC with a key of that read, and only "
+            "bytes with that MAC are served, so bytes that somebody has changed on the network are not. Needs a "
+            "cluster with keys and the Python package `cryptography`. All peers must use the same value."
+        ),
+    ] = False
     zone: Annotated[
         str,
         Meta(

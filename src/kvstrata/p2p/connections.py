@@ -116,6 +116,7 @@ class Connections:
             self._shared.instance_id,
             FORMAT_VERSION,
             self._shared.settings.engine,
+            self._shared.settings.mac,
         )
         timeout_s = self._shared.settings.load_timeout_ms / 1000
         welcome = await peer.link.ask(request, PeerWelcome, timeout_s)

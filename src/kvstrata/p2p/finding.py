@@ -18,7 +18,7 @@ from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, qu
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.breaker import Breaker
-from kvstrata.policy.reasons import CONTROLLER_DOWN, LIMIT, PEER_DEADLINE, PEER_GONE, THROTTLED
+from kvstrata.policy.reasons import CONTROLLER_DOWN, LIMIT, MAC_DIFFERS, PEER_DEADLINE, PEER_GONE, THROTTLED
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.storage.base import HEAD_BYTES, Found, Presence
@@ -172,7 +172,8 @@ class Finder:
         """Ask an owner to lease these keys; returns how many it leases now, and a short reason or "".
 
         The reason is LIMIT if the owner leases no more for now, PEER_DEADLINE if no answer came in time, PEER_GONE if
-        the owner has restarted, and "" otherwise.  A refusal or an invalid answer gives "" too, and is logged.
+        the owner has restarted, MAC_DIFFERS if its `p2p.mac` is another, and "" otherwise.  Any other refusal and an
+        invalid answer give "" too; all of these are logged.
         Reports to the owner's breaker, which must have admitted this call.
         """
         now_s = self._shared.now_s
@@ -184,7 +185,7 @@ class Finder:
         except (ClusterFailure, TransferError) as error:
             self._shared.owners.failed(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} cannot be read: {error}")
-            return 0, ""
+            return 0, MAC_DIFFERS if error.field == "mac" else ""
         tenant = self._destinations.tenant_of(keys[0])
         request = PeerLease(
             0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstrata.errors import BadRequest
 from kvstrata.types import EXTENT, KEY_BYTES
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ class LentPool:
         self._share = share
         self._shares: dict[int, list[int]] = {}
         """Pool entry → [number of leases on it, its bytes]."""
+
+    @property
+    def address(self) -> int:
+        """Where the pool's extents begin in this process."""
+        return self._pool.extents_address
 
     @property
     def limit_bytes(self) -> int:
@@ -90,3 +96,54 @@ class LentPool:
             if not share[0]:
                 self.leased_bytes -= share[1]
                 del self._shares[entry]
+
+
+class LentRecords:
+    """The records of one pool that a lease or a pin keeps."""
+
+    __slots__ = ("_keepers", "_packed", "claim", "expires_s", "lent", "parts")
+
+    def __init__(self, lent: LentPool, parts: list[Taken], expires_s: float, claim: str = "") -> None:
+        self.lent = lent
+        self.parts = parts
+        self.expires_s = expires_s
+        self.claim = claim
+        """Name of a controller's pin; empty for a reader's lease."""
+        self._keepers = 1
+        """The lease itself until it ends, and each `keep` without its `let_go`."""
+        self._packed: frozenset[bytes] = frozenset()
+
+    @property
+    def n_records(self) -> int:
+        """How many records are kept."""
+        return sum(len(part.entries) for part in self.parts)
+
+    def named(self, packed: list[bytes]) -> list[tuple[bytes, int]]:
+        """The packed extents of some of the records, each with the record's address.
+
+        Raises BadRequest if a record is not in this lease or is named twice.
+        """
+        if not self._packed:
+            self._packed = frozenset(split_extents(b"".join(part.extents for part in self.parts)))
+        if not packed or len(set(packed)) < len(packed) or not self._packed.issuperset(packed):
+            raise BadRequest(
+                f"extents: {len(packed)} extents; name one or more of this lease's, each once",
+                field="extents",
+            )
+        return [(one, self.lent.address + EXTENT.unpack(one)[0]) for one in packed]
+
+    def keep(self) -> None:
+        """Keep all records in place until one more `let_go`, even if the lease ends."""
+        self._keepers += 1
+
+    def let_go(self) -> None:
+        """The lease has ended, or a `keep` is over; after the last of these the pool may remove the records."""
+        self._keepers -= 1
+        if not self._keepers:
+            for part in self.parts:
+                self.lent.give_back(part)
+
+
+def split_extents(packed: bytes) -> list[bytes]:
+    """Packed extents, one by one."""
+    return [packed[at : at + EXTENT.size] for at in range(0, len(packed), EXTENT.size)]

@@ -48,6 +48,7 @@ def _shown(settings: PeerSettings) -> dict[str, Any]:
         "lookup_timeout_ms": settings.lookup_timeout_ms,
         "load_timeout_ms": settings.load_timeout_ms,
         "max_mb_s": settings.max_bytes_per_s / (1 << 20),
+        "mac": settings.mac,
         **({"curve_file": settings.curve_file} if settings.curve_file else {}),
     }
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hmac
+import itertools
 import logging
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstrata.errors import ClusterFailure, Unavailable
-from kvstrata.native.record import CopyOutcome, Verifier
+from kvstrata.native.record import CopyOutcome, Verifier, verify_stored_record
 from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.leases import Lease
+from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, parts_of, tag_of
 from kvstrata.p2p.owners import Pacer
 from kvstrata.p2p.reopening import PeerEngine
 from kvstrata.p2p.returns import Returns
@@ -28,11 +33,12 @@ from kvstrata.policy.reasons import (
     PEER_GONE,
     THROTTLED,
     TRANSFER,
+    UNAUTHENTICATED,
 )
 from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
 from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus
 from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.types import Extent
+from kvstrata.types import EXTENT, Extent
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
@@ -51,6 +57,7 @@ _REASONS = {
 """The short reason for each word that a transfer engine answers with; all other words become TRANSFER."""
 _NOT_THERE = LoadOutcome(LoadStatus.ABSENT)
 _LOADED = LoadOutcome(LoadStatus.LOADED)
+_UNAUTHENTICATED = LoadOutcome(LoadStatus.FAILED, UNAUTHENTICATED)
 
 
 class _Landing:
@@ -138,7 +145,7 @@ class Reader:
                     self._shared.work.keep(self._returns.give_back(lease))
                 results = [LoadOutcome(LoadStatus.FAILED, reason)] * len(batch)
             else:
-                results = await self._checked(lease, over, batch)
+                results = await self._checked(lease, over, batch, [extents[at][1] for at in fitting])
         finally:
             landing.leave()
         for at, outcome in zip(fitting, results, strict=True):
@@ -175,46 +182,93 @@ class Reader:
             self._connections.let_go(peer)
         return _REASONS.get(word, TRANSFER)
 
-    async def _checked(self, lease: Lease, over: bool, batch: list[LoadItem]) -> list[LoadOutcome]:
-        """Verify the records of a batch, and meanwhile ask the owner whether the lease stood; returns the outcomes."""
-        records = [(item.hold.address, item.hold.length, item.key) for item in batch]
-        verified = self._lanes.submit(
-            Lane.LOAD, lambda: self._verifier.verify_stored(records), beyond_limit=True
+    async def _checked(
+        self, lease: Lease, over: bool, batch: list[LoadItem], extents: list[Extent]
+    ) -> list[LoadOutcome]:
+        """Verify the records of a batch, and meanwhile ask the owner whether the lease stood; returns the outcomes.
+
+        With `p2p.mac` the owner answers with the records' tags too, and only bytes with the same tags are LOADED.
+        """
+        key = secrets.token_bytes(MAC_KEY_BYTES) if self._shared.settings.mac else b""
+        packed = [EXTENT.pack(*extent, 0) for extent in extents] if key else []
+        verified: list[asyncio.Future[list[tuple[int, bytes]]]] = []
+        for numbers in parts_of(len(batch)) if key else [range(len(batch))]:
+            part = self._lanes.submit(
+                Lane.LOAD, functools.partial(self._verify, batch, numbers, key, packed), beyond_limit=True
+            )
+            assert part is not None
+            verified.append(part)
+        request = PeerRelease(
+            0,
+            lease.number,
+            0 if over else self._shared.settings.lease_ms,
+            sum(item.hold.length for item in batch),
+            key,
+            b"".join(packed),
         )
-        assert verified is not None
-        n_bytes = sum(item.hold.length for item in batch)
-        found, stood = await asyncio.gather(verified, self._stood(lease, over, n_bytes))
-        if stood is None:
+        released, found = await asyncio.gather(self._released(lease, request), asyncio.gather(*verified))
+        if released is None:
             return [LoadOutcome(LoadStatus.FAILED, PEER_GONE)] * len(batch)
-        if not stood:
+        if not released.stood:
             self._shared.counts["leases_lost"] += 1
             return [_NOT_THERE] * len(batch)
-        outcomes = [_OUTCOME_OF.get(outcome, _NOT_THERE) for outcome in found]
-        if outcomes.count(_LOADED) < len(outcomes):
-            unsound = len(outcomes) - outcomes.count(_LOADED)
-            self._shared.counts["unsound_records"] += unsound
-            what = "%s: %d records read from %s failed the check"
-            _thinning.log(log, logging.ERROR, lease.owner, what, self._shared.name, unsound, lease.owner)
-            self._shared.owners.failed(lease.owner, self._shared.now_s())
+        outcomes = []
+        for number, (outcome, tag) in enumerate(itertools.chain.from_iterable(found)):
+            at = number * TAG_BYTES
+            is_owners = hmac.compare_digest(tag, released.tags[at : at + TAG_BYTES]) if key else True
+            outcomes.append(_OUTCOME_OF.get(outcome, _NOT_THERE) if is_owners else _UNAUTHENTICATED)
+        self._tell_bad(lease.owner, outcomes)
         return outcomes
 
-    async def _stood(self, lease: Lease, over: bool, n_bytes: int) -> bool | None:
-        """Ask the owner whether the lease has stood until now; None: it gave no answer."""
-        peer = self._connections.of(lease)
+    def _verify(
+        self, batch: list[LoadItem], numbers: range, key: bytes, packed: list[bytes]
+    ) -> list[tuple[int, bytes]]:
+        """Verify these records of a batch; returns the CopyOutcome of each, with its tag if there is a key."""
+        if not key:
+            records = [(batch[n].hold.address, batch[n].hold.length, batch[n].key) for n in numbers]
+            return [(outcome, b"") for outcome in self._verifier.verify_stored(records)]
+        # The tag of a record is computed while the record is still in the CPU's caches.
+        return [
+            (
+                verify_stored_record(batch[n].hold.address, batch[n].hold.length, batch[n].key),
+                tag_of(key, n, packed[n], batch[n].hold.address),
+            )
+            for n in numbers
+        ]
+
+    def _tell_bad(self, owner: str, outcomes: list[LoadOutcome]) -> None:
+        """Count and log the records that are not what the owner should have sent, and skip the owner for a while."""
+        changed = outcomes.count(_UNAUTHENTICATED)
+        unsound = len(outcomes) - outcomes.count(_LOADED) - changed
+        for count, number, what in (
+            (unsound, "unsound_records", "failed the check"),
+            (
+                changed,
+                "unauthenticated_records",
+                "are not the bytes that it holds (p2p.mac): they may have been changed between the hosts",
+            ),
+        ):
+            if count:
+                self._shared.counts[number] += count
+                text = f"%s: %d records read from %s {what}"
+                _thinning.log(log, logging.ERROR, f"{owner} {number}", text, self._shared.name, count, owner)
+        if changed or unsound:
+            self._shared.owners.failed(owner, self._shared.now_s())
+
+    async def _released(self, lease: Lease, request: PeerRelease) -> PeerReleased | None:
+        """Release the lease, or a part of it if it is not over; None: the owner gave no answer."""
+        peer, over = self._connections.of(lease), not request.keep_ms
         if peer is None:
             if over:
                 self._returns.ended(lease)
             return None
-        keep_ms = 0 if over else self._shared.settings.lease_ms
         asked_s = self._shared.now_s()
         try:
             released = await peer.link.ask(
-                PeerRelease(0, lease.number, keep_ms, n_bytes),
-                PeerReleased,
-                self._shared.settings.load_timeout_ms / 1000,
+                request, PeerReleased, self._shared.settings.load_timeout_ms / 1000
             )
         except ClusterFailure:
-            return False
+            return PeerReleased(0, lease.epoch, False)
         except Unavailable:
             self._shared.owners.failed(lease.owner, self._shared.now_s())
             self._connections.let_go(peer)
@@ -224,10 +278,10 @@ class Reader:
                 self._returns.ended(lease)
         if released.epoch != lease.epoch or not released.stood:
             self._shared.leases.lost(lease)
-            return False
+            return PeerReleased(0, lease.epoch, False)
         if not over:
-            self._shared.leases.renewed(lease, asked_s + keep_ms / 1000)
-        return True
+            self._shared.leases.renewed(lease, asked_s + request.keep_ms / 1000)
+        return released
 
 
 _OUTCOME_OF = {

@@ -2,7 +2,8 @@
 
     hello     asks how to reach the memory; the answer is the transfer engine's metadata
     lease     asks to keep the leading records of a run where they are for a while
-    release   says that all or some of a lease's records were read; the answer is whether the lease stood until now
+    release   says that all or some of a lease's records were read; the answer is whether the lease stood until now, and
+              with `p2p.mac` the MACs of these records (mac.py)
 
 Invariants
 1. While a lease is in `PeerLeases`, its pool keeps its extents (as leases of row 0, the server itself).  After the
@@ -14,20 +15,25 @@ Invariants
 4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
 5. A tenant's own pool is lent only to readers that read into the own pool of the same tenant, and such readers get
    nothing from other pools.
+6. While MACs of a lease's records are computed, the pool keeps these records, even if the lease ends meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import heapq
 import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
 from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.destinations import SHARED
-from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, Taken
+from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
+from kvstrata.p2p.mac import MAC_KEY_BYTES, THREADS, parts_of, tags_of
 from kvstrata.rpc.cluster_wire import (
     BAD_FRAME,
     CLUSTER_PROTOCOL_VERSION,
@@ -35,15 +41,16 @@ from kvstrata.rpc.cluster_wire import (
     ClusterReply,
     Failure,
     PeerHello,
+    PeerLease,
     PeerLeased,
     PeerRelease,
     PeerReleased,
     PeerWelcome,
-    ToPeer,
     encode,
     seq_of,
 )
-from kvstrata.types import FORMAT_VERSION, KEY_BYTES
+from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.types import EXTENT, FORMAT_VERSION, KEY_BYTES
 
 if TYPE_CHECKING:
     from kvstrata.clock import Clock
@@ -65,25 +72,6 @@ class Leased(NamedTuple):
     """The memory that the extents lie in."""
 
 
-class _Lease:
-    __slots__ = ("claim", "expires_s", "lent", "parts")
-
-    def __init__(self, lent: LentPool, parts: list[Taken], expires_s: float, claim: str = "") -> None:
-        self.lent = lent
-        self.parts = parts
-        self.expires_s = expires_s
-        self.claim = claim
-        """Name of a controller's pin; empty for a reader's lease."""
-
-    @property
-    def n_records(self) -> int:
-        return sum(len(part.entries) for part in self.parts)
-
-    def give_back(self) -> None:
-        for part in self.parts:
-            self.lent.give_back(part)
-
-
 class PeerLeases:
     """Leases of peers and pins of the controller on the pools of this instance. The caller passes the time; no I/O."""
 
@@ -96,7 +84,7 @@ class PeerLeases:
         self._most_of_one = MAX_LEASES if len(pools) == 1 else MAX_LEASES // 2
         """Leases on one pool, so that no tenant takes all."""
         self._next = secrets.randbits(61) + 1
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, LentRecords] = {}
         self._claims: dict[str, int] = {}
         self._due: list[tuple[float, int]] = []
         """Heap of (when to check whether a lease has expired, its number); may name leases that have ended."""
@@ -133,7 +121,7 @@ class PeerLeases:
         if lent is None or taken is None:
             return Leased(0, b"", reason)
         self.counts["granted"] += 1
-        number = self._add(_Lease(lent, [taken], now_s + ttl_s))
+        number = self._add(LentRecords(lent, [taken], now_s + ttl_s))
         return Leased(number, taken.extents, reason, lent.region)
 
     def release(self, number: int, keep_s: float, now_s: float, read_bytes: int = 0) -> bool:
@@ -149,6 +137,11 @@ class PeerLeases:
             self._end(number)
         return True
 
+    def records(self, number: int, packed: list[bytes]) -> tuple[list[tuple[bytes, int]], LentRecords] | None:
+        """Some records of a reader's lease, see `LentRecords.named`, and the lease; None if there is no such lease."""
+        lease = self._leases.get(number)
+        return None if lease is None or lease.claim else (lease.named(packed), lease)
+
     def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float, tenant: str = SHARED) -> int:
         """Keep those of these records that are in a pool, see `lease`; returns how many.
 
@@ -159,7 +152,7 @@ class PeerLeases:
         lent = self._lent.get(tenant)
         if lent is None:
             return 0
-        whole = _Lease(lent, [], now_s + ttl_s, claim)
+        whole = LentRecords(lent, [], now_s + ttl_s, claim)
         at, reason = 0, ""
         while at < len(keys) and reason != LIMIT:
             taken, reason = lent.take(keys[at:], 1)
@@ -168,7 +161,7 @@ class PeerLeases:
                 at += (len(taken.entries) - 1) * KEY_BYTES
                 whole.parts.append(taken)
         if reason == LIMIT or len(self._leases) >= MAX_LEASES:
-            whole.give_back()
+            whole.let_go()
             raise Refused(
                 f"keys: pins and leases of peers may keep {lent.limit_bytes} bytes of this pool, which leaves no room "
                 "for all of these chunks; pin fewer, or try again when some leases have ended",
@@ -227,7 +220,7 @@ class PeerLeases:
             **{("draining_refused" if word == DRAINING else word): n for word, n in self.counts.items()},
         }
 
-    def _add(self, lease: _Lease) -> int:
+    def _add(self, lease: LentRecords) -> int:
         number, self._next = self._next, self._next + 1
         self._leases[number] = lease
         lease.lent.n_leases += 1
@@ -242,7 +235,7 @@ class PeerLeases:
         if lease.claim:
             del self._claims[lease.claim]
         lease.lent.n_leases -= 1
-        lease.give_back()
+        lease.let_go()
 
 
 class PeerServer:
@@ -259,11 +252,13 @@ class PeerServer:
         share: float,
         engine: str,
         metadata: Callable[[], bytes],
+        mac: bool = False,
     ) -> None:
         """`server` is None if peers are not served and only controllers' pins are kept.
 
         `pools` and `share` as in PeerLeases.  `metadata()` returns the metadata of the transfer engine by which peers
-        reach the pools now, registered in their order; empty while there is no such engine.
+        reach the pools now, registered in their order; empty while there is no such engine.  `mac`: all readers get
+        MACs, and must want them.
         """
         self.leases = PeerLeases(pools, share)
         self._extents_bytes = [pool.extents_bytes for pool in pools.values()]
@@ -273,6 +268,7 @@ class PeerServer:
         self._incarnation = incarnation
         self._engine = engine
         self._metadata = metadata
+        self._lanes = Lanes("peer-macs", num_workers=THREADS) if mac else None
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due_s = 0.0
@@ -284,14 +280,16 @@ class PeerServer:
         if self._server is not None:
             self._server.start(self._on_frame, self._on_frame_count)
 
-    def close(self) -> None:
-        """Stop answering, and end every lease."""
+    async def close(self) -> None:
+        """Stop answering, end every lease, and wait until no record is read here any more. Idempotent."""
         if self._server is not None:
             self._server.close()
         if self._timer is not None:
             self._timer.cancel()
         self.leases.draining = True
         self.leases.end_all()
+        if self._lanes is not None:
+            await self._lanes.close()
 
     def pin(self, claim: str, keys: bytes, ttl_s: float, tenant: str) -> int:
         """See PeerLeases.pin."""
@@ -308,26 +306,81 @@ class PeerServer:
         }
 
     def _on_frame(self, address: Address, frame: bytes) -> None:
+        reply: ClusterReply
         try:
-            reply = self._answer(PEER_REQUESTS.decode(frame))
+            request = PEER_REQUESTS.decode(frame)
+            if isinstance(request, PeerRelease):
+                self._release(address, request)
+                return
+            reply = self._hello(request) if isinstance(request, PeerHello) else self._lease(request)
         except BAD_FRAME as error:
             reply = self._failure(seq_of(frame), BadRequest(f"invalid message to a peer: {error}"))
         except KvstrataError as error:
             reply = self._failure(seq_of(frame), error)
+        self._send(address, reply)
+
+    def _send(self, address: Address, reply: ClusterReply) -> None:
         if self._server is not None:
             self._server.send(address, encode(reply))
+
+    def _release(self, address: Address, request: PeerRelease) -> None:
+        """Release, and answer now or when the tags are computed. Raises BadRequest or Refused; nothing is released."""
+        now_s = self._clock.monotonic_s()
+        self.leases.expire(now_s)
+        tags = self._tags(request) if request.mac_key else None
+        stood = self.leases.release(request.lease, request.keep_ms / 1000, now_s, request.read_bytes)
+        released = PeerReleased(request.seq, self._incarnation, stood)
+        if tags is None:
+            self._send(address, released)
+        else:
+            tags.add_done_callback(
+                lambda done: self._send(
+                    address, msgspec.structs.replace(released, tags=b"".join(done.result()))
+                )
+            )
+
+    def _tags(self, request: PeerRelease) -> asyncio.Future[list[bytes]] | None:
+        """Begin to compute the tags that a reader asks for, in parts; None if it has no such lease."""
+        if self._lanes is None:
+            raise self._other_mac(True)
+        if len(request.mac_key) != MAC_KEY_BYTES:
+            raise BadRequest(
+                f"mac_key: found {len(request.mac_key)} bytes; send {MAC_KEY_BYTES}", field="mac_key"
+            )
+        if len(request.extents) % EXTENT.size:
+            raise BadRequest(
+                f"extents: found {len(request.extents)} bytes; send {EXTENT.size} for each record",
+                field="extents",
+            )
+        found = self.leases.records(request.lease, split_extents(request.extents))
+        if found is None:
+            return None
+        records, lease = found
+        parts: list[asyncio.Future[bytes]] = []
+        for numbers in parts_of(len(records)):
+            work = functools.partial(tags_of, request.mac_key, records, numbers)
+            part = self._lanes.submit(Lane.LOAD, work, beyond_limit=bool(parts))
+            if part is None:
+                raise Refused(f"mac_key: {self._instance_id} computes too many MACs already; try again later")
+            lease.keep()
+            part.add_done_callback(lambda _: lease.let_go())
+            parts.append(part)
+        return asyncio.gather(*parts)
+
+    def _other_mac(self, readers: bool) -> BadRequest:
+        here = self._lanes is not None
+        return BadRequest(
+            f"mac: p2p.mac is {str(readers).lower()} for the reader, but {str(here).lower()} for {self._instance_id}; "
+            "set the same p2p.mac on both",
+            field="mac",
+        )
 
     def _on_frame_count(self, address: Address, count: int) -> bytes:
         return encode(self._failure(0, BadRequest(f"a message must be one frame, found {count}")))
 
-    def _answer(self, request: ToPeer) -> ClusterReply:
-        if isinstance(request, PeerHello):
-            return self._hello(request)
+    def _lease(self, request: PeerLease) -> PeerLeased:
         now_s = self._clock.monotonic_s()
         self.leases.expire(now_s)
-        if isinstance(request, PeerRelease):
-            stood = self.leases.release(request.lease, request.keep_ms / 1000, now_s, request.read_bytes)
-            return PeerReleased(request.seq, self._incarnation, stood)
         n_keys, rest = divmod(len(request.keys), KEY_BYTES)
         if rest or not n_keys or n_keys % request.n_slices:
             raise BadRequest(
@@ -365,6 +418,8 @@ class PeerServer:
                 "same p2p.engine on both",
                 field="engine",
             )
+        if request.mac != (self._lanes is not None):
+            raise self._other_mac(request.mac)
         metadata = self._metadata()
         if not metadata:
             raise Unavailable(f"the transfer engine of {self._instance_id} is not up; ask again later")

@@ -19,6 +19,8 @@ class PeerSettings(msgspec.Struct, frozen=True):
     this_host_only: bool = False
     """Peers reach this instance from its own host only, so UCX needs no port that other hosts reach."""
     curve_file: str = ""
+    mac: bool = False
+    """Only records with the owner's MAC are served (mac.py)."""
     lookup_timeout_ms: int = 250
     load_timeout_ms: int = 5_000
     lease_ms: int = 10_000

@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 MAX_TOLD = 256
 COUNTED = (
     "asked_directory", "recalled", "leases", "leases_refused", "leases_lost", "reads", "read_records", "read_bytes",
-    "read_failures", "unsound_records", "hellos", "owners", "owners_skipped", "named_leases", "named_refused",
+    "read_failures", "unsound_records", "unauthenticated_records", "hellos", "owners", "owners_skipped", "named_leases",
+    "named_refused",
 )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.engines.base import TransferEngine
 from kvstrata.p2p.engines.links import Devices, find_devices
 from kvstrata.p2p.finding import Finder
+from kvstrata.p2p.mac import THREADS
 from kvstrata.p2p.owners import NamedOwners, Pacer
 from kvstrata.p2p.reading import Reader
 from kvstrata.p2p.reopening import PeerEngine
@@ -122,7 +123,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         self._named = NamedOwners()
         self._destinations = Destinations()
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
-        self._lanes = Lanes(name, num_workers=1)
+        self._lanes = Lanes(name, num_workers=THREADS if settings.mac else 1)
         self._parts: _Parts | None = None
         """None until the tier is open."""
         self._closed = False

@@ -55,6 +55,7 @@ UNAUTHENTICATED = "unauthenticated"
 # Peers.
 CONTROLLER_DOWN = "controller_down"
 LIMIT = "limit"
+MAC_DIFFERS = "mac_differs"
 PEER_DEADLINE = "peer_deadline"
 PEER_GONE = "peer_gone"
 TRANSFER = "transfer"
@@ -83,6 +84,7 @@ MEANINGS: dict[str, Meaning] = {
     "staging": _REFUSED_HERE,
     STAGING_TOO_SMALL: _REFUSED_HERE,
     LIMIT: _REFUSED,
+    MAC_DIFFERS: _REFUSED_HERE,
     # The pool's refusals (rpc.wire.ReserveOutcome).
     "chain_exceeds_pool": _REFUSED,
     "pool_pinned": _REFUSED,

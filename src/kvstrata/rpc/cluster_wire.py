@@ -28,9 +28,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.types import KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
+from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
-CLUSTER_PROTOCOL_VERSION = 4
+CLUSTER_PROTOCOL_VERSION = 5
 TAG_BYTES = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_TAGS = 262_144
@@ -374,6 +374,8 @@ class PeerHello(ClusterRequest, frozen=True, tag="peer_hello"):
     """Version of the records that the reader can read (docs/formats.md)."""
     engine: Annotated[str, Meta(max_length=32)]
     """The transfer engine that the reader uses."""
+    mac: bool = False
+    """The reader's `p2p.mac`. An owner with another value refuses the reader."""
 
 
 class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
@@ -422,6 +424,10 @@ class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):
     whether the lease was still valid."""
     read_bytes: Count = 0
     """Bytes that were read under the lease since the last release, for the owner's count of sent bytes."""
+    mac_key: Annotated[bytes, Meta(max_length=32)] = b""
+    """With `p2p.mac`: a key that the reader has made for this read (p2p/mac.py); else empty."""
+    extents: Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * EXTENT.size)] = b""
+    """With `mac_key`: the packed extents, as in PeerLeased, of the records that were read."""
 
 
 class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
@@ -430,6 +436,8 @@ class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
     stood: bool
     """The lease was valid until now, so the bytes that were read are those of the leased records. If false, the reader
     drops what it read."""
+    tags: bytes = b""
+    """The MACs of the records at the request's extents, 16 bytes each; empty if `mac_key` was, or `stood` is false."""
 
 
 ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where

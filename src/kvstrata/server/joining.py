@@ -43,6 +43,7 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
             tcp=settings.p2p.tcp,
             this_host_only=_this_host_only(settings),
             curve_file=keys.file,
+            mac=settings.p2p.mac,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
             max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
@@ -116,8 +117,9 @@ def serve_peers(
         share=p2p.max_leased_share,
         engine=plan.p2p_engine,
         metadata=l2.peer_reads.metadata,
+        mac=p2p.mac,
     )
-    closers.append(soon(server.close))
+    closers.append(server.close)
     return PeersServed(server, endpoint)
 
 

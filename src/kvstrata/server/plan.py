@@ -22,6 +22,7 @@ from kvstrata.memory.numa import placement
 from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import SegmentSettings, check_size
+from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import has_rdma_card, reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
@@ -118,6 +119,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     if settings.controller.curve_file:
         here(lambda: read_cluster_keys(settings.controller.curve_file, "controller.curve_file"), None)
     engine = here(lambda: _p2p_engine(settings, environment, sizes), "")
+    if engine and settings.p2p.mac:
+        here(lambda: _check_mac(settings), None)
     l1_is_pinned = bool(engine) and has_rdma_card()
     if l1_is_pinned:
         _check_card(settings, sizes)
@@ -207,6 +210,23 @@ def _p2p_engine(
         return "ucx"
     nixl_can = nixl_has_a_way and not sizes
     return "nixl" if nixl_can and importlib.util.find_spec("nixl") is not None else ""
+
+
+def _check_mac(settings: ServerSettings) -> None:
+    """Raises ConfigError if anybody could send MACs, MachineLacks if the package that computes them is missing."""
+    if settings.security.insecure and not settings.controller.curve_file:
+        raise ConfigError(
+            "p2p.mac: true, but with security.insecure and without controller.curve_file the cluster has no keys, so "
+            "anybody could answer with MACs of his own; make key files with kvstrata cluster init and set "
+            "controller.curve_file (--cluster-curve-file), or start without --insecure",
+            field="p2p.mac",
+        )
+    if importlib.util.find_spec(mac.MODULE) is None:
+        raise MachineLacks(
+            f"p2p.mac: true needs the Python package {mac.MODULE!r}, which is not installed; pip install "
+            "'kvstrata[codecs]'",
+            field="p2p.mac",
+        )
 
 
 def _check_card(settings: ServerSettings, sizes: Mapping[str, OwnSize]) -> None:

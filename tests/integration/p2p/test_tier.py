@@ -42,15 +42,17 @@ KEYS = chain("a", 8)
 
 
 class Pair:
-    """An owner of pools, by tenant, and a reader."""
+    """An owner of pools, by tenant, and a reader, with `p2p.mac` or without."""
 
-    def __init__(self, pools: dict[str, L1] | None = None) -> None:
+    def __init__(self, pools: dict[str, L1] | None = None, *, mac: bool = False) -> None:
+        self.mac = mac
         self.pools = pools or {SHARED: L1()}
         self.l1 = self.pools[SHARED]
         self.directory = Directory()
         settings = PeerSettings(
             (self.directory.endpoint,),
             "ucx",
+            mac=mac,
             lookup_timeout_ms=60_000,
             load_timeout_ms=60_000,
             remember_none_ms=0,
@@ -79,6 +81,7 @@ class Pair:
             share=1 / 4,
             engine="ucx",
             metadata=lambda: metadata,
+            mac=self.mac,
         )
         self.owner.start()
         self.entry = Owner("owner", 5, f"tcp://127.0.0.1:{port}", 0, True, public.decode())
@@ -110,7 +113,7 @@ class Pair:
 
     async def close(self) -> None:
         await self.reader.close()
-        self.owner.close()
+        await self.owner.close()
         await self.engine.close()
         self.directory.close()
         for l1 in self.pools.values():
@@ -118,9 +121,9 @@ class Pair:
             l1.pool.close()
 
 
-@pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
-    made = Pair()
+@pytest.fixture(params=[False, True], ids=["without macs", "with macs"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    made = Pair(mac=request.param)
     await made.open()
     yield made
     await made.close()
@@ -168,8 +171,9 @@ def to_load(l1: L1, key: bytes) -> LoadItem:
     return LoadItem(key, hold)
 
 
-async def test_records_of_an_own_pool_go_into_the_same_tenants_own_pool_alone() -> None:
-    pair = Pair({name: L1() for name in (SHARED, "green")})
+@pytest.mark.parametrize("mac", [False, True], ids=["without macs", "with macs"])
+async def test_records_of_an_own_pool_go_into_the_same_tenants_own_pool_alone(*, mac: bool) -> None:
+    pair = Pair({name: L1() for name in (SHARED, "green")}, mac=mac)
     here = {name: L1() for name in (SHARED, "blue", "green")}
     await pair.open(here)
     try:

@@ -303,7 +303,7 @@ class Owner:
 async def owner(l1: L1) -> AsyncIterator[Owner]:
     owner = Owner(l1)
     yield owner
-    owner.peers.close()
+    await owner.peers.close()
     assert l1.pool.stats()["leases"] == 0
 
 
@@ -353,7 +353,7 @@ async def test_a_lease_of_a_reader_that_is_gone_ends_after_its_time(
 @pytest.mark.parametrize(
     ("request_", "code", "field"),
     [
-        (hello(protocol=3), "wrong_version", "protocol"),  # such a reader knows one pool only
+        (hello(protocol=4), "wrong_version", "protocol"),  # such a reader knows no MACs
         (hello(protocol=9), "wrong_version", "protocol"),
         (hello(record_version=9), "wrong_version", "record_version"),
         (hello(engine="nixl"), "bad_request", "engine"),

@@ -91,7 +91,7 @@ WORDS = {
     MissReason.CORRUPT: ["corrupt", "checksum", "unauthenticated"],
     MissReason.EVICTED: ["absent"],
     MissReason.REFUSED: [
-        "budget", "throttled", QUEUE_FULL, "staging", "staging_too_small", "limit",
+        "budget", "throttled", QUEUE_FULL, "staging", "staging_too_small", "limit", "mac_differs",
         *(outcome.name.lower() for outcome in ReserveOutcome if outcome > ReserveOutcome.IN_FLIGHT),
     ],
     MissReason.L2_FAILED: [

@@ -1,0 +1,232 @@
+"""p2p/mac.py and what serving.py does for it: which tags an owner computes, and what stays in place meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.clock import SystemClock
+from kvstrata.errors import BadRequest, ClusterFailure
+from kvstrata.native.record import verify_record
+from kvstrata.p2p import mac, serving
+from kvstrata.p2p.destinations import SHARED
+from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, parts_of, tag_of, tags_of
+from kvstrata.p2p.serving import PeerLeases, PeerServer
+from kvstrata.rpc.cluster_wire import PeerLease, PeerLeased, PeerRelease, PeerReleased
+from kvstrata.rpc.zmq_link import AskLink, Links
+from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.types import EXTENT
+from tests.harness.l1 import L1, RECORD, chain
+
+LONG_S = 30.0
+KEY = bytes(range(MAC_KEY_BYTES))
+
+
+def all_tags(records: list[tuple[bytes, int]]) -> bytes:
+    return tags_of(KEY, records, range(len(records)))
+
+
+def split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + EXTENT.size] for at in range(0, len(packed), EXTENT.size)]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=5), st.integers(1, 100))
+def test_a_tag_is_aes_gcms_of_the_extent_and_the_record(records: list[bytes], piece: int) -> None:
+    buffers = [ctypes.create_string_buffer(record, len(record)) for record in records]
+    extents = [EXTENT.pack(7 * n, len(record), n, 3, 0) for n, record in enumerate(records)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mac, "_PIECE_BYTES", piece)
+        found = all_tags(list(zip(extents, map(ctypes.addressof, buffers), strict=True)))
+    expected = [
+        AESGCM(KEY).encrypt(n.to_bytes(12, "little"), b"", extent + record)
+        for n, (extent, record) in enumerate(zip(extents, records, strict=True))
+    ]
+    assert found == b"".join(expected)
+
+
+def test_a_record_of_another_generation_in_the_same_place_has_another_tag() -> None:
+    record = ctypes.create_string_buffer(100)
+    one, other = (tag_of(KEY, 0, EXTENT.pack(0, 100, 1, n, 0), ctypes.addressof(record)) for n in (1, 2))
+    assert one != other
+
+
+@pytest.fixture
+def l1() -> L1:
+    return L1()
+
+
+def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_ended(l1: L1) -> None:
+    leases = PeerLeases({SHARED: l1.pool}, 1 / 4)
+    keys = l1.store(chain("a", 3))
+    leased = leases.lease(b"".join(keys), 1, 1.0, 0.0)
+    found = leases.records(leased.number, split(leased.extents))
+    assert found is not None
+    records, lease = found
+    lease.keep()
+    lease.keep()
+    assert leases.release(leased.number, 0, 0.5)
+    assert leases.records(leased.number, split(leased.extents)) is None
+    lease.let_go()
+    assert l1.pool.remove(keys[2]) == 0
+    assert verify_record(records[2][1], RECORD, keys[2]) == 0
+    lease.let_go()
+    assert l1.pool.remove(keys[2]) == 1
+    assert leases.leased_bytes == 0
+
+
+def test_a_reader_gets_macs_of_its_own_leases_records_alone(l1: L1) -> None:
+    leases = PeerLeases({SHARED: l1.pool}, 1 / 4)
+    keys = l1.store(chain("a", 3))
+    leased = leases.lease(b"".join(keys[:2]), 1, 1.0, 0.0)
+    other = split(leases.lease(keys[2], 1, 1.0, 0.0).extents)
+    one, two = split(leased.extents)
+    older = EXTENT.pack(*EXTENT.unpack(one)[:3], EXTENT.unpack(one)[3] - 1, 0)
+    for wrong in ([], other, [one, one], [one, *other], [older], [bytes(24)], [b"\xff" * 24]):
+        with pytest.raises(BadRequest, match="this lease's"):
+            leases.records(leased.number, wrong)
+    leases.pin("claim", keys[0], 1.0, 0.0)
+    pin = leased.number + 2
+    assert leases.records(pin, [one]) is None
+    found = leases.records(leased.number, [two, one])
+    assert found is not None
+    assert [extent for extent, _ in found[0]] == [two, one]
+    leases.end_all()
+    l1.nothing_in_use()
+
+
+class Owner:
+    """The real socket over a real pool, with MACs or without."""
+
+    def __init__(self, l1: L1, *, mac: bool) -> None:
+        server = ZmqServer(asyncio.get_running_loop())
+        port = server.bind_tcp("localhost", 0, curve=None, insecure=False)
+        self.peers = PeerServer(
+            {SHARED: l1.pool}, SystemClock(), server, instance_id="owner", incarnation=7, share=1 / 4,
+            engine="ucx", metadata=lambda: b"metadata", mac=mac,
+        )  # fmt: skip
+        self.peers.start()
+        self.links = Links(asyncio.get_running_loop())
+        self.link: AskLink = self.links.ask(f"tcp://127.0.0.1:{port}")
+
+    async def lease(self, keys: list[bytes]) -> PeerLeased:
+        return await self.link.ask(PeerLease(0, "reader", b"".join(keys), 1, 60_000), PeerLeased, LONG_S)
+
+
+@pytest.fixture(params=[True])
+async def owner(l1: L1, request: pytest.FixtureRequest) -> AsyncIterator[Owner]:
+    made = Owner(l1, mac=request.param)
+    yield made
+    made.links.close()
+    await made.peers.close()
+    l1.nothing_in_use()
+
+
+async def test_the_answer_to_a_release_has_the_tags_of_the_records_that_were_read(
+    l1: L1, owner: Owner
+) -> None:
+    leased = await owner.lease(l1.store(chain("a", 3)))
+    extents = split(leased.extents)
+    expected = all_tags([(one, l1.pool.extents_address + EXTENT.unpack(one)[0]) for one in extents[1:]])
+    part = PeerRelease(0, leased.lease, 1_000, 0, KEY, b"".join(extents[1:]))
+    released = await owner.link.ask(part, PeerReleased, LONG_S)
+    assert (released.stood, released.tags) == (True, expected)
+    whole = await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)
+    assert (whole.stood, whole.tags) == (True, b"")
+    late = await owner.link.ask(part, PeerReleased, LONG_S)
+    assert (late.stood, late.tags) == (False, b"")
+
+
+async def test_other_readers_are_answered_while_tags_are_computed_and_a_close_waits_for_them(
+    l1: L1, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = l1.store(chain("a", 1))
+    goes_on, entered = threading.Event(), threading.Event()
+
+    def slow(key: bytes, records: list[tuple[bytes, int]], numbers: range) -> bytes:
+        entered.set()
+        goes_on.wait(LONG_S)
+        return tags_of(key, records, numbers)
+
+    monkeypatch.setattr(serving, "tags_of", slow)
+    leased = await owner.lease(keys)
+    request = PeerRelease(0, leased.lease, 0, 0, KEY, leased.extents)
+    asked = asyncio.create_task(owner.link.ask(request, PeerReleased, LONG_S))
+    await asyncio.to_thread(entered.wait, LONG_S)
+    again = await owner.lease(keys)
+    assert again.lease
+    assert not asked.done()
+    closing = asyncio.create_task(owner.peers.close())
+    await asyncio.sleep(0)
+    assert len(owner.peers.leases) == 0
+    assert l1.pool.remove(keys[0]) == 0
+    assert not closing.done()
+    goes_on.set()
+    await closing
+    assert l1.pool.remove(keys[0]) == 1
+    asked.cancel()
+    await asyncio.wait({asked})
+
+
+@pytest.mark.parametrize(
+    ("key", "extents", "field"),
+    [
+        (bytes(31), bytes(24), "mac_key"),
+        (KEY, bytes(23), "extents"),
+        (KEY, b"", "extents"),
+        (KEY, bytes(24), "extents"),
+        (KEY, bytes(24 * 4097), ""),
+        (bytes(33), bytes(24), ""),
+    ],
+    ids=["short key", "cut extent", "no extent", "extent of no lease", "too many extents", "long key"],
+)
+async def test_an_impossible_request_for_tags_is_refused_and_releases_nothing(
+    l1: L1, owner: Owner, key: bytes, extents: bytes, field: str
+) -> None:
+    leased = await owner.lease(l1.store(chain("a", 1)))
+    with pytest.raises(ClusterFailure) as refused:
+        await owner.link.ask(PeerRelease(0, leased.lease, 0, 0, key, extents), PeerReleased, LONG_S)
+    assert (refused.value.code, refused.value.field) == ("bad_request", field)
+    assert (await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)).stood
+
+
+@pytest.mark.parametrize("owner", [False], indirect=True)
+async def test_an_owner_without_macs_says_which_setting_it_lacks(l1: L1, owner: Owner) -> None:
+    leased = await owner.lease(l1.store(chain("a", 1)))
+    with pytest.raises(
+        ClusterFailure, match=r"p2p\.mac is true for the reader, but false for owner"
+    ) as refused:
+        await owner.link.ask(PeerRelease(0, leased.lease, 0, 0, KEY, leased.extents), PeerReleased, LONG_S)
+    assert refused.value.field == "mac"
+
+
+async def test_tags_take_no_more_memory_than_a_queue_and_the_reader_is_told(
+    l1: L1, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leased = await owner.lease(l1.store(chain("a", 1)))
+    assert owner.peers._lanes is not None
+    monkeypatch.setattr(owner.peers._lanes, "submit", lambda *given, **more: None)
+    with pytest.raises(ClusterFailure, match="too many MACs") as refused:
+        await owner.link.ask(PeerRelease(0, leased.lease, 0, 0, KEY, leased.extents), PeerReleased, LONG_S)
+    assert refused.value.retryable
+    assert (await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)).stood
+
+
+def test_a_tag_has_the_length_that_the_reader_cuts_out() -> None:
+    record = ctypes.create_string_buffer(1)
+    assert len(tag_of(KEY, 0, EXTENT.pack(0, 1, 0, 0, 0), ctypes.addressof(record))) == TAG_BYTES
+
+
+@given(st.integers(1, 5_000), st.integers(1, 9))
+def test_each_record_is_in_one_part_and_no_thread_gets_two(count: int, threads: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mac, "THREADS", threads)
+        parts = parts_of(count)
+    assert [number for part in parts for number in part] == list(range(count))
+    assert 0 < len(parts) <= threads
