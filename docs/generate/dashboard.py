@@ -22,7 +22,10 @@ class Panel(NamedTuple):
 
     title: str
     families: dict[str, str]
-    """Name of a family without `kvstrata_` → legend; an empty legend is made of the labels in `by`."""
+    """Name of a family without `kvstrata_` → legend; an empty legend is made of the labels in `by`.
+
+    A legend names labels as `{{label}}`.
+    """
     by: tuple[str, ...] = ()
     """Labels of which each value has a line of its own."""
     unit: str = ""
@@ -97,6 +100,39 @@ ROWS = (
         Panel("Bytes of operations that do not end", {"l2_stuck_bytes": ""}, ("adapter",)),
         Panel("Restarts of adapter hosts", {"l2_host_restarts": ""}, ("adapter",)),
         Panel("The adapters' own events", {"l2_adapter_events": ""}, ("adapter", "event")),
+    )),
+    Row("State of each tier", 8, (
+        Panel("Directory is there and can be written to", {"l2_medium_well": ""}, ("instance", "adapter")),
+        Panel("Serves loads, takes no puts, cleans up", {
+            "l2_takes_loads": "serves loads: {{instance}} {{adapter}}",
+            "l2_read_only": "takes no puts: {{instance}} {{adapter}}",
+            "l2_janitor": "cleans up: {{instance}} {{adapter}}",
+        }, ("instance", "adapter")),
+        Panel("Servers that share a directory", {"l2_members": ""}, ("adapter",)),
+        Panel("Puts under way", {
+            "l2_store_queued_puts": "queued: {{adapter}}", "l2_store_retrying_puts": "tried again: {{adapter}}",
+            "l2_store_in_flight_puts": "in progress: {{adapter}}",
+        }, ("adapter",)),
+        Panel("Puts by outcome", {"l2_store_outcomes": ""}, ("adapter", "outcome")),
+        Panel("Bytes stored", {"l2_store_stored_bytes": ""}, ("adapter",)),
+        Panel("Fetches that wait, requests to adapter hosts", {
+            "l2_prefetch_waiting_fetches": "wait: {{adapter}}", "l2_host_requests": "in the host: {{adapter}}",
+        }, ("adapter",)),
+        Panel("Memory of loads and codecs", {
+            "l2_prefetch_loading_bytes": "loading: {{adapter}}",
+            "l2_codec_staging_used_bytes": "codec staging: {{adapter}}",
+        }, ("adapter",)),
+        Panel("Segment files", {"l2_segments_bytes": ""}, ("adapter",)),
+        Panel("Bytes before and after codecs", {
+            "l2_codec_input_bytes": "before: {{adapter}}", "l2_codec_output_bytes": "after: {{adapter}}",
+        }, ("adapter",)),
+        Panel("Records by what codecs did", {"l2_codec_records": ""}, ("adapter", "outcome")),
+        Panel("The adapters' own bytes", {"l2_adapter_bytes": ""}, ("adapter", "event")),
+        Panel("Peers", {
+            "l2_peer_owners": "remembered: {{adapter}}", "l2_peer_owners_skipped": "skipped: {{adapter}}",
+        }, ("adapter",)),
+        Panel("Lookups of shared storage", {"l2_presence_keys": ""}, ("adapter", "answer")),
+        Panel("Remembered answers of shared storage", {"l2_presence_remembered_keys": ""}, ("adapter",)),
     )),
     Row("Cluster and process", 8, (
         Panel("Accepted by a controller", {"cluster_member": ""}, ("instance",)),

@@ -182,11 +182,13 @@ class AllWrong:
             host = check_host()
         wrong.tell()
 
-    A ConfigError ends its `with` block, and the code after the block goes on.
+    A ConfigError ends its `with` block, and the code after the block goes on.  An AlreadyTold does the same, and is not
+    told again.
     """
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
+        self._undecided: AlreadyTold | None = None
 
     def __enter__(self) -> None:
         pass
@@ -194,7 +196,10 @@ class AllWrong:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self._errors.append(error)
+        if isinstance(error, AlreadyTold):
+            self._undecided = error
+        else:
+            self._errors.append(error)
         return True
 
     def add(self, error: ConfigError) -> None:
@@ -202,9 +207,15 @@ class AllWrong:
         self._errors.append(error)
 
     def tell(self) -> None:
-        """Raise ConfigError if anything was wrong."""
+        """Raise ConfigError if anything was wrong; AlreadyTold if nothing else was, but a check could not decide."""
         if self._errors:
             raise together(self._errors)
+        if self._undecided is not None:
+            raise self._undecided
+
+
+class AlreadyTold(ConfigError):
+    """A check needs a setting that another check has refused, so it cannot decide; the other check tells of it."""
 
 
 class MachineLacks(ConfigError):

@@ -172,4 +172,5 @@ class MissReason(enum.StrEnum):
     UNKNOWN_KEY = "unknown_key"
     """No request to this server has named this chunk before."""
     FORGOTTEN = "forgotten"
-    """The memory of absent chunks has overflowed, so the reason is no longer known."""
+    """The memory of absent chunks has overflowed, so the reason is no longer known; or an engine does not know the word
+    that a newer server gave as the reason."""

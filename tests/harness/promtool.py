@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
+from tests.harness.prometheus import PACKAGE
 from tests.tools import fetch_debian
 
 TIMEOUT_S = 60.0
@@ -14,7 +15,7 @@ class Promtool:
 
     def __init__(self) -> None:
         """Raises fetch_debian.Unavailable if the program cannot be had."""
-        self._program, self._variables = fetch_debian.program("promtool", ["prometheus"])
+        self._program, self._variables = fetch_debian.program("promtool", [PACKAGE])
 
     def __call__(self, *arguments: object, text: str = "") -> str:
         """Run `promtool ARGUMENTS` with `text` as its standard input; return what it complains about, or nothing."""

@@ -328,6 +328,14 @@ class Engine:
         }
         (path / "adapter_config.json").write_text(json.dumps(described))
 
+    def metrics(self) -> dict[str, float]:
+        """Return the connector's counters as vLLM publishes them; needs the option `disable_log_stats` False."""
+        return {
+            metric.name.removeprefix("vllm:kvstrata_"): metric.value
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:kvstrata_")
+        }
+
     def take_calls(self) -> dict[str, Any]:
         """Return and reset the records of the connector's calls, see `Calls.take`; in process only."""
         return self.calls.take()

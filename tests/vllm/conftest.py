@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvstrata.types import MissReason
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_fork import ForkServer
 from tests.harness.vllm_run import VllmProcess
@@ -44,6 +45,15 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 def chunks_in_l1(server: ServerProcess) -> int:
     """Number of chunks that can be hit."""
     return int(server.get("/v1/status")["pool"]["entries"]["ready"])
+
+
+def unanswered(vllm: VllmProcess) -> float:
+    """How many lookups the engine gave up because the server was silent, as its metrics name them.
+
+    The engine has the option `disable_log_stats` False.
+    """
+    counted = vllm.ask("metrics")
+    return sum(counted[f"miss_{reason}"] for reason in (MissReason.DEADLINE, MissReason.BREAKER_OPEN))
 
 
 class Rig:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import CHUNK, Rig, make_prompt, until
+from tests.vllm.conftest import CHUNK, Rig, make_prompt, unanswered, until
 
 pytestmark = pytest.mark.vllm
 
@@ -40,7 +40,7 @@ def engine(
             vllm_model_folder("19m"),
             tmp_path / fidelity,
             extra=server.connector_config(**{"kvstrata.fidelity": fidelity}),
-            options={"max_num_batched_tokens": 1024, "max_model_len": 4096},
+            options={"max_num_batched_tokens": 1024, "max_model_len": 4096, "disable_log_stats": False},
         )
 
     return start
@@ -63,12 +63,14 @@ def empty_l1(rig: Rig) -> None:
 
 
 def hit_from_l2(rig: Rig, prompt: list[int], tokens: int) -> None:
-    """All of it, by a server that has nothing else; on a busy machine the engine may be tired of waiting for it."""
+    """All of it, by a server that has nothing else; on a busy machine the engine may give up waiting, and counts it."""
 
     def hit() -> bool:
+        before = unanswered(rig.vllm)
         warm = rig.again(prompt)
         loaded = rig.server.get("/v1/status")["l2_prefetch"]["counts"].get("loaded", 0)
         if (warm["cached_tokens"], loaded) != (HIT_CHUNKS * CHUNK, HIT_CHUNKS):
+            assert unanswered(rig.vllm) > before, (warm, loaded, rig.vllm.log_tail())
             empty_l1(rig)
             return False
         assert len(warm["tokens"]) == tokens

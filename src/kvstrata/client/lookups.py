@@ -23,7 +23,6 @@ from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
 
 log = logging.getLogger(__name__)
 
-_REASONS = frozenset(MissReason)
 LOOKUP_MARGIN_MS = 10
 """The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
 
@@ -75,6 +74,7 @@ class Lookups:
         self._identities = identities
         self._timeout_ms = timeout_ms
         self._asking: dict[LookupCall, Pending] = {}
+        self._told_of_unknown_reason = False
         self.begun = 0
         self.hit_chunks = 0
         self.revoked = 0
@@ -174,14 +174,29 @@ class Lookups:
             self._undo(call)
         elif n == 0:
             self._live.end(call.seq)
-            call.finish(miss(MissReason(reply.reason)))
+            call.finish(miss(self._reason(reply.reason)))
         else:
             lease = LeaseName(self._link.session, call.seq, reply.epoch)
             slices = len(reply.extents) // EXTENT.size // n
             self.hit_chunks += n
             # If the caller has cancelled meanwhile, `_cancel` is already posted and will undo the lookup.
-            more: MissReason | Literal[""] = "" if not reply.reason else MissReason(reply.reason)
+            more: MissReason | Literal[""] = "" if not reply.reason else self._reason(reply.reason)
             call.finish(LookupResult(n, lease, reply.extents, slices, more))
+
+    def _reason(self, word: str) -> MissReason:
+        """The reason that a reply names; FORGOTTEN for a word that only the server knows, which may be newer."""
+        try:
+            return MissReason(word)
+        except ValueError:
+            if not self._told_of_unknown_reason:
+                self._told_of_unknown_reason = True
+                log.warning(
+                    "a miss has a reason that only the server knows: %.80r; it is counted as %s; install the server's "
+                    "version of kvstrata in the engine",
+                    word,
+                    MissReason.FORGOTTEN,
+                )
+            return MissReason.FORGOTTEN
 
     def _cancel(self, call: LookupCall) -> None:
         """Called by `LookupCall.cancel` in any thread."""
@@ -203,7 +218,8 @@ class Lookups:
 
 
 def _sensible(reply: wire.LookupReply, n_asked: int) -> bool:
+    """Whether it is a miss with a reason, or at most as many hits as were asked for, each with its extents."""
     n = reply.n_chunks
-    if not 0 <= n <= n_asked or (reply.reason not in _REASONS if reply.reason else n == 0):
-        return False
-    return n == 0 or (len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0)
+    if n == 0:
+        return bool(reply.reason)
+    return 0 < n <= n_asked and len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0

@@ -14,7 +14,12 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6, unwanted: C
     `unwanted`: names that may be meant too, but are not suggested.  A name that is longer than any of ours is not
     compared: the comparison would take time that grows with its length.
     """
+    close = nearest_name(name, {*known, *unwanted}, cutoff=cutoff)
+    return f" (did you mean '{close}'?)" if close and close not in unwanted else ""
+
+
+def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The nearest known name, or an empty string."""
     if len(name) > MAX_NAME_CHARS:
         return ""
-    close = difflib.get_close_matches(name, {*known, *unwanted}, n=1, cutoff=cutoff)
-    return f" (did you mean '{close[0]}'?)" if close and close[0] not in unwanted else ""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")

@@ -18,7 +18,16 @@ from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, qu
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.breaker import Breaker
-from kvstrata.policy.reasons import CONTROLLER_DOWN, LIMIT, MAC_DIFFERS, PEER_DEADLINE, PEER_GONE, THROTTLED
+from kvstrata.policy.reasons import (
+    CONTROLLER_DOWN,
+    LIMIT,
+    MAC_DIFFERS,
+    PEER_DEADLINE,
+    PEER_FAILED,
+    PEER_GONE,
+    PEER_SKIPPED,
+    THROTTLED,
+)
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.storage.base import HEAD_BYTES, Found, Presence
@@ -103,45 +112,56 @@ class Finder:
         if self._pacer.delay_s(self._shared.now_s()) * 1000 > self._shared.settings.load_timeout_ms / 2:
             return Asked(THROTTLED)
         named = self._named.of(keys[0])
+        reason, n_lost = "", 0  # why an owner that has this many keys leases none of them
         if named is not None:
-            asked = await self._ask_named(named, keys, ends_s)
+            asked, reason = await self._ask_named(named, keys, ends_s)
             if asked is not None:
                 return asked
+            n_lost = len(keys) if reason else 0
             ends_s = self._shared.now_s() + self._shared.settings.lookup_timeout_ms / 1000
         owners = self._directory.recall(question, self._shared.now_s())
         if owners is None:
             owners = await self._ask_directory(question, keys, ends_s)
             if owners is None:
-                return Asked(CONTROLLER_DOWN)
+                return Asked(reason or CONTROLLER_DOWN)
         else:
             self._shared.counts["recalled"] += 1
-        outcome = Asked(more=self._shared.owners.crowded(owners, self._shared.now_s()))
+        more = self._shared.owners.crowded(owners, self._shared.now_s())
+        skipped = self._shared.owners.skipped(owners, self._shared.now_s())
+        if skipped:
+            reason, n_lost = reason or PEER_SKIPPED, max(n_lost, skipped)
         for owner in self._shared.owners.in_order(owners, self._shared.now_s())[:ATTEMPTS]:
             if not self._shared.owners.admit(owner.instance, self._shared.now_s()):
+                reason, n_lost = reason or PEER_SKIPPED, max(n_lost, owner.n_keys)
                 continue
             count, word = await self._lease_at(owner, keys[: owner.n_keys], ends_s)
             if word == LIMIT:
                 return Asked(more=owner.n_keys)
             if count:
-                return Asked()
-            outcome = outcome._replace(reason=word)
+                return Asked(reason if n_lost > count else "")
+            if word:
+                reason, n_lost = reason or word, max(n_lost, owner.n_keys)
             self._directory.wrong(question)
-        return outcome
+        return Asked(reason, more)
 
-    async def _ask_named(self, owner: Owner, keys: list[bytes], ends_s: float) -> Asked | None:
-        """Lease at the owner that was named for these keys; None: the owner leases none of them now."""
+    async def _ask_named(self, owner: Owner, keys: list[bytes], ends_s: float) -> tuple[Asked | None, str]:
+        """Lease at the owner that was named for these keys.
+
+        Returns None if the owner leases none of them now, and then a short reason, which is "" if it has none of them.
+        """
         now_s = self._shared.now_s()
+        word = PEER_SKIPPED
         if self._shared.owners.crowded([owner], now_s):
-            return Asked(more=len(keys))
+            return Asked(more=len(keys)), ""
         if self._shared.owners.admit(owner.instance, now_s):
             count, word = await self._lease_at(owner, keys, ends_s)
             if count:
                 self._shared.counts["named_leases"] += 1
             if count or (word == LIMIT and self._shared.leases.under_way_bytes(owner.instance)):
-                return Asked(more=len(keys) if word == LIMIT else 0)
+                return Asked(more=len(keys) if word == LIMIT else 0), ""
         self._shared.counts["named_refused"] += 1
         self._shared.tell_once(f"{owner.instance} leases none of the chunks it was named for; asking others")
-        return None
+        return None, THROTTLED if word == LIMIT else word
 
     async def _ask_directory(
         self, question: Question, keys: list[bytes], ends_s: float
@@ -171,9 +191,9 @@ class Finder:
     async def _lease_at(self, owner: Owner, keys: list[bytes], ends_s: float) -> tuple[int, str]:
         """Ask an owner to lease these keys; returns how many it leases now, and a short reason or "".
 
-        The reason is LIMIT if the owner leases no more for now, PEER_DEADLINE if no answer came in time, PEER_GONE if
-        the owner has restarted, MAC_DIFFERS if its `p2p.mac` is another, and "" otherwise.  Any other refusal and an
-        invalid answer give "" too; all of these are logged.
+        The reason is "" if the owner has none of these keys, LIMIT if it leases no more for now, PEER_DEADLINE if no
+        answer came in time, PEER_GONE if the owner has restarted, MAC_DIFFERS if its `p2p.mac` is another, and
+        PEER_FAILED if it refused, answered something invalid, or cannot be read; the last two are logged.
         Reports to the owner's breaker, which must have admitted this call.
         """
         now_s = self._shared.now_s
@@ -185,7 +205,7 @@ class Finder:
         except (ClusterFailure, TransferError) as error:
             self._shared.owners.failed(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} cannot be read: {error}")
-            return 0, MAC_DIFFERS if error.field == "mac" else ""
+            return 0, MAC_DIFFERS if error.field == "mac" else PEER_FAILED
         tenant = self._destinations.tenant_of(keys[0])
         request = PeerLease(
             0,
@@ -205,13 +225,13 @@ class Finder:
         except ClusterFailure as refused:
             self._shared.owners.well(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} leases nothing: {refused}")
-            return 0, ""
+            return 0, PEER_FAILED
         try:
             extents = _extents_of(leased, len(keys), peer.extents_bytes)
         except ValueError as error:
             self._shared.owners.failed(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} answered with an impossible lease: {error}")
-            return 0, ""
+            return 0, PEER_FAILED
         self._shared.owners.well(owner.instance, now_s())
         if leased.epoch != peer.epoch:  # the owner has restarted: the connection reaches the old process
             self._connections.let_go(peer)

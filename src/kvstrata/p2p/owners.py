@@ -91,6 +91,17 @@ class OwnerBook:
             default=0,
         )
 
+    def skipped(self, owners: Iterable[Owner], now_s: float) -> int:
+        """The longest prefix, in keys, of the owners that must not be asked now because they failed lately; or 0."""
+        return max(
+            (
+                owner.n_keys
+                for owner in owners
+                if owner.peer_endpoint and not self._record(owner.instance).breaker.would_admit(now_s)
+            ),
+            default=0,
+        )
+
     def admit(self, instance: str, now_s: float) -> bool:
         """Whether this owner may be asked now; if so, the caller asks it and then reports `well` or `failed`."""
         return self._record(instance).breaker.admit(now_s)

@@ -57,7 +57,9 @@ CONTROLLER_DOWN = "controller_down"
 LIMIT = "limit"
 MAC_DIFFERS = "mac_differs"
 PEER_DEADLINE = "peer_deadline"
+PEER_FAILED = "peer_failed"
 PEER_GONE = "peer_gone"
+PEER_SKIPPED = "peer_skipped"
 TRANSFER = "transfer"
 
 OTHER = Meaning(MissReason.L2_FAILED)
@@ -70,6 +72,8 @@ MEANINGS: dict[str, Meaning] = {
     "timeout": Meaning(MissReason.DEADLINE),
     PEER_DEADLINE: Meaning(MissReason.DEADLINE, blames_medium=False),
     PEER_GONE: Meaning(MissReason.DEADLINE, blames_medium=False),
+    PEER_FAILED: _NOT_THE_MEDIUM,
+    PEER_SKIPPED: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     BREAKER_OPEN: Meaning(MissReason.BREAKER_OPEN),
     CONTROLLER_DOWN: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     HOST_DOWN: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),

@@ -64,30 +64,29 @@ def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
 def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> TierConfig:
     """Check one entry. Raises ConfigError naming each wrong field below `path`, by default `l2_adapters[index]`.
 
-    Fields that are wrong only together with others are checked once each is right by itself.
+    A rule about several fields is checked if each of these is right by itself, whatever is wrong about others.
     """
     place = Place(path or f"l2_adapters[{index}]")
     entry = entry_of(entry, place.path)
     remember_secrets(entry)
-    common = found = config = make = None
+    found = config = make = None
     wrong, kind, isolated, chain = AllWrong(), "", False, ChainSettings()
     with wrong:
         kind = kind_of(entry, place)
         found = catalogue.find(kind, place.at("type"))
-    with wrong:
-        common = _common(entry, place)
+    common = _common(entry, place, wrong)
     name = f"{kind}-{index}"
-    if found is not None and common is not None:
+    if found is not None:
         with wrong:
             isolated = _isolated(common, found, place)
     with wrong:
         chain = read_chain(entry.get("codec"), place.at("codec"))
     if found is not None:
         with wrong:
-            config = found.config(entry, place)
+            config = found.right_fields(entry, place, wrong)
             make = found.medium.prepare(config, place, name)
     wrong.tell()
-    assert found is not None and common is not None and config is not None and make is not None
+    assert found is not None and config is not None and make is not None
     codec = CodecConfig(chain, int(common.codec_staging_mb * MB), common.codec_workers)
     return TierConfig(
         name=name,
@@ -138,27 +137,29 @@ def entry_of(entry: str | Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return entry
 
 
-def _common(entry: Mapping[str, Any], place: Place) -> CommonFields:
-    common = structs.read(
-        CommonFields, {name: value for name, value in entry.items() if name in COMMON}, place
-    )
+def _common(entry: Mapping[str, Any], place: Place, wrong: AllWrong) -> CommonFields:
+    """The fields that all types have; `wrong` gets the errors, see `structs.read_right`."""
+    own = {name: value for name, value in entry.items() if name in COMMON}
+    common = structs.read_right(CommonFields, own, place, wrong)
     if common.eviction is not None:
         place.noted("eviction", "the adapter's own cap evicts the least recently used records")
     if common.serde is not None:
         advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
-        raise place.refused("serde", common.serde, f"it was replaced by codec; {advice}")
+        wrong.add(place.refused("serde", common.serde, f"it was replaced by codec; {advice}"))
     return common
 
 
 def _isolated(common: CommonFields, found: FoundType, place: Place) -> bool:
     """Whether the tier runs in a process of its own. Raises ConfigError for fields that do not fit."""
-    wrong = AllWrong()
-    isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
-    if common.host_kill_ms is not None and not isolated:
-        advice = 'only an adapter with "isolation": "process" has a host; remove it'
-        wrong.add(place.refused("host_kill_ms", common.host_kill_ms, advice))
-    if common.shared and "shared" not in found.medium.config.__struct_fields__:
-        wrong.add(place.refused("shared", True, "only a directory of type fs can be shared; remove it"))
+    isolated, wrong = False, AllWrong()
+    with wrong:
+        isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
+        if common.host_kill_ms is not None and not isolated:
+            advice = 'only an adapter with "isolation": "process" has a host; remove it'
+            raise place.refused("host_kill_ms", common.host_kill_ms, advice)
+    with wrong:
+        if common.shared and "shared" not in found.medium.config.__struct_fields__:
+            raise place.refused("shared", True, "only a directory of type fs can be shared; remove it")
     wrong.tell()
     return isolated
 

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata import failpoints
+from kvstrata.errors import AllWrong
 from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
     AdapterContext,
@@ -209,15 +210,20 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: FaultConfig, place: Place, name: str) -> Make:
-    inner = Place(place.at("inner"))
-    kind = kind_of(config.inner, inner)
-    if (isolation := config.inner.get("isolation")) is not None:
-        advice = "set it in the outer entry, of type fault_inject"
-        raise inner.refused("isolation", isolation, advice)
-    found = catalogue.find(kind, inner.at("type"))
-    make = found.medium.prepare(found.config(config.inner, inner), inner, name)
+    inner, wrong = Place(place.at("inner")), AllWrong()
+    make: Make | None = None
+    with wrong:
+        if (isolation := config.inner.get("isolation")) is not None:
+            advice = "set it in the outer entry, of type fault_inject"
+            raise inner.refused("isolation", isolation, advice)
+    with wrong:
+        found = catalogue.find(kind_of(config.inner, inner), inner.at("type"))
+        make = found.medium.prepare(found.right_fields(config.inner, inner, wrong), inner, name)
+    wrong.tell()
+    assert make is not None
+    make_inner = make
     plan = FaultPlan(config.seed, config.rate, list(Fault) if config.faults is None else config.faults)
-    return lambda: FaultyAdapter(make(), plan)
+    return lambda: FaultyAdapter(make_inner(), plan)
 
 
 def _not_testing() -> str:

@@ -10,10 +10,10 @@ from kvstrata.p2p.owners import OwnerLimits
 from tests.fault.p2p.net import (
     KEYS,
     LOADED,
-    NOT_THERE,
     THERE,
     CopyEngine,
     failed,
+    unknown,
 )
 from tests.harness.waiting import until
 
@@ -81,7 +81,7 @@ async def test_skipped_owners_are_asked_again_when_the_engine_is_opened_anew(net
     assert await one.adapter.exists(KEYS) == [THERE] * 8
     one.engine.answer = transfer.PEER_GONE
     assert await one.load(KEYS[0]) == [failed("peer_gone")]
-    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert await one.adapter.exists(KEYS) == [unknown("peer_skipped")] * 8
     await one.reopen(CopyEngine())
     assert await one.adapter.exists(KEYS) == [THERE] * 8
     assert await one.load(*KEYS) == [LOADED] * 8

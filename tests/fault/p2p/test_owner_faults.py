@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from kvstrata.native import record as native_record
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.owners import OwnerLimits
+from kvstrata.policy.reasons import blames_medium, miss_reason
 from kvstrata.storage.base import Found, Presence
 from kvstrata.testing.strategies import (
     load_item,
@@ -17,6 +19,7 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from kvstrata.types import MissReason
 from tests.fault.p2p.net import (
     ABSENT,
     KEYS,
@@ -39,9 +42,72 @@ async def test_a_silent_owner_costs_one_deadline_and_is_then_skipped(net) -> Non
     # The reader gives up the connection and with it the lease.
     assert await one.adapter.exists(KEYS) == [unknown("peer_deadline")] * 8
     asked = one.owner.asked["PeerLease"]
-    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert await one.adapter.exists(KEYS) == [unknown("peer_skipped")] * 8
     assert one.owner.asked["PeerLease"] == asked
     assert one.counted("owners_skipped") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "word", "reason"),
+    [
+        ("is silent", "peer_deadline", MissReason.DEADLINE),
+        ("refuses the lease", "peer_failed", MissReason.L2_FAILED),
+        ("refuses the greeting", "peer_failed", MissReason.L2_FAILED),
+        ("lies", "peer_failed", MissReason.L2_FAILED),
+        ("has restarted", "peer_gone", MissReason.DEADLINE),
+        ("has nothing", "", None),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+async def test_chunks_of_an_owner_that_fails_are_not_absent(
+    net, l1: L1, named: bool, how: str, word: str, reason: MissReason | None
+) -> None:
+    one = await net(limits=OwnerLimits(open_s=600, max_open_s=600))
+    if named:
+        one.adapter.prefer(KEYS, msgspec.msgpack.encode(one.owner.entry))
+        one.directory.holds = {}
+    match how:
+        case "is silent":
+            one.owner.silent = True
+            one.patience(lookup_timeout_ms=500)
+        case "refuses the lease":
+            one.owner.refuses["PeerLease"] = "not_permitted"
+        case "refuses the greeting":
+            one.owner.refuses["PeerHello"] = "wrong_version"
+        case "lies":
+            one.owner.lies = True
+        case "has restarted":
+            assert await one.adapter.exists(KEYS[:1]) == [THERE]
+            one.owner.epoch += 1
+        case "has nothing":
+            l1.lose(KEYS)
+    found = await one.adapter.exists(KEYS)
+    if how == "has restarted":  # the first chunk is still leased from the process that was
+        found = found[1:]
+    assert set(found) == {unknown(word) if word else NOT_THERE}
+    if reason is not None:
+        assert miss_reason(word) is reason
+        assert not blames_medium(word), "one bad owner is no reason to leave all others alone"
+
+
+async def test_what_another_owner_has_is_there_and_the_rest_is_not_absent(net, second) -> None:
+    one = await net()
+    pool, other, _ = second
+    pool.lose(KEYS[4:])
+    one.owner.refuses["PeerLease"] = "not_permitted"
+    one.directory.tell(other.entry, KEYS[:4])
+    assert await one.adapter.exists(KEYS) == [THERE] * 4 + [unknown("peer_failed")] * 4
+
+
+async def test_chunks_that_an_owner_that_fails_never_had_are_absent(net, second, l1: L1) -> None:
+    one = await net()
+    _, other, _ = second
+    other.refuses["PeerLease"] = "not_permitted"
+    one.directory.holds = {}
+    one.directory.tell(other.entry, KEYS)  # the one that fails is asked first, and has no more than the other
+    one.directory.tell(one.owner.entry, KEYS)
+    assert await one.adapter.exists([*KEYS, *chain("b", 2)]) == [THERE] * 8 + [NOT_THERE] * 2
+    assert other.asked["PeerLease"] == 1
 
 
 async def test_a_read_that_hangs_is_a_miss_at_its_deadline_and_its_bytes_stay_held_until_it_ends(net) -> None:
@@ -160,11 +226,11 @@ async def test_an_owner_with_another_record_version_or_metadata_is_a_miss_and_lo
     one = await net(limits=OwnerLimits(open_s=0.0, max_open_s=0.0))
     one.owner.refuses["PeerHello"] = "wrong_version"
     for _ in range(3):
-        assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+        assert await one.adapter.exists(KEYS) == [unknown("peer_failed")] * 8
     assert caplog.text.count("wrong_version") == 1
     one.owner.refuses.clear()
     one.owner.metadata = b"garbage"
-    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
+    assert await one.adapter.exists(KEYS) == [unknown("peer_failed")] * 8
     one.owner.metadata = metadata_of(one.l1.pool.extents_address, one.l1.pool.extents_bytes)
     assert await one.adapter.exists(KEYS) == [THERE] * 8
 
@@ -172,8 +238,8 @@ async def test_an_owner_with_another_record_version_or_metadata_is_a_miss_and_lo
 async def test_extents_outside_the_owners_pool_are_never_read(net) -> None:
     one = await net()
     one.owner.lies = True
-    assert await one.adapter.exists(KEYS) == [NOT_THERE] * 8
-    assert await one.load(*KEYS[:1]) == [ABSENT]
+    assert await one.adapter.exists(KEYS) == [unknown("peer_failed")] * 8
+    assert await one.load(*KEYS[:1]) == [failed("peer_skipped")]
     assert one.engine.reads == 0
 
 

@@ -199,15 +199,16 @@ RESP, OBJECTS, MOONCAKE = "storage/media/resp", "storage/media/object_store", "s
 lost = partial(given, "LinkLost", 0)
 THROUGH: dict[tuple[str, str], list[Any]] = {
     # Owners of other instances.
-    ("p2p/finding.py", "asked.reason"): [
-        partial(given, "Asked", 0, "reason", "p2p/finding.py"), partial(returned, "_lease_at", "p2p/finding.py", 1),
+    ("p2p/finding.py", "asked.reason"): [partial(given, "Asked", 0, "reason", "p2p/finding.py")],
+    ("p2p/finding.py", "reason"): [
+        partial(assigned, "reason", "p2p/finding.py", "_ask"), partial(returned, "_ask_named", "p2p/finding.py", 1),
     ],
-    ("p2p/finding.py", "word"): [partial(assigned, "word", "p2p/finding.py")],
+    ("p2p/finding.py", "word"): [
+        partial(assigned, "word", "p2p/finding.py"), partial(returned, "_lease_at", "p2p/finding.py", 1),
+    ],
     ("p2p/reading.py", "reason"): [partial(returned, "_transfer", "p2p/reading.py")],
     ("p2p/tier.py", "reason"): [partial(assigned, "reason", "p2p/tier.py")],
-    ("p2p/tier.py", "asked.reason"): [
-        partial(given, "Asked", 0, "reason", "p2p/finding.py"), partial(returned, "_lease_at", "p2p/finding.py", 1),
-    ],
+    ("p2p/tier.py", "asked.reason"): [partial(given, "Asked", 0, "reason", "p2p/finding.py")],
     # The server.
     ("server/l2/prefetch.py", "cut_short"): [partial(assigned, "cut_short", "server/l2/prefetch.py")],
     ("server/l2/puts.py", "self.cut_short"): [partial(members, Skip)],

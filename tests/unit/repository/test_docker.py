@@ -125,16 +125,28 @@ def test_the_token_that_the_readme_makes_can_be_used(tmp_path: Path) -> None:
     assert len(read_token(HttpSettings(token_file=str(token)), insecure=False)) == 32
 
 
-def test_the_dashboard_asks_only_for_existing_metrics() -> None:
+def plotted() -> set[str]:
+    """The metrics that the dashboard's queries ask for."""
     dashboard = json.loads(DASHBOARD.read_text())
-    asked = {
+    return {
         name
         for panel in dashboard["panels"]
         for target in panel.get("targets", [])
         for name in re.findall(r"\bkvstrata_\w+", target["expr"])
     }
+
+
+def test_the_dashboard_asks_only_for_existing_metrics() -> None:
+    asked = plotted()
     assert len(asked) > 20
     assert asked <= sample_names(FAMILIES)
+
+
+def test_the_dashboard_shows_every_number_of_a_tier() -> None:
+    asked = plotted()
+    of_tiers = [name for name, family in FAMILIES.items() if "adapter" in family.labels]
+    missing = [name for name in of_tiers if not asked & {name, f"{name}_total", f"{name}_bucket"}]
+    assert missing == ["kvstrata_l2_host_pid"], "a process id is nothing to plot; add panels for the others"
 
 
 def test_the_dashboard_has_its_data_source_and_its_panels_do_not_overlap() -> None:

@@ -8,17 +8,26 @@ from typing import Any
 from kvstrata.keys.batch import split
 from kvstrata.native.pool import Pool
 from kvstrata.policy.misses import Explainer
+from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.requests.leases import InFlight
 
 
 class Explaining:
     """Answers explain requests. It only reads."""
 
-    def __init__(self, explainer: Explainer, pools: Sequence[Pool], in_flight: InFlight, policy: str) -> None:
+    def __init__(
+        self,
+        explainer: Explainer,
+        pools: Sequence[Pool],
+        in_flight: InFlight,
+        events: PoolEvents,
+        policy: str,
+    ) -> None:
         """`policy`: name of the eviction policy of L1."""
         self._explainer = explainer
         self._pools = pools
         self._in_flight = in_flight
+        self._events = events
         self._policy = policy
 
     def request(self, request_id: str) -> dict[str, Any] | None:
@@ -35,6 +44,7 @@ class Explaining:
 
     def keys(self, keys: bytes) -> list[dict[str, str]]:
         """For each storage key, whether its chunk is in L1 and, if not, the reason as far as it is remembered."""
+        self._events.drain()  # chunks may have left L1 after they were last read
         told = []
         for key in split(keys):
             if any(pool.peek(key, 1) for pool in self._pools):

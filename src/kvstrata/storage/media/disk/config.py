@@ -69,13 +69,14 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
-    capacity_bytes = int(config.capacity_gb * GB)
-    segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
+    capacity_bytes = segment_bytes = 0
     path, wrong = "", AllWrong()
-    if segment_bytes > capacity_bytes // 16:
-        most_mb = f"{capacity_bytes / 16 / MB:g} MB"
-        must = f"must be at most a sixteenth of capacity_gb, {most_mb}"
-        wrong.add(place.wrong("segment_mb", config.segment_mb, must))
+    with wrong:
+        capacity_bytes = int(config.capacity_gb * GB)
+        segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
+        if segment_bytes > capacity_bytes // 16:
+            must = f"must be at most a sixteenth of capacity_gb, {capacity_bytes / 16 / MB:g} MB"
+            raise place.wrong("segment_mb", config.segment_mb, must)
     with wrong:
         path = absolute(config.base_path, place, "base_path")
     wrong.tell()

@@ -57,33 +57,38 @@ def _prepare(config: FsConfig, place: Place, name: str) -> Make:
     path, wrong = "", AllWrong()
     with wrong:
         path = absolute(config.base_path, place, "base_path")
-    tmp = config.relative_tmp_dir
-    parts = tmp.split(os.sep)
-    if os.path.isabs(tmp) or any(part in ("", ".", "..") or "\0" in part for part in parts):
-        wrong.add(place.wrong("relative_tmp_dir", tmp, "must be a plain path below base_path"))
-    if re.fullmatch("[0-9a-f]{2}", parts[0]):
-        must = "must not begin with a directory of two hex digits, since records lie in such directories"
-        wrong.add(place.wrong("relative_tmp_dir", tmp, must))
+    with wrong:
+        _check_tmp_dir(config.relative_tmp_dir, place)
     if config.read_ahead_size is not None:
         place.noted("read_ahead_size", "a record is read in one piece")
-    size_gb, same_gb, free_gb = config.capacity_gb, config.max_capacity_gb, config.min_free_gb
-    if size_gb is not None and same_gb is not None and size_gb != same_gb:
-        wrong.add(
-            place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
-        )
+    with wrong:
+        size_gb, same_gb = config.capacity_gb, config.max_capacity_gb
+        if size_gb is not None and same_gb is not None and size_gb != same_gb:
+            raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
     wrong.tell()
+    free_gb = config.min_free_gb
     return functools.partial(
         FsAdapter,
         path,
-        relative_tmp_dir=tmp,
+        relative_tmp_dir=config.relative_tmp_dir,
         shared=config.shared,
         use_odirect=config.use_odirect,
-        capacity_bytes=int((size_gb or same_gb or 0) * GB),
+        capacity_bytes=int((config.capacity_gb or config.max_capacity_gb or 0) * GB),
         min_free_bytes=None if free_gb is None else int(free_gb * GB),
         num_workers=config.num_workers,
         per_op_workers=config.per_op_workers,
         name=name,
     )
+
+
+def _check_tmp_dir(tmp: str, place: Place) -> None:
+    """Raises ConfigError unless `tmp` is a path below `base_path` outside the directories of records."""
+    parts = tmp.split(os.sep)
+    if os.path.isabs(tmp) or any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise place.wrong("relative_tmp_dir", tmp, "must be a plain path below base_path")
+    if re.fullmatch("[0-9a-f]{2}", parts[0]):
+        must = "must not begin with a directory of two hex digits, since records lie in such directories"
+        raise place.wrong("relative_tmp_dir", tmp, must)
 
 
 def _reach(config: FsConfig, place: Place) -> Reach:

@@ -6,6 +6,7 @@ No error and no log line shows a value that may be a secret.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.util
 import logging
 import os
@@ -19,7 +20,6 @@ from msgspec import Meta
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import AllWrong, ConfigError
-from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.folder import Folder
@@ -111,16 +111,18 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     )
     from kvstrata.storage.media.object_store.failures import plain
 
-    url, options, wrong = "", {}, AllWrong()
-    with wrong:
-        options = _renamed(config, place)
+    url, wrong = "", AllWrong()
+    store_options: dict[str, Any] = {}
+    client: dict[str, Any] = {}
+    options = _renamed(config, place, wrong)
     with wrong:
         url = _url(config.url, place)
+        store_options, client = _sorted(place, url, options)
+    with wrong:
+        endpoint = options.get("endpoint") or options.get("aws_endpoint") or ""
+        if str(endpoint).startswith("http://") and "allow_http" not in options:
+            raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
     wrong.tell()
-    store_options, client = _sorted(place, url, options)
-    endpoint = store_options.get("endpoint") or store_options.get("aws_endpoint") or ""
-    if str(endpoint).startswith("http://") and "allow_http" not in client:
-        raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
     if not url.startswith("file:"):
         client = {"timeout": "10s", "connect_timeout": "2s", **client}
     retry = {
@@ -132,27 +134,24 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
             "base": 2,
         },
     }
+    connect = functools.partial(_connect, url, store_options, client, retry)
+    if not url.startswith("file:"):  # `connect` would create the directory
+        try:
+            connect()
+        except (BaseError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{place.path}: obstore refuses these options: {plain(error)}", field=place.path
+            ) from None
     told = config.num_workers is not None or bool(config.per_op_workers)
     settings = ObjectStoreSettings(
         url=url,
-        connect=lambda: _connect(url, store_options, client, retry),
+        connect=connect,
         multipart_bytes=int(config.multipart_mb * MB),
         part_bytes=int(config.part_mb * MB),
         num_workers=config.num_workers or 4,
         per_op_workers=config.per_op_workers if told else dict(DEFAULT_WORKERS),
     )
-    if not url.startswith("file:"):  # `connect` would create the directory
-        try:
-            settings.connect()
-        except (BaseError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{place.path}: obstore refuses these options: {plain(error)}", field=place.path
-            ) from None
-
-    def make() -> StorageAdapter:
-        return ObjectStoreAdapter(settings, name=name)
-
-    return make
+    return lambda: ObjectStoreAdapter(settings, name=name)
 
 
 def _connect(url: str, config: dict[str, Any], client: dict[str, Any], retry: dict[str, Any]) -> Any:
@@ -178,15 +177,16 @@ def _url(url: str, place: Place) -> str:
     return url.rstrip("/")
 
 
-def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
-    """The options under obstore's names, also those given under LMCache's names for its `s3`."""
-    wrong = AllWrong()
+def _renamed(config: ObjectStoreConfig, place: Place, wrong: AllWrong) -> dict[str, Any]:
+    """The options under obstore's names, also those given under LMCache's names for its `s3`. `wrong` gets errors."""
     if config.s3_endpoint is not None:
         advice = 'write "url": "s3://BUCKET/PREFIX" and, for a server that is not Amazon\'s, "endpoint": "https://HOST"'
         wrong.add(place.refused("s3_endpoint", config.s3_endpoint, advice))
     if config.max_capacity_gb:
         advice = "object stores have no cap here; give the bucket a lifecycle rule"
         wrong.add(place.refused("max_capacity_gb", config.max_capacity_gb, advice))
+    elif config.max_capacity_gb is not None:
+        place.noted("max_capacity_gb", "object stores have no cap here")
     options = dict(config.options)
     for old, new in REPLACED:
         if old in options:
@@ -194,9 +194,7 @@ def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
             if new in options:
                 wrong.add(place.hidden(new, f"is given as {old} too; give one of them"))
             options[new] = options.pop(old)
-    wrong.tell()
     for name, why in (
-        ("max_capacity_gb", "object stores have no cap here"),
         ("s3_num_io_threads", "per_op_workers bounds the requests"),
         ("s3_prefer_http2", "write http1_only or http2_only for the library"),
     ):

@@ -139,9 +139,10 @@ def settings_of(config: RespConfig, place: Place) -> RespSettings:
     servers, wrong = None, AllWrong()
     with wrong:
         servers = _servers(config, place)
-    if PREFIX.fullmatch(config.key_prefix) is None:
-        must = "must be 1 to 64 letters, digits and _ . : / @ -"
-        wrong.add(place.wrong("key_prefix", config.key_prefix, must))
+    with wrong:
+        if PREFIX.fullmatch(config.key_prefix) is None:
+            must = "must be 1 to 64 letters, digits and _ . : / @ -"
+            raise place.wrong("key_prefix", config.key_prefix, must)
     wrong.tell()
     assert servers is not None
     timeout_s = config.request_timeout
@@ -164,27 +165,23 @@ class _Url(NamedTuple):
 
 
 def _servers(config: RespConfig, place: Place) -> RespServers:
-    source, addresses = _named(config, place)
-    url = _url(config.url, place) if config.url is not None else None
-    wrong = AllWrong()
-    if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
-        must = "must be one server unless cluster_mode is true"
-        wrong.add(place.wrong("startup_nodes", config.startup_nodes, must))
-    if source == "sentinels" and config.cluster_mode:
-        must = "must not be true with sentinels: give startup_nodes of the cluster"
-        wrong.add(place.wrong("cluster_mode", True, must))
-    if source == "sentinels" and config.sentinel_master is None:
-        wrong.add(place.wrong("sentinel_master", None, "must be a non-empty string"))
-    if source != "sentinels" and config.sentinel_master is not None:
-        must = "needs sentinels, the addresses of the sentinels"
-        wrong.add(place.wrong("sentinel_master", config.sentinel_master, must))
+    addresses: tuple[Address, ...] = ()
     username, password, database, tls = "", "", 0, None
+    wrong = AllWrong()
     with wrong:
-        username, password = _credentials(config, url, place)
+        source, addresses = _named(config, place)
+        with wrong:
+            _check_mode(config, source, addresses, place)
+        with wrong:
+            _check_sentinel_name(config, source, place)
     with wrong:
-        database = _database(config, url, place)
-    with wrong:
-        tls = _tls(config, url, place)
+        url = _url(config.url, place) if config.url is not None else None
+        with wrong:
+            username, password = _credentials(config, url, place)
+        with wrong:
+            database = _database(config, url, place)
+        with wrong:
+            tls = _tls(config, url, place)
     wrong.tell()
     return RespServers(
         addresses=addresses,
@@ -214,6 +211,25 @@ def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
         return source, (Address(config.host, config.port or PORT),)
     default_port = SENTINEL_PORT if source == "sentinels" else PORT
     return source, _addresses(getattr(config, source), default_port, place, source)
+
+
+def _check_mode(config: RespConfig, source: str, addresses: tuple[Address, ...], place: Place) -> None:
+    """Raises ConfigError unless `cluster_mode` fits the field that says where the servers are."""
+    if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
+        must = "must be one server unless cluster_mode is true"
+        raise place.wrong("startup_nodes", config.startup_nodes, must)
+    if source == "sentinels" and config.cluster_mode:
+        must = "must not be true with sentinels: give startup_nodes of the cluster"
+        raise place.wrong("cluster_mode", True, must)
+
+
+def _check_sentinel_name(config: RespConfig, source: str, place: Place) -> None:
+    """Raises ConfigError unless `sentinel_master` is given with sentinels, and only with them."""
+    if source == "sentinels" and config.sentinel_master is None:
+        raise place.wrong("sentinel_master", None, "must be a non-empty string")
+    if source != "sentinels" and config.sentinel_master is not None:
+        must = "needs sentinels, the addresses of the sentinels"
+        raise place.wrong("sentinel_master", config.sentinel_master, must)
 
 
 def _database(config: RespConfig, url: _Url | None, place: Place) -> int:
@@ -298,20 +314,27 @@ def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[st
 
 
 def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext | None:
-    given = {name: value for name in TLS_FIELDS if (value := getattr(config, name)) is not None}
     by_url = url is not None and url.tls
-    if not (by_url if config.tls_enable is None else config.tls_enable):
-        if by_url:
-            raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")
-        for name, value in given.items():
-            raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
+    uses_tls = by_url if config.tls_enable is None else config.tls_enable
+    if by_url and not uses_tls:
+        raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")
+    given: dict[str, str] = {}
+    wrong = AllWrong()
+    for name in TLS_FIELDS:
+        with wrong:
+            if (value := getattr(config, name)) is None:
+                continue
+            if not uses_tls:
+                raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
+            if name == "tls_key_file" and config.tls_cert_file is None:
+                raise place.wrong(name, value, "needs tls_cert_file")
+            if name != "tls_server_name" and not os.path.isfile(os.path.expanduser(value)):
+                raise place.wrong(name, value, "must be an existing file")
+            given[name] = value
+    wrong.tell()
+    if not uses_tls:
         return None
-    files = {name: os.path.expanduser(path) for name, path in given.items() if name != "tls_server_name"}
-    if "tls_key_file" in files and "tls_cert_file" not in files:
-        raise place.wrong("tls_key_file", given["tls_key_file"], "needs tls_cert_file")
-    for name, path in files.items():
-        if not os.path.isfile(path):
-            raise place.wrong(name, given[name], "must be an existing file")
+    files = {name: os.path.expanduser(path) for name, path in given.items()}
     name = "tls_ca_file"
     try:
         context = ssl.create_default_context(cafile=files.get(name))

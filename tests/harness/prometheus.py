@@ -1,0 +1,76 @@
+"""A real Prometheus on a free port: the program on PATH, or Debian's, unpacked into the cache folder."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.harness.daemon import Daemon, Unavailable
+from tests.tools import fetch_debian
+
+PACKAGE = "prometheus"
+"""It has promtool too."""
+EVERY = "500ms"
+TIMEOUT_S = 30.0
+
+
+class Prometheus(Daemon):
+    """One server, which scrapes a target and evaluates rules every EVERY; its data lie in `folder`."""
+
+    def __init__(self, folder: Path, job: str, target: str, token: str, rules: Sequence[Path]) -> None:
+        """`target`: the host:port whose /metrics is read with `token`. Raises daemon.Unavailable."""
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        scrape = {
+            "job_name": job,
+            "static_configs": [{"targets": [target]}],
+            "authorization": {"credentials": token},
+        }
+        settings = {
+            "global": {"scrape_interval": EVERY, "scrape_timeout": EVERY, "evaluation_interval": EVERY},
+            "rule_files": [str(path) for path in rules],
+            "scrape_configs": [scrape],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(settings))
+        super().__init__(folder / "prometheus.log", 1)
+
+    def _command(self) -> tuple[Sequence[str], Mapping[str, str] | None]:
+        try:
+            program, environment = fetch_debian.program("prometheus", [PACKAGE])
+        except fetch_debian.Unavailable as error:
+            raise Unavailable(str(error)) from None
+        command = [
+            program,
+            f"--config.file={self._folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={self._folder / 'data'}",
+            f"--web.listen-address={self.address}",
+        ]
+        return command, environment
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/-/ready", timeout=TIMEOUT_S):
+                return True
+        except OSError:  # urllib's errors are among these
+            return False
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """The data of an answer of the API below /api/v1/. Raises AssertionError with the text of a refusal."""
+        url = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:
+                return json.load(reply)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{url}: {error.read().decode()}") from None
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """The samples that a PromQL expression has now."""
+        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return found

@@ -1,0 +1,122 @@
+"""Answers to lookups: what a client takes from them, and which it does not believe; the test gives the answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.client.handles import LookupCall
+from kvstrata.client.identities import IdentityTable
+from kvstrata.client.lookups import LiveLookups, Lookups
+from kvstrata.client.requests import Pending, RequestTable
+from kvstrata.rpc import wire
+from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, LeaseName, MissReason, RequestIdentity
+
+EPOCH, N_CHUNKS = 7, 4
+SESSION = bytes(16)
+
+
+class Link:
+    """Stands for the client's link to a server: always connected; what it should run later, it runs at once."""
+
+    def __init__(self) -> None:
+        self.table = RequestTable()
+        self.session, self.epoch, self.connected, self.accepts = SESSION, EPOCH, True, True
+        self.settled: list[wire.Cancel] = []
+
+    def ask(self, pending: Pending) -> None:
+        self.table.add(pending)
+
+    def post(self, call) -> None:
+        call()
+
+    def settle(self, message) -> None:
+        self.settled.append(message(0, 0))
+
+
+class Server:
+    """Answers the identity and then the lookup of one client."""
+
+    def __init__(self) -> None:
+        self.link = Link()
+        self.live = LiveLookups(self.link)
+        self.identities = IdentityTable(
+            self.link, LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16), (bytes(32),)
+        )
+        self.identity = self.identities.identity(RequestIdentity())
+        self.lookups = Lookups(self.link, self.live, self.identities, 60_000)
+
+    def sent(self) -> list[wire.AnyRequest]:
+        messages = []
+        for pending, frame in self.link.table.to_send(0.0):
+            messages.append(wire.decode_request(frame))
+            self.link.table.sent(pending, 0.0)
+        return messages
+
+    def answers(self, n_chunks: int, extents: bytes, reason: str) -> LookupCall:
+        """A lookup of N_CHUNKS chunks that gets this answer."""
+        call = self.lookups.begin(self.identity, bytes(N_CHUNKS * KEY_BYTES), "request", b"", None)
+        (asked,) = self.sent()
+        if isinstance(asked, wire.Identify):
+            self.link.table.reply(
+                wire.IdentifyReply(asked.seq, EPOCH, 5, self.identity.root, [bytes(32)], True)
+            )
+            (asked,) = self.sent()
+        assert isinstance(asked, wire.Lookup)
+        self.link.table.reply(wire.LookupReply(asked.seq, EPOCH, n_chunks, extents, n_chunks, 0, reason))
+        return call
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+def extents(n: int) -> bytes:
+    return bytes(n * EXTENT.size)
+
+
+def test_hits_are_kept_whatever_word_the_server_has_for_the_rest(server, caplog):
+    found = [server.answers(3, extents(3), word) for word in ("of a newer server", "x" * 10_000)]
+    for call in found:
+        lease = LeaseName(SESSION, call.seq, EPOCH)
+        assert call.result == (3, lease, extents(3), 1, MissReason.FORGOTTEN)
+        assert server.live.get(call.seq) is call
+    assert server.link.settled == [], "the leases stand"
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
+    assert "'of a newer server'" in caplog.text
+
+
+def test_a_miss_for_a_reason_that_only_the_server_knows_is_no_invalid_reply(server):
+    call = server.answers(0, b"", "of a newer server")
+    assert (call.result.n_chunks, call.result.reason) == (0, MissReason.FORGOTTEN)
+    assert len(server.live) == 0 and server.link.settled == []
+
+
+@pytest.mark.parametrize("reason", MissReason)
+def test_each_reason_of_the_list_arrives_as_it_was_given(server, reason):
+    assert server.answers(0, b"", reason).result.reason is reason
+    assert server.answers(2, extents(2), reason).result.reason is reason
+
+
+def test_several_slices_have_an_extent_each(server):
+    assert server.answers(N_CHUNKS, extents(2 * N_CHUNKS), "").result[3:] == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("n_chunks", "n_bytes", "reason"),
+    [
+        (0, 0, ""),  # nothing found, and no reason
+        (N_CHUNKS + 1, (N_CHUNKS + 1) * EXTENT.size, ""),  # more than was asked for
+        (-1, 0, "evicted"),
+        (2, 0, "evicted"),  # hits without extents
+        (2, 2 * EXTENT.size - 1, "of a newer server"),
+        (2, 3 * EXTENT.size, "evicted"),  # extents of one and a half slices
+    ],
+)
+def test_an_answer_that_cannot_be_true_is_a_miss_and_its_lease_is_given_back(
+    server, n_chunks, n_bytes, reason, caplog
+):
+    call = server.answers(n_chunks, bytes(n_bytes), reason)
+    assert (call.result.n_chunks, call.result.lease, call.result.reason) == (0, None, MissReason.REFUSED)
+    assert server.live.numbers() == [] and [cancel.target for cancel in server.link.settled] == [call.seq]
+    assert "invalid reply to a lookup" in caplog.text
