@@ -16,6 +16,9 @@ mark: libzmq never stops reading, its messages are taken at once, and this modul
    frames: no client of ours does either, and reading such a flood takes the CPU time of both of our threads.
 6. Cutting means `shutdown` of the descriptor, which libzmq takes for a hang-up of the other side.  The descriptor
    belongs to libzmq and may have been reused meanwhile, so it is shut down only if it is a connection of this listener.
+7. Messages of a connection that has ended may still arrive, while another connection has its descriptor already.  They
+   are told apart by the sender's routing id, until libzmq has no message left: they count for the connection
+   `~descriptor`, to which the rules above apply, and which nothing shuts down.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import contextlib
 import resource
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MAX_WAITING_MESSAGES = 4_096
@@ -37,6 +40,8 @@ MAX_FRAMES = 8
 MAX_CONNECTIONS = 4_096
 CONNECTIONS_SHARE = 8
 """A port uses at most this share of the descriptors that the process may open: one in eight."""
+MAX_ENDED = 65_536
+"""Connections that ended since libzmq had no message left; beyond these, their last messages are not told apart."""
 FREED_BYTES = 1 << 20
 """Bytes of cut connections' messages that are freed at a time, at least."""
 MESSAGE_COST_BYTES = 200
@@ -44,7 +49,7 @@ MESSAGE_COST_BYTES = 200
 
 
 class Message(NamedTuple):
-    """One message: the descriptor of its connection, the sender's routing id (empty on PULL), and its frames.
+    """One message: its connection (a descriptor, or see rule 7), the sender's routing id (empty on PULL), its frames.
 
     `key` and `host`: as in Address (zmq_server.py).
     """
@@ -63,12 +68,15 @@ def max_connections() -> int:
 
 
 class Inbox:
-    """Connections and waiting messages of one socket. `name` is the port, or the path of the unix socket."""
+    """Connections and waiting messages of one socket."""
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, see_connections: Callable[[], None] = lambda: None) -> None:
+        """`see_connections()` calls `opened` and `closed` for all that has happened to connections until now."""
+        self._see_connections = see_connections
         self._max_waiting_bytes = MAX_WAITING_LARGEST * max_message_bytes
         self._max_total_bytes = MAX_TOTAL_LARGEST * max_message_bytes
         self._name: int | str = ""
+        """The port, or the path of the unix socket."""
         self._waiting: dict[int, deque[Message]] = {}
         """Waiting messages by connection, in the order of the connections' turns."""
         self._waiting_bytes: dict[int, int] = {}
@@ -79,6 +87,10 @@ class Inbox:
         """The other connections; the connection of the newest message is last."""
         self._refused: dict[int, int] = {}
         """How many of a connection's latest messages were refused."""
+        self._routing_ids: dict[int, bytes] = {}
+        """The routing id with which a connection sends."""
+        self._ended: set[tuple[int, bytes]] = set()
+        """(Descriptor, routing id) of connections that have ended and whose last messages may still arrive."""
         self._cut: set[int] = set()
         """Connections that were cut, and whose last messages may still arrive."""
         self._dropped: deque[Message] = deque()
@@ -108,31 +120,52 @@ class Inbox:
         """A connection was accepted; if it exceeds the bound, the connection that has been silent longest is cut."""
         self._cut.discard(connection)
         self._heard.pop(connection, None)
-        self._refused.pop(connection, None)
         self._silent[connection] = None
         if self.connections_count > max_connections():
             self._cut_off(next(iter(self._silent if len(self._silent) > 1 else self._heard)))
 
     def closed(self, connection: int) -> None:
-        """A connection has ended; its waiting messages are still handled."""
+        """A connection has ended; its waiting messages are still handled, unless it was cut."""
         self._silent.pop(connection, None)
         self._heard.pop(connection, None)
-        self._refused.pop(connection, None)
-
-    def hears(self, connection: int) -> bool:
-        """A message of this connection has arrived; False: the connection was cut, so the caller drops the message."""
+        refused = self._refused.pop(connection, 0)
+        routing_id = self._routing_ids.pop(connection, b"")
+        if not routing_id:
+            return
+        self._ended.add((connection, routing_id))
+        ended = ~connection
+        if refused:
+            self._refused[ended] = refused
         if connection in self._cut:
-            return False
-        self._silent.pop(connection, None)
-        self._heard.pop(connection, None)
-        self._heard[connection] = None
-        return True
+            self._cut.add(ended)
+        if waiting := self._waiting.pop(connection, None):
+            later = self._waiting.setdefault(ended, deque())
+            later.extend(message._replace(connection=ended) for message in waiting)
+            held = self._waiting_bytes.pop(connection)
+            self._waiting_bytes[ended] = self._waiting_bytes.get(ended, 0) + held
+
+    def hears(self, descriptor: int, routing_id: bytes) -> int | None:
+        """A message has arrived; returns its connection, or None if that was cut: then the caller drops the message."""
+        if descriptor in self._cut:
+            return None
+        if descriptor not in self._heard and descriptor not in self._silent:
+            self._see_connections()  # it is new, or has ended
+            if routing_id and descriptor not in self._silent:
+                self._ended.add((descriptor, routing_id))
+        if self._ended and (descriptor, routing_id) in self._ended:
+            return None if ~descriptor in self._cut else ~descriptor
+        self._silent.pop(descriptor, None)
+        self._heard.pop(descriptor, None)
+        self._heard[descriptor] = None
+        self._routing_ids[descriptor] = routing_id
+        return descriptor
 
     def add(self, message: Message) -> int | None:
         """Keep a message until its turn; returns the connection that was cut because of it, or None."""
-        connection = message.connection
-        if not self.hears(connection):
+        connection = self.hears(message.connection, message.routing_id)
+        if connection is None:
             return None
+        message = message._replace(connection=connection)
         size = _size(message)
         waiting = self._waiting.get(connection)
         if waiting is None:
@@ -141,9 +174,11 @@ class Inbox:
         held = self._waiting_bytes[connection] = self._waiting_bytes.get(connection, 0) + size
         self._total_bytes += size
         if len(waiting) > MAX_WAITING_MESSAGES or held > self._max_waiting_bytes:
+            connection = self._now(message)
             self._cut_off(connection)
             return connection
         if self._total_bytes > self._max_total_bytes:
+            self._see_connections()
             most = max(self._waiting_bytes, key=self._waiting_bytes.__getitem__)
             self._cut_off(most)
             return most
@@ -172,27 +207,43 @@ class Inbox:
             if self._refused:
                 self._refused.pop(connection, None)
             return False
-        if connection not in self._silent and connection not in self._heard:
+        if connection in self._cut or (
+            connection >= 0 and connection not in self._silent and connection not in self._heard
+        ):
             return False  # it is closed or cut already
         count = self._refused[connection] = self._refused.get(connection, 0) + 1
         if count < MAX_REFUSED and len(message.frames) <= MAX_FRAMES:
             return False
-        self._cut_off(connection)
+        self._cut_off(self._now(message))
         return True
+
+    def woke(self, *, drained: bool) -> None:
+        """A wake is over; `drained`: libzmq has no message left, so none of a connection that has ended."""
+        if self._dropped:
+            self._free_some()
+        if self._ended and (drained or len(self._ended) > MAX_ENDED):
+            self._ended.clear()
+            self._cut = {connection for connection in self._cut if connection >= 0}
 
     @property
     def has_dropped(self) -> bool:
         """Whether messages of cut connections are still to be freed."""
         return bool(self._dropped)
 
-    def free_some(self) -> None:
+    def _free_some(self) -> None:
         """Free some messages of cut connections: a sixteenth of their bytes, at least FREED_BYTES."""
         goal = self._dropped_bytes - max(FREED_BYTES, self._dropped_bytes // 16)
         while self._dropped and self._dropped_bytes > goal:
             self._dropped_bytes -= _size(self._dropped.popleft())
 
+    def _now(self, message: Message) -> int:
+        """The connection of a message, which may have ended meanwhile, so that another one has its descriptor."""
+        self._see_connections()
+        has_ended = (message.connection, message.routing_id) in self._ended
+        return ~message.connection if has_ended else message.connection
+
     def _cut_off(self, connection: int) -> None:
-        """Drop the messages of a connection, and shut it down."""
+        """Drop the messages of a connection, and shut it down unless it has ended."""
         self._dropped.extend(self._waiting.pop(connection, ()))
         held = self._waiting_bytes.pop(connection, 0)
         self._total_bytes -= held
@@ -202,6 +253,8 @@ class Inbox:
         self._refused.pop(connection, None)
         self._cut.add(connection)
         self.cut_count += 1
+        if connection < 0:
+            return
         with contextlib.suppress(OSError):  # the connection has ended by itself
             borrowed = socket.socket(fileno=connection)
             try:

@@ -305,7 +305,7 @@ class ZmqServer:
             for option, value in KEEPALIVE.items():
                 server.setsockopt(option, value)
         self._sockets[local] = server
-        self._inboxes[local] = Inbox(self._max_message_bytes)
+        self._inboxes[local] = Inbox(self._max_message_bytes, lambda: self._see_connections(local))
         self._watch_connections(server, local)
         self._loop.add_reader(server.fileno(), self._drain, local)
         return server
@@ -333,8 +333,7 @@ class ZmqServer:
         if not self._sockets:
             return  # a handler has closed this server
         inbox = self._inboxes[local]
-        if inbox.has_dropped:
-            inbox.free_some()
+        inbox.woke(drained=empty)
         if not empty or inbox.has_dropped or (self._reading and inbox):
             self._wake_soon(local)
         sent_to, self._sent_to = self._sent_to, set()
@@ -380,8 +379,8 @@ class ZmqServer:
             routing_id = b"" if self._receive_only else bytes(frames.pop(0))
             if self._reading and n_handled < MESSAGES_PER_WAKE and not inbox:
                 n_handled += 1
-                if inbox.hears(connection):
-                    self._handle(server, local, Message(connection, routing_id, frames, key, host))
+                if (heard := inbox.hears(connection, routing_id)) is not None:
+                    self._handle(server, local, Message(heard, routing_id, frames, key, host))
             elif inbox.add(Message(connection, routing_id, frames, key, host)) is not None:
                 self._say_cut(local, "more of its messages waited than the bounds allow")
             if time.monotonic() - started_s > SECONDS_PER_WAKE:

@@ -138,6 +138,7 @@ def test_a_descriptor_that_another_connection_has_taken_over_is_not_cut(wire: Wi
     ours, theirs = socket.socketpair()
     with ours, theirs, open("/dev/null") as file:
         for descriptor in (ours.fileno(), file.fileno(), 1 << 20):
+            wire.inbox.opened(descriptor)
             assert wire.inbox.add(message(descriptor, bytes(9 * SIZE))) == descriptor
         theirs.sendall(b"alive")
         assert ours.recv(5) == b"alive"
@@ -161,6 +162,6 @@ def test_the_messages_of_a_cut_connection_are_freed_over_several_wakes(
     kept = []
     while wire.inbox.has_dropped:
         kept.append(sys.getrefcount(body) - unused)
-        wire.inbox.free_some()
+        wire.inbox.woke(drained=True)
     assert kept == [7, 4, 1], "three messages of 1,200 bytes each time"
     assert sys.getrefcount(body) == unused

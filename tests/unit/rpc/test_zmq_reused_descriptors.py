@@ -1,0 +1,98 @@
+"""A connection that gets the descriptor of one that has ended does not pay for what that one sent.
+
+The server's loop stands still while libzmq's thread reads all messages of the first connection, sees it end and accepts
+the second one, as on a busy machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.rpc.zmq_inbox import MAX_REFUSED
+from kvstrata.rpc.zmq_server import Address, ZmqServer
+from tests.fuzz.rpc.zmtp import ZmtpPeer, frame
+from tests.harness.waiting import until
+
+ENDS_S = 30.0
+
+
+class Port:
+    """A server on a unix socket of this process, which refuses every message but `well`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.server = ZmqServer(asyncio.get_running_loop())
+        self.server.bind_ipc(path)
+        self.n_refused = self.n_well = 0
+        self.server.start(self._take, lambda address, frames: b"")
+
+    def _take(self, address: Address, body: Any) -> bool:
+        well = bytes(body) == b"well"
+        self.n_well += well
+        self.n_refused += not well
+        return well
+
+    def peer(self, identity: bytes = b"") -> ZmtpPeer:
+        """A new connection past the handshake, which libzmq's thread does alone."""
+        return ZmtpPeer(str(self.path), identity=identity)
+
+    async def hears(self, peer: ZmtpPeer) -> None:
+        """Let the server handle a message of this peer."""
+        wanted = self.n_well + 1
+        peer.send(frame(b"well"))
+        await until(lambda: self.n_well == wanted)
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    made = Port(tmp_path / "socket")
+    yield made
+    made.server.close()
+
+
+def sockets() -> set[int]:
+    """The descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+        except FileNotFoundError:  # the descriptor of listdir
+            pass
+    return found
+
+
+def replaced(port: Port, first: ZmtpPeer, own: int, identity: bytes) -> ZmtpPeer:
+    """End the connection that has the descriptor `own`, and open another one, which gets it; the loop stands still."""
+    first.close()
+    ends_s = time.monotonic() + ENDS_S
+    while own in sockets():
+        assert time.monotonic() < ends_s, "libzmq keeps the connection"
+    second = port.peer(identity)
+    assert own in sockets()
+    return second
+
+
+@pytest.mark.parametrize("identity", [b"", b"its own"])
+@pytest.mark.parametrize("n_sent", [2 * MAX_REFUSED, 20 * MAX_REFUSED])
+async def test_a_connection_is_not_cut_for_messages_of_the_one_that_had_its_descriptor(
+    port: Port, n_sent: int, identity: bytes
+) -> None:
+    before = sockets()
+    first = port.peer()
+    [own] = sockets() - before - {first.socket.fileno()}
+    await port.hears(first)
+    first.send(frame(b"x") * n_sent)
+    second = replaced(port, first, own, identity)
+    await port.hears(second)
+    await port.hears(second)
+    assert port.server.stats()["connections"] == 1
+    assert port.n_refused <= MAX_REFUSED, "the messages of the first one are dropped after so many"
+    second.close()
