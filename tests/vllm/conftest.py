@@ -56,6 +56,16 @@ def unanswered(vllm: VllmProcess) -> float:
     return sum(counted[f"miss_{reason}"] for reason in (MissReason.DEADLINE, MissReason.BREAKER_OPEN))
 
 
+def stores_given_up(vllm: VllmProcess) -> float:
+    """How many chunks the engine has not stored because its server was silent; see `unanswered`.
+
+    vLLM publishes its counts with its steps only, so this answers a short prompt first.
+    """
+    vllm.generate([7] * 8)
+    counted = vllm.ask("metrics")
+    return sum(counted[f"store_{outcome}_chunks"] for outcome in ("unavailable", "failed"))
+
+
 class Rig:
     """A server and an in-process vLLM that uses it."""
 

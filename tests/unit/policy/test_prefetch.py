@@ -83,7 +83,7 @@ ELSEWHERE = {
 """Reasons that only explain or an engine gives."""
 WORDS = {
     MissReason.BREAKER_OPEN: [
-        "breaker_open", HOST_DOWN, "controller_down", CLOSED, MEDIUM_GONE, "stopping",
+        "breaker_open", HOST_DOWN, "controller_down", "peer_skipped", CLOSED, MEDIUM_GONE, "stopping",
         REMOVED,
     ],
     MissReason.DEADLINE: ["deadline", "timeout", "peer_deadline", "peer_gone"],
