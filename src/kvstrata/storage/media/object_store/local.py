@@ -3,7 +3,7 @@
 The library follows links.  With a link in place of a folder or an object, it would read, replace or remove files
 outside the directory; with a pipe in place of an object, the reading thread would hang.  So each name is checked before
 it is used.  Somebody who may write to the directory can still put a link there between the check and the use
-(docs/limits.md), except in place of an object that is loaded: it is opened without following a link.
+(docs/limits.md); where an object is loaded, only in place of its folder, since the open follows no link.
 """
 
 from __future__ import annotations
