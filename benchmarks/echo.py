@@ -1,16 +1,22 @@
-"""`python -m benchmarks.echo PATH`: a bare pyzmq echo server, with which the figures of RPCs are compared.
+"""`python -m benchmarks.echo PATH [BYTES SECONDS]`: a bare pyzmq echo server, to compare RPCs with.
 
 The echo has the server's event loop (uvloop) and socket types (ROUTER for DEALERs over a unix socket), and reads as the
-server does: the loop watches the socket's descriptor, and each wake reads until no message is left.  The process ends
-when its stdin is closed.
+server does: the loop watches the socket's descriptor, and each wake reads until no message is left.  With `BYTES`
+it answers with so many bytes instead, after it has computed for `SECONDS`.  The process ends when its stdin is closed.
+
+`ThreadedAsker` asks it as an engine's client asks the server, through a thread of its own, and does nothing else: no
+lookup can be faster than this.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +24,11 @@ import uvloop
 import zmq
 
 from benchmarks.common import ROOT, wait_until
+from kvstrata.rpc.zmq_client import Waiter
 
 
-async def serve(path: str) -> None:
-    """Echo until stdin ends."""
+async def serve(path: str, answer: bytes | None, work_s: float) -> None:
+    """Echo until stdin ends, or answer each message with `answer`, after `work_s` seconds of computing."""
     loop = asyncio.get_running_loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     server = context.socket(zmq.ROUTER)
@@ -34,7 +41,10 @@ async def serve(path: str) -> None:
                 frames = server.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            server.send_multipart(frames, zmq.NOBLOCK)
+            until_s = time.perf_counter() + work_s
+            while work_s and time.perf_counter() < until_s:
+                pass
+            server.send_multipart(frames if answer is None else [frames[0], answer], zmq.NOBLOCK)
 
     ended = asyncio.Event()
     loop.add_reader(server.fileno(), drain)
@@ -46,10 +56,11 @@ async def serve(path: str) -> None:
 
 
 @contextlib.contextmanager
-def echo_server(path: Path) -> Iterator[int]:
+def echo_server(path: Path, answer_bytes: int | None = None, work_s: float = 0.0) -> Iterator[int]:
     """Run the echo as a process that listens on the unix socket `path`; yield its pid."""
+    answer = [] if answer_bytes is None else [str(answer_bytes), str(work_s)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.echo", str(path)], stdin=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "benchmarks.echo", str(path), *answer], stdin=subprocess.PIPE, cwd=ROOT
     )
     assert process.stdin is not None
     try:
@@ -60,6 +71,55 @@ def echo_server(path: Path) -> Iterator[int]:
         process.wait()
 
 
+class ThreadedAsker:
+    """One connection to an echo, in a thread that a caller wakes by an eventfd, and that wakes the caller."""
+
+    def __init__(self, path: Path) -> None:
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._path = path
+        self._frame = b""
+        self._answered = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def ask(self, frame: bytes) -> None:
+        """Send a frame and wait for the answer."""
+        self._frame, self._answered = frame, threading.Event()
+        os.eventfd_write(self._wake_fd, 1)
+        if not self._answered.wait(5):
+            raise RuntimeError("the echo did not answer within 5 s")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._frame = b""
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        os.close(self._wake_fd)
+
+    def _run(self) -> None:
+        waiter = Waiter()
+        dealer = waiter.connect(self._path)
+        waiter.watch(self._wake_fd)
+        while True:
+            arrived, woken = waiter.wait(1.0)
+            for fd in woken:
+                os.eventfd_read(fd)
+                if not self._frame:
+                    waiter.close()
+                    return
+                dealer.try_send(self._frame)
+            if arrived:
+                dealer.receive(1)
+                self._answered.set()
+
+
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(sys.argv[1]))
+        answers = len(sys.argv) == 4
+        runner.run(
+            serve(
+                sys.argv[1],
+                bytes(int(sys.argv[2])) if answers else None,
+                float(sys.argv[3]) if answers else 0.0,
+            )
+        )

@@ -7,6 +7,11 @@ between them.
 
 Sketch: 512 SHA-256 of 64 bytes, 512 index probes that miss every cache (about 100 ns each), 16 KB to the server and
 12 KB back.  The ratio compares with a bare pyzmq echo of the same frame.
+
+`hops_p50_us` is the floor: the same bytes there and back between two processes that do nothing else, through libzmq in
+the server and a thread of the client.  For `hops_after_work_p50_us` the server computes for `WORK_S` before it answers
+(not included in the figure), about as long as for a lookup: meanwhile the other core goes to sleep, and waking it takes
+longer.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -29,10 +35,10 @@ from benchmarks.common import (
     sized,
     wait_until,
 )
-from benchmarks.echo import echo_server
+from benchmarks.echo import ThreadedAsker, echo_server
 from benchmarks.raw_session import RawSession, status
 from kvstrata.memory.memory_limit import available_bytes
-from kvstrata.types import LayoutIdentity, RequestIdentity
+from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
 
@@ -45,6 +51,7 @@ L1_MB = sized(7900, 512)
 ROUNDS = sized(7, 1)
 CALLS = sized(130, 10)
 """Calls of a round; each round asks for prompts of its own."""
+WORK_S = 100e-6
 PAUSE_S = 0.002
 """Pause between two calls of the paced rounds, in which all processes and cores go to sleep."""
 
@@ -107,6 +114,21 @@ def echo_seconds(socket: zmq.Socket[bytes], frame: bytes, calls: int, pause_s: f
     return seconds
 
 
+def hops_us(folder: Path, frame: bytes, work_s: float) -> float:
+    """The median µs of a request's frame to a bare process and an answer as long as a lookup's, without `work_s`."""
+    path = folder / "hops.sock"
+    with echo_server(path, CHUNKS * EXTENT.size, work_s):
+        asker = ThreadedAsker(path)
+        seconds = []
+        for _ in range(ROUNDS * CALLS):
+            started = time.perf_counter()
+            asker.ask(frame)
+            seconds.append(time.perf_counter() - started)
+        asker.close()
+    path.unlink(missing_ok=True)
+    return (percentile(seconds, 0.5) - work_s) * 1e6
+
+
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     if available_bytes() < (L1_MB + 2000) << 20:
@@ -150,6 +172,8 @@ def run() -> list[dict[str, Any]]:
                 packed.append(lookup_seconds(client, identity, [next(asked) for _ in range(CALLS)], 0.0))
             echo.close()
             session.close()
+            hops = hops_us(server.socket_dir, frame, 0.0)
+            hops_after_work = hops_us(server.socket_dir, frame, WORK_S)
         client.close()
     blocks.close()
     value, spread = median_spread([percentile(seconds, 0.5) * 1e6 for seconds in packed])
@@ -169,6 +193,8 @@ def run() -> list[dict[str, Any]]:
             paced_p50_us=paced_us,
             paced_spread=paced_spread,
             paced_echo_p50_us=median_spread([percentile(seconds, 0.5) * 1e6 for seconds in bare_paced])[0],
+            hops_p50_us=hops,
+            hops_after_work_p50_us=hops_after_work,
             server_cpu_us=cpu_s / (ROUNDS * CALLS) * 1e6,
             entries=entries,
             fill_s=fill_s,

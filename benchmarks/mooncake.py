@@ -2,7 +2,10 @@
 
 A master and a holder run on this machine, and all transfers go over tcp on the loopback: 64 records of 1 MiB a batch,
 and 1,024 small records for `exists`.  In each round the adapter and the bare client take turns, so that a busy machine
-slows both alike.
+slows both alike.  Each figure also names its floor, which no adapter can exceed:
+
+- `mooncake_load`: the bare client, and then the verification of the records, as the adapter does it.
+- `exists_1024_mooncake`: the bare client in a bare process of its own, asked over a socket with frames like the host's.
 
 Sketch: before a put the adapter asks which records exist (one call, 0.1 ms), after a load it verifies 64 MiB (3 ms at
 20 GB/s), and its host costs two messages a batch, in addition to 30 to 90 ms of transfer.
@@ -14,6 +17,7 @@ import asyncio
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -26,10 +30,12 @@ from kvstrata.memory import linux
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
-from kvstrata.native.record import RecordSpec, record_bytes, seal_record
+from kvstrata.native.record import CopyOutcome, RecordSpec, Verifier, record_bytes, seal_record
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.host.channel import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
+from kvstrata.storage.media.mooncake.adapter import VERIFIERS
 from tests.harness import mooncake
 
 ITEMS = sized(64, 8)
@@ -77,10 +83,11 @@ class Extents:
 
 
 class Round(NamedTuple):
-    """Seconds of the same work by the adapter and by the bare client."""
+    """Seconds of the same work by the adapter, by the bare client, and by the bare program that is the floor."""
 
     ours: float
     raw: float
+    floor: float
 
 
 def keys_of(number: int, count: int = ITEMS) -> list[bytes]:
@@ -95,12 +102,14 @@ class Bench:
         from mooncake.store import MooncakeDistributedStore
 
         self.extents = Extents(payload_bytes)
+        self.setup = setup
         self.adapter = HostedAdapter(
             configure_tier({"type": "mooncake_store", **setup}, 0).recipe, kill_ms=600_000
         )
         self.store = MooncakeDistributedStore()
         assert self.store.setup(dict(setup)) == 0
         assert self.store.register_buffer(self.extents.map.address, self.extents.length) == 0
+        self.verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
 
     async def ours(self, number: int) -> tuple[float, float]:
         """Return the seconds of a put and of a load by the adapter."""
@@ -119,8 +128,8 @@ class Bench:
         assert await self.adapter.delete(keys) == len(keys)
         return put_s, load_s
 
-    def raw(self, number: int) -> tuple[float, float]:
-        """Return the seconds of a put and of a load by the bare client, which verifies nothing."""
+    def raw(self, number: int) -> tuple[float, float, float]:
+        """Return the seconds of a put, of a load and of the load with verification by the bare client."""
         extents, keys = self.extents, keys_of(number)
         extents.seal(keys)
         names, lengths = [key.hex() for key in keys], [extents.record_bytes] * len(keys)
@@ -135,8 +144,12 @@ class Bench:
         loaded = self.store.batch_get_into(names, places, lengths)
         load_s = time.perf_counter() - begun_s
         assert loaded == lengths, loaded
+        begun_s = time.perf_counter()
+        outcomes = self.verifier.verify_stored(list(zip(places, lengths, keys, strict=True)))
+        verify_s = time.perf_counter() - begun_s
+        assert set(outcomes) == {CopyOutcome.OK}, outcomes
         assert set(self.store.batch_remove(names, True)) == {0}
-        return put_s, load_s
+        return put_s, load_s, load_s + verify_s
 
     async def move(self) -> tuple[list[Round], list[Round]]:
         """Measure rounds of puts and of loads."""
@@ -146,8 +159,8 @@ class Bench:
                 ours, raw = await self.ours(number), self.raw(number)
             else:
                 raw, ours = self.raw(number), await self.ours(number)
-            puts.append(Round(ours[0], raw[0]))
-            loads.append(Round(ours[1], raw[1]))
+            puts.append(Round(ours[0], raw[0], raw[0]))
+            loads.append(Round(ours[1], raw[1], raw[2]))
         return puts[WARM_UP:], loads[WARM_UP:]
 
     async def exists(self) -> list[Round]:
@@ -159,6 +172,7 @@ class Bench:
             holds = [self.extents.hold(i, key, for_put=True) for i, key in enumerate(part)]
             await self.adapter.put([PutItem(key, hold) for key, hold in zip(part, holds, strict=True)])
         names = ["kvstrata-" + key.hex() for key in keys]
+        here, child = bare_child(self.setup)
         rounds = []
         for _ in range(WARM_UP + EXISTS_ROUNDS):
             begun_s = time.perf_counter()
@@ -169,8 +183,38 @@ class Bench:
             codes = self.store.batch_is_exist(names)
             raw_s = time.perf_counter() - begun_s
             assert set(codes) == {1}
-            rounds.append(Round(ours_s, raw_s))
+            begun_s = time.perf_counter()
+            here.send(b"".join(keys))
+            answer = here.recv(MAX_FRAME_BYTES)
+            floor_s = time.perf_counter() - begun_s
+            assert answer == bytes([1]) * EXISTS
+            rounds.append(Round(ours_s, raw_s, floor_s))
+        here.close()
+        child.wait()
         return rounds[WARM_UP:]
+
+
+def bare_child(setup: dict[str, Any]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a process with a bare client, and return the socket that asks it which keys exist."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "benchmarks.mooncake", json.dumps(setup), str(there.fileno())]
+    child = subprocess.Popen(command, pass_fds=[there.fileno()], stdout=subprocess.DEVNULL, cwd=ROOT)
+    there.close()
+    assert here.recv(16) == b"ready", "the bare client's process has ended"
+    return here, child
+
+
+def answer_exists(setup: dict[str, Any], fd: int) -> None:
+    """Body of that process: each frame holds keys, its answer a byte for each key."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    assert store.setup(dict(setup)) == 0
+    there = socket.socket(fileno=fd)
+    there.send(b"ready")
+    while keys := there.recv(MAX_FRAME_BYTES):
+        names = ["kvstrata-" + keys[at : at + 32].hex() for at in range(0, len(keys), 32)]
+        there.send(bytes(store.batch_is_exist(names)))
 
 
 async def measure(setup: dict[str, Any]) -> dict[str, list[Round]]:
@@ -213,6 +257,8 @@ def run() -> list[dict[str, Any]]:
                 ok=ratio >= MOVE_TARGET,
                 spread=spread,
                 raw_gb_per_s=median_spread([gb / pair.raw for pair in rounds[name]])[0],
+                floor_ratio=median_spread([pair.raw / pair.floor for pair in rounds[name]])[0],
+                ratio_to_floor=median_spread([pair.floor / pair.ours for pair in rounds[name]])[0],
             )
         )
     name = "exists_1024_mooncake"
@@ -229,11 +275,16 @@ def run() -> list[dict[str, Any]]:
             ok=ratio <= EXISTS_TARGET,
             spread=spread,
             raw_ms=median_spread([pair.raw * 1e3 for pair in rounds[name]])[0],
+            floor_ratio=median_spread([pair.floor / pair.raw for pair in rounds[name]])[0],
+            ratio_to_floor=median_spread([pair.ours / pair.floor for pair in rounds[name]])[0],
         )
     )
     return figures
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
+    if len(sys.argv) == 3:
+        answer_exists(json.loads(sys.argv[1]), int(sys.argv[2]))
+    else:
+        print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
     os._exit(0)  # the bare clients' threads may crash an interpreter that exits normally

@@ -1,13 +1,15 @@
-"""`mooncake_hol`: lookups and loads during a burst of puts into a Mooncake store, with three ways to share threads.
+"""`mooncake_hol`: lookups and loads during a burst of puts into a Mooncake store, with four ways to share threads.
 
 As in the published experiment, a round is four puts of 256 records of 1 MiB (1,024 keys) at the same time.  Meanwhile
 1,024 keys are looked up every 20 ms, each lookup timed from the moment at which it was due, and 64 records of 1 MiB
 are loaded every 200 ms.  A load begins only after the load before it has ended: lanes serve loads before puts, so loads
 that overlap could starve the puts.
 
-Three ways take turns: a plain pool of four threads that call the bare client in the order of arrival, as if there were
-no per-operation workers; the adapter with four shared workers, one of which stays free of puts; and the adapter with
-`per_op_workers` 1/1/2.  All transfers go over tcp on the loopback, where the two cores also do the network card's work.
+Four ways take turns: a plain pool of four threads that call the bare client in the order of arrival, as if there were
+no per-operation workers; the bare client with threads 1/1/2 for lookups, loads and puts; the adapter with four shared
+workers, one of which stays free of puts; and the adapter with `per_op_workers` 1/1/2.  The second one is the floor
+(`floor_ratio`): it does what the last one does, without an adapter.  All transfers go over tcp on the loopback, where
+the two cores also do the network card's work.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ STORES, STORE_ITEMS = sized((4, 256), (4, 16))
 LOOKUP_EVERY_S, LOAD_EVERY_S = 0.02, 0.2
 RUNS = sized(5, 1)
 AVERAGE_TARGET, P99_TARGET = 30, 10
-WAYS = ("pool", "shared", "per_op")
+WAYS = ("pool", "bare_lanes", "shared", "per_op")
 PER_OP = {"lookup": 1, "retrieve": 1, "store": 2}
 
 
@@ -85,6 +87,19 @@ class Pool(Way):
         places = [self.extents.address(i, for_put=False) for i in range(len(keys))]
         lengths = [self.extents.record_bytes] * len(keys)
         assert await self._run(self.store.batch_get_into, names_of(keys), places, lengths) == lengths
+
+
+class BareLanes(Pool):
+    """The bare client with threads of its own for each kind of call, as many as the adapter's lanes have."""
+
+    def __init__(self, extents: Extents, setup: dict[str, Any]) -> None:
+        super().__init__(extents, setup)
+        self._own = {kind: ThreadPoolExecutor(count) for kind, count in PER_OP.items()}
+        self._kinds = {"batch_is_exist": "lookup", "batch_get_into": "retrieve", "batch_put_from": "store"}
+
+    async def _run(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        threads = self._own[self._kinds[call.__name__]]
+        return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
 
 
 class Adapter(Way):
@@ -159,7 +174,7 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
     """Return RUNS rounds of each way; a warm-up round of each comes first."""
     extents = Extents(PAYLOAD_BYTES)
     pool = Pool(extents, setup)
-    ways: dict[str, Way] = {"pool": pool}
+    ways: dict[str, Way] = {"pool": pool, "bare_lanes": BareLanes(extents, setup)}
     for place, (name, fields) in enumerate((("shared", {}), ("per_op", {"per_op_workers": PER_OP}))):
         entry = {"type": "mooncake_store", **setup, **fields}
         adapter = HostedAdapter(configure_tier(entry, place).recipe, kill_ms=600_000)
@@ -190,8 +205,8 @@ def run() -> list[dict[str, Any]]:
         raise RuntimeError(f"{' '.join(command[:3])} ended with {done.returncode}")
     rounds = json.loads(done.stdout)
 
-    def ratio(part: str) -> float:
-        pairs = zip(rounds["pool"], rounds["per_op"], strict=True)
+    def ratio(part: str, way: str = "per_op") -> float:
+        pairs = zip(rounds["pool"], rounds[way], strict=True)
         return median_spread([pool[part] / ours[part] for pool, ours in pairs])[0]
 
     value, spread = median_spread([times["lookup_avg"] * 1e3 for times in rounds["per_op"]])
@@ -214,6 +229,7 @@ def run() -> list[dict[str, Any]]:
             and ratios["stores"] >= 0.95,
             spread=spread,
             ratios=ratios,
+            floor_ratio=ratio("lookup_avg", "bare_lanes"),
             ms=table,
         )
     ]

@@ -1,9 +1,10 @@
 """`object_store_put`, `_load` and `_exists`: the `object_store` adapter against bare obstore in the same store.
 
 Bare obstore is called from as many threads as the adapter's lanes have, with the same calls and the same work for a
-record: a `put` from the extent that creates the object; a `get` whose bytes are copied into the extent; a `head`.  The
-adapter also verifies loaded records.  For figures with `_directory` the store is a local directory; for the others it
-is moto's server, a Python process on this machine.  Neither has the costs of S3 over a network.
+record: a `put` from the extent that creates the object; a `get` whose bytes are copied into the extent; a `head`.
+The adapter also verifies loaded records; `verified_ratio` compares with bare obstore that does so too.  For figures
+with `_directory` the store is a local directory; for the others it is moto's server, a Python process on this
+machine.  Neither has the costs of S3 over a network.
 
 Sketch: a put of 64 MiB into a directory is a copy into the page cache (30 ms), a load is two copies.  Moto takes
 milliseconds a request, in one process whose threads take turns, for both sides.
@@ -23,9 +24,12 @@ import obstore
 
 from benchmarks import raw_io
 from benchmarks.common import figure, median_spread, scratch, sized
+from kvstrata.native.copying import buffer_address
+from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
+from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter
+from kvstrata.storage.media.object_store.names import path_of
 from tests.harness.s3_server import S3Server
 
 MB = 1 << 20
@@ -42,6 +46,11 @@ def _put(store: Any, path: str, extent: memoryview) -> None:
 
 def _get(store: Any, path: str, extent: memoryview) -> None:
     extent[:] = obstore.get(store, path).bytes()
+
+
+def _get_verified(store: Any, path: str, extent: memoryview, key: bytes) -> None:
+    _get(store, path, extent)
+    assert verify_stored_record(buffer_address(extent), len(extent), key) == CopyOutcome.OK
 
 
 def _head(store: Any, path: str) -> bool:
@@ -96,6 +105,11 @@ async def _rounds(entry: dict[str, Any]) -> dict[str, list[float]]:
                 "put": await raw_io.put_s(adapter, extents, RECORDS),
                 "raw load": raw.seconds(Lane.LOAD, _get, bare),
                 "load": await raw_io.load_s(adapter, extents, RECORDS),
+                "verified load": raw.seconds(
+                    Lane.LOAD,
+                    _get_verified,
+                    [(*each, key) for each, key in zip(bare, extents.keys, strict=True)],
+                ),
             }
             keys = [hashlib.sha256(b"%d" % n).digest() for n in range(KEYS - RECORDS)] + extents.keys
             paths = [(path_of(key),) for key in keys]
@@ -141,7 +155,14 @@ def _figures(ending: str, times: dict[str, list[float]]) -> list[dict[str, Any]]
     load_words = f"obstore.get from {DEFAULT_WORKERS[Lane.LOAD]} threads, not verified"
     return [
         _throughput(f"object_store_put{ending}", put_words, PUT_TARGET, times["put"], times["raw put"]),
-        _throughput(f"object_store_load{ending}", load_words, LOAD_TARGET, times["load"], times["raw load"]),
+        {
+            **_throughput(
+                f"object_store_load{ending}", load_words, LOAD_TARGET, times["load"], times["raw load"]
+            ),
+            "verified_ratio": median_spread(
+                [b / a for a, b in zip(times["load"], times["verified load"], strict=True)]
+            )[0],
+        },
         figure(
             f"object_store_exists{ending}",
             value=value_ms,

@@ -21,7 +21,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
@@ -33,6 +33,7 @@ RECONNECT_MAX_S = 0.2
 MAX_FRAME_BYTES = 2 * MAX_MESSAGE_BYTES
 """A longer frame from the server ends the connection."""
 READ_BYTES = 64 << 10
+PART_S = 0.0005
 MORE, LONG, COMMAND = 1, 2, 4
 """Flags of a ZMTP frame."""
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -102,6 +103,11 @@ class Dealer:
     def has_frames(self) -> bool:
         """Whether `receive` returns something."""
         return bool(self._frames)
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a frame has arrived in part."""
+        return bool(self._read)
 
     @property
     def due_s(self) -> float:
@@ -301,7 +307,18 @@ class Waiter:
         self._poll.unregister(fd)
 
     def wait(self, timeout_s: float) -> tuple[bool, Iterable[int]]:
-        """Wait at most `timeout_s`; returns whether frames have arrived, and the readable descriptors."""
+        """Wait at most `timeout_s`; returns whether frames have arrived, and the readable descriptors.
+
+        Once a part of a frame has arrived, the wait goes on for up to `PART_S` more: libzmq sends a frame of more than
+        8 kB in parts, and after each of them the caller would look through all of its work in vain.
+        """
+        descriptors = self._wait_once(timeout_s)
+        dealer = self._dealer
+        if dealer is not None and dealer.has_part and not dealer.has_frames and not descriptors:
+            descriptors = self._wait_once(min(timeout_s, PART_S))
+        return dealer is not None and dealer.has_frames, descriptors
+
+    def _wait_once(self, timeout_s: float) -> Sequence[int]:
         dealer = self._dealer
         if dealer is not None:
             now_s = time.monotonic()
@@ -315,7 +332,7 @@ class Waiter:
                 descriptors.append(fd)
             elif dealer is not None:
                 dealer.progress()
-        return dealer is not None and dealer.has_frames, descriptors
+        return descriptors
 
     def close(self) -> None:
         """Close everything; unsent frames are lost."""

@@ -18,7 +18,7 @@ from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.media.object_store import listing
-from kvstrata.storage.media.object_store.adapter import NAME, path_of
+from kvstrata.storage.media.object_store.names import NAME, path_of
 from kvstrata.testing.adapter_contract import SIZE, STORED, AdapterContract, HostedContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item
 from tests.harness.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +191,31 @@ def test_bytes_that_arrive_one_at_a_time_are_the_same_frames(raw, path, waiter):
         waiter.wait(PATIENCE_S)
         got += dealer.receive(10)
     assert got == frames
+
+
+def test_a_part_of_a_frame_does_not_end_the_wait(raw, path, waiter, monkeypatch):
+    monkeypatch.setattr(zmq_client, "PART_S", PATIENCE_S)
+    dealer = waiter.connect(path)
+    peer = raw.accept()
+    peer.sendall(header(1) + b"x")
+    assert frames_of(waiter, dealer, 1) == [b"x"]
+    frame = bytes(12_288)
+    whole = header(len(frame)) + frame
+
+    def send_rest_once_the_first_part_is_read() -> None:
+        peer.sendall(whole[:8192])
+        while struct.unpack("i", fcntl.ioctl(peer, termios.TIOCOUTQ, bytes(4)))[0]:
+            time.sleep(0.001)
+        peer.sendall(whole[8192:])
+
+    sender = threading.Thread(target=send_rest_once_the_first_part_is_read)
+    sender.start()
+    try:
+        arrived, _ = waiter.wait(PATIENCE_S)
+    finally:
+        sender.join()
+    assert arrived
+    assert dealer.receive(1) == [frame]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
     <url>/<first two hex digits>/<64 hex digits of the key>.kvc  ->  the record, byte for byte as it lies in L1
     <url>/kvstrata-format                                        ->  the version of the records
 
-The library (obstore) makes the transfers on threads of its own.  Each transfer occupies a thread of a lane, which waits
-with the GIL dropped, so the lanes bound the number of transfers.
+The library (obstore) makes the transfers on threads of its own, except loads from a directory (local.py).  Each
+transfer occupies a thread of a lane, which waits with the GIL dropped, so the lanes bound the number of transfers.
 
 Invariants
 1. Only objects with exactly these names are read, written or removed.
@@ -27,11 +27,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -58,6 +57,8 @@ from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, plain, reason_of
 from kvstrata.storage.media.object_store.listing import pages
 from kvstrata.storage.media.object_store.local import Inside
+from kvstrata.storage.media.object_store.names import MARKER, MARKER_TEXT, MOST_MARKER_BYTES, NAME, path_of
+from kvstrata.storage.media.object_store.sharing import Item, refused, share
 from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -74,10 +75,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DEFAULT_WORKERS = {Lane.LOOKUP: 16, Lane.LOAD: 16, Lane.PUT: 8}
-MARKER = "kvstrata-format"
-MARKER_TEXT = b"kvstrata records, format 1\n"
-MOST_MARKER_BYTES = 4096
-NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.kvc")
 COUNTED_FOR_S = 600.0
 MAX_COUNTED = 100_000
 """Most objects that `usage` lists; in a larger store it counts only these and the puts since."""
@@ -95,12 +92,6 @@ class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     part_bytes: int = 8 << 20
     num_workers: int = 4
     per_op_workers: dict[Lane, int] = {}
-
-
-def path_of(key: bytes) -> str:
-    """The name of a record's object below the URL."""
-    name = key.hex()
-    return f"{name[:2]}/{name}.kvc"
 
 
 class _Part(NamedTuple):
@@ -122,7 +113,9 @@ class ObjectStoreAdapter(StorageAdapter):
         self.settings = settings
         self._inside = Inside(settings.url)
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
-        self._lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
+        lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
+        # A question to a directory takes so little that more threads would mostly wait for the GIL.
+        self._lookups = min(2, lookups) if self._inside.is_directory else lookups
         self._store: Any = None
         self._creates = True
         """Whether the store can refuse to replace an object."""
@@ -195,12 +188,17 @@ class ObjectStoreAdapter(StorageAdapter):
         return await self._spread(list(keys), self._read_head, b"", b"")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
-        """Put each record in a thread of the lane."""
-        return await self._work.own(self._all([self._put_one(item) for item in items]))
+        """Put the records, divided among the threads of the lane."""
+        if self._closed:
+            return refused(items, PutOutcome(PutStatus.FAILED, CLOSED))
+        full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
+        return await self._work.own(self._share(Lane.PUT, items, self._write, full))
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        """Load each record in a thread of the lane, a large one in parts by several threads."""
-        return await self._work.own(self._all([self._load_one(item) for item in items]))
+        """Load the records, divided among the threads of the lane; parts of a large one are loaded concurrently."""
+        if self._closed:
+            return refused(items, LoadOutcome(LoadStatus.FAILED, CLOSED))
+        return await self._work.own(self._load(items))
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Remove in bulk the records that a HEAD finds."""
@@ -235,9 +233,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     # -- on the event loop ---------------------------------------------------------------------------------
 
-    async def _all(self, works: list[Coroutine[Any, Any, T]]) -> list[T]:
-        return list(await asyncio.gather(*works))
-
     async def _in_lane(self, lane: Lane, work: Callable[[], T]) -> T:
         """Run work that even a full lane must take: the rest of a load, and work that never runs twice at a time."""
         done = self._lanes.submit(lane, work, beyond_limit=True)
@@ -266,44 +261,35 @@ class ObjectStoreAdapter(StorageAdapter):
 
         return await self._work.own(shares())
 
-    async def _put_one(self, item: PutItem) -> PutOutcome:
-        if self._closed or len(item.key) != KEY_BYTES:
-            item.hold.drop()
-            return PutOutcome(PutStatus.FAILED, CLOSED if self._closed else BAD_ITEM)
-        done = self._lanes.submit(Lane.PUT, lambda: self._write(item))
-        if done is None:
-            item.hold.drop()
-            return PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
-        return await done
+    async def _share(self, lane: Lane, items: Sequence[Item], work: Callable[[Item], T], full: T) -> list[T]:
+        n_threads = self.settings.per_op_workers.get(lane, self.settings.num_workers)
+        return await share(functools.partial(self._lanes.submit, lane), n_threads, items, work, full)
 
-    async def _load_one(self, item: LoadItem) -> LoadOutcome:
-        if self._closed or len(item.key) != KEY_BYTES:
-            item.hold.drop()
-            return LoadOutcome(LoadStatus.FAILED, CLOSED if self._closed else BAD_ITEM)
+    async def _load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
+        step, full = self.settings.part_bytes, LoadOutcome(LoadStatus.FAILED, THROTTLED)
+        small = {number: item for number, item in enumerate(items) if item.hold.length <= step}
+        large = {number: item for number, item in enumerate(items) if number not in small}
+        of_small, of_large = await asyncio.gather(
+            self._share(Lane.LOAD, list(small.values()), self._load_whole, full),
+            asyncio.gather(*map(self._load_parts, large.values())),
+        )
+        outcomes = dict(zip((*small, *large), (*of_small, *of_large), strict=True))
+        return [outcomes[number] for number in range(len(items))]
+
+    async def _load_parts(self, item: LoadItem) -> LoadOutcome:
+        """Load a record that is longer than a part."""
         length, step = item.hold.length, self.settings.part_bytes
-        if length <= step:
-            done = self._lanes.submit(
-                Lane.LOAD, lambda: self._judge(item, lambda: [self._read(item, 0, length)])
-            )
-            if done is not None:
-                return await done
-        else:
-            first = self._lanes.submit(Lane.LOAD, lambda: self._read(item, 0, step))
-            if first is not None:
-                rest = [
-                    self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
-                    for at in range(step, length, step)
-                ]
-                parts = list(await asyncio.gather(first, *rest, return_exceptions=True))
-                return await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
-        item.hold.drop()
-        return LoadOutcome(LoadStatus.FAILED, THROTTLED)
+        first = self._lanes.submit(Lane.LOAD, functools.partial(self._read, item, 0, step))
+        if first is None:
+            return refused([item], LoadOutcome(LoadStatus.FAILED, THROTTLED))[0]
+        rest = [
+            self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
+            for at in range(step, length, step)
+        ]
+        parts = list(await asyncio.gather(first, *rest, return_exceptions=True))
+        return await self._in_lane(Lane.LOAD, lambda: self._judge(item, lambda: parts))
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
-
-    def _path(self, key: bytes) -> str:
-        """The name of a record's object. Raises NotAFile."""
-        return self._inside.checked(path_of(key))
 
     def _is_ours(self, name: str) -> bool:
         return NAME.fullmatch(name) is not None and self._inside.has(name)
@@ -312,22 +298,24 @@ class ObjectStoreAdapter(StorageAdapter):
         if len(key) != KEY_BYTES:
             return Found(Presence.UNKNOWN, 0, BAD_ITEM)
         try:
-            size = int(obstore.head(self._store, self._path(key))["size"])
-        except FileNotFoundError:
-            return Found(Presence.ABSENT)
+            size = self._size(path_of(key))
         except _ERRORS as error:
             return Found(Presence.UNKNOWN, 0, self._note(error))
-        if not HEAD_BYTES <= size <= LONGEST_BYTES:  # not a record; the next put replaces it
+        if size is None or not HEAD_BYTES <= size <= LONGEST_BYTES:  # not a record; the next put replaces it
             return Found(Presence.ABSENT)
         return Found(Presence.PRESENT, size)
 
     def _read_head(self, key: bytes) -> bytes:
         try:
-            return bytes(obstore.get_range(self._store, self._path(key), start=0, end=HEAD_BYTES))
+            return bytes(
+                obstore.get_range(self._store, self._inside.checked(path_of(key)), start=0, end=HEAD_BYTES)
+            )
         except _ERRORS:
             return b""
 
     def _write(self, item: PutItem) -> PutOutcome:
+        if len(item.key) != KEY_BYTES:
+            return refused([item], PutOutcome(PutStatus.FAILED, BAD_ITEM))[0]
         path, length = path_of(item.key), item.hold.length
         view = item.hold.view()
         weakref.finalize(view, item.hold.drop).atexit = False  # invariant 2
@@ -364,23 +352,38 @@ class ObjectStoreAdapter(StorageAdapter):
             max_concurrency=4,
         )
 
+    def _head(self, path: str) -> tuple[int, str | None]:
+        """Bytes and ETag of an object. Raises FileNotFoundError or another error of `_ERRORS`."""
+        if self._inside.is_directory:
+            return self._inside.head(path)
+        found = obstore.head(self._store, path)
+        return int(found["size"]), found["e_tag"]
+
     def _size(self, path: str) -> int | None:
         try:
-            return int(obstore.head(self._store, path)["size"])
+            return self._head(path)[0]
         except FileNotFoundError:
             return None
 
+    def _fetch(self, path: str, begin: int, target: memoryview, length: int) -> tuple[int, str | None]:
+        """Read a part of an object that has `length` bytes. Returns and raises what `_head` does, or ValueError."""
+        if self._inside.is_directory:
+            return self._inside.read(path, begin, target, length)
+        whole = len(target) == length
+        options = None if whole else {"range": (begin, begin + len(target))}
+        found = obstore.get(self._store, path, options=options)
+        size: int = found.meta["size"]
+        if size == length:
+            target[:] = found.bytes()
+        return size, found.meta["e_tag"]
+
     def _read(self, item: LoadItem, begin: int, end: int) -> _Part:
         """Read one part of a record into its extent."""
-        whole = end - begin == item.hold.length
+        if len(item.key) != KEY_BYTES:
+            return _Part(LoadStatus.FAILED, BAD_ITEM)
+        length = item.hold.length
         try:
-            found = obstore.get(
-                self._store, self._path(item.key), options=None if whole else {"range": (begin, end)}
-            )
-            e_tag = found.meta["e_tag"]
-            if found.meta["size"] != item.hold.length:
-                return _Part(LoadStatus.CORRUPT, "", e_tag)
-            item.hold.view()[begin:end] = found.bytes()
+            size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], length)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
                 return _Part(LoadStatus.FAILED, self._note(error))
@@ -389,7 +392,10 @@ class ObjectStoreAdapter(StorageAdapter):
             if RANGE.search(str(error)):  # the object ends before this part
                 return _Part(LoadStatus.CORRUPT)
             return _Part(LoadStatus.FAILED, self._note(error))
-        return _Part(LoadStatus.LOADED, "", e_tag)
+        return _Part(LoadStatus.LOADED if size == length else LoadStatus.CORRUPT, "", e_tag)
+
+    def _load_whole(self, item: LoadItem) -> LoadOutcome:
+        return self._judge(item, lambda: [self._read(item, 0, item.hold.length)])
 
     def _judge(self, item: LoadItem, read: Callable[[], Sequence[_Part | BaseException]]) -> LoadOutcome:
         """Read a record's parts with `read`, and judge the record; remove a bad one. The hold ends in any case."""
@@ -420,11 +426,10 @@ class ObjectStoreAdapter(StorageAdapter):
         self._bad_objects += 1
         path = path_of(item.key)
         try:
-            now = obstore.head(self._store, self._inside.checked(path))
-            same = now["e_tag"] == e_tag if e_tag is not None else now["size"] != item.hold.length
-            if same:
+            size, tag = self._head(path)
+            if tag == e_tag if e_tag is not None else size != item.hold.length:
                 self._remove([path])
-                self._count_change(-int(now["size"]), -1)
+                self._count_change(-size, -1)
         except FileNotFoundError:
             pass
         except _ERRORS as error:
