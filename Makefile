@@ -29,7 +29,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
 
 ##@ First
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
@@ -63,6 +63,7 @@ setup setup-packages setup-built:
 
 demo: setup  ## show the main job end to end, with real vLLM where that is small to get
 #+ VLLM=1: with vLLM in any case
+#+ MODEL=gemma3, gpt-oss, mistral, llama4 or qwen3-next: a small model of that family
 #+ REMOTE=mooncake, redis or s3: two servers that share such a tier
 #+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
 	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
@@ -77,6 +78,10 @@ test: setup  ## run every test, with real vLLM where that is installed or small 
 
 test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (about a minute and a half)
 	@$(PYTEST) -m "not integration and not vllm and not gpu" $(ARGS)
+
+families: setup test-vllm-env  ## serve a small model of each family with real vLLM, and compare tokens and hits
+#+ MODEL=gemma3: only this one; ARGS="--lengths 5 --seed 7"
+	@$(VENV_PYTHON) -m tests.tools.families $(MODEL) $(ARGS)
 
 test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #+ make -C ext/core check SANITIZER=address TEST=pool/slab_test: one program

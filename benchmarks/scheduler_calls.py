@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.common import engine_client, figure, percentile, scratch, sized, wait_until
 from kvstrata.client import CacheClient
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.types import RequestIdentity
 from tests.harness import mooncake
@@ -88,8 +89,8 @@ def serve(side: Any, numbers: Iterator[int], count: int) -> None:
             if tokens is None:
                 waiting.append(request)
                 continue
-            side.allocated(request, range(1, PROMPT_TOKENS // BLOCK_TOKENS + 1), 0)
-            side.finished(request, [])
+            side.allocated(request, [range(1, PROMPT_TOKENS // BLOCK_TOKENS + 1)], 0)
+            side.finished(request, [[]])
         step(side)
         time.sleep(STEP_S)
 
@@ -142,8 +143,7 @@ def scheduler(server: ServerProcess) -> Iterator[Timed]:
     side = SchedulerSide(
         client,
         ClientSettings(chunk_size=CHUNK_TOKENS, lookup_timeout_ms=TIMEOUT_MS),
-        block_tokens=BLOCK_TOKENS,
-        chunk_blocks=CHUNK_TOKENS // BLOCK_TOKENS,
+        groups=[whole_group(BLOCK_TOKENS, CHUNK_TOKENS)],
         chunk_bytes=64,
         world_size=1,
         weights=weights_without_digests(),

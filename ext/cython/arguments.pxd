@@ -1,8 +1,10 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-"""Conversion of numbers that copying.pyx, record.pyx and cuda.pyx get from Python."""
+"""Conversion of numbers that copying.pyx, record.pyx, pool.pyx, index.pyx and cuda.pyx get from Python."""
 
 from cpython.long cimport PyLong_AsLongLong
+from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
+from libcpp.vector cimport vector
 
 
 cdef inline uint64_t whole(object value, str name) except? 0xffffffffffffffff:
@@ -28,3 +30,13 @@ cdef inline uint32_t whole32(object value, str name) except? 0xffffffff:
     if result > <uint64_t>0xffffffff:
         raise ValueError(f"{name}: must be below 2**32, not {value!r}")
     return <uint32_t>result
+
+
+cdef inline vector[uint32_t] spans_of(object spans, size_t n_keys) except *:
+    """The spans of slices. Raises ValueError unless there is at least one, and n_keys is a multiple of their count."""
+    cdef vector[uint32_t] each
+    for span in spans:
+        each.push_back(whole32(span, "spans"))
+    if each.size() == 0 or n_keys % each.size():
+        raise ValueError(f"spans: {each.size()} spans for {n_keys} keys")
+    return each

@@ -56,6 +56,7 @@ cdef extern from "pool/index.h" namespace "kvstrata" nogil:
         @staticmethod
         Status open(int, CIndexReader*, FormatMismatch*) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
+        size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
         uint64_t epoch() noexcept
         uint64_t heartbeat_age_ns() noexcept
         cbool has_l2() noexcept
@@ -189,7 +190,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         Status row_stranded(uint32_t, uint64_t*) noexcept
         Status row_quiesced(uint32_t) noexcept
         size_t peek(const uint8_t*, size_t, size_t) noexcept
-        Status lease(const uint8_t*, size_t, size_t, U32Span, const uint8_t*, LeaseResult*) noexcept
+        size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
+        Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
         cbool release(uint64_t, int64_t) noexcept
         size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept

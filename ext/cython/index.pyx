@@ -4,12 +4,14 @@
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_FromStringAndSize
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libcpp.vector cimport vector
 
 import os
 
+from arguments cimport spans_of
 from buffers cimport BorrowedBuffer, borrow
-from core_pool cimport CIndexReader, FormatMismatch, Mapping, id_bytes
+from core_pool cimport CIndexReader, FormatMismatch, Mapping, id_bytes, u32_span
 from core_status cimport Status
 from kvstrata.native.status cimport POOL, raise_for, raise_for_format
 
@@ -41,6 +43,13 @@ cdef class IndexReader:
             raise ValueError("n_slices: must be positive")
         self._check()
         return self.reader.peek(batch.data(), n_keys, n_slices)
+
+    def peek_windows(self, keys, spans):
+        cdef BorrowedBuffer batch
+        cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
+        cdef vector[uint32_t] each = spans_of(spans, n_keys)
+        self._check()
+        return self.reader.peek_windows(batch.data(), n_keys // each.size(), u32_span(each.data(), each.size()))
 
     @property
     def epoch(self):

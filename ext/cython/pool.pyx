@@ -10,6 +10,7 @@ from libcpp.memory cimport make_shared, shared_ptr
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
+from arguments cimport spans_of
 from buffers cimport BorrowedBuffer, borrow
 from core_pool cimport (
     CEvent,
@@ -304,19 +305,33 @@ cdef class Pool:
             raise ValueError("n_slices: must be positive")
         return self.pool.get().peek(batch.data(), n_keys, n_slices)
 
-    def lease(self, keys, size_t n_slices, rows, identity=b""):
+    def peek_windows(self, keys, spans):
+        cdef BorrowedBuffer batch
+        cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
+        cdef vector[uint32_t] each = spans_of(spans, n_keys)
+        return self.pool.get().peek_windows(batch.data(), n_keys // each.size(), u32_span(each.data(), each.size()))
+
+    def lease(self, keys, size_t n_slices, rows, identity=b"", spans=()):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef vector[uint32_t] numbers
+        cdef vector[uint32_t] each
         cdef LeaseResult result
         cdef Status status
         cdef bytes root = _one_key(identity, "identity") if identity else b""
         cdef const uint8_t* wanted = <const uint8_t*>PyBytes_AS_STRING(root) if root else NULL
         for row in rows:
             numbers.push_back(_row(row))
+        if spans:
+            each = spans_of(spans, n_keys)
+            if each.size() != n_slices:
+                raise ValueError(f"spans: {each.size()} spans for {n_slices} slices")
+        else:
+            each.assign(n_slices, 0)
         with nogil:
             status = self.pool.get().lease(
-                batch.data(), n_keys, n_slices, u32_span(numbers.data(), numbers.size()), wanted, &result
+                batch.data(), n_keys, u32_span(each.data(), each.size()), u32_span(numbers.data(), numbers.size()),
+                wanted, &result
             )
         raise_for(status, POOL)
         return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes

@@ -23,6 +23,12 @@ KEY_BYTES = 32
 MAX_L2_ADAPTERS = 15
 """Most L2 adapters of one server, including those added while it runs; controllers see each as a tier beside L1."""
 
+SPAN_FACT = "needed_chunks"
+"""Name of the layout fact that says how many of a hit's last chunks are needed in a slice; without it, all are."""
+
+MAX_SPAN_CHUNKS = 1 << 16
+"""Largest value of SPAN_FACT."""
+
 FORMAT_VERSION = 2
 """Version of key derivation and record format; part of every identity."""
 

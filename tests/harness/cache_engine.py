@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvstrata.client import (
     CacheClient,
     Identity,
@@ -25,10 +27,12 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.keys import ChunkHasher
 from kvstrata.types import (
     KEY_BYTES,
+    SPAN_FACT,
     LeaseName,
     MissReason,
     RequestIdentity,
     Role,
+    facts_digest,
     shown_name,
     unpack_extents,
 )
@@ -62,7 +66,10 @@ def prompt(n_chunks: int, seed: int = 0) -> list[int]:
 
 
 class CacheEngine:
-    """One rank: blocks of its own and a client. `rank` decides its slice (its layers)."""
+    """One rank: blocks of its own and a client. `rank` decides its slice (its layers).
+
+    With a `span` the slice belongs to group 1, and only its last `span` chunks of a hit are needed.
+    """
 
     def __init__(
         self,
@@ -77,11 +84,15 @@ class CacheEngine:
         model: str = "test-model",
         role: Role = Role.CLIENT,
         tenant: str = "",
+        span: int = 0,
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.tenant = tenant
         self.blocks = PagedBlocks(layers=layers, num_blocks=num_blocks, block_bytes=block_bytes)
-        self.part = self.blocks.slice(first_layer=rank * layers)
+        facts = {**self.blocks.facts, **({SPAN_FACT: span} if span else {})}
+        self.part = msgspec.structs.replace(
+            self.blocks.slice(first_layer=rank * layers), layout=facts_digest(facts), group=1 if span else 0
+        )
         self.client = CacheClient(
             ClientSettings(socket_dir=str(socket_dir), chunk_size=CHUNK_TOKENS, **(settings or {})),
             role=role,
@@ -89,7 +100,7 @@ class CacheEngine:
             group=group,
             engine_slices=ranks,
             slice=None if role is Role.SCHEDULER else self.part,
-            facts=None if role is Role.SCHEDULER else {"layers": layers, "block_bytes": block_bytes},
+            facts=None if role is Role.SCHEDULER else facts,
         )
         self._requests = itertools.count()
 
@@ -201,19 +212,19 @@ class CacheEngine:
     def items(
         self, tokens: Sequence[int], result: LookupResult, salt: str = "", first_block: int = 0
     ) -> list[LoadItem]:
-        """Return the items that load a lookup's result into this rank's blocks."""
+        """Return the items that load a lookup's result into this rank's blocks, of the chunks that it needs."""
         hasher = self.hasher(tokens, salt)
         slices = self.client.slices
-        extents = unpack_extents(result.extents)
-        mine = slices.index(self.client.slice_digest)
+        mine = unpack_extents(result.extents)[slices.index(self.client.slice_digest) :: len(slices)]
         return [
             LoadItem(
                 hasher.key(chunk),
-                extents[chunk * len(slices) + mine].offset_bytes,
-                extents[chunk * len(slices) + mine].length_bytes,
+                extent.offset_bytes,
+                extent.length_bytes,
                 self.blocks_of(chunk, first_block),
             )
-            for chunk in range(result.n_chunks)
+            for chunk, extent in enumerate(mine)
+            if extent.length_bytes
         ]
 
     def check_load(

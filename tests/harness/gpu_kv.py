@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.native import codec
@@ -189,8 +190,7 @@ class PagedKv:
         self.view: KvView = build_view(
             tensors,
             num_blocks=num_blocks,
-            block_tokens=block_tokens,
-            chunk_tokens=chunk_tokens,
+            group=whole_group(block_tokens, chunk_tokens),
             heads=Heads((0, shape.layers), (0, shape.kv_heads), 1),
             dtype="bfloat16",
             fidelity="fp8" if rounded else "lossless",

@@ -13,6 +13,7 @@ from typing import ClassVar
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import ChunkHasher
@@ -54,9 +55,15 @@ class FakeCall(LookupCall):
         self.finish(LookupResult(n, lease, extents, len(SLICES), ""))
 
 
+def chunks_of(chain):
+    """How many chunks a hasher or a chain of keys has."""
+    return chain.n_chunks if isinstance(chain, ChunkHasher) else len(chain) // 32
+
+
 class FakeClient:
     """A client that keeps account of its leases.
 
+    `hits`: chunks that lookups find; `whole`: chunks that L1 has in the slices that are needed in every chunk.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
 
@@ -69,6 +76,7 @@ class FakeClient:
         self.closed, self.identities, self.revoked = False, [], set()
         self.fails = ""
         self.evicted = set()
+        self.whole = 0
 
     def may_fail(self, method):
         """Raise once if `fails` names the method."""
@@ -89,13 +97,16 @@ class FakeClient:
 
     def peek(self, identity, hasher):
         self.may_fail("peek")
-        return min(self.hits, hasher.n_chunks)
+        return min(self.hits, chunks_of(hasher))
+
+    def peek_whole(self, identity, chain):
+        return min(self.whole, chunks_of(chain))
 
     def present(self, chunks):
         return [key not in self.evicted for _, key in chunks]
 
-    def lookup(self, identity, hasher, *, request_id, deadline_ms):
-        call = FakeCall(self, hasher.n_chunks)
+    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms):
+        call = FakeCall(self, chunks_of(hasher))
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)
@@ -169,7 +180,7 @@ class GuardedSide:
         "matched_tokens": lambda side, request, _: (side.give_up(request), (0, False))[1],
         "allocated": lambda side, *arguments: side.allocated_failed(*arguments),
         "plan_step": lambda side, output: side.plan_failed(output),
-        "heard": lambda side, reports, received, _: side.heard_failed(reports, received),
+        "heard": lambda side, reports, received, *_: side.heard_failed(reports, received),
         "finished": lambda side, request, _: side.finished_failed(request),
         "reset": lambda side, **_: side.turn_off(),
     }
@@ -197,8 +208,7 @@ def make_side(client=None, clock=None, world_size=1, **changes):
     return SchedulerSide(
         client or FakeClient(),
         ClientSettings(**options),
-        block_tokens=BLOCK,
-        chunk_blocks=CHUNK // BLOCK,
+        groups=changes.pop("groups", [whole_group(BLOCK, CHUNK)]),
         chunk_bytes=100,
         world_size=world_size,
         now=clock or Clock(),
@@ -206,19 +216,30 @@ def make_side(client=None, clock=None, world_size=1, **changes):
     )
 
 
-def step(side, scheduled=(), preempted=(), tables=None):
-    """Make one scheduling step; return its plan. `scheduled`: (request, tokens computed before, tokens scheduled)."""
+def step(side, scheduled=(), preempted=(), tables=None, states=None):
+    """Make one scheduling step; return its plan.
+
+    `scheduled`: (request, tokens computed before, tokens scheduled); `tables`: by request id, the table of the only
+    group, or a tuple with that of each group; `states`: by request id, (group, block, tokens) of states that vLLM
+    offers.
+    """
     scheduled = list(scheduled)
     tables = tables or {}
+
+    def tables_of(request_id):
+        found = tables.get(request_id) or list(range(1, 100))
+        return found if isinstance(found, tuple) else (found,)
+
     output = SimpleNamespace(
         num_scheduled_tokens={r.request_id: n for r, _, n in scheduled},
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=[r.request_id for r, _, _ in scheduled], num_computed_tokens=[c for _, c, _ in scheduled]
         ),
+        finished_req_ids=set(),
         preempted_req_ids=set(preempted),
         kv_connector_block_state=SimpleNamespace(
-            get_block_ids=lambda request_id: (tables.get(request_id) or list(range(1, 100)),)
+            get_block_ids=tables_of, boundary_state_offloads=states or {}
         ),
     )
     return side.plan_step(output)

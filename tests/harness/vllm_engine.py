@@ -346,7 +346,33 @@ class Engine:
 
         worker = get_kv_transfer_group()._worker
         scheduler = self.core.engine_core.engine_core.scheduler.connector._scheduler
-        return {"worker": worker._client.stats(), "scheduler": scheduler._client.stats()}
+        return {"worker": worker._groups[0].client.stats(), "scheduler": scheduler._client.stats()}
+
+    def stores(self) -> dict[str, Any]:
+        """Return the number of stores without an outcome, and the chunks by outcome of all groups; in process only."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        outcomes: dict[str, int] = {}
+        for group in get_kv_transfer_group()._worker._groups:
+            for name, count in group.client.stats().items():
+                if name.startswith("store_") and name.endswith("_chunks") and count:
+                    outcome = name.removeprefix("store_").removesuffix("_chunks")
+                    outcomes[outcome] = outcomes.get(outcome, 0) + count
+        return {
+            "in_flight": len(self.scheduler().connector._scheduler._stores._in_flight),
+            "outcomes": outcomes,
+        }
+
+    def connected(self) -> bool:
+        """Return whether the clients of the scheduler and of all groups of the worker are attached; in process only."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        clients = [group.client for group in get_kv_transfer_group()._worker._groups]
+        return all(client.connected for client in (*clients, self.scheduler().connector._scheduler._client))
+
+    def chunk_tokens(self) -> int:
+        """Return the size of a chunk; in process only."""
+        return int(self.scheduler().connector._setup.settings.chunk_size)
 
 
 def main(options: dict[str, Any]) -> None:

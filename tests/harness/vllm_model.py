@@ -1,4 +1,4 @@
-"""Small Llama models with random weights, made once and kept in the cache folder: nothing is downloaded.
+"""Small models with random weights, made once and kept in the cache folder: nothing is downloaded.
 
 vLLM's dummy loader is no substitute: a model with its weights repeats two tokens, which hides corrupted KV. With the
 weights made here, overwriting stored KV changes every later output token.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -43,15 +44,32 @@ SIZES = {
 }
 
 
-def ensure_model(size: str) -> Path:
-    """Return the folder of model `size` ("19m" or "160m"), made on the first call; processes may call this at once.
+FAMILIES = ("gemma3", "gpt-oss", "mistral", "llama4", "deepseek-v3", "qwen3-next")
+"""Families of models whose KV is not that of a Llama: `family_model` makes a small one of each."""
 
-    Raises ValueError for another size, vllm_env.Unavailable without a vLLM environment, and provision.StepFailed when
-    torch or transformers fail.
+NEEDS_BFLOAT16 = ("deepseek-v3", "qwen3-next")
+"""Families that vLLM computes in bfloat16 only, on a CPU."""
+
+
+def dtype_of(name: str) -> str:
+    """What to compute a model in: float32 where that is possible.
+
+    Otherwise a hit, which is computed in other shapes than a whole prompt, changes a token now and then; and bfloat16
+    takes five times as long where the CPU has neither AVX-512-BF16 nor AMX.
     """
-    if size not in SIZES:
-        raise ValueError(f"model size {size!r}: use one of {', '.join(SIZES)}")
-    folder = vllm_env.root_folder().parent / "models" / f"llama-{size}-{SEED}"
+    return "bfloat16" if name in NEEDS_BFLOAT16 else "float32"
+
+
+def ensure_model(size: str) -> Path:
+    """Return the folder of a Llama of this size, or of a family's model, made on the first call.
+
+    Processes may call this at once.  Raises ValueError for another name, vllm_env.Unavailable without a vLLM
+    environment, and provision.StepFailed when torch or transformers fail.
+    """
+    if size not in (*SIZES, *FAMILIES):
+        raise ValueError(f"model {size!r}: use one of {', '.join((*SIZES, *FAMILIES))}")
+    name = f"llama-{size}" if size in SIZES else size
+    folder = vllm_env.root_folder().parent / "models" / f"{name}-{SEED}"
     if (folder / "config.json").exists():
         return folder
     python = vllm_env.ensure()
@@ -85,6 +103,10 @@ def make_model(folder: Path, size: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(SEED)
+    if size in FAMILIES:
+        family_model(size).to(torch.bfloat16).save_pretrained(folder)
+        return
     shape = SIZES[size]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -100,14 +122,71 @@ def make_model(folder: Path, size: str) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
-    torch.manual_seed(SEED)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     json.loads((folder / "config.json").read_text())
 
 
+def family_model(family: str) -> Any:
+    """A small model of a family, with random weights. Needs the vLLM environment."""
+    import transformers as hf
+
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 8_192,
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if family == "gemma3":
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**common, num_hidden_layers=6, sliding_window=256))
+    if family == "gpt-oss":
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+        return hf.GptOssForCausalLM(
+            hf.GptOssConfig(**common, **experts, num_hidden_layers=4, sliding_window=128)
+        )
+    if family == "mistral":
+        return hf.MistralForCausalLM(hf.MistralConfig(**common, num_hidden_layers=4, sliding_window=512))
+    if family == "llama4":
+        experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 512}
+        return hf.Llama4ForCausalLM(
+            hf.Llama4TextConfig(**common, **experts, num_hidden_layers=4, attention_chunk_size=1_024)
+        )
+    if family == "deepseek-v3":
+        latent = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        experts = {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256,
+            "n_group": 1,
+        }
+        return hf.DeepseekV3ForCausalLM(
+            hf.DeepseekV3Config(
+                **{**common, "num_key_value_heads": 4}, **latent, **experts,
+                topk_group=1, qk_nope_head_dim=128, num_hidden_layers=3, first_k_dense_replace=1,
+            )
+        )  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    linear = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    }  # fmt: skip
+    return hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(
+            **common, **experts, **linear, num_hidden_layers=4, shared_expert_intermediate_size=256
+        )
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--make", required=True, choices=SIZES)
+    parser.add_argument("--make", required=True, choices=(*SIZES, *FAMILIES))
     parser.add_argument("--folder", required=True, type=Path)
     arguments = parser.parse_args()
     make_model(arguments.folder, arguments.make)

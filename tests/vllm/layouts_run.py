@@ -31,7 +31,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvstrata.connectors.vllm.build import layers_ask
-from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, check_groups, chunk_bytes
+from kvstrata.connectors.vllm.groups import read_groups
+from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.keys.recut import Part, plan_recut
 from kvstrata.native.copying import buffer_address, gather_record, scatter_record
@@ -178,11 +179,11 @@ class Engine:
                 generator=torch.Generator().manual_seed(i),
             )
             tensor.copy_(raw.view(tensor.dtype))
+        [group] = read_groups(self.config.kv_cache_groups, case.block_tokens * chunk_blocks, 0)
         self.view: KvView = build_view(
             self.tensors,
             num_blocks=self.config.num_blocks,
-            block_tokens=check_groups(self.config.kv_cache_groups),
-            chunk_tokens=case.block_tokens * chunk_blocks,
+            group=group,
             heads=Heads((0, LAYERS), kv_heads, 1),
             dtype=case.dtype,
             kinds=layer_kinds(self.config.kv_cache_groups, modules, "V"),

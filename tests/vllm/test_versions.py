@@ -125,18 +125,43 @@ def test_drafts_over_several_stages_are_refused_on_the_v1_model_runner(results):
     }
 
 
-def test_only_models_that_vllm_keeps_in_one_group_of_full_attention_are_taken(results):
+def test_each_group_that_vllm_makes_has_the_rule_of_its_layers(results):
     verdicts = {result["case"]: (result["kinds"], result["verdict"]) for result in of(results, "groups")}
-    uniform = ["UniformTypeKVCacheSpecs"]
-    assert verdicts.pop("full") == (["FullAttentionSpec"], 128)
-    assert verdicts.pop("latents") == (["MLAAttentionSpec"], 128)
-    assert verdicts.pop("latents and indexer") == (uniform, 128)
-    assert verdicts.pop("full of two sizes") == (uniform, 128)
-    # vLLM turns its hybrid cache manager off for our connector, and then keeps the KV of windows whole.
-    assert verdicts.pop("windows and full") == (["FullAttentionSpec"], 128)
-    kinds, verdict = verdicts.pop("windows")
-    assert kinds == ["SlidingWindowSpec"] and "SlidingWindowSpec is not supported" in verdict
+    uniform, whole = ["UniformTypeKVCacheSpecs"], ["prefix", 128, 2, 0]
+    assert verdicts.pop("full") == (["FullAttentionSpec"], [whole])
+    assert verdicts.pop("latents") == (["MLAAttentionSpec"], [whole])
+    assert verdicts.pop("latents and indexer") == (uniform, [whole])
+    assert verdicts.pop("full of two sizes") == (uniform, [whole])
+    window = ["last_window", 128, 2, 2]
+    kinds, groups = verdicts.pop("windows and full")
+    assert set(kinds) == {"FullAttentionSpec", "SlidingWindowSpec"}
+    assert [window if "Sliding" in kind else whole for kind in kinds] == groups
+    assert verdicts.pop("windows") == (["SlidingWindowSpec"], [window])
+    assert verdicts.pop("attention in chunks") == (
+        ["ChunkedLocalAttentionSpec"],
+        [["last_window", 128, 2, 1]],
+    )
+    kinds, verdict = verdicts.pop("states")
+    assert kinds == ["MambaSpec"] and "set chunk_size to 128" in verdict
+    kinds, verdict = verdicts.pop("states without prefix caching")
+    assert kinds == ["MambaSpec"] and "mamba_cache_mode is 'none'" in verdict
     assert not verdicts
+
+
+def test_windows_are_stored_loaded_and_recovered_step_by_step(results):
+    """vLLM's own scheduler keeps the blocks of full attention and of windows in tables of their own."""
+    for trace in of(results, "group trace"):
+        stores = [[name, chunks] for step in trace["fresh"] for name, chunks, _ in step.get("stores", ())]
+        assert stores == [["r1", 2], ["r1", 1], ["r1", 1]], (
+            "three chunks, and the window before the prompt's end"
+        )
+        hit, after, *_ = trace["hit"]
+        assert [load[:3] for load in hit["loads"]] == [["r2", 3, True], ["r2", 1, True]], trace
+        assert hit["received"] == ["r2"] and after == {"scheduled": {"r2": 232}}, trace
+        failed, again, *_ = trace["failed"]
+        assert (failed["received"], failed["not_loaded"]) == (["r3"], ["r3"]) and "bad" not in failed, trace
+        assert again["scheduled"] == {"r3": 512} and again["stores"][0][1] == 2, trace
+        assert trace["left"] == {"blocks": 0, "leases": 0, "tracked": 0}, trace
 
 
 def test_a_failed_load_is_reported_in_its_own_step_and_nothing_computed_on_it_is_stored(results):
@@ -181,6 +206,8 @@ def test_every_method_that_vllm_calls_while_it_serves_is_guarded(results):
     assert "StepMetadata" in answers.pop("build_connector_meta")[0]
     assert answers.pop("get_num_new_matched_tokens") == ["(0, False)"] * 2
     assert answers.pop("request_finished") == ["(True, None)"] * 2
+    assert answers.pop("request_finished_all_groups") == ["(True, None)"] * 2
+    assert "KVConnectorTransferResults" in answers.pop("get_transfer_results")[0]
     assert answers.pop("get_finished") == ["(None, None)"] * 2
     assert answers.pop("get_block_ids_with_load_errors") == ["frozenset()"] * 2
     assert answers.pop("take_events") == ["()"] * 2
@@ -191,7 +218,7 @@ def test_every_method_that_vllm_calls_while_it_serves_is_guarded(results):
 def test_no_error_inside_the_connector_ends_the_engine_or_keeps_anything(results):
     """One internal function always raises: both requests end, and their blocks and leases are given back."""
     errors = of(results, "error")
-    assert len(errors) > 60
+    assert len(errors) > 100 and any(error["windows"] for error in errors)
     for error in errors:
         assert not error["raised"] and error["unfinished"] == 0, error
         assert error["left"]["blocks"] == error["left"]["tracked"] == 0, error

@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -45,6 +46,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, LookupResult, StoreJob, StoreOutcome
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1, StepMetadata
+from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.metadata import Load, StepPlan, Store
 from kvstrata.connectors.vllm.weights import loaded_weights
 from kvstrata.connectors.vllm.worker import WorkerSide
@@ -82,14 +84,19 @@ class Client:
             hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
         )
 
-    def peek(self, identity: Any, hasher: ChunkHasher) -> int:
-        return min(Client.hits, hasher.n_chunks)
+    def peek(self, identity: Any, chain: ChunkHasher | bytes) -> int:
+        return min(Client.hits, chain.n_chunks if isinstance(chain, ChunkHasher) else len(chain) // 32)
+
+    def peek_whole(self, identity: Any, chain: bytes) -> int:
+        return self.peek(identity, chain)
 
     def present(self, chunks: Sequence[tuple[bytes, bytes]]) -> list[bool] | None:
         return None
 
-    def lookup(self, identity: Any, hasher: ChunkHasher, *, request_id: str, deadline_ms: int) -> LookupCall:
-        found = self.peek(identity, hasher)
+    def lookup(
+        self, identity: Any, chain: ChunkHasher | bytes, *, request_id: str, probe: bytes, deadline_ms: int
+    ) -> LookupCall:
+        found = self.peek(identity, chain)
         lease = LeaseName(b"s" * 16, next(self.numbers), 1)
         call = LookupCall(lambda call: self.release([lease]))
         self.leases.add(lease)
@@ -188,24 +195,28 @@ def vllm_config(
     return config
 
 
-def cache_config() -> KVCacheConfig:
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
-    return KVCacheConfig(
-        num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)]
-    )
+def cache_config(*, windows: bool = False) -> KVCacheConfig:
+    """One group of full attention, with `windows` and one of sliding windows."""
+    size = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(LAYER_NAMES, FullAttentionSpec(**size))]
+    if windows:
+        spec = SlidingWindowSpec(sliding_window=CHUNK, **size)
+        groups.append(KVCacheGroupSpec([f"{name}.window" for name in LAYER_NAMES], spec))
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def worker_connector(config: VllmConfig, copies: Copies) -> LMCacheConnectorV1:
+def worker_connector(config: VllmConfig, copies: Copies, *, windows: bool = False) -> LMCacheConnectorV1:
     """A worker's connector in its state after `register_kv_caches`."""
-    connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, cache_config())
+    connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, cache_config(windows=windows))
     client = Client(None, layout=connector._setup.layout)
     weights: Any = SimpleNamespace(initial="first", digest=lambda: copies.weights)
     connector._worker = WorkerSide(
-        client,
-        copies,
-        slice_digest=SLICE,
-        chunk_blocks=CHUNK // BLOCK,
+        [
+            GroupSide(client, copies, slice_digest=SLICE, record_blocks=group.record_blocks)
+            for group in connector._setup.groups
+        ],
         make_item=LoadItem,
+        by_request=windows,
         weights=weights,
     )
     return connector
@@ -217,9 +228,11 @@ class Runner:
     `v2` chooses the runner. `drafts`: the engine has a draft model, after which vLLM may end the step's copies.
     """
 
-    def __init__(self, config: VllmConfig, copies: Copies, *, v2: bool, drafts: bool) -> None:
+    def __init__(
+        self, config: VllmConfig, copies: Copies, *, v2: bool, drafts: bool, windows: bool = False
+    ) -> None:
         self.config, self.copies, self.v2, self.drafts = config, copies, v2, drafts
-        self.connector = worker_connector(config, copies)
+        self.connector = worker_connector(config, copies, windows=windows)
         kv_transfer_state._KV_CONNECTOR_AGENT = self.connector
         if v2:
             self.active = ActiveKVConnector.__new__(ActiveKVConnector)
@@ -268,14 +281,17 @@ def frozen(said: KVConnectorOutput | None) -> KVConnectorOutput | None:
 class Engine:
     """vLLM's scheduler with our connector, and one worker behind a `Runner`."""
 
-    def __init__(self, config: VllmConfig, *, on_device: bool = False, v2: bool = False) -> None:
+    def __init__(
+        self, config: VllmConfig, *, on_device: bool = False, v2: bool = False, windows: bool = False
+    ) -> None:
         self.copies = Copies(on_device=on_device)
-        self.scheduler = Scheduler(config, cache_config(), StructuredOutputManager(config), block_size=BLOCK)
+        kv = cache_config(windows=windows)
+        self.scheduler = Scheduler(config, kv, StructuredOutputManager(config), block_size=BLOCK)
         connector = self.scheduler.connector
         assert isinstance(connector, LMCacheConnectorV1) and connector._scheduler is not None
         self.connector, self.side = connector, connector._scheduler
         self.client: Any = self.side._client
-        self.runner = Runner(config, self.copies, v2=v2, drafts=False)
+        self.runner = Runner(config, self.copies, v2=v2, drafts=False, windows=windows)
         init_none_hash(sha256)
         self.names = itertools.count(0)
         self.plans: list[StepPlan] = []
@@ -327,6 +343,7 @@ class Engine:
             "awaited": sorted(plan.awaited),
             "bad": sorted(said.invalid_block_ids) if said is not None else [],
             "received": sorted(said.finished_recving or ()) if said is not None else [],
+            "not_loaded": sorted(said.failed_recving) if said is not None else [],
             "sent": sorted(said.finished_sending or ()) if said is not None else [],
         }
         return {what: value for what, value in told.items() if value}

@@ -23,20 +23,16 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.v1.worker.gpu_worker import Worker
 
 import kvstrata.connectors.vllm as package
 from kvstrata.connectors.vllm import boundary, build
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
-from kvstrata.connectors.vllm.kv_view import check_groups
 from kvstrata.connectors.vllm.metadata import StepPlan
 from kvstrata.connectors.vllm.weights import loaded_weights
 from kvstrata.errors import ConfigError
 from tests.vllm.versions_engine import (
-    BLOCK,
-    LAYER_NAMES,
     Client,
     Copies,
     Engine,
@@ -50,6 +46,7 @@ from tests.vllm.versions_engine import (
     store_of,
     vllm_config,
 )
+from tests.vllm.versions_groups import check_group_traces, check_groups_of
 
 
 def check_imports() -> Iterator[dict[str, Any]]:
@@ -62,12 +59,20 @@ def check_imports() -> Iterator[dict[str, Any]]:
 def check_signatures() -> Iterator[dict[str, Any]]:
     """For each method of vLLM's base class that ours overrides: can ours be called in every way that vLLM's can?"""
     for name, own in vars(LMCacheConnectorV1).items():
-        theirs = inspect.getattr_static(KVConnectorBase_V1, name, None)
+        theirs = of_vllm(name)
         if name.startswith("_") or theirs is None:
             continue
         kinds = [type(each).__name__ for each in (own, theirs)]
         yield {"check": "signature", "method": name, "kinds": kinds, "wrong": unlike(own, theirs)}
     yield {"check": "abstract", "methods": sorted(LMCacheConnectorV1.__abstractmethods__)}
+
+
+def of_vllm(name: str) -> Any:
+    """What vLLM's base classes of ours have under this name; None if they have nothing."""
+    for base in (KVConnectorBase_V1, SupportsHMA):
+        if name in vars(base):
+            return vars(base)[name]
+    return inspect.getattr_static(KVConnectorBase_V1, name, None)
 
 
 def unlike(own: Any, theirs: Any) -> str:
@@ -158,37 +163,6 @@ def started(config: VllmConfig) -> dict[str, Any]:
         "may_load": side._may_load,
         "may_store": side._may_store,
     }
-
-
-def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """The groups that vLLM makes of layers of several kinds, and what `check_groups` says about them."""
-    module = "planning" if importlib.util.find_spec("vllm.v1.core.kv_cache_planning") else "utils"
-    grouping = importlib.import_module(f"vllm.v1.core.kv_cache_{module}")
-    config = vllm_config(folder)
-    size = {"block_size": BLOCK, "num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
-    full, window = FullAttentionSpec(**size), SlidingWindowSpec(sliding_window=512, **size)
-    large = FullAttentionSpec(**size | {"head_size": 64})
-    latent = MLAAttentionSpec(**size | {"num_kv_heads": 1, "head_size": 576})
-    indexer = MLAAttentionSpec(**size | {"num_kv_heads": 1, "head_size": 132, "dtype": torch.uint8})
-    for case, specs in {
-        "full": [full] * 4,
-        "latents": [latent] * 4,
-        "latents and indexer": [latent, indexer] * 2,
-        "full of two sizes": [full, large] * 2,
-        "windows": [window] * 4,
-        "windows and full": [window, window, window, full],
-    }.items():
-        groups = grouping.get_kv_cache_groups(config, dict(zip(LAYER_NAMES, specs, strict=True)))
-        try:
-            verdict: Any = check_groups(groups)
-        except ConfigError as error:
-            verdict = str(error)
-        yield {
-            "check": "groups",
-            "case": case,
-            "kinds": [type(group.kv_cache_spec).__name__ for group in groups],
-            "verdict": verdict,
-        }
 
 
 def check_reports(folder: Path) -> Iterator[dict[str, Any]]:
@@ -289,7 +263,7 @@ SCHEDULER_INTERNALS = (
     ("side", "_load_of"),
     ("side", "plan_step"),
     ("stores", "plan"),
-    ("stores", "_store_of"),
+    ("stores", "_add_store"),
     ("side", "heard"),
     ("stores", "_stored"),
     ("side", "finished"),
@@ -306,7 +280,7 @@ WORKER_INTERNALS = (
     ("worker", "wait_layer"),
     ("worker", "end_loads"),
     ("worker", "start_stores"),
-    ("worker", "_identity"),
+    ("group", "identity"),
     ("worker", "finished"),
     ("worker", "_ended_load"),
     ("worker", "_settle_stores"),
@@ -336,7 +310,7 @@ def check_guards(folder: Path) -> Iterator[dict[str, Any]]:
     engine = Engine(vllm_config(folder))
     scheduler, worker = engine.connector, engine.runner.connector
     for name, own in vars(LMCacheConnectorV1).items():
-        if name.startswith("_") or inspect.getattr_static(KVConnectorBase_V1, name, None) is None:
+        if name.startswith("_") or of_vllm(name) is None:
             continue
         result: dict[str, Any] = {"check": "guard", "method": name, "guarded": hasattr(own, "guarded")}
         if result["guarded"]:
@@ -354,9 +328,11 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
     configs = {
         mode == "async": vllm_config(folder, extra={"kvstrata.load_mode": mode}) for mode in ("sync", "async")
     }
-    for asynchronous, (owner, name) in itertools.product(configs, (*SCHEDULER_INTERNALS, *WORKER_INTERNALS)):
+    engines = ((False, False), (True, False), (True, True))
+    internals = (*SCHEDULER_INTERNALS, *WORKER_INTERNALS)
+    for (asynchronous, windows), (owner, name) in itertools.product(engines, internals):
         Client.hits = 0
-        engine = Engine(configs[asynchronous], on_device=True)
+        engine = Engine(configs[asynchronous], on_device=True, windows=windows)
         owners = {
             "side": engine.side,
             "lookups": engine.side._lookups,
@@ -364,6 +340,7 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
             "stores": engine.side._stores,
             "client": engine.client,
             "worker": engine.runner.connector._worker,
+            "group": engine.runner.connector._worker._groups[0],
             "copies": engine.copies,
         }
         assert hasattr(owners[owner], name), f"{owner} has no {name} that could raise"
@@ -381,6 +358,7 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
             "check": "error",
             "internal": f"{owner}.{name}",
             "asynchronous": asynchronous,
+            "windows": windows,
             "raised": raised,
             "unfinished": engine.scheduler.get_num_unfinished_requests(),
             "left": engine.left(),
@@ -471,6 +449,7 @@ def main(folder: Path) -> None:
         check_traces(model),
         check_starts(model),
         check_groups_of(model),
+        check_group_traces(model),
         check_reports(model),
         check_sleep(model),
         check_weights(model),

@@ -20,7 +20,7 @@ from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import InternalError, KvstrataError, Refused, Unavailable, UnknownSession, WrongVersion
 from kvstrata.keys import ChunkHasher, MediaItem
 from kvstrata.rpc import wire
-from kvstrata.types import LayoutIdentity, RequestIdentity, identity_root
+from kvstrata.types import MAX_SPAN_CHUNKS, LayoutIdentity, RequestIdentity, identity_root
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,11 @@ class Identity:
         """Digests of the slices, in the order of extents in lookup results; empty until all workers have attached."""
         return self._table.slices
 
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
+        return self._table.spans
+
     def hasher(self, media: Iterable[MediaItem] = ()) -> ChunkHasher:
         """A hasher for one request of this identity."""
         return ChunkHasher(self.root, self._layout.chunk_tokens, media)
@@ -97,6 +102,8 @@ class IdentityTable:
         self._asked: set[Identity] = set()
         self.slices = slices
         """Digests of all slices of the engine, sorted; empty until all its workers have attached."""
+        self.spans: tuple[int, ...] = ()
+        """See `Identity.spans`. Set before `slices`."""
         self._slices_retry_s = SLICES_RETRY_FIRST_S
         self._slices_due_s = math.inf
 
@@ -184,7 +191,12 @@ class IdentityTable:
 
     def _answered(self, identity: Identity, reply: wire.AnyReply) -> None:
         self._asked.discard(identity)
-        if not isinstance(reply, wire.IdentifyReply) or reply.root != identity.root:
+        if (
+            not isinstance(reply, wire.IdentifyReply)
+            or reply.root != identity.root
+            or len(reply.spans) not in (0, len(reply.slices))
+            or not all(0 <= span <= MAX_SPAN_CHUNKS for span in reply.spans)
+        ):
             self._failed(
                 identity,
                 WrongVersion("the server derives another root: client and server differ in version"),
@@ -193,6 +205,7 @@ class IdentityTable:
         identity.error = ""
         identity.declared = Declared(reply.epoch, reply.identity_id)
         if reply.complete and not self.slices:
+            self.spans = tuple(reply.spans)
             self.slices = tuple(reply.slices)
             self._slices_retry_s = SLICES_RETRY_FIRST_S
         elif not self.slices:

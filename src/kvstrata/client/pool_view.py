@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from kvstrata.client.copies import CopyLedger, Mapping, Pages
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
-from kvstrata.keys import ChunkHasher
+from kvstrata.keys import ChunkHasher, spans
+from kvstrata.keys.batch import count, part
 from kvstrata.memory.attach.client import Attachment
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.index import IndexReader
@@ -47,21 +48,36 @@ class PoolView:
 
     def peek(self, identity: Identity, chain: bytes | ChunkHasher) -> int:
         """See `CacheClient.peek`."""
-        index, slices = self._index, self._identities.slices
-        if index is None or not slices:
+        index, root = self._index, identity.root
+        whole, windows = self._by_span()
+        chain_keys = chain.chain if isinstance(chain, ChunkHasher) else chain
+        if index is None or not (whole or windows) or not chain_keys:
             return 0
-        if isinstance(chain, ChunkHasher):
-            keys = chain.storage_keys(slices)
-        else:
-            keys = self._derived(identity.root, chain, slices)
-        return index.peek(keys, len(slices)) if keys else 0
+        n_chunks = self._leading(index, root, chain, whole) if whole else count(chain_keys)
+        if not windows or not n_chunks:
+            return n_chunks
+        digests = b"".join(windows)
+        return spans.peek_end(
+            index,
+            n_chunks,
+            list(windows.values()),
+            lambda first, end: storage_keys(root, part(chain_keys, first, end), digests),
+        )
+
+    def peek_whole(self, identity: Identity, chain: bytes | ChunkHasher) -> int:
+        """As `peek`, without the slices that a hit needs at its end only; 0 if there are no others."""
+        index, (whole, _) = self._index, self._by_span()
+        return self._leading(index, identity.root, chain, whole) if index is not None and whole else 0
 
     def present(self, chunks: Sequence[tuple[bytes, bytes]]) -> list[bool] | None:
         """For each (identity root, chain key), whether L1 has the chunk now, in all slices; None while that is unknown.
 
-        It is unknown while no server answers, and while the engine's slices are not known.
+        It is unknown while no server answers, and while the engine's slices are not known.  Slices with a span
+        (keys/spans.py) are left out, unless all have one.
         """
-        index, slices = self._index, self._identities.slices
+        index = self._index
+        whole, windows = self._by_span()
+        slices = whole or tuple(windows)
         if index is None or not slices or not self._link.usable or index.heartbeat_age_s > PEEK_HEARTBEAT_S:
             return None
         digests = b"".join(slices)
@@ -93,6 +109,24 @@ class PoolView:
     def forget(self) -> None:
         """Answer as if no pool were attached. Any thread."""
         self._index = None
+
+    def _by_span(self) -> tuple[tuple[bytes, ...], dict[bytes, int]]:
+        """The slices that are needed in each chunk of a hit, and the spans of the others."""
+        slices, each = self._identities.slices, self._identities.spans
+        if not each:
+            return slices, {}
+        windows = {digest: span for digest, span in zip(slices, each, strict=True) if span}
+        return tuple(digest for digest in slices if digest not in windows), windows
+
+    def _leading(
+        self, index: IndexReader, root: bytes, chain: bytes | ChunkHasher, slices: tuple[bytes, ...]
+    ) -> int:
+        """Leading chunks that are there in all of these slices."""
+        if isinstance(chain, ChunkHasher):
+            keys = chain.storage_keys(slices)
+        else:
+            keys = self._derived(root, chain, slices)
+        return index.peek(keys, len(slices)) if keys else 0
 
     def _derived(self, root: bytes, chain: bytes, slices: tuple[bytes, ...]) -> bytes:
         """Storage keys of a chain, remembered by the chain's last key and length, which determine all of its keys."""

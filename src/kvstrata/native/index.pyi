@@ -4,6 +4,7 @@ PoolError and PoolFormatError are those of `native.pool`.
 """
 
 import sys
+from collections.abc import Sequence
 
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer
@@ -20,6 +21,11 @@ class IndexReader:
 
         Takes microseconds and asks no other process.  The answer promises nothing: the chunks may be evicted at any
         time, so a caller sends a lookup before it reads them.
+        """
+    def peek_windows(self, keys: Buffer, spans: Sequence[int]) -> int:
+        """The most leading chunks whose last `span` chunks are READY in each slice, by the slices' `spans` (above 0).
+
+        `keys` are chunk-major, len(spans) for each chunk.  0 when the server's heartbeat is older than 1 s.
         """
     @property
     def epoch(self) -> int: ...

@@ -167,8 +167,10 @@ class Pool:
         """The live process touches nothing of earlier epochs any more."""
     def peek(self, keys: Buffer, n_slices: int = 1) -> int:
         """Leading chunks READY in all slices. Takes no lock."""
+    def peek_windows(self, keys: Buffer, spans: Sequence[int]) -> int:
+        """As `IndexReader.peek_windows`."""
     def lease(
-        self, keys: Buffer, n_slices: int, rows: list[int], identity: bytes = b""
+        self, keys: Buffer, n_slices: int, rows: list[int], identity: bytes = b"", spans: Sequence[int] = ()
     ) -> tuple[int, int, bytes, int, int]:
         """(ticket, n_chunks, extents, unverified, short_bytes): pins the leading READY chunks for these rows.
 
@@ -176,6 +178,9 @@ class Pool:
         bytes would pass half of the pool; `short_bytes` is then what other leases would have to give back for the
         rest of the prefix.  `unverified` counts entries that `verify` must see before a longer answer is possible.
         Counts as a use of the chunks.
+
+        `spans`: for each slice 0 if every leading chunk must be READY in it, or how many of the last leading chunks
+        must be; other chunks of such a slice are not leased, and their extents are zero.  () means 0 for all.
 
         `identity`, here and below: root of the identity for which the caller asks, b"" for any; entries of another
         identity count as absent.

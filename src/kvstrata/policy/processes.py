@@ -75,7 +75,7 @@ class EngineGroup:
         self.engine_slices = engine_slices
         self.use = EngineUse()
         self.members: dict[bytes, AttachedProcess] = {}
-        self._order: tuple[list[bytes], bytes, list[int]] | None = None
+        self._order: tuple[list[bytes], bytes, list[int], tuple[int, ...]] | None = None
 
     @property
     def slices(self) -> list[bytes]:
@@ -91,6 +91,17 @@ class EngineGroup:
     def rows(self) -> list[int]:
         """Pool rows of all members; a lease is granted to each of them."""
         return self._ordered()[2]
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """For each of `slices` how many of a hit's last chunks are needed in it, 0: all; () if all are in each."""
+        return self._ordered()[3]
+
+    @property
+    def whole_slices(self) -> list[bytes]:
+        """Those of `slices` that are needed in every chunk of a hit; all, if none is."""
+        whole = [digest for digest, span in zip(self.slices, self.spans, strict=False) if not span]
+        return whole or self.slices
 
     @property
     def lengths(self) -> list[frozenset[int]]:
@@ -115,11 +126,13 @@ class EngineGroup:
         """Note that members came or went."""
         self._order = None
 
-    def _ordered(self) -> tuple[list[bytes], bytes, list[int]]:
+    def _ordered(self) -> tuple[list[bytes], bytes, list[int], tuple[int, ...]]:
         if self._order is None:
-            slices = sorted({member.digest for member in self.members.values() if member.digest})
+            of = {member.digest: member.span for member in self.members.values() if member.digest}
+            slices = sorted(of)
             rows = sorted(member.row for member in self.members.values())
-            self._order = slices, b"".join(slices), rows
+            spans = tuple(of[digest] for digest in slices)
+            self._order = slices, b"".join(slices), rows, spans if any(spans) else ()
         return self._order
 
 
@@ -140,6 +153,7 @@ class AttachedProcess:
         "secret",
         "session",
         "slice",
+        "span",
         "tenants",
     )
 
@@ -153,6 +167,8 @@ class AttachedProcess:
         self.pid = pid
         self.slice = part
         self.digest = part.digest() if part is not None else b""
+        self.span = 0
+        """How many of a hit's last chunks are needed in its slice; 0: all."""
         self.secret = b""
         """Proves that a request comes from this process."""
         self.tenants: frozenset[str] | None = None
@@ -294,6 +310,7 @@ class ProcessTable:
         pid: int,
         secret: bytes,
         record_bytes: int = 0,
+        span: int = 0,
         own_pool: Pool | None = None,
     ) -> AttachedProcess:
         """Add a process whose declaration was checked; for a session that is known, return its process.
@@ -301,6 +318,7 @@ class ProcessTable:
         `part`: the process's slice, None for a scheduler. `tenants`: the tenants that it may name, None for any.
         `secret`: proves its requests from now on.
         `record_bytes`: the length of its slice's records, 0 if it did not declare one.
+        `span`: how many of a hit's last chunks are needed in its slice, 0 for all.
         `own_pool`: the pool of its tenant, None for the shared pool.
         Raises NotPermitted if the session, or its group, is an engine's of another pool.
         """
@@ -324,6 +342,7 @@ class ProcessTable:
         process = AttachedProcess(session, of_engine, role, part, row, pid)
         process.tenants = tenants
         process.secret = secret
+        process.span = span
         if record_bytes:
             process.declares_length = True
             process.has_records_of(record_bytes)

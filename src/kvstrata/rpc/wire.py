@@ -112,6 +112,8 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
     """Digests of the group's slices that are known now, sorted; extents in lookup replies have this order."""
     complete: bool
     """All `engine_slices` of the group are known; until then every lookup answers 0."""
+    spans: list[int] = []
+    """For each slice how many of a hit's last chunks are needed in it, 0: all. Empty if all are in each slice."""
 
 
 class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
@@ -182,9 +184,10 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
     """The leading chunks that are present, and now leased."""
 
     n_chunks: int
-    """Leading chunks that are present in all slices."""
+    """Leading chunks that are present in all slices, or as far as the slices' spans need them."""
     extents: bytes
-    """n_chunks × slices packed extents, chunk by chunk, with the slices in the order of the reply to `identify`."""
+    """n_chunks × slices packed extents, chunk by chunk, with the slices in the order of the reply to `identify`. They
+    are zero for chunks that a slice with a span does not need."""
     l1_chunks: int
     """The number of these chunks that were in L1."""
     l2_chunks: int

@@ -15,6 +15,7 @@ from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
+from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
@@ -160,7 +161,7 @@ class Cache(NoCache):
         group = secrets.token_bytes(16)
         self.engine, plan = open_engine(settings, kv.view, "GPU 0", 0)
         if measure:
-            choose_way(self.engine, "GPU 0", plan, kv.view.chunk_blocks)
+            choose_way(self.engine, "GPU 0", plan, kv.view.group.record_blocks)
         pages = Pinner(self.engine, 0) if pin else PageWarmer()
         self.client = client_of(
             settings,
@@ -180,10 +181,14 @@ class Cache(NoCache):
             current_stream=lambda: device.computes,
         )
         self.worker = WorkerSide(
-            self.client,
-            self.mover,
-            slice_digest=kv.view.slice.digest(),
-            chunk_blocks=kv.view.chunk_blocks,
+            [
+                GroupSide(
+                    self.client,
+                    self.mover,
+                    slice_digest=kv.view.slice.digest(),
+                    record_blocks=kv.view.group.record_blocks,
+                )
+            ],
             make_item=LoadItem,
         )
         self.scheduler_client = client_of(settings, kv, Role.SCHEDULER, group)
@@ -192,8 +197,7 @@ class Cache(NoCache):
         self.scheduler = SchedulerSide(
             self.scheduler_client,
             settings,
-            block_tokens=kv.block_tokens,
-            chunk_blocks=kv.view.chunk_blocks,
+            groups=[kv.view.group],
             chunk_bytes=kv.view.payload_bytes,
             world_size=1,
             weights=weights,
@@ -216,7 +220,7 @@ class Cache(NoCache):
         return self.scheduler.matched_tokens(request, 0)
 
     def allocated(self, request: Request) -> None:
-        self.scheduler.allocated(request, request.blocks, request.external_tokens)
+        self.scheduler.allocated(request, [request.blocks], request.external_tokens)
 
     def plan(self, output: Any) -> StepPlan:
         return self.scheduler.plan_step(output)
@@ -240,7 +244,7 @@ class Cache(NoCache):
         self.scheduler.heard(reports, outcome.received, outcome.bad_blocks)
 
     def finished(self, request: Request) -> bool:
-        return self.scheduler.finished(request, request.blocks)
+        return self.scheduler.finished(request, [request.blocks])
 
     @property
     def busy(self) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from kvstrata.memory import linux
 from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
-from kvstrata.types import Role
+from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role
 from tests.harness.attach_scene import (
     GOOD_REQUEST,
     attach,
@@ -118,6 +118,10 @@ assert PART is not None
         (encoded_request(facts=None), ["self"], "bad_request", "facts"),
         (encoded_request(role=Role.SCHEDULER, slice=PART, facts=FACTS), ["self"], "bad_request", "slice"),
         (encoded_request(facts={"payload_bytes": 1}), ["self"], "bad_request", "slice.layout"),
+        *(
+            (encoded_request(facts={**FACTS, SPAN_FACT: span}), ["self"], "bad_request", f"facts.{SPAN_FACT}")
+            for span in (True, 0, -1, 2**40, MAX_SPAN_CHUNKS + 1, "x", None, 1.0, [1])
+        ),
         (encoded_request(layers=(2, 2)), ["self"], "bad_request", "slice.layers"),
         (encoded_request(engine_slices=0), ["self"], "bad_request", "request"),
         (encoded_request(model="refused"), ["self"], "refused", "layout.model"),

@@ -91,7 +91,7 @@ class Scheduling(RuleBasedStateMachine):
             self.plan([])
             return
         self.waiting.pop(0)
-        self.side.allocated(request, list(range(1, 40)), tokens)
+        self.side.allocated(request, [list(range(1, 40))], tokens)
         self.rests_on[request.request_id] = self.in_engine if computed else self.generation
         if asynchronous and tokens:
             self.plan([])
@@ -129,12 +129,12 @@ class Scheduling(RuleBasedStateMachine):
     def load_ends(self, failed, aborted):
         request, computed = self.loading.pop(0)
         if aborted:
-            assert self.side.finished(request, list(range(1, 40))) is False
+            assert self.side.finished(request, [list(range(1, 40))]) is False
         self.side.heard([], [request.request_id], range(1, 40) if failed and not aborted else ())
         if failed and not aborted:
             self.waiting.insert(0, request)
         elif not aborted:
-            self.side.allocated(request, list(range(1, 40)), 0)
+            self.side.allocated(request, [list(range(1, 40))], 0)
             self.plan([(request, computed, request.num_tokens - computed)])
             self.running[request.request_id] = request
 
@@ -162,8 +162,11 @@ class Scheduling(RuleBasedStateMachine):
     def workers_report(self):
         for plan in self.unreported:
             stores = [store.store_id for store in plan.stores]
-            report = WorkerReport(plan.step, gathered=stores, stored=[(s, 1) for s in stores])
-            self.side.heard([report] * self.world_size, [], [])
+            reports = [
+                WorkerReport(plan.step, gathered=list(stores), stored=[(s, 1) for s in stores])
+                for _ in range(self.world_size)
+            ]
+            self.side.heard(reports, [], [])
             for store in stores:
                 self.reading.pop(store, None)
         self.unreported.clear()
@@ -183,7 +186,7 @@ class Scheduling(RuleBasedStateMachine):
         assert not (plan.awaited & {s.request_id for s in self.side._stores.of_finished})
 
     def end(self, request):
-        kept = self.side.finished(request, list(range(1, 40)))
+        kept = self.side.finished(request, [list(range(1, 40))])
         if kept:
             self.kept.add(request.request_id)
         if request.request_id in self.reading.values():

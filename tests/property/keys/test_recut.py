@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
@@ -108,8 +109,7 @@ def view_of(geometry: Geometry, tensors: dict[str, Tensor], blocks: int) -> KvVi
     return build_view(
         tensors,
         num_blocks=blocks,
-        block_tokens=geometry.block_tokens,
-        chunk_tokens=CHUNK,
+        group=whole_group(geometry.block_tokens, CHUNK),
         heads=Heads(geometry.layers, geometry.heads, 1),
         dtype="bfloat16",
         kinds=dict.fromkeys(tensors, kind),

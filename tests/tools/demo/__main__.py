@@ -113,7 +113,9 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", default=keep,
                         help="with --cluster: leave it running until Ctrl-C")  # fmt: skip
     parser.add_argument("--act", type=int, choices=(1, 2), help="only this act")
-    parser.add_argument("--model", default=MODEL, choices=tuple(vllm_model.SIZES), help="of act 2")
+    # Latents have no prefix cache of vLLM's own to compare with.
+    models = (*vllm_model.SIZES, *(name for name in vllm_model.FAMILIES if name != "deepseek-v3"))
+    parser.add_argument("--model", default=os.environ.get("MODEL") or MODEL, choices=models, help="of act 2")
     arguments = parser.parse_args()
     for number in STOP_SIGNALS:
         signal.signal(number, stop_on_signal)

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.harness import vllm_model
 from tests.harness.child import Child
 from tests.harness.cluster import Cluster
 from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, begin_vllm, prompts
@@ -48,7 +47,6 @@ def act_4(folder: Path, table: Table, size: str, *, with_vllm: bool, keep: bool)
 def _cluster_vllm(folder: Path, table: Table, cluster: Cluster, size: str) -> None:
     prompt, warm_up = prompts()
     other = list(reversed(prompt))
-    model = vllm_model.ensure_model(size)
     first_server, second_server = cluster.servers
     chunks = HIT_TOKENS // CHUNK_TOKENS
     with contextlib.ExitStack() as stack:
@@ -56,7 +54,7 @@ def _cluster_vllm(folder: Path, table: Table, cluster: Cluster, size: str) -> No
             stack.enter_context(
                 # Only chunks that are loaded within this time are hits, so a slow machine gets more than enough.
                 begin_vllm(
-                    model, folder / f"vllm-{at}", server, warm, **{"kvstrata.lookup_timeout_ms": 30_000}
+                    size, folder / f"vllm-{at}", server, warm, **{"kvstrata.lookup_timeout_ms": 30_000}
                 )
             )
             for at, (server, warm) in enumerate(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.harness import vllm_model
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
 from tests.tools import remotes
@@ -50,10 +49,9 @@ def act_3(folder: Path, table: Table, size: str, name: str, *, with_vllm: bool) 
 
 def _remote_vllm(folder: Path, table: Table, server: ServerProcess, number: int, size: str) -> None:
     prompt, warm_up = prompts()
-    model = vllm_model.ensure_model(size)
     # Only chunks that are loaded within this time are hits, so a slow machine gets more than enough.
     settings = {"kvstrata.lookup_timeout_ms": 30_000}
-    with begin_vllm(model, folder / f"vllm-{number}", server, warm_up, **settings) as vllm:
+    with begin_vllm(size, folder / f"vllm-{number}", server, warm_up, **settings) as vllm:
         result = vllm.generate(prompt, max_tokens=NEW_TOKENS)
         cached = result["cached_tokens"] or 0
         first = next((row for row in table.rows if row["case"] == CASES_3[0]), None)

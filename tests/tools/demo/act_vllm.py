@@ -37,11 +37,9 @@ CASES_2 = (
 def act_2(folder: Path, table: Table, size: str) -> None:
     """Real vLLM."""
     l1_mb = fitting_l1_mb(L1_MB, 160)
-    say(
-        f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, a random-weight Llama of {size} parameters"
-    )
+    kind = "a Llama of" if size in vllm_model.SIZES else "a small model of the family"
+    say(f"Act 2: real vLLM on the CPU, {PROMPT_TOKENS} tokens of prompt, random weights, {kind} {size}")
     prompt, warm_up = prompts()
-    model = vllm_model.ensure_model(size)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(ServerProcess(folder / "act2", l1_mb=l1_mb, l2="embedded"))
         server.start()
@@ -65,7 +63,7 @@ def act_2(folder: Path, table: Table, size: str) -> None:
             )
 
         def begin(name: str) -> VllmProcess:
-            return stack.enter_context(begin_vllm(model, folder / name, server, warm_up))
+            return stack.enter_context(begin_vllm(size, folder / name, server, warm_up))
 
         first = begin("vllm-1")
         cold = first.generate(prompt, max_tokens=NEW_TOKENS)
@@ -73,31 +71,35 @@ def act_2(folder: Path, table: Table, size: str) -> None:
         row(0, cold, 0, 0)
         row(1, first.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
         wait_for(lambda: stored_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS, "the prompt was not stored")
+        n_sessions = sessions(server)
         first.quit()
         second = begin("vllm-2")
         row(2, second.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
         server.kill()
         server.start()
-        row(3, after_recovery(server, second, prompt), HIT_TOKENS)
+        row(3, after_recovery(server, second, prompt, n_sessions), HIT_TOKENS)
         server.stop()  # an orderly end, which writes all chunks that wait for L2
         server.wipe_segment()
         server.start()
-        from_l2 = after_recovery(server, second, prompt)
+        from_l2 = after_recovery(server, second, prompt, n_sessions)
         row(4, from_l2, HIT_TOKENS, ok=loaded_chunks(server) >= HIT_TOKENS // CHUNK_TOKENS)
         server.freeze()
         second.ask("reset_prefix_cache")
         row(5, second.generate(prompt, max_tokens=NEW_TOKENS), 0, 0)
         server.thaw()
-        row(6, after_recovery(server, second, prompt), HIT_TOKENS)
+        row(6, after_recovery(server, second, prompt, n_sessions), HIT_TOKENS)
 
 
-def after_recovery(server: ServerProcess, vllm: VllmProcess, prompt: list[int]) -> dict[str, Any]:
-    """Answers the prompt with vLLM's own cache emptied, once both sides of the connector are attached and answer."""
+def sessions(server: ServerProcess) -> int:
+    """The number of attached sessions: an engine has one for its scheduler, and one for each group of layers."""
+    return int(server.get("/v1/status")["sessions"]["attached"])
 
-    def attached() -> bool:
-        return int(server.get("/v1/status")["sessions"]["attached"]) >= 2
 
-    wait_for(attached, "vLLM did not attach again", RECOVERY_S)
+def after_recovery(
+    server: ServerProcess, vllm: VllmProcess, prompt: list[int], n_sessions: int
+) -> dict[str, Any]:
+    """Answers the prompt with vLLM's own cache emptied, once all sessions of the engine are attached again."""
+    wait_for(lambda: sessions(server) >= n_sessions, "vLLM did not attach again", RECOVERY_S)
     begun_s = time.monotonic()
     while True:
         vllm.ask("reset_prefix_cache")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness import vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
 from tests.tools.demo.servers import CHUNK_TOKENS
@@ -26,11 +27,11 @@ def prompts() -> tuple[list[int], list[int]]:
 
 @contextlib.contextmanager
 def begin_vllm(
-    model: Path, folder: Path, server: ServerProcess, warm_up: list[int], **settings: Any
+    name: str, folder: Path, server: ServerProcess, warm_up: list[int], **settings: Any
 ) -> Iterator[VllmProcess]:
-    """vLLM that was warmed up."""
-    # bfloat16 takes five times as long as float32 where the CPU has neither AVX-512-BF16 nor AMX.
-    options = {"dtype": "float32", "max_num_batched_tokens": HIT_TOKENS}
+    """vLLM with the model of this name, warmed up."""
+    model = vllm_model.ensure_model(name)
+    options = {"dtype": vllm_model.dtype_of(name), "max_num_batched_tokens": HIT_TOKENS}
     with VllmProcess(
         model, folder, extra=server.connector_config(**settings), options=options, processes=True
     ) as vllm:

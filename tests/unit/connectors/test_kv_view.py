@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.connectors.vllm.groups import CacheGroup, Rule, whole_group
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     build_view,
-    check_chunk_size,
-    check_groups,
     heads_of,
     natural_order,
 )
@@ -158,8 +156,7 @@ def layers(count, **kwargs):
 def view(tensors, **changes):
     options = {
         "num_blocks": 40,
-        "block_tokens": 128,
-        "chunk_tokens": 256,
+        "group": whole_group(128, 256),
         "heads": HEADS,
         "dtype": "bfloat16",
     }
@@ -178,7 +175,7 @@ def view(tensors, **changes):
 )
 def test_the_fp8_shape_is_a_fact_only_with_fidelity_fp8(shape, blocks, block_tokens, fp8):
     tensors = layers(2, shape=shape)
-    options = {"num_blocks": blocks, "block_tokens": block_tokens, "chunk_tokens": 256}
+    options = {"num_blocks": blocks, "group": whole_group(block_tokens, 256)}
     plain = view(tensors, **options)
     made = view(tensors, fidelity="fp8", head_size=64, **options)
     assert made.facts.pop("fp8") == fp8
@@ -304,6 +301,62 @@ def test_layers_that_are_alike_keep_the_facts_by_which_their_records_are_found()
         "payload_bytes": 262144,
     }
     assert made.slice.layout == "62546b1c2ed46ad54616478242e9936f3cb23428920022fc8a1459a554a6f517"
+    digest = "bd5b462ba7bbe6100df91e1326dd55b3cb292a0e128a5233a779ab72be3610f8"
+    assert made.slice.digest().hex() == digest, (
+        "records of one group of full attention would not be found again"
+    )
+
+
+def test_a_record_of_a_window_holds_its_blocks_alone_and_its_facts_say_which():
+    whole = view(layers(2), group=whole_group(64, 256), num_blocks=40)
+    short = CacheGroup(3, Rule.LAST_WINDOW, 64, 4, 2, 1, window_tokens=100)
+    made = view(layers(2), group=short)
+    changed = {
+        "rule": ["last_window", 100],
+        "record_blocks": 2,
+        "needed_chunks": 1,
+        "section_bytes": whole.facts["section_bytes"] // 2,
+        "payload_bytes": whole.facts["payload_bytes"] // 2,
+    }
+    assert made.facts == {**whole.facts, **changed}
+    assert made.payload_bytes == made.plan().payload_bytes(2) == whole.payload_bytes // 2
+    assert (made.slice.group, whole.slice.group) == (3, 0) and made.group == short
+
+
+def test_each_group_and_each_window_has_a_slice_of_its_own():
+    window = CacheGroup(1, Rule.LAST_WINDOW, 128, 2, 2, 1, window_tokens=256)
+    groups = [
+        whole_group(128, 256),
+        whole_group(128, 256, number=1),
+        window,
+        window._replace(number=2),
+        window._replace(window_tokens=200),
+        window._replace(window_tokens=512, span=2),
+        CacheGroup(1, Rule.STATE_AT, 128, 2, 1, 1),
+    ]
+    digests = {view(layers(2), group=group).slice.digest() for group in groups}
+    assert len(digests) == len(groups)
+
+
+def test_a_state_is_one_block_of_bytes_in_a_record():
+    shape = (40, 1, 1, 3 * 64 + 5)
+    kind = LayerKind(
+        heads=1,
+        block_tokens=1,
+        page_bytes=shape[3] * 2,
+        axes=("gdn@V.heads", "gdn@V.states", "gdn@V/bfloat16[3,64],bfloat16[5]"),
+        quantisation="NONE",
+        latent=False,
+        scales=(),
+    )
+    tensors = layers(2, shape=shape)
+    made = view(tensors, group=CacheGroup(1, Rule.STATE_AT, 528, 1, 1, 1), kinds=dict.fromkeys(tensors, kind))
+    assert made.payload_bytes == made.plan().payload_bytes(1) == 2 * shape[3] * 2
+    assert (made.facts["rule"], made.facts["needed_chunks"]) == (["state_at"], 1)
+    assert made.facts["axes"] == [["gdn@V/bfloat16[3,64],bfloat16[5]", shape[3]]]
+    other = kind._replace(axes=(*kind.axes[:2], "gdn@V/bfloat16[64,3],bfloat16[5]"))
+    differs = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, other))
+    assert differs.slice.digest() != made.slice.digest()
 
 
 def test_layers_that_differ_only_in_their_address_count_as_alike():
@@ -330,8 +383,8 @@ def test_ranks_that_share_records_must_hold_alike_layers():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"block_tokens": 64},
-        {"chunk_tokens": 512},
+        {"group": whole_group(64, 256)},
+        {"group": whole_group(128, 512)},
         {"dtype": "float16"},
         {"heads": Heads((0, 2), (4, 8), 2)},
         {"heads": Heads((2, 4), (0, 4), 2)},
@@ -343,27 +396,16 @@ def test_whatever_changes_the_meaning_of_a_record_changes_the_slice(changes):
 
 def test_physical_order_changes_the_slice_and_place_does_not():
     shape = (40, 16, 4, 32)
-    straight = view(layers(2, shape=shape), block_tokens=16)
-    turned = view(layers(2, shape=shape, order=(0, 2, 1, 3)), block_tokens=16)
+    straight = view(layers(2, shape=shape), group=whole_group(16, 256))
+    turned = view(layers(2, shape=shape, order=(0, 2, 1, 3)), group=whole_group(16, 256))
     assert straight.slice.digest() != turned.slice.digest()
     moved = {name: FakeTensor(shape, base=t.data_ptr() + 4096) for name, t in layers(2, shape=shape).items()}
-    assert view(moved, block_tokens=16).slice.digest() == straight.slice.digest()
+    assert view(moved, group=whole_group(16, 256)).slice.digest() == straight.slice.digest()
 
 
 def test_number_of_blocks_and_block_stride_are_no_facts():
     few = view(layers(2, shape=(20, 4, 128, 64)), num_blocks=20)
     assert few.slice.digest() == view(layers(2)).slice.digest()
-
-
-@pytest.mark.parametrize("chunk", [100, 64, 129])
-def test_chunk_that_is_no_multiple_of_a_block_names_both(chunk):
-    with pytest.raises(ConfigError, match=rf"{chunk} .*128"):
-        check_chunk_size(chunk, 128)
-
-
-def test_the_default_chunk_is_a_multiple_of_the_cpu_block():
-    assert check_chunk_size(256, 128) == 2
-    assert check_chunk_size(256, 16) == 16
 
 
 def test_tensor_parallel_ranks_split_the_heads_and_replicas_share_a_slice():
@@ -376,22 +418,3 @@ def test_tensor_parallel_ranks_split_the_heads_and_replicas_share_a_slice():
     assert latent == Heads((0, 30), (0, 1), 2, replicas=4)
     with pytest.raises(ConfigError, match="3 does not divide 8"):
         heads_of(total_kv_heads=8, tp_rank=0, tp_size=3, **options)
-
-
-def group(kind, **fields):
-    return SimpleNamespace(
-        kv_cache_spec=type(kind, (), {"block_size": 128, "tokens_per_state": 1, **fields})(),
-        layer_names=["model.layers.0.attn"],
-    )
-
-
-def test_more_than_one_kind_of_cache_is_refused_with_what_was_found():
-    assert check_groups([group("FullAttentionSpec")]) == 128
-    with pytest.raises(ConfigError, match="2 KV cache groups \\(FullAttentionSpec, MambaSpec\\)"):
-        check_groups([group("FullAttentionSpec"), group("MambaSpec")])
-    with pytest.raises(ConfigError, match="SlidingWindowSpec is not supported"):
-        check_groups([group("SlidingWindowSpec")])
-    with pytest.raises(ConfigError, match="4 tokens per stored state"):
-        check_groups([group("MLAAttentionSpec", tokens_per_state=4)])
-    with pytest.raises(ConfigError, match=r"not causal .* run this model without this connector"):
-        check_groups([group("FullAttentionSpec", non_causal=True)])

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstrata.connectors.vllm.kv_view import Heads, build_view, check_groups, chunk_bytes
+from kvstrata.connectors.vllm.groups import read_groups, whole_group
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, chunk_bytes
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.errors import ConfigError
 from tests.unit.connectors.test_kv_view import FakeTensor
@@ -116,7 +117,7 @@ def test_another_arrangement_has_another_name(changes, backend, axes):
 
 
 def view(kinds, tensors=None, **changes):
-    options = {"num_blocks": 40, "block_tokens": 16, "chunk_tokens": 64, "heads": Heads((7, 8), (0, 4), 1)}
+    options = {"num_blocks": 40, "group": whole_group(16, 64), "heads": Heads((7, 8), (0, 4), 1)}
     tensors = tensors or {NAME: FakeTensor((40, 4, 16, 128))}
     return build_view(tensors, dtype="bfloat16", kinds=kinds, **(options | changes))
 
@@ -191,13 +192,13 @@ def test_a_group_may_describe_each_layer():
         "UniformTypeKVCacheSpecs", (), {"block_size": 16, "kv_cache_specs": {n: spec() for n in names}}
     )()
     both = [group(each, names), group(spec(), names)]
-    assert [check_groups([one]) for one in both] == [16, 16]
+    assert read_groups(both[:1], 64, 256) == read_groups(both[1:], 64, 256) == [whole_group(16, 64)]
     assert [chunk_bytes(one, 4) for one in both] == [3 * 4 * 16384] * 2
     modules = dict.fromkeys(names, module())
     assert layer_kinds(both[:1], modules, "0.32.0") == layer_kinds(both[1:], modules, "0.32.0")
-    each.kv_cache_specs[names[1]] = type("MambaSpec", (), {})()
-    with pytest.raises(ConfigError, match="MambaSpec is not supported"):
-        check_groups([both[0]])
+    each.kv_cache_specs[names[1]] = type("CrossAttentionSpec", (), {})()
+    with pytest.raises(ConfigError, match="CrossAttentionSpec is not supported"):
+        read_groups(both[:1], 64, 256)
 
 
 def test_a_tensor_of_no_group_is_refused_unless_it_is_another_layers():
@@ -231,7 +232,7 @@ def latents_with_an_indexer():
 
 def test_latents_and_the_indexer_beside_them_are_two_sections_of_one_layer():
     kinds, tensors = latents_with_an_indexer()
-    made = view(kinds, tensors, block_tokens=64, heads=Heads((0, 8), (0, 1), 1, replicas=8))
+    made = view(kinds, tensors, group=whole_group(64, 64), heads=Heads((0, 8), (0, 1), 1, replicas=8))
     assert list(made.layers) == [NAME, INDEXER]
     assert made.facts["layers"] == [7, 7]
     assert made.facts["makes"] == [
@@ -251,9 +252,9 @@ def test_a_layer_with_heads_beside_latents_is_refused_where_ranks_share_records(
     draft = "model.layers.8.self_attn.attn"
     kinds[draft] = kind_of(spec(block_size=64, num_heads=1, unpadded_page_size_bytes=64 * 256), module())
     tensors[draft] = FakeTensor((40, 1, 64, 128), base=1 << 32)
-    assert len(view(kinds, tensors, block_tokens=64, heads=Heads((0, 9), (0, 1), 1)).layers) == 3
+    assert len(view(kinds, tensors, group=whole_group(64, 64), heads=Heads((0, 9), (0, 1), 1)).layers) == 3
     with pytest.raises(ConfigError, match="8 tensor-parallel ranks count as holding the same KV heads"):
-        view(kinds, tensors, block_tokens=64, heads=Heads((0, 9), (0, 1), 1, replicas=8))
+        view(kinds, tensors, group=whole_group(64, 64), heads=Heads((0, 9), (0, 1), 1, replicas=8))
 
 
 def test_scales_of_quantised_layers_beside_one_that_was_left_out_are_facts():

@@ -49,9 +49,9 @@ def test_requests_whose_tokens_do_not_decide_their_kv_are_computed_without_the_c
     request = make_request(40, **changes)
     side.on_new_request(request)
     assert ask(side, request) == (0, False)
-    side.allocated(request, list(range(1, 20)), 0)
+    side.allocated(request, [list(range(1, 20))], 0)
     assert step(side, [(request, 0, 40)]).stores == []
-    assert side.finished(request, list(range(1, 11))) is False
+    assert side.finished(request, [list(range(1, 11))]) is False
     assert client.calls == [] and side.take_counts()[f"skipped_{reason}"] == 1
 
 
@@ -86,7 +86,7 @@ def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
     assert ask(side, request, computed=BLOCK) == (20, mode == "async")
     side._load_of = None
     guarded_side = GuardedSide(side)
-    guarded_side.allocated(request, list(range(1, 12)), 20)
+    guarded_side.allocated(request, [list(range(1, 12))], 20)
     assert client.leases == []
     plan = guarded_side.plan_step(SimpleNamespace(preempted_req_ids=None))  # lacks all that a plan needs
     [load] = plan.loads
@@ -101,7 +101,7 @@ def test_a_store_that_cannot_be_planned_does_not_stop_other_stores():
     bad.num_prompt_tokens = None
     assert step(side, [(good, 0, 16), (bad, 0, 40)]).stores == []
     assert len(step(side, [(bad, 40, 1), (good, 16, 24)]).stores) == 1
-    assert side.finished(bad, []) is False
+    assert side.finished(bad, [[]]) is False
     assert side.take_counts()["skipped_error"] == 1
 
 
@@ -128,7 +128,7 @@ def test_blocks_of_a_finished_request_are_kept_until_the_workers_release_them_ev
         forget(tracked)
 
     side.side._lookups.forget = fail_first
-    assert side.finished(request, list(range(1, 11))) is True
+    assert side.finished(request, [list(range(1, 11))]) is True
     assert step(side).awaited == {request.request_id}
 
 
@@ -150,7 +150,7 @@ def test_what_workers_report_about_loads_counts_even_after_an_error():
     side = GuardedSide(make_side(FakeClient(hits=3), world_size=2))
     request = make_request(43)
     side.on_new_request(request)
-    side.allocated(request, list(range(1, 20)), ask(side, request)[0])
+    side.allocated(request, [list(range(1, 20))], ask(side, request)[0])
     plan = step(side, [(request, 24, 19)])
     assert plan.stores == []
     side.heard([WorkerReport(plan.step, failures=1, stored=[None]), WorkerReport(plan.step)], [], [])

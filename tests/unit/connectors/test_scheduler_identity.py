@@ -40,7 +40,7 @@ def run_past_reset(side, how):
     side.on_new_request(request)
     external, asynchronous = ask(side, request)
     assert (external, asynchronous) == ({"running": 0}.get(how, 24), how == "loading")
-    side.allocated(request, list(range(1, 100)), external)
+    side.allocated(request, [list(range(1, 100))], external)
     if how == "load handed out":
         side.reset(engine_empty=False)
         step(side, [(request, 24, 16)])
@@ -52,7 +52,7 @@ def run_past_reset(side, how):
     side.reset(engine_empty=False)
     if how == "loading":
         side.heard((), [request.request_id], ())
-        side.allocated(request, list(range(1, 100)), 0)
+        side.allocated(request, [list(range(1, 100))], 0)
         return request, 24
     return request, 40
 
@@ -69,7 +69,7 @@ def test_kv_computed_before_a_reset_is_never_stored_under_the_new_identity(how):
     # Tokens that it generates now attend to KV from before the reset.
     request.all_token_ids.extend(range(20))
     assert step(side, [(request, 84, 20)]).stores == []
-    side.finished(request, list(range(1, 100)))
+    side.finished(request, [list(range(1, 100))])
     assert step(side).stores == [] and client.leases == []
 
 
@@ -77,11 +77,11 @@ def test_chunks_that_wait_for_a_load_at_a_reset_are_not_stored_when_the_request_
     side = make_side(FakeClient(hits=3), world_size=2)
     (other, request), loads = (make_request(40), make_request(80)), []
     side.on_new_request(other)
-    side.allocated(other, list(range(50, 70)), ask(side, other)[0])
+    side.allocated(other, [list(range(50, 70))], ask(side, other)[0])
     side.on_new_request(request)
     loads.append(step(side, [(request, 0, 80)]))
     side.reset(engine_empty=False)
-    assert side.finished(request, list(range(1, 30))) is False
+    assert side.finished(request, [list(range(1, 30))]) is False
     side.heard([WorkerReport(loads[0].step)] * 2, [], [])
     assert step(side).stores == []
 
@@ -90,10 +90,10 @@ def test_a_request_that_ended_before_the_reset_is_stored_under_the_old_identity(
     side = make_side(FakeClient(hits=3), world_size=2)
     other, request, same = make_request(40), make_request(80), make_request(80)
     side.on_new_request(other)
-    side.allocated(other, list(range(50, 70)), ask(side, other)[0])
+    side.allocated(other, [list(range(50, 70))], ask(side, other)[0])
     side.on_new_request(request)
     plan = step(side, [(request, 0, 80)])
-    assert side.finished(request, list(range(1, 30))) is True
+    assert side.finished(request, [list(range(1, 30))]) is True
     side.reset(engine_empty=False)
     side.heard([WorkerReport(plan.step)] * 2, [], [])
     (store,) = step(side).stores
@@ -110,7 +110,7 @@ def test_a_request_recomputed_from_the_start_after_the_reset_is_stored(how):
     client.hits = 0
     step(side, preempted=[request.request_id])
     assert ask(side, request) == (0, False)
-    side.allocated(request, list(range(1, 100)), 0)
+    side.allocated(request, [list(range(1, 100))], 0)
     (store,) = step(side, [(request, 0, 84)]).stores
     assert len(store.chain) == 84 // CHUNK * 32 and store.parent == b""
 
@@ -173,7 +173,7 @@ class Workers:
         self.side.on_new_request(request)
         while ask(self.side, request) == (None, False):
             assert self.step().stores == []
-        self.side.allocated(request, list(range(1, 20)), 0)
+        self.side.allocated(request, [list(range(1, 20))], 0)
         (store,) = self.step([(request, 0, 40)]).stores
         return store.identity
 
@@ -298,7 +298,7 @@ def test_a_request_waits_for_weights_as_long_as_for_a_lookup_and_a_lost_report_i
     first = step(side)
     clock.now_s += 1.1
     assert ask(side, request) == (0, False)
-    side.allocated(request, list(range(1, 20)), 0)
+    side.allocated(request, [list(range(1, 20))], 0)
     assert step(side, [(request, 0, 16)]).stores == []
     clock.now_s += ASK_AGAIN_S
     waiting = make_request(40)

@@ -23,7 +23,7 @@ def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
     side.on_new_request(request)
     tokens, _ = ask(side, request, computed=12)
     assert tokens == 12  # three whole chunks are cached; vLLM has computed the first one and a half of them
-    (load,) = planned_loads(side, request, tokens, list(range(101, 109)))
+    (load,) = planned_loads(side, request, tokens, [list(range(101, 109))])
     assert load.blocks == [SKIP_BLOCK, 104, 105, 106]
     assert len(load.chain) == 2 * 32
     assert [e[0] for e in EXTENT.iter_unpack(load.extents)] == [2, 3, 4, 5]
@@ -35,7 +35,7 @@ def test_a_hit_of_the_whole_prompt_loads_every_block():
     side.on_new_request(request)
     tokens, _ = ask(side, request)
     assert tokens == 31
-    (load,) = planned_loads(side, request, tokens, list(range(1, 9)))
+    (load,) = planned_loads(side, request, tokens, [list(range(1, 9))])
     assert load.blocks == list(range(1, 9))
 
 
@@ -45,9 +45,9 @@ def test_a_lease_is_handed_to_the_workers_with_the_load_and_released_by_nobody_e
     request = make_request(40)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    (load,) = planned_loads(side, request, tokens, list(range(1, 20)))
+    (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
     assert client.leases == [] and client.handed_on == [load.lease]
-    assert side.finished(request, []) is False
+    assert side.finished(request, [[]]) is False
     assert client.handed_on == [load.lease]
 
 
@@ -59,9 +59,9 @@ def test_a_hit_that_is_not_loaded_gives_its_lease_back_once(how):
     side.on_new_request(request)
     assert ask(side, request)[0] == 32
     if how == "nothing taken":
-        side.allocated(request, list(range(1, 20)), 0)
+        side.allocated(request, [list(range(1, 20))], 0)
     elif how == "aborted":
-        side.finished(request, [])
+        side.finished(request, [[]])
     elif how == "preempted":
         step(side, preempted=[request.request_id])
     else:
@@ -75,13 +75,13 @@ def test_a_preempted_request_is_looked_up_again():
     request = make_request(40)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    planned_loads(side, request, tokens, list(range(1, 20)))
+    planned_loads(side, request, tokens, [list(range(1, 20))])
     step(side, preempted=[request.request_id])
     request.all_token_ids.extend(range(10))
     for _ in range(30):
         assert ask(side, request) == (32, False)
     assert len(client.calls) == 2 and len(client.leases) == 1
-    side.finished(request, [])
+    side.finished(request, [[]])
     assert client.leases == []
 
 
@@ -92,7 +92,7 @@ def test_a_request_preempted_and_loaded_again_in_one_step_is_stored_again_when_t
     side.on_new_request(request)
     for preempted in ([], [request.request_id]):
         tokens, _ = ask(side, request)
-        side.allocated(request, list(range(1, 20)), tokens)
+        side.allocated(request, [list(range(1, 20))], tokens)
         (load,) = step(side, preempted=preempted).loads
     side.heard([WorkerReport(2, failures=1)], [], load.blocks)
     (store,) = step(side, [(request, 0, 40)]).stores
@@ -106,7 +106,7 @@ def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fe
     request = make_request(40)
     side.on_new_request(request)
     assert ask(side, request) == (32, asynchronous)
-    (load,) = planned_loads(side, request, 20, list(range(1, 20)))
+    (load,) = planned_loads(side, request, 20, [list(range(1, 20))])
     assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
 
 
@@ -117,8 +117,8 @@ def test_abort_during_an_asynchronous_load_leaves_the_blocks_to_vllm():
     side.on_new_request(request)
     tokens, asynchronous = ask(side, request)
     assert asynchronous
-    planned_loads(side, request, tokens, list(range(1, 20)))
-    assert side.finished(request, list(range(1, 9))) is False
+    planned_loads(side, request, tokens, [list(range(1, 20))])
+    assert side.finished(request, [list(range(1, 9))]) is False
     side.heard([], [request.request_id], [])
 
 
@@ -128,7 +128,7 @@ def test_a_request_whose_load_failed_is_computed_and_stored_again():
     request = make_request(40)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    (load,) = planned_loads(side, request, tokens, list(range(1, 20)))
+    (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
     side.heard([WorkerReport(1, failures=1)], [], {load.blocks[3]})
     assert ask(side, request) == (0, False)
     (store,) = step(side, [(request, 12, 28)]).stores

@@ -215,7 +215,7 @@ def test_lookups_without_a_hit_are_not_cancelled_and_leave_room_for_more_lookups
         assert ask(side, request) == (0, False)
     clock.now_s += 0.2
     assert ask(side, request) == (0, False)
-    side.finished(request, [])
+    side.finished(request, [[]])
     assert len(client.calls) == 2 * EARLY_LOOKUPS
     assert not any(call.cancelled for call in client.calls)
 
@@ -226,7 +226,7 @@ def test_hits_below_min_retrieve_tokens_are_computed_and_release_their_lease():
     request = make_request(100)
     side.on_new_request(request)
     assert ask(side, request) == (0, False)
-    side.allocated(request, list(range(1, 30)), 0)
+    side.allocated(request, [list(range(1, 30))], 0)
     assert client.leases == []
 
 
@@ -281,7 +281,7 @@ def test_a_promised_lease_cannot_be_revoked_before_vllm_takes_it_or_the_step_end
     for request in (taken, left):
         side.on_new_request(request)
         assert ask(side, request) == (40, False)
-    side.allocated(taken, list(range(1, 30)), 40)
+    side.allocated(taken, [list(range(1, 30))], 40)
     of_taken, of_left = client.calls
     assert not client.revoke(of_taken) and not client.revoke(of_left)
     (load,) = step(side).loads
@@ -310,7 +310,7 @@ def test_a_revoked_lookup_is_sent_again_when_vllm_asks_next():
     assert client.leases == []
     client.hits = 3
     assert ask(side, request) == (24, False)
-    (load,) = planned_loads(side, request, 24, list(range(1, 30)))
+    (load,) = planned_loads(side, request, 24, [list(range(1, 30))])
     assert load.lease == client.calls[-1].result.lease
     assert len(client.calls) == 2
 
@@ -360,6 +360,6 @@ def test_a_request_that_ends_after_its_lease_was_revoked_does_not_release_it_aga
     request = make_request(100)
     side.on_new_request(request)
     assert revoke_while_vllm_has_no_blocks(side, client, request)
-    assert side.finished(request, []) is False
+    assert side.finished(request, [[]]) is False
     side.close()
     assert client.leases == [] and client.handed_on == []

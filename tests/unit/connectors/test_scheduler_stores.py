@@ -71,7 +71,7 @@ def test_loaded_chunks_are_not_stored_again():
     request = make_request(40)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    side.allocated(request, list(range(1, 20)), tokens)
+    side.allocated(request, [list(range(1, 20))], tokens)
     (store,) = step(side, [(request, 24, 16)]).stores
     assert store.blocks == list(range(7, 11))
 
@@ -109,14 +109,14 @@ def test_blocks_of_a_finished_request_are_kept_while_a_store_reads_them():
     request = make_request(40)
     side.on_new_request(request)
     (store,) = step(side, [(request, 0, 40)]).stores
-    assert side.finished(request, list(range(1, 11))) is True
+    assert side.finished(request, [list(range(1, 11))]) is True
     assert step(side).awaited == {request.request_id}
     assert step(side).awaited == set()
     other = make_request(40)
     side.on_new_request(other)
     (store,) = step(side, [(other, 0, 40)]).stores
     side.heard([WorkerReport(4, gathered=[store.store_id], stored=[(store.store_id, 31)])], [], [])
-    assert side.finished(other, list(range(1, 11))) is False
+    assert side.finished(other, [list(range(1, 11))]) is False
 
 
 def test_blocks_are_kept_until_every_worker_has_gathered_them():
@@ -125,7 +125,7 @@ def test_blocks_are_kept_until_every_worker_has_gathered_them():
     side.on_new_request(request)
     (store,) = step(side, [(request, 0, 40)]).stores
     side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
-    assert side.finished(request, list(range(1, 11))) is True
+    assert side.finished(request, [list(range(1, 11))]) is True
 
 
 def test_dropped_stores_are_planned_again():
@@ -143,10 +143,10 @@ def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():
     request = make_request(43)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    side.allocated(request, list(range(1, 20)), tokens)
+    side.allocated(request, [list(range(1, 20))], tokens)
     plan = step(side, [(request, 24, 19)])
     assert plan.stores == []
-    assert side.finished(request, list(range(1, 12))) is True
+    assert side.finished(request, [list(range(1, 12))]) is True
     later = step(side)
     assert later.stores == [] and later.awaited == set()
     side.heard([WorkerReport(plan.step), WorkerReport(plan.step)], [], [])
@@ -160,9 +160,9 @@ def test_with_several_workers_chunks_computed_on_a_failed_load_are_not_stored():
     request = make_request(43)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    side.allocated(request, list(range(1, 20)), tokens)
+    side.allocated(request, [list(range(1, 20))], tokens)
     plan = step(side, [(request, 24, 19)])
-    side.finished(request, list(range(1, 12)))
+    side.finished(request, [list(range(1, 12))])
     side.heard([WorkerReport(plan.step), WorkerReport(plan.step, failures=1)], [], [3])
     last = step(side)
     assert last.stores == [] and last.awaited == {request.request_id}
@@ -173,7 +173,7 @@ def step_with_a_synchronous_load(side):
     request = make_request(43)
     side.on_new_request(request)
     tokens, _ = ask(side, request)
-    side.allocated(request, list(range(1, 20)), tokens)
+    side.allocated(request, [list(range(1, 20))], tokens)
     return request, step(side, [(request, 24, 8)]).step
 
 
@@ -213,7 +213,7 @@ def test_chunks_that_wait_for_a_load_are_dropped_when_their_blocks_are_freed(how
     else:
         step(side, preempted=[request.request_id])
     side.heard([WorkerReport(loaded)] * 2, [], [])
-    side.finished(request, list(range(1, 12)))
+    side.finished(request, [list(range(1, 12))])
     assert step(side).stores == []
 
 

@@ -12,6 +12,7 @@
 
 #include "base/sizes.h"
 #include "hash/crc32c.h"
+#include "pool/windows.h"
 
 namespace kvstrata {
 
@@ -212,6 +213,13 @@ std::size_t IndexView::peek(const std::uint8_t* keys, std::size_t n_keys,
   return n_keys / n_slices;
 }
 
+std::size_t IndexView::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
+                                    std::span<const std::uint32_t> spans) const noexcept {
+  return longest_windows(n_chunks, spans, [&](std::size_t chunk, std::size_t slice) {
+    return is_ready(Key::load(keys + (chunk * spans.size() + slice) * kKeyBytes));
+  });
+}
+
 std::uint32_t IndexView::find(const Key& key) const noexcept {
   const std::uint64_t home = home_of(key.word[0]);
   const std::uint32_t length = probe_length(home);
@@ -395,6 +403,12 @@ std::size_t IndexReader::peek(const std::uint8_t* keys, std::size_t n_keys,
                               std::size_t n_slices) const noexcept {
   if (heartbeat_age_ns() > kHeartbeatLimitNs) return 0;
   return view_.peek(keys, n_keys, n_slices);
+}
+
+std::size_t IndexReader::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
+                                      std::span<const std::uint32_t> spans) const noexcept {
+  if (heartbeat_age_ns() > kHeartbeatLimitNs) return 0;
+  return view_.peek_windows(keys, n_chunks, spans);
 }
 
 std::uint64_t IndexReader::epoch() const noexcept {

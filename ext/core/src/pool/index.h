@@ -204,6 +204,11 @@ class IndexView {
   // bytes, chunk-major. Any thread, any process; never blocks. REQUIRES: n_slices > 0.
   std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
                    std::size_t n_slices) const noexcept;
+  // The most chunks n, at most `n_chunks`, such that for each slice s the last `spans[s]` of these
+  // n chunks are READY, or all n if there are fewer. `keys` holds n_chunks * spans.size() keys,
+  // chunk-major. Any thread, any process; never blocks.
+  std::size_t peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
+                           std::span<const std::uint32_t> spans) const noexcept;
 
   // The entry that is linked under each key, in any state, or kNoEntry; for the writer, under its
   // lock. The cold entry and element `entry` of `beside` (an array of the writer's with
@@ -333,6 +338,9 @@ class IndexReader {
   // As IndexView::peek, but 0 when the server's heartbeat is older than kHeartbeatLimitNs.
   std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
                    std::size_t n_slices) const noexcept;
+  // As IndexView::peek_windows, with the same limit.
+  std::size_t peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
+                           std::span<const std::uint32_t> spans) const noexcept;
   std::uint64_t epoch() const noexcept;
   // Age of the heartbeat; the largest value when there was none or it lies in the future.
   std::uint64_t heartbeat_age_ns() const noexcept;

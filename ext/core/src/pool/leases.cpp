@@ -3,10 +3,23 @@
 
 #include <algorithm>
 
+#include "pool/windows.h"
+
 namespace kvstrata {
 
-void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
-                  const RowMask& holders, const std::uint8_t* identity, LeaseResult* result) {
+namespace {
+
+// Whether a hit of `n_chunks` chunks needs chunk `chunk` of a slice with this span.
+bool is_needed(std::uint32_t span, std::size_t chunk, std::size_t n_chunks) noexcept {
+  return span == 0 || chunk + span >= n_chunks;
+}
+
+}  // namespace
+
+void Leases::take(const std::uint8_t* keys, std::size_t n_keys,
+                  std::span<const std::uint32_t> spans, const RowMask& holders,
+                  const std::uint8_t* identity, LeaseResult* result) {
+  const std::size_t n_slices = spans.size();
   IndexView& index = entries.index;
   EntryLocal* const local = entries.local;
   const std::vector<std::uint32_t>& found = entries.find(keys, n_keys);
@@ -22,6 +35,7 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
     std::uint64_t unverified = 0;
     bool present = true;
     for (std::size_t i = first; i < first + n_slices && present; ++i) {
+      if (spans[i - first] != 0) continue;
       const std::uint32_t entry = found[i];
       const EntryState state = entry == kNoEntry ? EntryState::kFree : index.state(entry);
       present = state == EntryState::kReady || state == EntryState::kUnverified;
@@ -47,7 +61,20 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
     // A prefix longer than the bound needs all bytes of the other leases, and no more than those.
     result->short_bytes = bytes - std::min(bytes, std::max(limit_bytes, prefix_bytes));
   }
+  const bool windows = std::any_of(spans.begin(), spans.end(), [](auto span) { return span != 0; });
+  if (windows) {
+    n_chunks = longest_windows(n_chunks, spans, [&](std::size_t chunk, std::size_t slice) {
+      const std::uint32_t entry = found[chunk * n_slices + slice];
+      if (entry == kNoEntry || !entries.is_of(entry, identity)) return false;
+      result->unverified += index.state(entry) == EntryState::kUnverified;
+      return index.state(entry) == EntryState::kReady;
+    });
+    n_chunks = within_bound(found, spans, identity, n_chunks, trimmed, result);
+  }
   const std::size_t n_items = n_chunks * n_slices;
+  const auto needed = [&](std::size_t i) {
+    return is_needed(spans[i % n_slices], i / n_slices, n_chunks);
+  };
   if (n_items == 0 ||
       items + n_items > 4 * std::max<std::size_t>(index.capacity(), kMaxBatchKeys)) {
     return;
@@ -56,6 +83,7 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
   result->extents.resize(n_items);
   for (std::size_t i = n_items; i-- > 0;) {
     // From the last chunk to the first: the start of a prompt is the newest, and evicted last.
+    if (windows && !needed(i)) continue;
     const std::uint32_t entry = found[i];
     if (local[entry].leases == 0) leased_bytes += entries.extent_bytes(entry);
     entries.change_blockers(entry, false, [](EntryLocal& changed) { changed.leases += 1; });
@@ -66,14 +94,60 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_sl
     result->extents[i] = entries.extent_record(entry);
   }
   for (std::size_t i = 0; i < n_slices; ++i) {
+    if (windows && !needed(i)) continue;
     departures.family.each_ancestor(found[i], [this](std::uint32_t up) { touch(up); });
   }
   result->n_chunks = n_chunks;
   result->ticket = next_ticket++;
   Lease& lease = leases[result->ticket];
   lease.rows = holders;
-  lease.entries.assign(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(n_items));
-  items += n_items;
+  lease.entries.reserve(n_items);
+  for (std::size_t i = 0; i < n_items; ++i)
+    if (!windows || needed(i)) lease.entries.push_back(found[i]);
+  items += lease.entries.size();
+}
+
+std::size_t Leases::within_bound(const std::vector<std::uint32_t>& found,
+                                 std::span<const std::uint32_t> spans, const std::uint8_t* identity,
+                                 std::size_t n_chunks, bool trimmed, LeaseResult* result) {
+  const std::size_t n_slices = spans.size();
+  std::uint64_t bytes = leased_bytes;
+  std::uint64_t hit_bytes = 0;
+  for (std::size_t i = 0; i < n_chunks * n_slices; ++i) {
+    if (!is_needed(spans[i % n_slices], i / n_slices, n_chunks)) continue;
+    hit_bytes += entries.extent_bytes(found[i]);
+    if (entries.local[found[i]].leases == 0) bytes += entries.extent_bytes(found[i]);
+  }
+  if (bytes <= limit_bytes) return n_chunks;
+  counts.leases_trimmed += trimmed ? 0 : 1;
+  result->short_bytes += bytes - std::min(bytes, std::max(limit_bytes, hit_bytes));
+  // What the chunks before a chunk have, in one slice.
+  struct Before {
+    std::size_t present = 0;  // how many of the last of them are present
+    std::uint64_t bytes = 0;  // of those that are present and have no lease
+  };
+  std::vector<Before> before((n_chunks + 1) * n_slices);
+  for (std::size_t i = 0; i < n_chunks * n_slices; ++i) {
+    const std::uint32_t entry = found[i];
+    const bool present = entry != kNoEntry && entries.index.state(entry) == EntryState::kReady &&
+                         entries.is_of(entry, identity);
+    const bool adds = present && entries.local[entry].leases == 0;
+    before[i + n_slices] = {present ? before[i].present + 1 : 0,
+                            before[i].bytes + (adds ? entries.extent_bytes(entry) : 0)};
+  }
+  const auto fits = [&](std::size_t n) {
+    std::uint64_t sum = leased_bytes;
+    for (std::size_t slice = 0; slice < n_slices; ++slice) {
+      const std::size_t count = spans[slice] == 0 ? n : std::min<std::size_t>(n, spans[slice]);
+      const Before& end = before[n * n_slices + slice];
+      if (end.present < count) return false;
+      sum += end.bytes - before[(n - count) * n_slices + slice].bytes;
+    }
+    return sum <= limit_bytes;
+  };
+  while (n_chunks != 0 && !fits(n_chunks))
+    --n_chunks;
+  return n_chunks;
 }
 
 std::size_t Leases::to_end(std::span<const std::uint64_t> tickets, std::uint64_t need_bytes) {

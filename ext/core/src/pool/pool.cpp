@@ -233,12 +233,17 @@ std::size_t Pool::peek(const std::uint8_t* keys, std::size_t n_keys,
   return entries_.index.peek(keys, n_keys, n_slices);
 }
 
-Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
-                   std::span<const std::uint32_t> rows, const std::uint8_t* identity,
-                   LeaseResult* result) noexcept {
-  if (n_slices == 0 || n_keys % n_slices != 0) {
+std::size_t Pool::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
+                               std::span<const std::uint32_t> spans) const noexcept {
+  return is_closed() ? 0 : entries_.index.peek_windows(keys, n_chunks, spans);
+}
+
+Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
+                   std::span<const std::uint32_t> spans, std::span<const std::uint32_t> rows,
+                   const std::uint8_t* identity, LeaseResult* result) noexcept {
+  if (spans.empty() || n_keys % spans.size() != 0) {
     return Status(StatusCode::kBadArgument, "keys: their count must be a multiple of n_slices",
-                  static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(n_slices));
+                  static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
   }
   KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
   if (rows.empty())
@@ -250,7 +255,7 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_s
     if (!rows_.is_claimed(row)) return Status(StatusCode::kNotFound, "rows: not claimed", row);
     holders.set(row);
   }
-  leases_.take(keys, n_keys, n_slices, holders, identity, result);
+  leases_.take(keys, n_keys, spans, holders, identity, result);
   return Status();
 }
 

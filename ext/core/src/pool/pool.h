@@ -104,10 +104,14 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Reading.
   std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
                    std::size_t n_slices) const noexcept;
-  // Leases the leading chunks that are READY in all `n_slices` for these rows. Here and below
-  // `identity` is the root of the identity for which the caller asks, 32 bytes, or nullptr for any:
-  // entries of another identity count as absent.
-  [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys, std::size_t n_slices,
+  // As IndexView::peek_windows.
+  std::size_t peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
+                           std::span<const std::uint32_t> spans) const noexcept;
+  // Leases the leading chunks that are READY for these rows, in each slice as far as its span needs
+  // (see Leases::take). Here and below `identity` is the root of the identity for which the caller
+  // asks, 32 bytes, or nullptr for any: entries of another identity count as absent.
+  [[nodiscard]] Status lease(const std::uint8_t* keys, std::size_t n_keys,
+                             std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
                              LeaseResult* result) noexcept;
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).

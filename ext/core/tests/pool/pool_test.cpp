@@ -1,5 +1,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
+#include <array>
 
 #include <algorithm>
 #include <random>
@@ -336,7 +337,9 @@ TEST(threads_may_do_everything_at_once) {
           case 2: {
             LeaseResult lease;
             const std::uint32_t row = rows[t];
-            if (!pool.lease(raw.data(), keys.size(), 1, {&row, 1}, nullptr, &lease).ok())
+            if (!pool.lease(raw.data(), keys.size(), std::array<std::uint32_t, 1>{}, {&row, 1},
+                            nullptr, &lease)
+                     .ok())
               wrong += 1;
             for (std::size_t i = 0; i < lease.extents.size(); ++i) {
               const std::uint8_t* payload = pool.extents_address() + lease.extents[i].offset + 4096;

@@ -128,9 +128,10 @@ struct Fixture {
     return pool->peek(packed(keys).data(), keys.size(), 1);
   }
   LeaseResult lease(const std::vector<Key>& keys, std::vector<std::uint32_t> rows,
-                    const std::uint8_t* identity = nullptr) {
+                    const std::uint8_t* identity = nullptr,
+                    std::vector<std::uint32_t> spans = {0}) {
     LeaseResult result;
-    CHECK_OK(pool->lease(packed(keys).data(), keys.size(), 1, rows, identity, &result));
+    CHECK_OK(pool->lease(packed(keys).data(), keys.size(), spans, rows, identity, &result));
     return result;
   }
   void adopt() {

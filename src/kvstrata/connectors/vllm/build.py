@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import vllm
 from vllm.config import VllmConfig
@@ -21,15 +22,17 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.vllm.block_pins import BlockPins
+from kvstrata.connectors.vllm.group_side import GroupSide
+from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     KvView,
     build_view,
-    check_chunk_size,
-    check_groups,
     chunk_bytes,
     heads_of,
+    layers_of_groups,
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.connectors.vllm.mover import HostMover, Mover
@@ -55,15 +58,17 @@ class Setup(NamedTuple):
     layout: LayoutIdentity
     group: bytes
     """16 bytes that all processes of the engine share."""
-    block_tokens: int
-    chunk_blocks: int
+    groups: list[CacheGroup]
 
-    def heads(self, tp_rank: int) -> Heads:
-        """The layers and heads of one tensor-parallel rank of this pipeline stage. Raises ConfigError."""
+    def heads(self, group: CacheGroup, tp_rank: int) -> Heads:
+        """The layers and heads of one tensor-parallel rank of this pipeline stage, of one group. Raises ConfigError."""
         model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        states = group.rule is Rule.STATE_AT
+        specs = layer_specs(self.kv_cache_config.kv_cache_groups[group.number]) if states else []
         return heads_of(
-            total_kv_heads=model.get_total_num_kv_heads(),
-            mla=bool(model.use_mla),
+            # A state is cut into a part for each rank, or each rank has all of it.
+            total_kv_heads=parallel.tensor_parallel_size if states else model.get_total_num_kv_heads(),
+            mla=all(spec.tp_replicated for spec in specs) if states else bool(model.use_mla),
             layers=tuple(model.get_layers_start_end_indices(parallel)),
             tp_rank=tp_rank,
             tp_size=parallel.tensor_parallel_size,
@@ -73,7 +78,7 @@ class Setup(NamedTuple):
     @property
     def engine_slices(self) -> int:
         """Number of distinct slices of the whole engine."""
-        return self.heads(tp_rank=0).engine_slices
+        return sum(self.heads(group, tp_rank=0).engine_slices for group in self.groups)
 
 
 def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
@@ -81,8 +86,15 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup
     settings, notes = load_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
     for note in notes:
         logger.warning("%s", note)
-    block_tokens = check_groups(kv_cache_config.kv_cache_groups)
-    chunk_blocks = check_chunk_size(settings.chunk_size, block_tokens)
+    groups = read_groups(kv_cache_config.kv_cache_groups, settings.chunk_size, ClientSettings().chunk_size)
+    if groups[0].chunk_tokens != settings.chunk_size:
+        settings = msgspec.structs.replace(settings, chunk_size=groups[0].chunk_tokens)
+        logger.info(
+            "chunk_size is %d tokens, which suits the blocks of this model: %s tokens",
+            settings.chunk_size,
+            ", ".join(str(group.block_tokens) for group in groups),
+        )
+    check_grouped(groups, settings, vllm_config)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
@@ -102,12 +114,11 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup
         settings,
         layout,
         engine_group(vllm_config),
-        block_tokens,
-        chunk_blocks,
+        groups,
     )
 
 
-def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> SchedulerSide:
+def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: BlockPins) -> SchedulerSide:
     """Make the scheduler's side and start its client. See `SchedulerSide` for `prefix_cache`."""
     config, settings = setup.vllm_config, setup.settings
     transfer, parallel = config.kv_transfer_config, config.parallel_config
@@ -143,9 +154,9 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> Schedule
     return SchedulerSide(
         client,
         settings,
-        block_tokens=setup.block_tokens,
-        chunk_blocks=setup.chunk_blocks,
-        chunk_bytes=chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.chunk_blocks)
+        groups=setup.groups,
+        pins=pins,
+        chunk_bytes=chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.groups[0].record_blocks)
         // (2 if settings.gpu_fp8 else 1),
         world_size=parallel.world_size,
         weights=WeightsVersion(parallel.world_size),
@@ -159,6 +170,24 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object]) -> Schedule
         removal=_removed_event,
         server_seen=partial(_exists_one, [place / ATTACH_SOCKET for place in places]),
     )
+
+
+def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_config: VllmConfig) -> None:
+    """Raises ConfigError for what is not supported in an engine whose KV has windows or states."""
+    if all(group.rule is Rule.PREFIX for group in groups):
+        return
+    if settings.fidelity != "lossless":
+        raise ConfigError(
+            f"fidelity: {settings.fidelity!r} rounds KV of full attention only, and this model has other layers; use "
+            "'lossless'",
+            field="fidelity",
+        )
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "speculative_config: drafts with sliding windows or states are not supported so far; leave "
+            "--speculative-config out, or run this model without this connector",
+            field="speculative_config",
+        )
 
 
 def _exists_one(paths: Sequence[Path]) -> bool:
@@ -185,19 +214,37 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
             field="gpu_fp8",
         )
     modules = setup.vllm_config.compilation_config.static_forward_context
-    view = build_view(
-        kv_caches,
-        num_blocks=setup.kv_cache_config.num_blocks,
-        block_tokens=setup.block_tokens,
-        chunk_tokens=settings.chunk_size,
-        heads=setup.heads(tp_rank),
-        dtype=setup.layout.kv_dtype,
-        fidelity=settings.fidelity,
-        head_size=setup.vllm_config.model_config.get_head_size(),
-        gpu_fp8=settings.gpu_fp8,
-        kinds=layer_kinds(setup.kv_cache_config.kv_cache_groups, modules, vllm.__version__),
+    of_vllm = setup.kv_cache_config.kv_cache_groups
+    kinds = layer_kinds(of_vllm, modules, vllm.__version__)
+    tensors = layers_of_groups(kv_caches, kinds)
+    sides = []
+    asks = True
+    for group in setup.groups:
+        names = [name for name in of_vllm[group.number].layer_names if name in tensors]
+        view = build_view(
+            {name: tensors[name] for name in names},
+            num_blocks=setup.kv_cache_config.num_blocks,
+            group=group,
+            heads=setup.heads(group, tp_rank),
+            dtype=setup.layout.kv_dtype,
+            fidelity=settings.fidelity,
+            head_size=setup.vllm_config.model_config.get_head_size(),
+            gpu_fp8=settings.gpu_fp8,
+            kinds={name: kinds[name] for name in names},
+        )
+        asks = asks and layers_ask(modules[name] for name in view.layers)
+        sides.append(_group_side(setup, view, kv_caches, device))
+    side = WorkerSide(
+        sides, make_item=LoadItem, by_request=whole_hits(setup.groups), weights=loaded_weights()
     )
-    asks = layers_ask(modules[name] for name in view.layers)
+    return side, asks
+
+
+def _group_side(
+    setup: Setup, view: KvView, kv_caches: dict[str, torch.Tensor], device: torch.device
+) -> GroupSide:
+    """Make one group's side, and start its client. Raises ConfigError if the blocks cannot be copied."""
+    settings = setup.settings
     make_client = partial(
         CacheClient,
         settings,
@@ -212,28 +259,23 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
         client = make_client()
         mover: Mover = HostMover(client, view.plan())
     elif device.type == "cuda":
-        client, mover = _on_device(settings, make_client, view, kv_caches, device)
+        tensors = {name: kv_caches[name] for name in view.layers}
+        client, mover = _on_device(settings, make_client, view, tensors, device)
     else:
         raise ConfigError(f"device: {device.type} is not supported, only cpu and cuda", field="device")
     client.start()
-    side = WorkerSide(
-        client,
-        mover,
-        slice_digest=view.slice.digest(),
-        chunk_blocks=view.chunk_blocks,
-        make_item=LoadItem,
-        weights=loaded_weights(),
-    )
+    group = view.group
     logger.info(
-        "KV of %d layers, %d blocks of %d tokens, %.2f MiB a chunk of %d tokens, slice %s",
+        "KV of %d layers, %d blocks of %d tokens, %.2f MiB for a chunk of %d tokens%s, slice %s",
         len(view.layers),
         view.num_blocks,
-        view.block_tokens,
+        group.block_tokens,
         view.payload_bytes / (1 << 20),
         settings.chunk_size,
+        "" if group.rule is Rule.PREFIX else f" ({group.rule}, the last {group.span} chunks of a hit)",
         view.slice.digest().hex()[:12],
     )
-    return side, asks
+    return GroupSide(client, mover, slice_digest=view.slice.digest(), record_blocks=group.record_blocks)
 
 
 def _on_device(
@@ -251,7 +293,7 @@ def _on_device(
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     engine, plan = open_engine(settings, view, device, ordinal)
-    choose_way(engine, device, plan, view.chunk_blocks)
+    choose_way(engine, device, plan, view.group.record_blocks)
     pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
     client = make_client(engine=engine, pages=pages, registers_memory=True)
     section_at = {layer.base: section for section, layer in enumerate(view.layers.values())}

@@ -19,11 +19,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.boundary import errors, guarded
 from kvstrata.connectors.vllm.build import read_setup, scheduler_side, worker_side
 from kvstrata.connectors.vllm.logs import log_like_vllm
@@ -53,7 +56,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return WorkerMetadata(self.reports + other.reports)
 
 
-class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
+class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV in a kvstrata server that shares memory with this engine.
 
     Size: vLLM's interface has this many methods.
@@ -74,7 +77,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         """Whether vLLM calls `wait_for_layer_load` before it reads a layer's cache, see `layers_ask`."""
         self._scheduler: SchedulerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = scheduler_side(self._setup, self._prefix_cache)
+            self._scheduler = scheduler_side(self._setup, self._prefix_cache, BlockPins(self._block_pool))
 
     # -- worker side -----------------------------------------------------------------------------------------
 
@@ -154,6 +157,16 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
         sent, received = self._worker.finished()
         return sent or None, received or None
 
+    @guarded(
+        KVConnectorTransferResults(),
+        lambda self, finished_req_ids: _results(self._worker, *self._worker.finished_failed()),
+    )
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As `get_finished`, and of the requests whose loads have ended, those of which a load failed."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        return _results(self._worker, *self._worker.finished())
+
     @guarded(frozenset(), lambda self: self._worker.take_bad_blocks())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute instead of loading."""
@@ -199,13 +212,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
     @guarded(
         None,
         lambda self, request, blocks, tokens: self._scheduler.allocated_failed(
-            request, blocks.get_block_ids()[0], tokens
+            request, blocks.get_block_ids(), tokens
         ),
     )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated blocks, and has accepted the hit or not."""
         assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @guarded(
         StepMetadata(StepPlan(0)), lambda self, output: StepMetadata(self._scheduler.plan_failed(output))
@@ -226,11 +239,20 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
             _reports(connector_output),
             connector_output.finished_recving or (),
             connector_output.invalid_block_ids,
+            connector_output.failed_recving,
         )
 
     @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks of the finished request must be kept for now."""
+        assert self._scheduler is not None
+        return self._scheduler.finished(request, (block_ids,)), None
+
+    @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether the blocks of the finished request, of all groups, must be kept for now."""
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids), None
 
@@ -278,8 +300,17 @@ class LMCacheConnectorV1(KVConnectorBase_V1):  # type: ignore[misc]
 
     def _prefix_cache(self) -> object:
         """The object that vLLM replaces when it empties its prefix cache; None if it cannot be found."""
-        pool = getattr(self._kv_cache_manager, "block_pool", None)
-        return getattr(pool, "cached_block_hash_to_block", None)
+        return getattr(self._block_pool(), "cached_block_hash_to_block", None)
+
+    def _block_pool(self) -> Any:
+        """vLLM's pool of blocks; None if it cannot be found."""
+        return getattr(self._kv_cache_manager, "block_pool", None)
+
+
+def _results(worker: WorkerSide, sent: set[str], received: set[str]) -> KVConnectorTransferResults:
+    return KVConnectorTransferResults(
+        finished_sending=sent, finished_recving=received, failed_recving=worker.take_bad_requests(received)
+    )
 
 
 def _reports(connector_output: Any) -> Sequence[WorkerReport]:

@@ -56,7 +56,7 @@ def open_engine(
         raise ConfigError(f"{field}: KV of {device} cannot be copied: {error}", field=field) from error
     except ValueError as error:
         raise ConfigError(f"gpu_fp8: KV of {device} cannot be rounded: {error}", field="gpu_fp8") from error
-    section_bytes = plan.section_bytes(0, view.chunk_blocks)
+    section_bytes = plan.section_bytes(0, view.group.record_blocks)
     if view.rounding is not None and section_bytes > settings.gpu_staging_mb << 20:
         raise ConfigError(
             f"gpu_staging_mb: {settings.gpu_staging_mb} is too small: gpu_fp8 needs room for the {section_bytes} bytes "

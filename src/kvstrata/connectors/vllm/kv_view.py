@@ -14,7 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstrata.connectors.vllm.layer_kinds import LayerKind
+from kvstrata.connectors.vllm.groups import CacheGroup, layer_specs
+from kvstrata.connectors.vllm.layer_kinds import LayerKind, page_bytes
 from kvstrata.connectors.vllm.layer_runs import LayerRuns, TensorLike, axis_names, layer_runs
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import CopyPlan
@@ -46,10 +47,9 @@ class KvView(NamedTuple):
     layers: dict[str, LayerRuns]
     """By name, in the order of the record's sections."""
     num_blocks: int
-    block_tokens: int
-    chunk_blocks: int
+    group: CacheGroup
     payload_bytes: int
-    """Bytes of one chunk in this worker's slice."""
+    """Bytes of one chunk's record in this worker's slice."""
     facts: dict[str, int | str | list[Any]]
     slice: Slice
     rounding: tuple[int, int, int, int, int] | None = None
@@ -66,19 +66,6 @@ class KvView(NamedTuple):
             shapes=shapes,
             section_shapes=[shapes.index(layer.shape) for layer in layers],
         )
-
-
-def check_chunk_size(chunk_tokens: int, block_tokens: int) -> int:
-    """Blocks per chunk. Raises ConfigError naming both sizes unless a chunk is a whole number of blocks."""
-    blocks, rest = divmod(chunk_tokens, block_tokens)
-    if rest or not blocks:
-        better = max(block_tokens, -(-chunk_tokens // block_tokens) * block_tokens)
-        raise ConfigError(
-            f"chunk_size: {chunk_tokens} tokens is not a multiple of vLLM's block_size of {block_tokens} "
-            f"tokens; set chunk_size to {better} or give vLLM a --block-size that divides {chunk_tokens}",
-            field="chunk_size",
-        )
-    return blocks
 
 
 def heads_of(
@@ -153,8 +140,7 @@ def build_view(
     tensors: Mapping[str, TensorLike],
     *,
     num_blocks: int,
-    block_tokens: int,
-    chunk_tokens: int,
+    group: CacheGroup,
     heads: Heads,
     dtype: str,
     fidelity: str = "lossless",
@@ -162,7 +148,7 @@ def build_view(
     kinds: Mapping[str, LayerKind] | None = None,
     gpu_fp8: bool = False,
 ) -> KvView:
-    """The view of all registered layers of one KV cache group. `head_size` is needed for the fidelity `fp8`.
+    """The view of all registered layers of `group`, one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
     With `gpu_fp8`, which needs the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
 
@@ -171,15 +157,15 @@ def build_view(
     that are not supported.
     """
     if kinds is not None:
-        tensors = _layers_of_groups(tensors, kinds)
+        tensors = layers_of_groups(tensors, kinds)
     kinds = kinds or {}
     if not tensors:
         raise ConfigError("KV cache: vLLM registered no layer", field="kv_cache")
-    chunk_blocks = check_chunk_size(chunk_tokens, block_tokens)
+    record_blocks = group.record_blocks
     runs: dict[str, LayerRuns] = {}
     seen: set[LayerRuns] = set()
     for name in sorted(tensors, key=natural_order):
-        layer = layer_runs(name, tensors[name], num_blocks, block_tokens, kinds.get(name))
+        layer = layer_runs(name, tensors[name], num_blocks, group.block_tokens, kinds.get(name))
         if layer in seen:
             continue
         seen.add(layer)
@@ -192,19 +178,20 @@ def build_view(
             "quantisation": kinds[name].quantisation if name in kinds else "",
             "element_bytes": tensors[name].element_size(),
             "axes": axis_names(layer, kinds.get(name)),
-            "section_bytes": layer.block_bytes * chunk_blocks,
+            "section_bytes": layer.block_bytes * record_blocks,
         }
         for name, layer in runs.items()
     ]
     # If all layers are alike, the facts must keep this form: their digest is part of the keys of stored records.
     differing = {fact for fact, value in makes[0].items() if any(make[fact] != value for make in makes)}
-    payload_bytes = sum(layer.block_bytes for layer in runs.values()) * chunk_blocks
+    payload_bytes = sum(layer.block_bytes for layer in runs.values()) * record_blocks
     facts: dict[str, int | str | list[Any]] = {
         "format": FORMAT,
         "dtype": dtype,
         **{fact: value for fact, value in makes[0].items() if fact not in differing},
-        "chunk_tokens": chunk_tokens,
-        "block_tokens": block_tokens,
+        "chunk_tokens": group.chunk_tokens,
+        "block_tokens": group.block_tokens,
+        **group.facts(),
         # The layer of each section.
         "layers": [heads.layers[0] + i if number is None else number for i, number in enumerate(numbers)],
         "scales": [list(kinds[name].scales) for name in runs]
@@ -228,8 +215,8 @@ def build_view(
             )
         shape = fp8_shape(
             next(iter(runs.values())).axes,
-            chunk_blocks=chunk_blocks,
-            block_tokens=block_tokens,
+            chunk_blocks=record_blocks,
+            block_tokens=group.block_tokens,
             head_size=head_size,
             dtype=dtype,
         )
@@ -252,11 +239,12 @@ def build_view(
     return KvView(
         layers=runs,
         num_blocks=num_blocks,
-        block_tokens=block_tokens,
-        chunk_blocks=chunk_blocks,
+        group=group,
         payload_bytes=payload_bytes,
         facts=facts,
-        slice=Slice(layers=heads.layers, kv_heads=heads.kv_heads, layout=facts_digest(facts)),
+        slice=Slice(
+            layers=heads.layers, kv_heads=heads.kv_heads, group=group.number, layout=facts_digest(facts)
+        ),
         rounding=rounding,
     )
 
@@ -298,7 +286,7 @@ def _check_replicas(
             )
 
 
-def _layers_of_groups(
+def layers_of_groups(
     tensors: Mapping[str, TensorLike], kinds: Mapping[str, LayerKind]
 ) -> dict[str, TensorLike]:
     """The tensors that have a kind. Raises ConfigError for any other tensor that does not share their memory."""
@@ -327,52 +315,6 @@ def _described(tensor: TensorLike, kind: LayerKind | None) -> str:
     return made if kind is None else f"{made}, {kind.axes[2]}"
 
 
-FULL_ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""vLLM's cache kinds that keep every block of a request until it ends."""
-
-
-def check_groups(groups: Sequence[Any]) -> int:
-    """Tokens in a block of the only KV cache group. Raises ConfigError for a model that needs other groups.
-
-    `groups` are vLLM's `KVCacheConfig.kv_cache_groups`.
-    """
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        raise ConfigError(
-            f"kv_cache_groups: this model has {len(groups)} KV cache groups ({kinds}); only models with one "
-            "group of full-attention layers are supported so far, so run it without this connector",
-            field="kv_cache_groups",
-        )
-    spec = groups[0].kv_cache_spec
-    for each in layer_specs(groups[0]):
-        kind = type(each).__name__
-        if kind not in FULL_ATTENTION_SPECS:
-            raise ConfigError(
-                f"kv_cache_groups[0]: {kind} is not supported so far (supported: "
-                f"{', '.join(FULL_ATTENTION_SPECS)}), so run this model without this connector",
-                field="kv_cache_groups",
-            )
-        if getattr(each, "non_causal", False):
-            raise ConfigError(
-                "kv_cache_groups[0]: attention is not causal (prefix-LM), so the KV of a token depends on later tokens "
-                "and must not be reused; run this model without this connector",
-                field="kv_cache_groups",
-            )
-        per_state = getattr(each, "tokens_per_state", 1)
-        if per_state != 1:
-            raise ConfigError(
-                f"kv_cache_groups[0]: {per_state} tokens per stored state are not supported so far, only 1",
-                field="kv_cache_groups",
-            )
-    return int(spec.block_size)
-
-
-def layer_specs(group: Any) -> list[Any]:
-    """The description of each layer of a group: vLLM gives one for all, or one for each."""
-    each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return list(each.values()) if each else [group.kv_cache_spec] * len(group.layer_names)
-
-
-def chunk_bytes(group: Any, chunk_blocks: int) -> int:
-    """Bytes of one chunk of one worker, before any tensor exists."""
-    return chunk_blocks * sum(int(spec.unpadded_page_size_bytes) for spec in layer_specs(group))
+def chunk_bytes(group: Any, record_blocks: int) -> int:
+    """Bytes of one chunk's record of one worker, before any tensor exists. `group` is vLLM's."""
+    return record_blocks * sum(int(page_bytes(spec)) for spec in layer_specs(group))

@@ -53,8 +53,8 @@ class LayerKind(NamedTuple):
     halves; a name with `@` and vLLM's version stands for an arrangement that only its writer knows."""
     quantisation: str
     latent: bool
-    """Whether the layer keeps one latent per token, without a separate V; every tensor-parallel rank then holds all of
-    it."""
+    """Whether every tensor-parallel rank holds all of the layer: one latent per token without a separate V, or a state
+    that is not cut."""
     scales: tuple[str, ...]
     """Scales of K and of V, of the whole layer or of each head, as hexadecimal floats; () if none apply."""
 
@@ -78,7 +78,34 @@ def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any], version: str)
     return kinds
 
 
+def page_bytes(spec: Any) -> int:
+    """Bytes of a layer's block without padding."""
+    if hasattr(spec, "shapes"):  # of a state
+        return int(spec.state_content_size_bytes)
+    return int(spec.unpadded_page_size_bytes)
+
+
+def _state_kind(spec: Any, module: Any, version: str) -> LayerKind:
+    """The kind of a layer whose block holds a state, bytes that only its writer knows how to cut."""
+    states = ",".join(
+        f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    backend = str(module.get_attn_backend().get_name()).lower()
+    return LayerKind(
+        heads=1,
+        block_tokens=1,
+        page_bytes=page_bytes(spec),
+        axes=(f"{backend}@{version}.heads", f"{backend}@{version}.states", f"{backend}@{version}/{states}"),
+        quantisation="NONE",
+        latent=bool(spec.tp_replicated),
+        scales=(),
+    )
+
+
 def _kind(spec: Any, module: Any, version: str) -> LayerKind:
+    if hasattr(spec, "shapes"):
+        return _state_kind(spec, module, version)
     backend = str(module.get_attn_backend().get_name())
     quantisation = _mode_name(spec.kv_quant_mode)
     packed = getattr(spec, "state_content_bytes", None)
@@ -102,7 +129,7 @@ def _kind(spec: Any, module: Any, version: str) -> LayerKind:
     return LayerKind(
         heads=int(spec.num_heads),
         block_tokens=int(spec.block_size),
-        page_bytes=int(spec.unpadded_page_size_bytes),
+        page_bytes=page_bytes(spec),
         axes=(axes[0], axes[1], content),
         quantisation=quantisation,
         latent=not spec.head_size_v,

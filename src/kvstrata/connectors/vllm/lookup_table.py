@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstrata.client import CacheClient, Identity, LookupCall, LookupResult
-from kvstrata.keys import ChunkHasher
+from kvstrata.keys import ChunkHasher, batch
 from kvstrata.states import Machine
 from kvstrata.types import MissReason
 
@@ -112,6 +112,7 @@ class Tracked:
         "hasher",
         "hit",
         "identity",
+        "junction",
         "loaded_chunks",
         "loading",
         "miss",
@@ -125,6 +126,7 @@ class Tracked:
         "state",
         "stores",
         "waits_s",
+        "windows_next",
     )
 
     def __init__(self, request: Any) -> None:
@@ -158,6 +160,11 @@ class Tracked:
         """A load of this request failed: the rest of it is computed."""
         self.next_store = 0
         """All chunks before this one are stored, being stored, or were loaded."""
+        self.windows_next = 0
+        """As `next_store`, for groups of which only windows are stored."""
+        self.junction = 0
+        """Chunks that groups of full attention had in L1, but without the windows or states for a hit of that length:
+        another prompt shares them, so this request stores what was missing."""
         self.stores: set[int] = set()
         """Stores that may still read this request's blocks."""
         self.deferred = False
@@ -178,13 +185,19 @@ class LookupTable:
         client: CacheClient,
         *,
         timeout_ms: int,
+        exact_chunk_tokens: int = 0,
         media_are_counted: bool,
         server_seen: Callable[[], bool],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_ms` is the deadline of a lookup; see `SchedulerSide` for the other arguments."""
+        """`timeout_ms` is the deadline of a lookup; see `SchedulerSide` for the other arguments.
+
+        With `exact_chunk_tokens`, the size of a chunk, a hit must leave a token to compute and end with a chunk: no
+        lookup asks for more chunks.
+        """
         self._client = client
         self._timeout_ms = timeout_ms
+        self._exact_chunk_tokens = exact_chunk_tokens
         self._media_are_counted = media_are_counted
         self._server_seen = server_seen
         self._now = now
@@ -242,7 +255,14 @@ class LookupTable:
         """Whether L1 has the request's first chunk; read from shared memory in microseconds."""
         if not self._client.connected or tracked.identity is None or tracked.hasher is None:
             return False
-        return bool(self._client.peek(tracked.identity, tracked.hasher) > 0)
+        return bool(self._client.peek(tracked.identity, self._chain(tracked)) > 0)
+
+    def whole_in_l1(self, tracked: Tracked) -> int:
+        """How many leading chunks L1 has in the slices that are needed in every chunk."""
+        if not self._client.connected or tracked.identity is None:
+            return 0
+        chain = self._chain(tracked)
+        return int(self._client.pool.peek_whole(tracked.identity, chain)) if chain else 0
 
     def ask_early(self, tracked: Tracked) -> None:
         """Send the lookup of a request that has just arrived, if few are under way."""
@@ -269,7 +289,8 @@ class LookupTable:
             return
         identity, hasher = tracked.identity, tracked.hasher
         assert identity is not None and hasher is not None
-        if not hasher.n_chunks or not (identity.slices or self._settling()):
+        chain = self._chain(tracked)
+        if not chain or not (identity.slices or self._settling()):
             self._missed(
                 tracked, MissReason.REFUSED
             )  # not all workers are attached, or the identity is refused
@@ -280,7 +301,11 @@ class LookupTable:
             self._missed(tracked, MissReason.NOT_IN_L1)
             return
         tracked.call = self._client.lookup(
-            identity, hasher, request_id=tracked.request.request_id, deadline_ms=self._timeout_ms
+            identity,
+            chain,
+            request_id=tracked.request.request_id,
+            probe=hasher.probe,
+            deadline_ms=self._timeout_ms,
         )
         tracked.move(LookupEvent.SENT)
         self._early += 1
@@ -324,6 +349,15 @@ class LookupTable:
         """Begin anew; a lease that the lookup has or will get is given back."""
         self._give_back(tracked)
         tracked.move(LookupEvent.FORGOTTEN)
+
+    def _chain(self, tracked: Tracked) -> ChunkHasher | bytes:
+        """The keys to look up; empty if no hit is possible."""
+        assert tracked.hasher is not None
+        if not self._exact_chunk_tokens:
+            return tracked.hasher if tracked.hasher.n_chunks else b""
+        return batch.part(
+            tracked.hasher.chain, 0, (tracked.request.num_tokens - 1) // self._exact_chunk_tokens
+        )
 
     def _answered(self, tracked: Tracked) -> None:
         assert tracked.call is not None

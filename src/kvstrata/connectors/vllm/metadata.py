@@ -32,6 +32,8 @@ class Load:
     blocks: list[int]
     """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written."""
     asynchronous: bool
+    group: int = 0
+    """Number of the KV cache group that the blocks belong to."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -48,6 +50,8 @@ class Store:
     blocks: list[int]
     probe: bytes
     """Probe of the request's first chunk; explains later misses."""
+    group: int = 0
+    """Number of the KV cache group that the blocks belong to."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,7 +77,7 @@ class WorkerReport:
 
     step: int
     gathered: list[int] = dataclasses.field(default_factory=list)
-    """Stores whose blocks are not read any more."""
+    """Stores whose blocks this worker does not read any more, or never did. Each store is named once."""
     stored: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """(store, bit mask of its chunks that are in L1 now)."""
     dropped: list[int] = dataclasses.field(default_factory=list)

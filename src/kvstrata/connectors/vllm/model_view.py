@@ -73,7 +73,7 @@ def _warnings(config: Any) -> list[str]:
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
     if kinds:
         found.append(
-            f"it has layers of other kinds than full attention ({', '.join(kinds)}); if vLLM keeps them in a cache "
-            "group of their own, the connector refuses the model at the start"
+            f"it has layers of other kinds than full attention ({', '.join(kinds)}); if vLLM keeps them in groups of "
+            "their own, chunks take less room than this, and their size may follow vLLM's blocks: docs/models.md"
         )
     return [text for text in found if text]

@@ -22,13 +22,15 @@ from typing import Any
 from kvstrata.client import CacheClient, LookupResult
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.announced import Announced
+from kvstrata.connectors.vllm.block_pins import BlockPins
+from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import batch
-from kvstrata.types import EXTENT, MissReason, RequestIdentity
+from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -51,8 +53,7 @@ class SchedulerSide:
         client: CacheClient,
         settings: ClientSettings,
         *,
-        block_tokens: int,
-        chunk_blocks: int,
+        groups: Sequence[CacheGroup],
         chunk_bytes: int,
         world_size: int,
         weights: WeightsVersion,
@@ -65,13 +66,15 @@ class SchedulerSide:
         events: MakeEvent | None = None,
         removal: MakeRemoval | None = None,
         server_seen: Callable[[], bool] = lambda: False,
+        pins: BlockPins | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._settings = settings
-        self._block_tokens = block_tokens
-        self._chunk_blocks = chunk_blocks
-        self._chunk_tokens = block_tokens * chunk_blocks
+        self._groups = groups
+        self._chunk_tokens = groups[0].chunk_tokens
+        self._exact = whole_hits(groups)
+        """A hit ends with a chunk and is loaded as a whole, asynchronously."""
         self._chunk_bytes = chunk_bytes
         self._may_load = may_load
         self._may_store = may_store
@@ -81,6 +84,7 @@ class SchedulerSide:
         self._lookups = LookupTable(
             client,
             timeout_ms=settings.lookup_timeout_ms,
+            exact_chunk_tokens=self._chunk_tokens if self._exact else 0,
             media_are_counted=media_are_counted,
             server_seen=server_seen,
             now=now,
@@ -98,12 +102,12 @@ class SchedulerSide:
             self._lookups.tracked,
             self._keys,
             Announced(client.pool.present, now),
-            chunk_blocks=chunk_blocks,
-            chunk_tokens=self._chunk_tokens,
+            groups=groups,
             world_size=world_size,
             save_decode_cache=settings.save_decode_cache,
             make_event=events,
             make_removal=removal,
+            pins=pins or BlockPins(),
         )
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
@@ -159,6 +163,8 @@ class SchedulerSide:
                 return 0, False
         if not self._lookups.await_answer(tracked, now):
             return None, False
+        if self._exact:
+            tracked.junction = self._lookups.whole_in_l1(tracked)
         if tracked.state is not LookupState.HIT:
             return 0, False
         assert tracked.hit is not None
@@ -176,10 +182,10 @@ class SchedulerSide:
         tracked.asynchronous = self._asynchronous(tokens)
         return tokens, tracked.asynchronous
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """vLLM has allocated blocks: plan the load that it accepted, or give the lease back.
 
-        `block_ids` is the request's whole block table so far.
+        `tables` are the request's whole block tables so far, one for each group.
         """
         tracked = self._lookups.tracked.get(request.request_id)
         if tracked is None or tracked.hit is None:
@@ -188,17 +194,26 @@ class SchedulerSide:
         assert hit.lease is not None
         # Chunks that were found in L1 need not be stored again.
         tracked.next_store = max(tracked.next_store, hit.n_chunks)
+        tracked.windows_next = max(tracked.windows_next, hit.n_chunks)
+        whole = True
         if external_tokens <= 0:
             self._client.release([hit.lease], group=True)
         else:
-            load = self._load_of(tracked, hit, block_ids, external_tokens)
-            self._loads.append(load)
-            tracked.loading = load.asynchronous
-            self._counts["loads_async" if load.asynchronous else "loads_sync"] += 1
+            # Windows and states of the hit are of no use for a shorter one, which vLLM may have taken: that load fails.
+            end = tracked.computed_tokens + external_tokens
+            whole = not self._exact or end == hit.n_chunks * self._chunk_tokens
+            lease = hit.lease if whole else None
+            tracked.loaded_chunks = {}
+            self._loads += [
+                self._load_of(tracked, hit, lease, group, tables[group.number], external_tokens)
+                for group in self._groups
+            ]
+            tracked.loading = tracked.asynchronous
+            self._counts["loads_async" if tracked.asynchronous else "loads_sync"] += 1
             self._counts["lookup_hit_tokens"] += external_tokens
         self._lookups.taken(tracked, loads=external_tokens > 0)
         if external_tokens > 0:
-            self._client.release([hit.lease])
+            self._client.release([hit.lease], group=not whole)
 
     def plan_step(self, output: Any) -> StepPlan:
         """The plan for the step that vLLM's SchedulerOutput describes."""
@@ -228,15 +243,25 @@ class SchedulerSide:
         return plan
 
     def heard(
-        self, reports: Sequence[WorkerReport], received: Iterable[str], invalid_blocks: Iterable[int]
+        self,
+        reports: Sequence[WorkerReport],
+        received: Iterable[str],
+        invalid_blocks: Iterable[int],
+        not_loaded: Iterable[str] = (),
     ) -> None:
         """Apply the workers' news after a step: reports, requests whose asynchronous loads have ended, blocks whose
-        loads have failed."""
+        loads have failed, and, where a hit is of use only as a whole, requests of which a load has failed."""
         # First, before anything that can fail: a report must be counted exactly once.
         for report in reports:
             self._stores.confirm(report)
             self._hear_weights(report)
         self._ended_loads(received)
+        for request_id in not_loaded:
+            tracked = self._lookups.tracked.get(request_id)
+            if tracked is not None:
+                tracked.next_store = tracked.windows_next = 0
+                tracked.loaded_chunks = {}
+                tracked.no_load = True
         failed = set(invalid_blocks)
         if failed:
             for tracked in self._lookups.tracked.values():
@@ -244,6 +269,7 @@ class SchedulerSide:
                 if chunks:
                     # Their tokens are recomputed, and stored again in place of the bad chunks.
                     tracked.next_store = min(tracked.next_store, *chunks)
+                    tracked.windows_next = min(tracked.windows_next, *chunks)
                     tracked.loaded_chunks = {}
                     tracked.no_load = True
             # KV of requests that ended in the failing step may be computed from the bad blocks.
@@ -257,7 +283,7 @@ class SchedulerSide:
                 self._may_load = self._may_store = False
             self._stores.heard(report)
 
-    def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
         """End a request. Returns whether its blocks must be kept until the workers report it as sent."""
         tracked = self._lookups.tracked.get(request.request_id)
         if tracked is None:
@@ -267,7 +293,7 @@ class SchedulerSide:
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
-        self._stores.finish(tracked, block_ids)
+        self._stores.finish(tracked, tables)
         if not tracked.stores:
             return False
         self._awaited.add(request.request_id)
@@ -310,23 +336,24 @@ class SchedulerSide:
             tracked = self._lookups.tracked[request.request_id] = Tracked(request)
         self._lookups.skip(tracked, "error")
 
-    def allocated_failed(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
+    def allocated_failed(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """After `allocated`: vLLM waits for a load of these tokens, so plan a load that fails."""
         planned = next((load for load in self._loads if load.request_id == request.request_id), None)
         if planned is not None:
             tracked = self._lookups.tracked[request.request_id]
             tracked.hit = tracked.call = None  # its lease belongs to the load now
             self.give_up(request)
-            assert planned.lease is not None
-            self._client.release([planned.lease])  # our share; the workers release theirs
+            if planned.lease is not None:
+                self._client.release([planned.lease])  # our share; the workers release theirs
             return
         self.give_up(request)
         if external_tokens > 0:
             tracked = self._lookups.tracked[request.request_id]
-            first = tracked.computed_tokens // self._block_tokens
-            last = -(-(tracked.computed_tokens + external_tokens) // self._block_tokens)
+            group = self._groups[0]
+            first = tracked.computed_tokens // group.block_tokens
+            last = -(-(tracked.computed_tokens + external_tokens) // group.block_tokens)
             asynchronous = tracked.loading = tracked.asynchronous
-            blocks = list(block_ids[first:last])
+            blocks = list(tables[group.number][first:last])
             nothing = RequestIdentity()
             self._loads.append(Load(request.request_id, None, nothing, b"", b"", (), blocks, asynchronous))
 
@@ -340,7 +367,7 @@ class SchedulerSide:
         self._loads = []
         self._stores.await_reports(plan)
         for store in (*plan.stores, *self._stores.of_finished):
-            self._stores.dropped(store.store_id)
+            self._stores.never_sent(store.store_id)
         plan.stores, self._stores.of_finished = [], []
         if self._stores.planning is not None:
             # Planning this request's stores again would only fail again, and drop the stores of all requests each time.
@@ -356,11 +383,15 @@ class SchedulerSide:
         return plan
 
     def heard_failed(self, reports: Iterable[WorkerReport], received: Iterable[str]) -> None:
-        """After `heard`: note that the loads have ended. Reports of stores are lost, so some events are missing."""
+        """After `heard`: note that the loads have ended, and which blocks are not read any more.
+
+        Outcomes of stores are lost, so some events are missing.
+        """
         self._ended_loads(received)
         self._stores.of_finished.clear()  # their blocks may have failed to load
         for report in reports:
             self._hear_weights(report)
+            self._stores.heard_failed(report)
 
     def finished_failed(self, request: Any) -> bool:
         """After `finished`: keep the blocks until the workers say that no store reads them."""
@@ -387,25 +418,33 @@ class SchedulerSide:
         return plan
 
     def _load_of(
-        self, tracked: Tracked, hit: LookupResult, block_ids: Sequence[int], external_tokens: int
+        self,
+        tracked: Tracked,
+        hit: LookupResult,
+        lease: LeaseName | None,
+        group: CacheGroup,
+        table: Sequence[int],
+        external_tokens: int,
     ) -> Load:
-        """The load of a hit into the blocks that vLLM allocated for it."""
+        """The load of a hit's chunks of one group into the blocks that vLLM allocated for them."""
         start, end = tracked.computed_tokens, tracked.computed_tokens + external_tokens
         first, last = start // self._chunk_tokens, -(-end // self._chunk_tokens)
+        if group.span:
+            first = max(first, last - group.span)
         blocks = []
-        for index in range(first * self._chunk_blocks, last * self._chunk_blocks):
-            inside = start < (index + 1) * self._block_tokens and index * self._block_tokens < end
-            blocks.append(block_ids[index] if inside else SKIP_BLOCK)
-        tracked.loaded_chunks = {
-            block: first + position // self._chunk_blocks
-            for position, block in enumerate(blocks)
-            if block != SKIP_BLOCK
-        }
+        for chunk in range(first, last):
+            for index in group.blocks_of(chunk):
+                inside = start < (index + 1) * group.block_tokens and index * group.block_tokens < end
+                # Block 0 stands for "no block": vLLM keeps none before a window, or before a state.
+                block = table[index] if inside and table[index] else SKIP_BLOCK
+                blocks.append(block)
+                if block != SKIP_BLOCK:
+                    tracked.loaded_chunks[block] = chunk
         assert tracked.hasher is not None and tracked.identity is not None
         row = hit.n_slices * EXTENT.size
         return Load(
             request_id=tracked.request.request_id,
-            lease=hit.lease,
+            lease=lease,
             identity=tracked.identity.request,
             chain=batch.part(tracked.hasher.chain, first, last),
             extents=hit.extents[first * row : last * row],
@@ -413,6 +452,7 @@ class SchedulerSide:
             blocks=blocks,
             # vLLM may take fewer tokens than promised; whether it waits for the load follows from the promise.
             asynchronous=tracked.asynchronous,
+            group=group.number,
         )
 
     def _ended_loads(self, received: Iterable[str]) -> None:
@@ -430,9 +470,13 @@ class SchedulerSide:
     def _usable(self, tracked: Tracked, computed_tokens: int) -> int:
         """Maximum number of tokens that a lookup could bring."""
         tokens = tracked.request.num_tokens
+        if self._exact:
+            return int((tokens - 1) // self._chunk_tokens * self._chunk_tokens) - computed_tokens
         return int(min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)) - computed_tokens
 
     def _asynchronous(self, tokens: int) -> bool:
+        if self._exact:
+            return True
         if self._settings.load_mode != "auto":
             return self._settings.load_mode == "async"
         return -(-tokens // self._chunk_tokens) * self._chunk_bytes > self._sync_load_bytes

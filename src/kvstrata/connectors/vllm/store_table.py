@@ -5,6 +5,9 @@ Invariants
    synchronous load is unconfirmed, nothing is stored, unless the engine has a single worker, which knows by itself
    whether the load failed.
 2. A store that was dropped or not confirmed is planned again when its chunks are next complete.
+3. Of groups with a window, only the windows at the prompt's end and at a junction with another prompt are stored; of
+   groups with a state, only the states that vLLM offers.  vLLM frees their blocks while the request goes on, so they
+   are pinned until no store reads them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstrata.connectors.vllm.announced import Announced
+from kvstrata.connectors.vllm.block_pins import BlockPins
+from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
@@ -43,19 +48,24 @@ class StoreTable:
         keys: RequestKeys,
         announced: Announced,
         *,
-        chunk_blocks: int,
-        chunk_tokens: int,
+        groups: Sequence[CacheGroup],
         world_size: int,
         save_decode_cache: bool,
         make_event: MakeEvent | None,
         make_removal: MakeRemoval | None,
+        pins: BlockPins,
     ) -> None:
         """`tracked` are the lookup table's requests; see `SchedulerSide` for the other arguments."""
         self._tracked = tracked
         self._keys = keys
         self._announced = announced
-        self._chunk_blocks = chunk_blocks
-        self._chunk_tokens = chunk_tokens
+        self._whole = [group for group in groups if group.rule is Rule.PREFIX]
+        self._windows = [group for group in groups if group.rule is Rule.LAST_WINDOW]
+        self._states = {group.number: group for group in groups if group.rule is Rule.STATE_AT}
+        self._chunk_tokens = groups[0].chunk_tokens
+        self._whole_of_events = next(iter(self._whole), None)
+        """The group whose stores are told as vLLM's events."""
+        self._pins = pins
         self._world_size = world_size
         self._save_decode_cache = save_decode_cache
         self._make_event = make_event
@@ -123,25 +133,25 @@ class StoreTable:
             if tracked is None or tracked.skipped or tracked.stale or request_id not in computed:
                 continue
             chunks = self._complete_chunks(tracked, computed[request_id] + tokens)
-            if chunks <= tracked.next_store:
+            done = tracked.next_store if self._whole else tracked.windows_next
+            if chunks <= done and not (self._windows and chunks > tracked.windows_next):
                 continue
             if self.must_wait:
                 tracked.deferred = True
                 continue
             tracked.deferred = False
             tables = output.kv_connector_block_state.get_block_ids(request_id)
-            store = self._store_of(tracked, tables[0], chunks) if tables else None
-            if store is not None:
-                plan.stores.append(store)
+            if tables:
+                self._add_stores(tracked, tables, chunks, plan.stores)
+        if self._states:
+            self._plan_states(output, plan)
         self.planning = None
 
-    def finish(self, tracked: Tracked, block_ids: Sequence[int]) -> None:
-        """Keep a finished request's deferred chunks, to store them with a later step."""
-        if tracked.deferred and block_ids and not (tracked.skipped or tracked.stale):
+    def finish(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
+        """Keep a finished request's deferred chunks, to store them with a later step. `tables`: of each group."""
+        if tracked.deferred and tables and tables[0] and not (tracked.skipped or tracked.stale):
             chunks = self._complete_chunks(tracked, tracked.request.num_computed_tokens)
-            store = self._store_of(tracked, block_ids, chunks)
-            if store is not None:
-                self.of_finished.append(store)
+            self._add_stores(tracked, tables, chunks, self.of_finished)
 
     def _complete_chunks(self, tracked: Tracked, computed_tokens: int) -> int:
         """Number of chunks whose tokens are known and whose KV is complete after `computed_tokens` tokens."""
@@ -155,16 +165,91 @@ class StoreTable:
             tokens = min(tokens, max(0, limit))
         return int(tokens) // self._chunk_tokens
 
-    def _store_of(self, tracked: Tracked, table: Sequence[int], chunks: int) -> Store | None:
-        """The store of all chunks before `chunks` that were not stored yet; None if their keys are not known."""
+    def _plan_states(self, output: Any, plan: StepPlan) -> None:
+        """Add stores of the states that vLLM offers in this step."""
+        gone = output.finished_req_ids | (output.preempted_req_ids or set())
+        for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
+            tracked = self.planning = self._tracked.get(request_id)
+            if tracked is None or tracked.skipped or tracked.stale or request_id in gone:
+                continue
+            for number, block, tokens in offers:
+                chunks, rest = divmod(tokens, self._chunk_tokens)
+                group = self._states.get(number)
+                if group is None or rest or not 0 < chunks <= self._complete_chunks(tracked, tokens):
+                    continue
+                if self._keys_known(tracked, chunks):
+                    self._add_store(tracked, group, chunks - 1, chunks, [block], plan.stores)
+
+    def _add_stores(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], chunks: int, stores: list[Store]
+    ) -> None:
+        """Add stores of all chunks before `chunks` that were not stored yet, as far as their keys are known.
+
+        What was added before an exception stays in `stores`, whose owner knows then which stores to give up.
+        """
+        if not self._keys_known(tracked, 1):
+            return
+        assert tracked.hasher is not None
+        last = min(chunks, tracked.hasher.n_chunks)
+        first = tracked.next_store
+        if last > first:
+            for group in self._whole:
+                blocks = tables[group.number][first * group.chunk_blocks : last * group.chunk_blocks]
+                if len(blocks) < (last - first) * group.chunk_blocks:
+                    return
+                if not self._add_store(tracked, group, first, last, list(blocks), stores):
+                    return
+            tracked.next_store = last
+        if self._windows and last > tracked.windows_next:
+            for group in self._windows:
+                table = tables[group.number]
+                for begin, end in self._wanted(tracked, group, table, tracked.windows_next, last):
+                    blocks = [table[i] for chunk in range(begin, end) for i in group.blocks_of(chunk)]
+                    self._add_store(tracked, group, begin, end, blocks, stores)
+            tracked.windows_next = last
+
+    def _wanted(
+        self, tracked: Tracked, group: CacheGroup, table: Sequence[int], first: int, last: int
+    ) -> list[tuple[int, int]]:
+        """The runs of chunks in [first, last) whose windows a later hit can use, and whose blocks are there."""
+        prompt = tracked.request.num_prompt_tokens
+        # The same prompt may hit up to the token before its last one.
+        ends = {prompt // self._chunk_tokens, (prompt - 1) // self._chunk_tokens, tracked.junction}
+        runs: list[tuple[int, int]] = []
+        for chunk in range(first, last):
+            in_answer = self._save_decode_cache and chunk >= prompt // self._chunk_tokens
+            if not in_answer and not any(end - group.span <= chunk < end for end in ends):
+                continue
+            if not all(table[index] for index in group.blocks_of(chunk)):
+                continue
+            if runs and runs[-1][1] == chunk:
+                runs[-1] = runs[-1][0], chunk + 1
+            else:
+                runs.append((chunk, chunk + 1))
+        return runs
+
+    def _keys_known(self, tracked: Tracked, chunks: int) -> bool:
         self._keys.prepare(tracked)
-        if tracked.hasher is None or tracked.identity is None:
-            return None
-        first, last = tracked.next_store, min(chunks, tracked.hasher.n_chunks)
-        blocks = list(table[first * self._chunk_blocks : last * self._chunk_blocks])
-        if last <= first or len(blocks) < (last - first) * self._chunk_blocks or 0 in blocks:
-            # Block 0 stands for "no block" in vLLM's tables.
-            return None
+        return (
+            tracked.identity is not None and tracked.hasher is not None and tracked.hasher.n_chunks >= chunks
+        )
+
+    def _add_store(
+        self,
+        tracked: Tracked,
+        group: CacheGroup,
+        first: int,
+        last: int,
+        blocks: list[int],
+        stores: list[Store],
+    ) -> bool:
+        """Add the store of chunks [first, last) of a group; False if one of its blocks is not there.
+
+        Block 0 stands for "no block" in vLLM's tables.
+        """
+        assert tracked.hasher is not None and tracked.identity is not None
+        if 0 in blocks:
+            return False
         chain = tracked.hasher.chain
         store = Store(
             store_id=next(self._store_ids),
@@ -174,23 +259,26 @@ class StoreTable:
             chain=batch.part(chain, first, last),
             blocks=blocks,
             probe=tracked.hasher.probe,
+            group=group.number,
         )
-        tracked.next_store = last
         tracked.stores.add(store.store_id)
         record = _StoreRecord(store.request_id, first, self._world_size)
-        if self._make_event is not None:
+        if group.rule is not Rule.PREFIX:
+            self._pins.pin(store.store_id, blocks, self._world_size)
+        if self._make_event is not None and group is self._whole_of_events:
             record.keep_for_events(tracked.request, tracked.identity.root, store, self._chunk_tokens)
         self._in_flight[store.store_id] = record
         while len(self._in_flight) > REMEMBERED_STORES:
             self._in_flight.popitem(last=False)
-        return store
+        stores.append(store)
+        return True
 
     # -- reports ---------------------------------------------------------------------------------------------
 
     def heard(self, report: WorkerReport) -> None:
         """Apply one worker's report about stores."""
-        for store_id in report.gathered:
-            self._gathered(store_id)
+        while report.gathered:  # each store counts once, whatever fails here
+            self._gathered(report.gathered.pop())
         for store_id in report.dropped:
             self.dropped(store_id)
         for store_id, mask in report.stored:
@@ -203,8 +291,20 @@ class StoreTable:
         if record is not None and tracked is not None:
             tracked.stores.discard(store_id)
             tracked.next_store = min(tracked.next_store, record.first_chunk)
+            tracked.windows_next = min(tracked.windows_next, record.first_chunk)
+
+    def never_sent(self, store_id: int) -> None:
+        """Note that no worker will get a store that was planned."""
+        self._pins.never_sent(store_id)
+        self.dropped(store_id)
+
+    def heard_failed(self, report: WorkerReport) -> None:
+        """After `heard`: undo pins as it would have done."""
+        while report.gathered:
+            self._pins.read(report.gathered.pop())
 
     def _gathered(self, store_id: int) -> None:
+        self._pins.read(store_id)
         record = self._in_flight.get(store_id)
         if record is None:
             return
@@ -222,7 +322,7 @@ class StoreTable:
         record.mask &= mask
         if record.not_stored == 0:
             del self._in_flight[store_id]
-            if self._make_event is not None:
+            if self._make_event is not None and record.chain:
                 self._events.extend(record.events(self._make_event, self._chunk_tokens))
                 keys = batch.split(record.chain)
                 stored = [key for i, key in enumerate(keys) if record.mask >> i & 1]

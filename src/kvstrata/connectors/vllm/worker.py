@@ -24,15 +24,15 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
+from kvstrata.client import LoadItem, LoadJob, StoreJob
+from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
-from kvstrata.connectors.vllm.mover import Mover
 from kvstrata.connectors.vllm.weights import LoadedWeights
 from kvstrata.keys import batch
-from kvstrata.types import EXTENT, LeaseName, RequestIdentity
+from kvstrata.types import EXTENT, LeaseName
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -42,7 +42,6 @@ SLEEP_WAIT_S = 30.0
 """Time that copies under way get to end when vLLM takes the blocks' memory away."""
 CLOSE_WAIT_S = 2.0
 """Time that stores get to end at shutdown."""
-IDENTITIES_REMEMBERED = 1024
 
 
 class _Stored(NamedTuple):
@@ -63,32 +62,34 @@ class _Loading:
 class WorkerSide:
     """One worker. vLLM's worker thread calls all methods; jobs end on other threads.
 
-    The caller starts `client`; `close` closes it. `slice_digest` names the slice that this worker holds.
+    `close` closes the clients of `groups`.  With `by_request` (see `groups.whole_hits`) all loads are asynchronous, and
+    vLLM is told of requests that could not be loaded instead of blocks.
     """
 
     def __init__(
         self,
-        client: CacheClient,
-        mover: Mover,
+        groups: Sequence[GroupSide],
         *,
-        slice_digest: bytes,
-        chunk_blocks: int,
         make_item: Callable[[bytes, int, int, Sequence[int]], LoadItem],
+        by_request: bool = False,
         weights: LoadedWeights | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
-        self._mover = mover
-        self._slice = slice_digest
-        self._chunk_blocks = chunk_blocks
+        assert by_request or len(groups) == 1, "vLLM cannot tell the blocks of several groups apart"
+        self._groups = groups
+        self._by_request = by_request
+        self._mover = groups[0].mover
+        """The mover of synchronous loads, which only an engine with one group has."""
         self._make_item = make_item
         self._weights = weights
         self._now = now
-        self._identities: dict[RequestIdentity, Identity] = {}
         self._stores: list[_Stored] = []
         self._loads: list[_Loading] = []
         self._awaited: set[str] = set()
         self._bad_blocks: set[int] = set()
+        """Blocks whose load failed, unless `by_request`."""
+        self._bad_requests: set[str] = set()
+        """Requests of which a load failed, with `by_request`."""
         self._synchronous: list[_Loading] = []
         """The step's synchronous loads, until `end_loads`."""
         self._waits_end_s = 0.0
@@ -191,14 +192,16 @@ class WorkerSide:
         while self._to_store:
             store = self._to_store[0]
             if self._suspended or self._step.failures_seen < self._failures:
+                self._report.gathered.append(store.store_id)
                 self._report.dropped.append(store.store_id)
                 self._count("stores_dropped")
             else:
+                group = self._groups[store.group]
                 blocks = [
-                    store.blocks[at : at + self._chunk_blocks]
-                    for at in range(0, len(store.blocks), self._chunk_blocks)
+                    store.blocks[at : at + group.record_blocks]
+                    for at in range(0, len(store.blocks), group.record_blocks)
                 ]
-                job = self._mover.store(self._identity(store.identity), store, blocks)
+                job = group.mover.store(group.identity(store.identity), store, blocks)
                 self._stores.append(_Stored(store, job))
             self._to_store.popleft()
         self._awaited |= self._to_await
@@ -219,9 +222,16 @@ class WorkerSide:
         sent = self._awaited - self._settle_stores()
         # State changes only from here on, so that an error above loses no news.
         self._loads = running
-        self._not_loaded.clear()
+        received -= self._still_loading()
+        self._not_loaded -= received
         self._awaited -= sent
         return sent, received
+
+    def take_bad_requests(self, received: Iterable[str]) -> set[str]:
+        """Of these requests, those of which a load failed, so that they must be computed from the start."""
+        bad = self._bad_requests.intersection(received)
+        self._bad_requests -= bad
+        return bad
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks whose load failed since the last call, so that they must be computed."""
@@ -235,7 +245,7 @@ class WorkerSide:
         """
         report = self._report
         report.failures = self._failures
-        report.broken = self._mover.broken
+        report.broken = any(group.mover.broken for group in self._groups)
         confirms = any(not load.asynchronous for load in self._step.loads)
         if not confirms and not report.says_something():
             return None
@@ -244,8 +254,9 @@ class WorkerSide:
 
     def take_counts(self) -> dict[str, int | float]:
         """Counts since the last call."""
-        for name, amount in self._mover.take_counts().items():
-            self._count(name, amount)
+        for group in self._groups:
+            for name, amount in group.mover.take_counts().items():
+                self._count(name, amount)
         counts, self.counts = self.counts, {}
         return counts
 
@@ -286,8 +297,10 @@ class WorkerSide:
             loading.job.cancel()
         for loading in self._loads:
             loading.job.wait(WAIT_S)
-        self._mover.close()
-        self._client.close(0.5)
+        for group in self._groups:
+            group.mover.close()
+        for group in self._groups:
+            group.client.close(0.5)
 
     # -- recovery after an error of ours in one of these calls: each method gives the answer in place of the call ----
 
@@ -307,7 +320,7 @@ class WorkerSide:
         self._failures += bool(begun) or self._failed_unbegun
         self._failed_unbegun = False
         for loading in begun:
-            self._bad_blocks.update(block for block in loading.load.blocks if block != SKIP_BLOCK)
+            self._failed(loading.load, loading.load.blocks)
             self._count("load_failed_chunks", len(loading.items))
             loading.job.cancel()
         for loading in begun:
@@ -317,31 +330,40 @@ class WorkerSide:
         """After `start_stores`: drop the stores that did not begin; blocks of finished requests are still freed."""
         self._awaited |= self._to_await
         self._to_await = set()
-        self._report.dropped.extend(store.store_id for store in self._to_store)
+        for store in self._to_store:
+            self._report.gathered.append(store.store_id)
+            self._report.dropped.append(store.store_id)
         self._to_store.clear()
         self.loads_failed()
 
     def finished_failed(self) -> tuple[set[str], set[str]]:
-        """After `finished`: give its answer without counting anything; loads that have ended count as failed."""
+        """After `finished`: give its answer without counting anything; loads and stores that have ended failed."""
         self.loads_failed()
-        received, self._not_loaded = self._not_loaded, set()
+        received = set(self._not_loaded)
         running = []
         for loading in self._loads:
             if loading.job.done.is_set():
-                self._bad_blocks.update(block for block in loading.load.blocks if block != SKIP_BLOCK)
+                self._failed(loading.load, loading.load.blocks)
                 received.add(loading.load.request_id)
             else:
                 running.append(loading)
         self._loads = running
-        self._stores = [entry for entry in self._stores if not entry.job.done.is_set()]
+        received -= self._still_loading()
+        self._not_loaded -= received
+        ended = [entry.store.store_id for entry in self._stores if entry.job.done.is_set()]
+        unnamed = [store_id for store_id in ended if store_id not in self._report.gathered]
+        self._report.gathered += unnamed
+        self._report.dropped += unnamed
+        self._stores = [entry for entry in self._stores if entry.store.store_id not in ended]
         sent = self._awaited - {entry.store.request_id for entry in self._stores}
         self._awaited -= sent
         return sent, received
 
     def report_failed(self) -> WorkerReport:
-        """After `report`: confirm the step with the failures so far."""
+        """After `report`: confirm the step with the failures so far, and say which blocks are not read any more."""
         weights, self._report.weights = self._report.weights, None
-        return WorkerReport(self._step.step, failures=self._failures, weights=weights)
+        gathered, self._report.gathered = self._report.gathered, []
+        return WorkerReport(self._step.step, gathered, failures=self._failures, weights=weights)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -364,8 +386,8 @@ class WorkerSide:
     def _cannot_load(self, load: Load) -> None:
         """Fail a load that never begins: its blocks are computed."""
         if load.lease is not None:
-            self._client.release([load.lease])
-        self._bad_blocks.update(block for block in load.blocks if block != SKIP_BLOCK)
+            self._groups[load.group].client.release([load.lease])
+        self._failed(load, load.blocks)
         self._count("load_failed_chunks", batch.count(load.chain))
         if load.asynchronous:
             self._not_loaded.add(load.request_id)
@@ -374,8 +396,9 @@ class WorkerSide:
 
     def _begin_load(self, load: Load, lease: LeaseName) -> _Loading:
         begun = self._now()
+        group = self._groups[load.group]
         row = EXTENT.size * len(load.slices)
-        mine = load.slices.index(self._slice) if self._slice in load.slices else -1
+        mine = load.slices.index(group.slice_digest) if group.slice_digest in load.slices else -1
         items = []
         for index in range(batch.count(load.chain)):
             # If the scheduler does not know this slice, it names no extent for it, and the whole load fails.
@@ -387,18 +410,18 @@ class WorkerSide:
                     batch.nth(load.chain, index),
                     offset,
                     length,
-                    load.blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks],
+                    load.blocks[index * group.record_blocks : (index + 1) * group.record_blocks],
                 )
             )
-        identity = self._identity(load.identity)
-        job = self._mover.load(identity, lease, items, sync=not load.asynchronous)
+        identity = group.identity(load.identity)
+        job = group.mover.load(identity, lease, items, sync=not load.asynchronous)
         return _Loading(load, items, job, begun)
 
     def _ended_load(self, loading: _Loading) -> bool:
         """Count a load that has ended. Returns whether part of it failed."""
         job = loading.job
         for index in job.failed:
-            self._bad_blocks.update(block for block in loading.items[index].block_ids if block != SKIP_BLOCK)
+            self._failed(loading.load, loading.items[index].block_ids)
         self._count("loaded_chunks", len(loading.items) - len(job.failed))
         self._count("loaded_bytes", job.bytes)
         self._count("load_s", self._now() - loading.begun_s)
@@ -439,13 +462,16 @@ class WorkerSide:
             self._count("store_" + outcome + "_chunks")
         self._count("stored_bytes", job.bytes)
 
-    def _identity(self, request: RequestIdentity) -> Identity:
-        identity = self._identities.get(request)
-        if identity is None:
-            while len(self._identities) >= IDENTITIES_REMEMBERED:
-                del self._identities[next(iter(self._identities))]
-            identity = self._identities[request] = self._client.identity(request)
-        return identity
+    def _failed(self, load: Load, blocks: Iterable[int]) -> None:
+        """Note that these blocks of a load were not filled."""
+        if self._by_request:
+            self._bad_requests.add(load.request_id)
+        else:
+            self._bad_blocks.update(block for block in blocks if block != SKIP_BLOCK)
+
+    def _still_loading(self) -> set[str]:
+        """Requests with an asynchronous load that has not ended."""
+        return {loading.load.request_id for loading in self._loads}
 
     def _count(self, name: str, amount: int | float = 1) -> None:
         if amount:

@@ -19,7 +19,7 @@ from kvstrata.memory import linux
 from kvstrata.native.message import Scan
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
-from kvstrata.types import Role, canonical_json, facts_digest
+from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role, canonical_json, facts_digest
 
 MAX_ATTACH_BYTES = 64 << 10
 """Length of one message on the attach socket, either way."""
@@ -99,6 +99,12 @@ def _check_slice(request: AttachRequest) -> None:
         digest = facts_digest(facts or {})
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRequest(f"facts: not plain numbers, strings and lists: {error}", field="facts") from error
+    span = (facts or {}).get(SPAN_FACT, 1)
+    if type(span) is not int or not 0 < span <= MAX_SPAN_CHUNKS:
+        raise BadRequest(
+            f"facts.{SPAN_FACT}: {span!r:.80}, must be 1 to {MAX_SPAN_CHUNKS}; leave it out if all chunks are needed",
+            field=f"facts.{SPAN_FACT}",
+        )
     if part.layout != digest:
         raise BadRequest(
             f"slice.layout: {part.layout!r:.80} is not the digest of the facts, which is {digest!r}",

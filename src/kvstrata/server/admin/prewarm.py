@@ -14,6 +14,7 @@ from typing import Any
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest, Refused
 from kvstrata.keys.batch import before, count, part
+from kvstrata.keys.spans import peek
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
@@ -169,11 +170,11 @@ class Prewarms:
         self, job: Job, group: EngineGroup, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
     ) -> None:  # fmt: skip
         pool, slices, lengths = group.own_pool or self._pool, group.packed_slices, group.lengths
-        n_slices = len(lengths)
+        n_slices, spans = len(lengths), group.spans
         deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
         try:
             keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
-            job.l1_chunks = pool.peek(keys, n_slices)
+            job.l1_chunks = peek(pool, keys, n_slices, spans)
             n_chunks = count(keys, n_slices)
             if job.l1_chunks < n_chunks:
                 fetched = await self._prefetch.fetch(
@@ -186,6 +187,7 @@ class Prewarms:
                     deadline_s=deadline_s,
                     budget_bytes=budget_bytes or None,
                     lengths=lengths,
+                    spans=spans,
                 )
                 job.l2_chunks, job.reason = fetched.l2_chunks, fetched.reason
         except Refused as error:

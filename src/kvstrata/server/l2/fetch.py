@@ -12,6 +12,7 @@ import enum
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from kvstrata.keys.spans import longest
 from kvstrata.native.pool import Pool
 from kvstrata.policy.prefetch import Hole, Plan
 from kvstrata.policy.reasons import miss_reason
@@ -75,7 +76,10 @@ class Fetch:
         deadline_s: float,
         lengths: Sequence[frozenset[int]] = (),
         deletes_odd: bool = False,
+        spans: Sequence[int] = (),
     ) -> None:
+        self.spans = spans
+        """For each slice how many of the last chunks are needed, 0: all; () if all are in each slice."""
         self.lengths = lengths
         """For each slice the lengths that its records may have; an empty set: not known."""
         self.deletes_odd = deletes_odd
@@ -156,13 +160,17 @@ class Fetch:
         return self.abandoned or self._first_failed < min(first + 1, len(self.keys))
 
     def outcome(self) -> FetchOutcome:
-        """The answer now: how far the prefix is ready, and why not further."""
+        """The answer now: how far the prefix is ready and has its windows, and why not further."""
         holes = self.plan.holes
         if self._ready == len(holes):
             n_chunks, reason, detail = self.plan.n_chunks, self.plan.reason, self.plan.detail
         else:
             hole = holes[self._ready]
-            n_chunks = hole.number // self.n_slices
+            n_chunks = longest(
+                hole.number // self.n_slices,
+                self.spans,
+                lambda chunk, number: self.in_l1(self.keys[chunk * self.n_slices + number]),
+            )
             detail = self._why.get(hole.number) or "deadline"
             reason = miss_reason(detail)
         filled = {hole.number // self.n_slices for hole in holes[: self._ready]}

@@ -21,7 +21,8 @@ Invariants
 6. A fetch asks the tiers that answered lookups when it began, in their order at that time.  A tier that leaves
    meanwhile counts as a tier without the chunk: the fetch asks the tiers after it, or ends as a miss.
 
-policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers, fetch.py the state of one fetch.
+questions.py asks L1 and the tiers, policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers,
+fetch.py the state of one fetch.
 """
 
 from __future__ import annotations
@@ -38,22 +39,20 @@ from kvstrata import failpoints
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
 from kvstrata.native.pool import Pool
-from kvstrata.policy.prefetch import Hole, Plan, Run, Source, make_plan, next_batch, reserve_runs
+from kvstrata.policy.prefetch import Hole, Run, Source, next_batch, reserve_runs
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
 from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
-from kvstrata.server.l2.record_lengths import without_odd_lengths
+from kvstrata.server.l2.questions import Questions
 from kvstrata.server.l2.tiers import REMOVED, Tier, TierSet
-from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence, log_broken_contract
+from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence, log_broken_contract
 
 log = logging.getLogger(__name__)
 
 SERVER_ROW = 0
 """Row of the pool that owns the server's own reservations."""
-EXISTS_BATCH = 1024
-"""Keys in one call of `exists`."""
 
 
 class _Reserved(NamedTuple):
@@ -90,7 +89,6 @@ class PrefetchController:
         self.limits = limits
         self._lost = lost
         self._found = found
-        self._asks = asks
         self._pool = pool
         self._tiers = tiers
         self._loaders: dict[str, Loader] = {}
@@ -105,6 +103,9 @@ class PrefetchController:
         self._stopping = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._loaded_bytes = 0
+        self._questions = Questions(
+            pool, tiers, self._loaders, limits, clock, self._foreign, self._counts, asks
+        )
 
     # -- from lookups, prewarms and controllers ------------------------------------------------------------
 
@@ -121,6 +122,7 @@ class PrefetchController:
         budget_bytes: int | None = None,
         lengths: Sequence[frozenset[int]] = (),
         deletes_odd: bool = False,
+        spans: Sequence[int] = (),
     ) -> FetchOutcome:
         """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into `pool` (None: shared).
 
@@ -128,11 +130,12 @@ class PrefetchController:
         `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
         the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded (prewarm).  `lengths` has for
         each slice the lengths that its records may have; an empty set allows any.  With `deletes_odd`, values of other
-        lengths are deleted.  Cancelling ends the wait and every load that has not begun.
+        lengths are deleted.  Of slices with a span (`spans`, see keys/spans.py) only what a hit needs is loaded.
+        Cancelling ends the wait and every load that has not begun.
         """
         fetch = Fetch(
             pool or self._pool, split(keys), n_slices, split(parent), identity, tenant, deadline_s, lengths,
-            deletes_odd,
+            deletes_odd, spans,
         )  # fmt: skip
         if self._stopping:
             return FetchOutcome(0, 0, miss_reason("stopping"), "stopping")
@@ -231,7 +234,7 @@ class PrefetchController:
             log.error("a fetch failed because of a bug in kvstrata", exc_info=task.exception())
 
     async def _run(self, fetch: Fetch, budget_bytes: int | None) -> None:
-        fetch.planned(await self._plan(fetch, budget_bytes))
+        fetch.planned(await self._questions.plan(fetch, budget_bytes))
         while fetch.pending or fetch.running:
             if not fetch.pending or fetch.in_vain() or self._stopping:
                 fetch.pending.clear()
@@ -260,62 +263,13 @@ class PrefetchController:
                 batch = [hole for hole in batch if not self._join(fetch, hole)]
                 self._start(fetch, loader, batch, batch_bytes)
 
-    async def _plan(self, fetch: Fetch, budget_bytes: int | None) -> Plan:
-        """Ask L1, then the tiers in their order, each for the keys that were not found before it."""
-        keys, n_slices = fetch.keys, fetch.n_slices
-        fetch.sources = [self._loaders[tier.name] for tier in self._tiers if tier.takes_loads]
-        l1_chunks = [fetch.pool.peek(b"".join(keys[s::n_slices]), 1) for s in range(n_slices)]
-        missing = [i for i in range(len(keys)) if i // n_slices >= l1_chunks[i % n_slices]]
-        sources: dict[int, Source] = {}
-        unknown: dict[int, str] = {}
-        for at in range(0, len(missing), EXISTS_BATCH):
-            part = missing[at : at + EXISTS_BATCH]
-            for number in range(len(fetch.sources)):
-                asked = [i for i in part if i not in sources]
-                if not asked:
-                    break
-                found = await self._ask(fetch, number, {i: keys[i] for i in asked})
-                for i, (presence, record_bytes, reason) in zip(asked, found, strict=True):
-                    if presence is Presence.PRESENT:
-                        sources[i] = Source(number, record_bytes)
-                    elif presence is Presence.UNKNOWN:
-                        unknown.setdefault(i, reason or "unknown")
-            if not all(i in sources or fetch.in_l1(keys[i]) for i in part):
-                break  # the prefix ends in this part
-        return make_plan(keys, n_slices, l1_chunks, sources, fetch.in_l1, unknown, budget_bytes)
-
-    async def _ask(self, fetch: Fetch, number: int, names: dict[int, bytes]) -> list[Found]:
-        """Ask one tier which of the keys, by their numbers, it has; all are unknown if it does not answer in time."""
-        loader, keys = fetch.sources[number], list(names.values())
-        if not loader.tier.takes_loads:
-            return [Found(Presence.UNKNOWN, 0, REMOVED)] * len(keys)
-        left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
-        last = number == len(fetch.sources) - 1
-        patience_s = left_s if last else min(left_s * self.limits.patience_share, self.limits.patience_s)
-        loader.asking += 1
-        if fetch.pool is not self._pool:
-            self._asks(loader.name, keys, fetch.pool)
-        try:
-            found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
-            checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)
-            self._foreign.delete(loader, odd if fetch.deletes_odd else [])
-            return checked
-        except TimeoutError:
-            return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
-        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
-            log_broken_contract(loader.name, "exists", error)
-            return [Found(Presence.UNKNOWN, 0, "adapter_error")] * len(keys)
-        finally:
-            loader.asking -= 1
-            loader.note_progress()
-
     async def _elsewhere(self, fetch: Fetch, lost: list[tuple[Hole, str]]) -> None:
         """Look for these holes, which their tiers could not fill, in the tiers that come after."""
         for number in range(min(hole.source.adapter for hole, _ in lost) + 1, len(fetch.sources)):
             asked = [hole for hole, _ in lost if hole.source.adapter < number]
             if not asked:
                 continue
-            answers = await self._ask(fetch, number, {hole.number: hole.key for hole in asked})
+            answers = await self._questions.ask(fetch, number, {hole.number: hole.key for hole in asked})
             found = {
                 hole.number: hole._replace(source=Source(number, record_bytes))
                 for hole, (presence, record_bytes, _) in zip(asked, answers, strict=True)

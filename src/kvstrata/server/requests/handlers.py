@@ -146,7 +146,13 @@ class Handlers:
         identity = self._processes.identify(process, request.request)
         group = process.group
         reply = IdentifyReply(
-            call.seq, self._epoch, identity.number, identity.root, group.slices, group.complete
+            call.seq,
+            self._epoch,
+            identity.number,
+            identity.root,
+            group.slices,
+            group.complete,
+            list(group.spans),
         )
         return reply, None
 

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import before, nth, part, split
+from kvstrata.keys.spans import of_slices, peek
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
@@ -83,6 +84,7 @@ class Asked(NamedTuple):
     n_chunks: int
     slices: bytes
     n_slices: int
+    spans: tuple[int, ...]
     started_s: float
     deadline_s: float
 
@@ -91,6 +93,19 @@ def _give_up(asked: Asked, granted: Granted) -> None:
     """End a lease that no reply names."""
     if granted.ticket:
         asked.pool.release(granted.ticket, -1)
+
+
+def _named(asked: Asked, number: int) -> str:
+    """Which slice of which chunk a key is, if slices of this engine have spans: they may end a hit at any chunk."""
+    if not asked.spans:
+        return ""
+    chunk, index = divmod(number, asked.n_slices)
+    digest = nth(asked.slices, index)
+    members = asked.process.group.members.values()
+    group = next((one.slice.group for one in members if one.slice and one.digest == digest), None)
+    whose = "" if group is None else f" (group {group})"
+    what = "the window of slice" if asked.spans[index] else "slice"
+    return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
 
 
 class Lookups:
@@ -144,7 +159,7 @@ class Lookups:
         now_s = self._clock.monotonic_s()
         asked = Asked(
             call, process, identity, group.own_pool or self._pool, request, n_chunks, group.packed_slices,
-            len(group.slices), now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
+            len(group.slices), group.spans, now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
@@ -153,7 +168,9 @@ class Lookups:
             return self._on_lane(asked)
         root = identity.root
         all_keys = storage_keys(root, keys, asked.slices)
-        granted = _granted(asked.pool.lease(all_keys, asked.n_slices, group.rows, root), group.rows)
+        granted = _granted(
+            asked.pool.lease(all_keys, asked.n_slices, group.rows, root, asked.spans), group.rows
+        )
         if granted.n_chunks == n_chunks or not (granted.unverified or self._tiers.take_loads):
             return self._answer(asked, all_keys, granted, granted.n_chunks)
         return self._more(asked, all_keys, granted)
@@ -165,7 +182,8 @@ class Lookups:
 
         def work() -> tuple[bytes, Granted]:
             all_keys = storage_keys(root, chain, asked.slices)
-            return all_keys, _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root), rows)
+            leased = asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans)
+            return all_keys, _granted(leased, rows)
 
         future = self._lane.run(work)
         try:
@@ -199,6 +217,7 @@ class Lookups:
                     parent=before(all_keys, held.n_chunks, n_slices=asked.n_slices),
                     deadline_s=asked.deadline_s,
                     lengths=asked.process.group.lengths,
+                    spans=asked.spans,
                     deletes_odd=asked.process.group.declares_lengths,
                 )
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
@@ -217,10 +236,10 @@ class Lookups:
         """
         rows, root = list(asked.process.group.rows), asked.identity.root
         if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
-            again = _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root), rows)
+            again = _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans), rows)
         else:
             try:
-                future = self._lane.run(asked.pool.lease, all_keys, asked.n_slices, rows, root)
+                future = self._lane.run(asked.pool.lease, all_keys, asked.n_slices, rows, root, asked.spans)
             except Refused:
                 return held
             try:
@@ -254,28 +273,38 @@ class Lookups:
         if granted.n_chunks == asked.n_chunks:
             return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
         asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
-        reason, detail = self._why(asked, all_keys, granted, asked_back)
+        self._events.drain()  # a chunk may have left L1 after they were last read
+        numbers = self._lacking(asked, all_keys, granted.n_chunks)
+        number = next(
+            (i for i in numbers if self._has_event(nth(all_keys, i))), numbers[0] if numbers else None
+        )
+        reason, detail = self._why(asked, all_keys, granted, asked_back, number)
         if load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
-        return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
+        if number is None:
+            return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
+        detail = _named(asked, number) + detail
+        return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail, nth(all_keys, number))
+
+    def _has_event(self, key: bytes) -> bool:
+        """Whether anything is known of an absent key."""
+        return key in self._in_flight or self._explainer.keys.get(key) is not None
 
     def _why(
-        self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int
+        self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int, number: int | None
     ) -> tuple[MissReason, str]:
-        first = granted.n_chunks * asked.n_slices
-        keys = [nth(all_keys, index) for index in range(first, first + asked.n_slices)]
-        if asked.pool.peek(b"".join(keys), asked.n_slices):
+        """The reason of a miss, and a detail. `number`: number of the key that is absent; None if no key is."""
+        if number is None:
             detail = f"present, but leases may cover no more of L1 now; {asked_back} older leases have been revoked"
             return MissReason.REFUSED, detail
         if granted.unverified:
             late = self._late(asked)
             why = "since the restart" if late else "since the restart: too much waits to be verified"
             return (MissReason.DEADLINE if late else MissReason.REFUSED), f"present, but not verified {why}"
-        self._events.drain()  # the chunk may have left L1 after they were last read
-        key = next((k for k in keys if k in self._in_flight or self._explainer.keys.get(k)), keys[0])
+        key = nth(all_keys, number)
         reason, detail = self._explainer.why(
             key,
-            first=granted.n_chunks == 0,
+            first=number < asked.n_slices,
             probe=asked.request.probe,
             root=asked.identity.root,
             layout=asked.identity.layout,
@@ -286,6 +315,30 @@ class Lookups:
         self._explainer.keys.missed(key, self._clock.unix_ms())
         return reason, detail
 
+    def _lacking(self, asked: Asked, all_keys: bytes, n_chunks: int) -> list[int]:
+        """Numbers of the keys of which one is why a hit ends after `n_chunks` chunks; empty if L1 has a longer one.
+
+        With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
+        windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
+        """
+        n_slices, spans, pool = asked.n_slices, asked.spans, asked.pool
+        if not spans:
+            found = pool.peek(part(all_keys, n_chunks, n_chunks + 1, n_slices), n_slices)
+            return [] if found else list(range(n_chunks * n_slices, (n_chunks + 1) * n_slices))
+        if peek(pool, all_keys, n_slices, spans) > n_chunks:
+            return []
+        whole = [number for number, span in enumerate(spans) if not span]
+        n = pool.peek(of_slices(all_keys, n_slices, whole), len(whole)) if whole else asked.n_chunks
+        if n <= n_chunks:
+            needed = [n_chunks * n_slices + number for number in whole]
+        else:
+            needed = [
+                chunk * n_slices + number
+                for number, span in enumerate(spans)
+                for chunk in range(max(0, n - span), n if span else 0)
+            ]
+        return [i for i in needed if not pool.peek(nth(all_keys, i))]
+
     def _outcome(
         self,
         asked: Asked,
@@ -294,7 +347,9 @@ class Lookups:
         l1_chunks: int,
         reason: MissReason | Literal[""],
         detail: str,
+        missing_key: bytes = b"",
     ) -> KeptOutcome:
+        """The reply, and the lease as its effect. `missing_key`: the absent key that is the reason; b"": none is."""
         call, request = asked.call, asked.request
         effect: Lease | None = None
         if granted.ticket:
@@ -336,7 +391,7 @@ class Lookups:
                 n,
                 str(reason),
                 detail,
-                nth(all_keys, n * asked.n_slices) if reason and all_keys else b"",
+                missing_key or (nth(all_keys, n * asked.n_slices) if reason and all_keys else b""),
             )
         )
         reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))

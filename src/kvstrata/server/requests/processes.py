@@ -27,7 +27,7 @@ from kvstrata.server.readiness import Readiness
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import Lease
 from kvstrata.server.requests.running import Running
-from kvstrata.types import FORMAT_VERSION, shown_name
+from kvstrata.types import FORMAT_VERSION, SPAN_FACT, shown_name
 
 
 class Processes:
@@ -95,6 +95,7 @@ class Processes:
             pid=session.pid,
             secret=session.secret,
             record_bytes=declared_record_bytes(request.facts),
+            span=(request.facts or {}).get(SPAN_FACT, 0),
             own_pool=self._own.get(only_tenant(session.tenants)),
         )
         self._payload_kinds.attached(request.slice, request.facts)

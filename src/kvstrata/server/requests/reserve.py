@@ -126,6 +126,8 @@ class Reserving:
         process.has_records_of(request.record_bytes)
         keys = storage_keys(identity.root, request.keys, process.digest)
         parent = storage_keys(identity.root, request.parent, process.digest) if request.parent else b""
+        if parent and process.span and not pool.peek(parent):
+            parent = b""  # a hit does not need the chunks before a window, so they may be absent
         if not request.parent:
             self._identities.stored(request.probe, identity.root, identity.layout, identity.request)
         if self._freeze:

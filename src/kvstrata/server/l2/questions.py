@@ -1,0 +1,161 @@
+"""Asks L1 and the tiers what they have of a fetch's keys, and plans its loads."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable, Mapping, Sequence
+
+from kvstrata.clock import Clock
+from kvstrata.keys.spans import longest
+from kvstrata.native.pool import Pool
+from kvstrata.policy.prefetch import Plan, Source, make_plan, with_windows
+from kvstrata.server.l2.fetch import Fetch
+from kvstrata.server.l2.foreign import ForeignValues
+from kvstrata.server.l2.gate import Loader, PrefetchLimits
+from kvstrata.server.l2.record_lengths import without_odd_lengths
+from kvstrata.server.l2.tiers import REMOVED, TierSet
+from kvstrata.storage.base import Found, Presence, log_broken_contract
+
+EXISTS_BATCH = 1024
+"""Keys in one call of `exists`."""
+WINDOW_CHUNKS = 128
+"""Chunks whose windows are asked for at a time, from the end of the prefix towards its start."""
+
+
+class Questions:
+    """The questions of all fetches. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        tiers: TierSet,
+        loaders: Mapping[str, Loader],
+        limits: PrefetchLimits,
+        clock: Clock,
+        foreign: ForeignValues,
+        counts: collections.Counter[str],
+        asks: Callable[[str, Sequence[bytes], Pool], None],
+    ) -> None:
+        """`loaders` and `counts` are the prefetch controller's; see it for `asks`."""
+        self._pool = pool
+        self._tiers = tiers
+        self._loaders = loaders
+        self._limits = limits
+        self._clock = clock
+        self._foreign = foreign
+        self._counts = counts
+        self._asks = asks
+
+    async def plan(self, fetch: Fetch, budget_bytes: int | None) -> Plan:
+        """Ask L1, then the tiers in their order, each for the keys that were not found before it."""
+        keys, n_slices, spans = fetch.keys, fetch.n_slices, fetch.spans
+        fetch.sources = [self._loaders[tier.name] for tier in self._tiers if tier.takes_loads]
+        whole = [number for number in range(n_slices) if not (spans and spans[number])]
+        l1_chunks = [0] * n_slices
+        for number in whole:
+            l1_chunks[number] = fetch.pool.peek(b"".join(keys[number::n_slices]), 1)
+        missing = [
+            chunk * n_slices + number
+            for chunk in range(len(keys) // n_slices)
+            for number in whole
+            if chunk >= l1_chunks[number]
+        ]
+        sources: dict[int, Source] = {}
+        unknown: dict[int, str] = {}
+        for at in range(0, len(missing), EXISTS_BATCH):
+            part = missing[at : at + EXISTS_BATCH]
+            await self._ask_all(fetch, part, sources, unknown)
+            if not all(i in sources or fetch.in_l1(keys[i]) for i in part):
+                break  # the prefix ends in this part
+        plan = make_plan(keys, n_slices, l1_chunks, sources, fetch.in_l1, unknown, budget_bytes, spans)
+        if not any(spans):
+            return plan
+        # A budget may allow a shorter hit only.
+        await self._ask_windows(fetch, plan.n_chunks, sources, unknown, shorter_too=budget_bytes is not None)
+        return with_windows(plan, keys, n_slices, sources, fetch.in_l1, unknown, spans, budget_bytes)
+
+    async def ask(self, fetch: Fetch, number: int, names: dict[int, bytes]) -> list[Found]:
+        """Ask one tier which of the keys, by their numbers, it has; all are unknown if it does not answer in time."""
+        loader, keys = fetch.sources[number], list(names.values())
+        if not loader.tier.takes_loads:
+            return [Found(Presence.UNKNOWN, 0, REMOVED)] * len(keys)
+        left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
+        last = number == len(fetch.sources) - 1
+        patience_s = left_s if last else min(left_s * self._limits.patience_share, self._limits.patience_s)
+        loader.asking += 1
+        if fetch.pool is not self._pool:
+            self._asks(loader.name, keys, fetch.pool)
+        try:
+            found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
+            checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)
+            self._foreign.delete(loader, odd if fetch.deletes_odd else [])
+            return checked
+        except TimeoutError:
+            return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(loader.name, "exists", error)
+            return [Found(Presence.UNKNOWN, 0, "adapter_error")] * len(keys)
+        finally:
+            loader.asking -= 1
+            loader.note_progress()
+
+    async def _ask_all(
+        self, fetch: Fetch, numbers: Sequence[int], sources: dict[int, Source], unknown: dict[int, str]
+    ) -> None:
+        """Ask the tiers in their order for these keys, and note what they have, or why that is unknown."""
+        for tier in range(len(fetch.sources)):
+            asked = [i for i in numbers if i not in sources]
+            if not asked:
+                return
+            found = await self.ask(fetch, tier, {i: fetch.keys[i] for i in asked})
+            for i, (presence, record_bytes, reason) in zip(asked, found, strict=True):
+                if presence is Presence.PRESENT:
+                    sources[i] = Source(tier, record_bytes)
+                elif presence is Presence.UNKNOWN:
+                    unknown.setdefault(i, reason or "unknown")
+
+    async def _ask_windows(
+        self,
+        fetch: Fetch,
+        n_chunks: int,
+        sources: dict[int, Source],
+        unknown: dict[int, str],
+        *,
+        shorter_too: bool,
+    ) -> None:
+        """Ask for the keys of slices with a span, until the longest hit of at most `n_chunks` chunks is known.
+
+        With `shorter_too` all shorter hits are known in the end as well.
+        """
+        n_slices, spans, keys = fetch.n_slices, fetch.spans, fetch.keys
+
+        def there(chunk: int, number: int) -> bool:
+            i = chunk * n_slices + number
+            return i in sources or fetch.in_l1(keys[i])
+
+        async def ask(chunks: range, hit: int | None = None) -> None:
+            """Ask for these chunks; with `hit`, only for what a hit of so many chunks needs."""
+            absent = [
+                chunk * n_slices + number
+                for chunk in chunks
+                for number, span in enumerate(spans)
+                if span and (hit is None or chunk + span >= hit) and not there(chunk, number)
+            ]
+            for at in range(0, len(absent), EXISTS_BATCH):
+                await self._ask_all(fetch, absent[at : at + EXISTS_BATCH], sources, unknown)
+
+        longest_span = max(spans)
+        # The prompt that stored this prefix ended with it or a chunk later.  A tier may answer for leading keys only,
+        # as peers do, so these two windows are asked for by themselves.
+        for end in range(n_chunks, max(0, n_chunks - 2), -1):
+            await ask(range(max(0, end - longest_span), end), hit=end)
+            if longest(end, spans, there) == end and not shorter_too:
+                return
+        end = n_chunks
+        while end > 0:
+            begin = max(0, end - WINDOW_CHUNKS)
+            await ask(range(max(0, begin - longest_span), end))
+            if longest(n_chunks, spans, there) > begin and not shorter_too:
+                return
+            end = begin

@@ -1,0 +1,192 @@
+"""An engine of two groups of layers: of the second, only the last chunks of a hit are needed (a sliding window)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvstrata.client import LookupResult
+from kvstrata.types import MissReason, unpack_extents
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.http_read import read
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+SPAN = 2
+
+
+class Groups(NamedTuple):
+    """The two clients of the engine."""
+
+    whole: CacheEngine
+    windowed: CacheEngine
+
+    def connect(self) -> None:
+        for engine in self:
+            engine.connect()
+
+    def store(self, n_chunks: int, windows: list[tuple[int, int]], seed: int = 0) -> None:
+        """Store a prompt, and of the second group these ranges of its chunks."""
+        assert self.whole.stored(prompt(n_chunks, seed)) == ["stored"] * n_chunks
+        for first, end in windows:
+            assert self.windowed.stored(prompt(end, seed), first) == ["stored"] * (end - first)
+
+    def peek(self, n_chunks: int, seed: int = 0) -> int:
+        engine = self.whole
+        return engine.client.peek(engine.identity(), engine.hasher(prompt(n_chunks, seed)))
+
+    def load(self, n_chunks: int, result: LookupResult, seed: int = 0) -> None:
+        """Load a lookup's result in both groups, checking each byte."""
+        for engine in self:
+            assert engine.check_load(prompt(n_chunks, seed), result, sync=True) == set()
+
+    def windows_of(self, result: LookupResult) -> list[int]:
+        """The chunks of the second group that were leased."""
+        slices = self.whole.client.slices
+        mine = unpack_extents(result.extents)[slices.index(self.windowed.client.slice_digest) :: len(slices)]
+        return [chunk for chunk, extent in enumerate(mine) if extent.length_bytes]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    adapter = {"type": "disk", "base_path": str(tmp_path / "l2"), "capacity_gb": 1}
+    flags = ("--l2-adapter", json.dumps(adapter))
+    with ServerProcess(
+        tmp_path / "server", l1_mb=64, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags
+    ) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture
+def groups(server: ServerProcess) -> Iterator[Groups]:
+    with (
+        CacheEngine(server.socket_dir, rank=0, ranks=2) as whole,
+        CacheEngine(server.socket_dir, rank=1, ranks=2, span=SPAN) as windowed,
+    ):
+        groups = Groups(whole, windowed)
+        groups.connect()
+        yield groups
+
+
+def until_put(server: ServerProcess) -> None:
+    def quiet() -> bool:
+        [adapter] = server.get("/v1/status")["l2_store"]["adapters"].values()
+        return not (adapter["queued"] or adapter["in_flight"] or adapter["retrying"])
+
+    eventually("all chunks are put", quiet)
+
+
+def start_empty(server: ServerProcess, groups: Groups) -> None:
+    """Kill the server and start it with an empty pool."""
+    until_put(server)
+    server.kill()
+    for engine in groups:
+        eventually("the client notices", lambda engine=engine: not engine.client.connected)
+    server.wipe_segment()
+    server.start()
+    groups.connect()
+
+
+def test_windows_that_are_absent_in_the_middle_are_no_obstacle(server: ServerProcess, groups: Groups) -> None:
+    groups.store(8, [(0, 2), (6, 8)])
+    eventually("peek sees it", lambda: groups.peek(8) == 8)
+    result = groups.whole.looked_up(prompt(8))
+    assert (result.n_chunks, groups.windows_of(result)) == (8, [6, 7])
+    groups.load(8, result)
+    assert groups.peek(5) == 2
+    assert groups.whole.hit(prompt(5)) == 2
+    eventually("a longer prompt hits as far", lambda: groups.peek(12) == 8)
+
+
+def test_a_window_with_a_gap_is_never_offered(groups: Groups) -> None:
+    groups.store(8, [(3, 4), (5, 6), (7, 8)])
+    assert groups.peek(8) == 0
+    assert groups.whole.looked_up(prompt(8)).n_chunks == 0
+    groups.store(8, [(0, 1)], seed=1)
+    assert groups.whole.hit(prompt(8, 1)) == 1, "a hit shorter than the window needs all of it"
+
+
+def test_after_a_restart_with_an_empty_pool_l2_gives_what_the_hit_needs(
+    server: ServerProcess, groups: Groups
+) -> None:
+    groups.store(8, [(0, 8)])
+    start_empty(server, groups)
+    result = groups.whole.looked_up(prompt(8))
+    assert (result.n_chunks, groups.windows_of(result)) == (8, [6, 7])
+    groups.load(8, result)
+    assert server.get("/v1/status")["pool"]["entries"]["ready"] == 8 + SPAN
+    result = groups.whole.looked_up(prompt(5))
+    assert (result.n_chunks, groups.windows_of(result)) == (5, [3, 4])
+    groups.load(5, result)
+
+
+def test_a_killed_server_serves_windows_from_the_pool_that_it_finds(
+    server: ServerProcess, groups: Groups
+) -> None:
+    groups.store(6, [(4, 6)])
+    server.kill()
+    server.start()
+    groups.connect()
+    result = groups.whole.looked_up(prompt(6))
+    assert (result.n_chunks, groups.windows_of(result)) == (6, [4, 5])
+    groups.load(6, result)
+
+
+def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(
+    server: ServerProcess, groups: Groups
+) -> None:
+    groups.store(8, [(0, 8)])
+    pool = server.get("/v1/status")["pool"]
+    record_bytes = pool["used_bytes"] // pool["entries"]["ready"]
+    start_empty(server, groups)
+
+    def prewarm(budget_bytes: int) -> dict[str, Any]:
+        body = {"tokens": prompt(8), "budget_bytes": budget_bytes}
+        job = json.loads(read(f"{server.url}/v1/prefetch", body=body))["job"]
+        return eventually(
+            "the prewarm ends",
+            lambda: (found := server.get(f"/v1/prefetch/{job}"))["state"] != "running" and found,
+        )
+
+    limited = prewarm(5 * record_bytes)
+    assert 0 < limited["l2_chunks"] < 8, limited
+    entries = server.get("/v1/status")["pool"]["entries"]["ready"]
+    assert entries == limited["l2_chunks"] + min(SPAN, limited["l2_chunks"])
+    rest = prewarm(1 << 30)
+    assert (rest["l1_chunks"] + rest["l2_chunks"], rest["reason"]) == (8, ""), rest
+    result = groups.whole.looked_up(prompt(8))
+    assert result.n_chunks == 8
+    groups.load(8, result)
+
+
+def test_explain_names_the_slice_that_ended_the_hit(server: ServerProcess, groups: Groups) -> None:
+    engine = groups.whole
+
+    def explained(n_chunks: int, seed: int) -> tuple[LookupResult, dict[str, Any]]:
+        name = f"explained-{seed}-{n_chunks}"
+        call = engine.client.lookup(
+            engine.identity(), engine.hasher(prompt(n_chunks, seed)), request_id=name, deadline_ms=10_000
+        )
+        assert call.wait(30)
+        if call.result.lease:
+            engine.client.release([call.result.lease], group=True)
+        [lookup] = server.get(f"/v1/explain/{name}")["lookups"]
+        return call.result, lookup["first_miss"]
+
+    shown = {part: part.client.slice_digest.hex()[:8] for part in groups}
+    groups.store(6, [(0, 4)])
+    result, miss = explained(6, seed=0)
+    assert (result.n_chunks, miss["reason"]) == (4, MissReason.UNKNOWN_KEY)
+    name = f"the window of slice {shown[groups.windowed]}… (group 1) at chunk 4 is absent: "
+    assert miss["detail"].startswith(name)
+    assert miss["chunk"] == 4
+    groups.store(3, [(0, 3)], seed=1)
+    result, miss = explained(5, seed=1)
+    assert result.n_chunks == 3
+    assert miss["detail"].startswith(f"slice {shown[groups.whole]}… (group 0) at chunk 3 is absent: ")

@@ -1,0 +1,224 @@
+"""Leases and peeks of slices with spans, beside their definition, for any presence, spans and leases of others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.keys import spans
+from kvstrata.keys.batch import part
+from kvstrata.native.index import IndexReader
+from kvstrata.native.pool import Pool
+from kvstrata.native.record import RecordSpec, seal_record
+from kvstrata.types import unpack_extents
+
+PAGE = 4096
+RECORD = 2 * PAGE
+IDENTITY = hashlib.sha256(b"identity").digest()
+MAX_CHUNKS, MAX_SLICES = 9, 4
+
+
+class Case(NamedTuple):
+    """Chunks of some slices, and which of them are there, by (chunk, slice)."""
+
+    n_chunks: int
+    spans: tuple[int, ...]
+    there: frozenset[tuple[int, int]]
+
+    def key(self, chunk: int, number: int) -> bytes:
+        return hashlib.sha256(b"%d.%d" % (chunk, number)).digest()
+
+    @property
+    def keys(self) -> bytes:
+        return b"".join(
+            self.key(chunk, number) for chunk in range(self.n_chunks) for number in range(len(self.spans))
+        )
+
+    def needs(self, n: int) -> set[tuple[int, int]]:
+        """The chunks that a hit of n chunks needs, by the words of the definition."""
+        return {
+            (chunk, number)
+            for number, span in enumerate(self.spans)
+            for chunk in (range(n) if span == 0 else range(n)[-span:])
+        }
+
+    def longest(self) -> int:
+        prefix = 0
+        whole = [number for number, span in enumerate(self.spans) if span == 0]
+        while prefix < self.n_chunks and all((prefix, number) in self.there for number in whole):
+            prefix += 1
+        return max(n for n in range(prefix + 1) if self.needs(n) <= self.there)
+
+
+@st.composite
+def cases(draw: st.DrawFn, min_span: int = 0) -> Case:
+    n_chunks = draw(st.integers(1, MAX_CHUNKS))
+    each = draw(
+        st.lists(st.integers(min_span, MAX_CHUNKS + 2) | st.just(1 << 16), min_size=1, max_size=MAX_SLICES)
+    )
+    places = [(chunk, number) for chunk in range(n_chunks) for number in range(len(each))]
+    # Mostly there: of chunks drawn one by one, next to no window would be whole.
+    absent = draw(
+        st.sets(st.sampled_from(places), max_size=len(places) // 2) | st.sets(st.sampled_from(places))
+    )
+    return Case(n_chunks, tuple(each), frozenset(set(places) - absent))
+
+
+@contextmanager
+def segment() -> Iterator[tuple[int, int]]:
+    index = os.memfd_create("index", os.MFD_CLOEXEC)
+    extents = os.memfd_create("extents", os.MFD_CLOEXEC)
+    try:
+        yield index, extents
+    finally:
+        os.close(index)
+        os.close(extents)
+
+
+def create(index: int, extents: int, records: int) -> Pool:
+    return Pool.create(
+        index, extents, extents_bytes=records * RECORD, entry_capacity=128, max_session_share=2
+    )
+
+
+def store(pool: Pool, key: bytes) -> None:
+    ticket, outcomes, packed = pool.reserve(key, b"", RECORD, 0, IDENTITY)
+    assert outcomes == b"\0"
+    [extent] = unpack_extents(packed)
+    seal_record(
+        pool.extents_address + extent.offset_bytes,
+        RECORD,
+        RecordSpec(key, IDENTITY, bytes(32), b"", 256),
+        [RECORD - PAGE],
+    )
+    assert pool.commit(ticket, [0]) == b"\0"
+
+
+def assert_leased(pool: Pool, case: Case, row: int, n_chunks: int) -> None:
+    """Lease, assert that exactly what a hit of `n_chunks` needs was leased, and release it."""
+    before = pool.stats()["leased_bytes"]
+    ticket, leased, packed, _, _ = pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)
+    assert leased == n_chunks
+    extents = unpack_extents(packed)
+    assert len(extents) == n_chunks * len(case.spans)
+    got = {divmod(i, len(case.spans)) for i, extent in enumerate(extents) if extent.length_bytes}
+    assert got == case.needs(n_chunks)
+    pool.validate()
+    if ticket:
+        assert pool.release(ticket, row)
+    assert pool.stats()["leased_bytes"] == before
+
+
+@given(cases())
+@settings(max_examples=400)
+def test_the_longest_hit_is_found_and_each_chunk_is_asked_for_once(case: Case) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def there(chunk: int, number: int) -> bool:
+        asked.append((chunk, number))
+        return (chunk, number) in case.there or not case.spans[number]
+
+    windows = frozenset((c, s) for c in range(case.n_chunks) for s, span in enumerate(case.spans) if not span)
+    assert (
+        spans.longest(case.n_chunks, case.spans, there) == case._replace(there=case.there | windows).longest()
+    )
+    assert len(asked) == len(set(asked))
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
+    with segment() as fds:
+        pool = create(*fds, records=200)
+        row = pool.claim_row(bytes(16), b"g" * 16, 100)
+        for chunk, number in sorted(case.there):
+            store(pool, case.key(chunk, number))
+        assert spans.peek(pool, case.keys, len(case.spans), case.spans) == case.longest()
+        assert_leased(pool, case, row, case.longest())
+        foreign = pool.lease(case.keys, len(case.spans), [row], hashlib.sha256(b"other").digest(), case.spans)
+        assert foreign[:2] == (0, 0)
+        pool.close()
+
+
+@given(cases(min_span=1), st.integers(1, 4))
+@settings(max_examples=150)
+def test_a_peek_at_windows_in_pieces_finds_the_longest_hit(case: Case, piece: int) -> None:
+    with segment() as fds:
+        pool = create(*fds, records=200)
+        reader = IndexReader(fds[0])
+        for chunk, number in sorted(case.there):
+            store(pool, case.key(chunk, number))
+        pool.heartbeat()
+        assert pool.peek_windows(case.keys, case.spans) == case.longest()
+        assert reader.peek_windows(case.keys, case.spans) == case.longest()
+        with mock.patch.object(spans, "PIECE_CHUNKS", piece):
+            found = spans.peek_end(
+                pool, case.n_chunks, case.spans, lambda a, b: part(case.keys, a, b, len(case.spans))
+            )
+        assert found == case.longest()
+        reader.close()
+        pool.close()
+
+
+@given(cases(), st.data())
+@settings(max_examples=100)
+def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verified(
+    case: Case, data: st.DataObject
+) -> None:
+    with segment() as fds:
+        pool = create(*fds, records=200)
+        for chunk, number in sorted(case.there):
+            store(pool, case.key(chunk, number))
+        pool.close()
+        pool = Pool.adopt(*fds, max_session_share=2)
+        row = pool.claim_row(bytes(16), b"g" * 16, 100)
+        verified = data.draw(st.sets(st.sampled_from(sorted(case.there)))) if case.there else set()
+        for chunk, number in sorted(verified):
+            assert pool.verify(case.key(chunk, number)) == (1, 0)
+        part_only = case._replace(there=frozenset(verified))
+        unverified = pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)[3]
+        assert unverified or part_only.longest() == case.longest()
+        assert_leased(pool, part_only, row, part_only.longest())
+        pool.verify(case.keys)
+        assert pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)[3] == 0
+        assert_leased(pool, case, row, case.longest())
+        pool.close()
+
+
+@given(cases(), st.integers(2, 40), st.data())
+@settings(max_examples=200)
+def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(
+    case: Case, room: int, data: st.DataObject
+) -> None:
+    with segment() as fds:
+        pool = create(*fds, records=80)  # of which 40 may be leased
+        row = pool.claim_row(bytes(16), b"g" * 16, 100)
+        for chunk, number in sorted(case.there):
+            store(pool, case.key(chunk, number))
+        others = [hashlib.sha256(b"other %d" % i).digest() for i in range(40 - room)]
+        for key in others:
+            store(pool, key)
+        shared = (
+            data.draw(st.sets(st.sampled_from(sorted(case.there)), max_size=room)) if case.there else set()
+        )
+        for key in [*others, *(case.key(chunk, number) for chunk, number in shared)]:
+            assert pool.lease(key, 1, [row])[1] == 1
+        left = room - len(shared)
+        fitting = max(
+            n
+            for n in range(case.longest() + 1)
+            if case.needs(n) <= case.there and len(case.needs(n) - shared) <= left
+        )
+        _, leased, _, _, short_bytes = pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)
+        assert leased == fitting
+        assert short_bytes or leased == case.longest()
+        pool.validate()
+        assert pool.stats()["leased_bytes"] <= 40 * RECORD
+        pool.close()

@@ -1,0 +1,213 @@
+"""Serves a small model of a family with real vLLM and a real server, and compares its tokens with a run without cache.
+
+    make families                    all families, 20 lengths drawn by a seed
+    make families MODEL=gemma3       one of them; ARGS="--lengths 5 --seed 7"
+
+An engine computes prompts and stores them.  Another process then loads them in four ways: from L1, from the pool that a
+killed server left, from disk into an empty pool, and from a peer.  Each way must hit all whole chunks that leave a
+token to compute, and give the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.harness.cache_engine import eventually
+from tests.harness.cluster import Cluster
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_model import FAMILIES, dtype_of, ensure_model
+from tests.harness.vllm_run import VllmProcess
+
+MAX_TOKENS = 3_500
+"""Longest prompt."""
+OPTIONS = {"max_num_batched_tokens": 512, "max_model_len": 4_096, "num_gpu_blocks_override": 160}
+"""Prompts are prefilled in pieces, so windows and states leave the engine's blocks while a request runs."""
+MORE: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"load_format": "dummy", "block_size": 32, "num_gpu_blocks_override": 640}
+}
+OUTPUT_TOKENS = 8
+LOOKUP_MS = 30_000
+"""Chunks that are loaded by this time are hits; so long a slow machine may take for all of them."""
+
+
+@dataclasses.dataclass
+class Way:
+    """One way for KV to reach an engine: how many prompts hit all they could, and how many gave the same tokens."""
+
+    name: str
+    prompts: int = 0
+    whole_hits: int = 0
+    same_tokens: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    """What was wrong, prompt by prompt."""
+
+    @property
+    def good(self) -> bool:
+        return self.prompts == self.whole_hits == self.same_tokens > 0
+
+
+class Family:
+    """One family's model, its prompts, and what an engine without cache answers."""
+
+    def __init__(self, name: str, lengths: Sequence[int], folder: Path) -> None:
+        self.name = name
+        self.model = ensure_model(name)
+        self.folder = folder
+        draw = random.Random(name)
+        self.prompts = [[draw.randrange(3, 32_000) for _ in range(length)] for length in lengths]
+        self.cold: list[list[int]] = []
+        self._engines = 0
+
+    @contextlib.contextmanager
+    def engine(self, server: ServerProcess | None) -> Iterator[VllmProcess]:
+        """An engine of its own process, with the connector if it has a server."""
+        self._engines += 1
+        more = {"kvstrata.lookup_timeout_ms": LOOKUP_MS}
+        with VllmProcess(
+            self.model,
+            self.folder / f"engine-{self._engines}",
+            extra=None if server is None else server.connector_config(**more),
+            options={
+                "dtype": dtype_of(self.name),
+                "enable_prefix_caching": True,
+                **OPTIONS,
+                **MORE.get(self.name, {}),
+            },
+        ) as vllm:
+            yield vllm
+
+    def compute(self, vllm: VllmProcess) -> None:
+        """Compute all prompts and wait until everything is stored.  The tokens must be those of a run without cache."""
+        vllm.generate([5, 6, 7])  # the first request waits for a step in which the worker reports its weights
+        for number, prompt in enumerate(self.prompts):
+            found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
+            if number == len(self.cold):
+                self.cold.append(found["tokens"])
+            assert found["cached_tokens"] == 0, f"prompt {number} hits before it was stored: {found}"
+            assert found["tokens"] == self.cold[number], f"prompt {number}: other tokens while it is stored"
+
+        def stored() -> bool:
+            vllm.ask("idle_steps", n=1)
+            return not vllm.ask("stores")["in_flight"]
+
+        eventually("all stores have ended", stored)
+        counts = vllm.ask("stores")["outcomes"]
+        assert set(counts) <= {"stored", "present"}, f"stores ended otherwise: {counts}"
+
+    def load(self, vllm: VllmProcess, name: str) -> Way:
+        """Answer all prompts again, without vLLM's own cache."""
+        eventually("the engine is attached", lambda: vllm.ask("connected"))
+        way = Way(name)
+        chunk = int(vllm.ask("chunk_tokens"))
+        for prompt, cold in zip(self.prompts, self.cold, strict=True):
+
+            def forget() -> bool:
+                vllm.ask("idle_steps", n=1)
+                return bool(vllm.ask("reset_prefix_cache"))
+
+            eventually("vLLM lets all blocks go", forget)
+            found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
+            whole = len(prompt) // chunk * chunk
+            # A model of full attention alone hits its whole prompt but for one token.
+            ends = {(len(prompt) - 1) // chunk * chunk, min(whole, len(prompt) - 1)}
+            hits, same = found["cached_tokens"] in ends, found["tokens"] == cold
+            way.prompts += 1
+            way.whole_hits += hits
+            way.same_tokens += same
+            if not (hits and same):
+                text = "the same tokens" if same else "other tokens"
+                way.wrong.append(f"{len(prompt)} tokens: {found['cached_tokens']} hit, {text}")
+        return way
+
+
+def on_one_host(family: Family) -> list[Way]:
+    """From L1, after a kill of the server, and from disk."""
+    ways = []
+    with ServerProcess(family.folder / "server", l1_mb=512, l2="fs") as server:
+        server.start()
+        with family.engine(server) as one:
+            family.compute(one)
+        with family.engine(server) as two:
+            ways.append(family.load(two, "another process, from L1"))
+            eventually("all records are put", lambda: all_put(server))
+            server.kill()
+            server.start()
+            ways.append(family.load(two, "after a kill of the server"))
+            server.stop()
+            server.wipe_segment()
+            server.start()
+            ways.append(family.load(two, "from disk"))
+    return ways
+
+
+def all_put(server: ServerProcess) -> bool:
+    """Whether L2 has all that L1 has."""
+    status = server.get("/v1/status")
+    (adapter,) = status["l2_store"]["adapters"].values()
+    return int(adapter["outcomes"].get("stored", 0)) >= int(status["pool"]["entries"]["ready"])
+
+
+def from_a_peer(family: Family) -> list[Way]:
+    """From the L1 of another instance of the cluster."""
+    with Cluster(family.folder / "cluster", l1_mb=256) as cluster:
+        with family.engine(cluster.servers[0]) as one:
+            family.compute(one)
+        cluster.until_known(0)
+        with family.engine(cluster.servers[1]) as other:
+            return [family.load(other, "from a peer")]
+
+
+def measure(name: str, lengths: Sequence[int], folder: Path, *, peer: bool = True) -> list[Way]:
+    """All ways of one family. Raises AssertionError if storing changes the tokens."""
+    family = Family(name, lengths, folder)
+    with family.engine(None) as plain:
+        family.cold = [
+            plain.generate(prompt, max_tokens=OUTPUT_TOKENS)["tokens"] for prompt in family.prompts
+        ]
+    return on_one_host(family) + (from_a_peer(family) if peer else [])
+
+
+def draw_lengths(count: int, seed: int) -> list[int]:
+    """Prompt lengths between 300 and MAX_TOKENS, and a multiple of the usual chunk, whose last chunk cannot be hit."""
+    draw = random.Random(seed)
+    return [draw.randrange(300, MAX_TOKENS) for _ in range(count - 1)] + [1_024]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--lengths", type=int, default=20, help="number of prompts")
+    parser.add_argument("--seed", type=int, default=None, help="of the lengths; default: drawn and printed")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.models) - {*FAMILIES, "19m"})
+    if unknown:
+        parser.error(f"models: {', '.join(unknown)}: must be of {', '.join(FAMILIES)}")
+    seed = random.randrange(10_000) if arguments.seed is None else arguments.seed
+    lengths = draw_lengths(arguments.lengths, seed)
+    print(f"seed {seed}, lengths {lengths}")
+    bad = 0
+    for name in arguments.models or FAMILIES:
+        with tempfile.TemporaryDirectory(prefix="families-") as folder:
+            for way in measure(name, lengths, Path(folder)):
+                bad += not way.good
+                print(
+                    f"{name:12} {way.name:28} {way.prompts} prompts, {way.whole_hits} hit all whole chunks, "
+                    f"{way.same_tokens} with the same tokens"
+                    + "".join(f"\n    {text}" for text in way.wrong),
+                    flush=True,
+                )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

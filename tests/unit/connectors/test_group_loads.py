@@ -1,0 +1,183 @@
+"""Hits of an engine in which a hit is of use only as a whole: what vLLM is offered, what is loaded, and failures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.connectors.vllm.groups import whole_group
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK
+from kvstrata.types import EXTENT
+from tests.harness.scheduler_side import (
+    BLOCK,
+    CHUNK,
+    SLICES,
+    FakeClient,
+    GuardedSide,
+    ask,
+    make_request,
+    step,
+)
+from tests.unit.connectors.groups_double import FULL, STATES, make_grouped, table_of, window_group
+
+WINDOW = window_group(16)
+KINDS = {
+    "full and window": (FULL, WINDOW),
+    "window": (window_group(16, number=0),),
+    "full and states": (FULL, STATES),
+    "two of full attention": (FULL, whole_group(BLOCK, CHUNK, number=1)),
+}
+
+
+@pytest.fixture(params=KINDS)
+def groups(request):
+    return KINDS[request.param]
+
+
+def hit_of(groups, n_tokens=41, hits=4, **changes):
+    """(side, client, a request for which `hits` chunks were found, what vLLM is offered)"""
+    client = FakeClient(hits=hits)
+    side, _ = make_grouped(*groups, client=client, **changes)
+    request = make_request(n_tokens)
+    side.on_new_request(request)
+    return side, client, request, ask(side, request)
+
+
+def tables_of(groups, n_tokens=41, gone=16):
+    """A request's block tables; of windows and states the blocks of the first `gone` tokens are not there."""
+    tables = []
+    for group in groups:
+        if group is STATES:
+            tables.append([0, 0, 0, 304, 305, 306])
+        else:
+            tables.append(table_of(n_tokens, 100 + 100 * group.number, gone if group.span else 0))
+    return tables
+
+
+@given(n_tokens=st.integers(1, 100), hits=st.integers(0, 15), computed_blocks=st.integers(0, 25))
+def test_an_offer_ends_with_a_chunk_and_leaves_a_token_to_compute(n_tokens, hits, computed_blocks):
+    computed = min(computed_blocks * BLOCK, (n_tokens - 1) // BLOCK * BLOCK)
+    for kinds in KINDS.values():
+        client = FakeClient(hits=hits)
+        side, _ = make_grouped(*kinds, client=client, settings={"load_mode": "sync"})
+        request = make_request(n_tokens)
+        side.on_new_request(request)
+        tokens, asynchronous = ask(side, request, computed)
+        end = min(hits, (n_tokens - 1) // CHUNK) * CHUNK
+        assert tokens == max(0, end - computed)
+        if tokens:
+            assert asynchronous and (computed + tokens) % CHUNK == 0 and computed + tokens < n_tokens
+        assert all(call.n_asked <= (n_tokens - 1) // CHUNK for call in client.calls)
+
+
+def test_one_group_of_full_attention_is_offered_all_but_the_last_token():
+    _, _, _, offer = hit_of((FULL,), n_tokens=32)
+    assert offer == (31, False)
+
+
+def test_each_group_loads_what_a_hit_needs_of_it_under_one_lease():
+    side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
+    side.allocated(request, tables_of((FULL, WINDOW), gone=20), tokens)
+    whole, window = step(side).loads
+    assert (whole.group, whole.blocks) == (0, list(range(100, 108)))
+    assert (window.group, window.blocks) == (1, [SKIP_BLOCK, 205, 206, 207])
+    assert window.chain == whole.chain[-64:] and len(whole.chain) == 4 * 32
+    rows = [[extent[0] for extent in EXTENT.iter_unpack(load.extents)] for load in (whole, window)]
+    assert rows == [list(range(8)), [4, 5, 6, 7]] and whole.slices == window.slices == SLICES
+    assert whole.lease == window.lease and client.handed_on == [whole.lease] and client.leases == []
+    assert whole.asynchronous and window.asynchronous
+
+
+def test_of_states_only_the_last_one_is_loaded():
+    side, _, request, (tokens, _) = hit_of((FULL, STATES))
+    side.allocated(request, tables_of((FULL, STATES)), tokens)
+    _, states = step(side).loads
+    assert (states.blocks, len(states.chain)) == ([304], 32)
+
+
+def test_blocks_that_vllm_has_computed_are_not_loaded_and_the_window_is():
+    client = FakeClient(hits=4)
+    side, _ = make_grouped(FULL, WINDOW, client=client)
+    request = make_request(41)
+    side.on_new_request(request)
+    tokens, _ = ask(side, request, computed=20)
+    assert tokens == 12
+    side.allocated(request, tables_of((FULL, WINDOW)), tokens)
+    whole, window = step(side).loads
+    assert whole.blocks == [SKIP_BLOCK, 105, 106, 107]
+    assert window.blocks == [SKIP_BLOCK, 205, 206, 207], "vLLM found the window's first block itself"
+
+
+@pytest.mark.parametrize("taken", [4, 24, 28])
+def test_a_hit_of_which_vllm_takes_less_is_not_loaded_and_its_lease_goes_back(groups, taken):
+    side, client, request, (tokens, asynchronous) = hit_of(groups)
+    assert (tokens, asynchronous) == (32, True)
+    side.allocated(request, tables_of(groups), taken)
+    loads = step(side).loads
+    assert [load.group for load in loads] == [group.number for group in groups]
+    assert {load.lease for load in loads} == {None} and all(load.asynchronous for load in loads)
+    assert client.leases == client.handed_on == []
+    side.heard([], [request.request_id], [], [request.request_id])
+    assert ask(side, request) == (0, False)
+
+
+def test_a_hit_that_vllm_does_not_take_gives_its_lease_back(groups):
+    side, client, request, _ = hit_of(groups)
+    side.allocated(request, tables_of(groups), 0)
+    assert step(side).loads == [] and client.leases == client.handed_on == []
+
+
+def test_a_request_of_which_a_load_failed_is_not_loaded_again_and_stored_from_its_start():
+    side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
+    side.allocated(request, tables_of((FULL, WINDOW)), tokens)
+    assert len(step(side).loads) == 2
+    side.heard([], [request.request_id], [], [request.request_id])
+    assert ask(side, request) == (0, False) and len(client.calls) == 1
+    tables = {request.request_id: tuple(tables_of((FULL, WINDOW), gone=0))}
+    stores = step(side, [(request, 0, 41)], tables=tables).stores
+    assert [(store.group, store.blocks) for store in stores] == [
+        (0, list(range(100, 110))),
+        (1, list(range(206, 210))),
+    ]
+
+
+def test_other_requests_are_stored_and_loaded_as_before_when_one_fails():
+    side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
+    other = make_request(41)
+    side.on_new_request(other)
+    side.allocated(request, tables_of((FULL, WINDOW)), tokens)
+    side.heard([], [request.request_id], [], [request.request_id, "unknown"])
+    assert ask(side, other) == (32, True) and len(client.leases) == 1
+
+
+def test_the_blocks_of_a_request_that_ends_while_it_is_loaded_are_left_to_vllm(groups):
+    side, _, request, (tokens, _) = hit_of(groups)
+    side.allocated(request, tables_of(groups), tokens)
+    step(side)
+    assert side.finished(request, tables_of(groups)) is False
+    side.heard([], [request.request_id], [], [request.request_id])
+
+
+def test_an_error_while_loads_are_planned_fails_one_load_and_gives_the_lease_back(groups, monkeypatch):
+    side, client, request, (tokens, _) = hit_of(groups)
+
+    def planted(*arguments):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(side, "_load_of", planted)
+    GuardedSide(side).allocated(request, tables_of(groups), tokens)
+    (load,) = step(side).loads
+    assert (load.lease, load.asynchronous) == (None, True)
+    assert client.leases == client.handed_on == []
+    side.heard([], [request.request_id], [], [request.request_id])
+    assert ask(side, request) == (0, False)
+
+
+def test_an_error_after_loads_were_planned_hands_their_lease_on_once(groups):
+    side, client, request, (tokens, _) = hit_of(groups)
+    client.fails = "release"
+    GuardedSide(side).allocated(request, tables_of(groups), tokens)
+    loads = step(side).loads
+    assert len(loads) == len(groups) and {load.lease for load in loads} == set(client.handed_on)
+    assert client.leases == []

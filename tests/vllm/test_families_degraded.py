@@ -1,0 +1,113 @@
+"""An engine with windows whose copies fail, or that has few blocks: the same tokens, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.records import Extents
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_model import ensure_model
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import EXACT, Rig, make_prompt, until
+
+pytestmark = pytest.mark.vllm
+
+LENGTHS = (1_150, 1_149, 1_151, 1_148)
+"""Nine blocks of full attention each, and ten before they end: all four start, and not all can end at once."""
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator[Rig]:
+    """gpt-oss, in an engine that must preempt requests when it answers all of `LENGTHS` at once."""
+    folder = tmp_path_factory.mktemp("families")
+    with ServerProcess(folder / "server", l1_mb=256) as server:
+        server.start()
+        with VllmProcess(
+            ensure_model("gpt-oss"),
+            folder / "vllm",
+            extra=server.connector_config(),
+            options={
+                "dtype": EXACT,
+                "max_num_batched_tokens": 512,
+                "max_model_len": 2_304,
+                "num_gpu_blocks_override": 50,
+            },
+        ) as vllm:
+            vllm.generate([5, 6, 7])
+            yield Rig(server, vllm)
+
+
+def settle(rig: Rig) -> None:
+    """Wait until all stores have ended and vLLM has all its blocks back."""
+
+    def ended() -> bool:
+        rig.vllm.ask("idle_steps", n=1)
+        return not rig.vllm.ask("stores")["in_flight"] and rig.forget()
+
+    until(ended, "ending all stores")
+
+
+def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_back(rig: Rig) -> None:
+    settle(rig)
+    free = rig.vllm.ask("free_blocks")
+    prompts = [make_prompt(8_000 + n, n) for n in LENGTHS]
+    alone = [rig.vllm.generate(prompt, max_tokens=140, salt="alone")["tokens"] for prompt in prompts]
+    settle(rig)
+    rig.vllm.ask("preemptions")
+    together = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
+    assert rig.vllm.ask("preemptions") > 0, "there were enough blocks to test nothing"
+    assert [found["tokens"] for found in together] == alone
+    settle(rig)
+    again = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
+    assert [found["tokens"] for found in again] == alone
+    assert sum(found["cached_tokens"] > 0 for found in again) == len(LENGTHS)
+    settle(rig)
+    assert rig.vllm.ask("free_blocks") == free
+    until(lambda: rig.server.get("/v1/status")["pool"]["leased_bytes"] == 0, "giving all leases back")
+
+
+def windows_of(rig: Rig, prompt: list[int]) -> tuple[Extents, list[tuple[int, Any]], list[int]]:
+    """Store a new prompt: the extents file, (offset, header) of its records of windows, and the tokens."""
+    extents = Extents(rig.server.segment_dir)
+    before = {header.key for header in extents.records().values()}
+    tokens: list[int] = rig.vllm.generate(prompt)["tokens"]
+    settle(rig)
+    added = [(at, header) for at, header in extents.records().items() if header.key not in before]
+    shortest = min(header.payload_bytes for _, header in added)
+    windows = [(at, header) for at, header in added if header.payload_bytes == shortest]
+    assert len(windows) < len(added), (
+        "all records have one length, so windows cannot be told from full attention"
+    )
+    return extents, windows, tokens
+
+
+def test_vllm_computes_with_the_stored_window(rig: Rig) -> None:
+    """Another window with valid checksums changes the output, which proves that it really is loaded."""
+    settle(rig)
+    prompt = make_prompt(8_100, 1_000)
+    extents, windows, tokens = windows_of(rig, prompt)
+    for at, header in windows:
+        extents.replace_payload(at, header, seed=1)
+    extents.close()
+    found = rig.vllm.generate(prompt)
+    assert found["cached_tokens"] == 768 and found["tokens"] != tokens
+    settle(rig)
+
+
+def test_a_request_whose_window_cannot_be_loaded_is_computed_and_stored_again(rig: Rig) -> None:
+    settle(rig)
+    prompt = make_prompt(8_200, 1_000)
+    extents, windows, tokens = windows_of(rig, prompt)
+    for at, header in windows:
+        extents.flip_a_byte(at, header)
+    extents.close()
+    bad = rig.vllm.generate(prompt)
+    assert (bad["cached_tokens"], bad["tokens"]) == (0, tokens)
+    settle(rig)
+    healed = rig.vllm.generate(prompt)
+    assert (healed["cached_tokens"], healed["tokens"]) == (768, tokens)
+    settle(rig)
