@@ -111,3 +111,19 @@ def test_a_request_whose_window_cannot_be_loaded_is_computed_and_stored_again(ri
     healed = rig.vllm.generate(prompt)
     assert (healed["cached_tokens"], healed["tokens"]) == (768, tokens)
     settle(rig)
+
+
+def test_a_prompt_that_parts_from_another_one_lets_the_next_hit_up_to_there(rig: Rig) -> None:
+    """Only the windows at a prompt's end are stored; where two prompts part, the second one stores them."""
+    settle(rig)
+    shared = make_prompt(8_300, 800)
+    rest = [make_prompt(8_301 + number, 400) for number in range(3)]
+    cached, tokens = [], []
+    for each in (*rest, rest[2]):
+        found = rig.vllm.generate(shared + each, salt="parts")
+        cached.append(found["cached_tokens"])
+        tokens.append(found["tokens"])
+        settle(rig)
+    assert cached == [0, 0, 768, 1_024]
+    assert tokens[2] == tokens[3] == rig.vllm.generate(shared + rest[2], salt="reference")["tokens"]
+    settle(rig)
