@@ -36,7 +36,6 @@ from tests.fault.p2p.net import (
     ABSENT,
     KEYS,
     LOADED,
-    NOT_THERE,
     THERE,
     CopyEngine,
     failed,
@@ -156,7 +155,7 @@ async def test_a_record_forged_between_the_hosts_with_right_checksums_is_served_
         mac
     )
     # As after any bad record, the owner is skipped for a while.
-    assert await one.reader.exists(KEYS) == [NOT_THERE if mac else THERE] * 8
+    assert await one.reader.exists(KEYS) == [unknown("peer_skipped") if mac else THERE] * 8
 
 
 @pytest.mark.parametrize("mac", [False, True], ids=["without", "with"])
@@ -242,9 +241,8 @@ async def test_instances_with_and_without_the_setting_do_not_read_each_other_and
 ) -> None:
     one = await scene(reader=reader, owner=owner)
     assert await one.reader.exists(KEYS) == [unknown("mac_differs")] * 8
-    assert [outcome for outcome, _ in await one.load(KEYS)] == [
-        ABSENT
-    ] * 8  # the owner is skipped for a while
+    loaded = [outcome for outcome, _ in await one.load(KEYS)]
+    assert loaded == [failed("peer_skipped")] * 8, "the owner is skipped for a while"
     said = f"p2p.mac is {str(reader).lower()} for the reader, but {str(owner).lower()} for owner; set the same p2p.mac"
     assert caplog.text.count(said) == 1
     assert one.path.reads == 0
