@@ -146,14 +146,17 @@ class Inbox:
 
     def hears(self, descriptor: int, routing_id: bytes) -> int | None:
         """A message has arrived; returns its connection, or None if that was cut: then the caller drops the message."""
+        sender = descriptor, routing_id
+        if sender not in self._ended:
+            known = descriptor in self._heard or descriptor in self._silent or descriptor in self._cut
+            if routing_id != self._routing_ids.get(descriptor, b"") or not known:
+                self._see_connections()  # it is new, has ended, or another connection has its descriptor by now
+                if routing_id and descriptor not in self._silent and descriptor not in self._cut:
+                    self._ended.add(sender)
+        if sender in self._ended:
+            return None if ~descriptor in self._cut else ~descriptor
         if descriptor in self._cut:
             return None
-        if descriptor not in self._heard and descriptor not in self._silent:
-            self._see_connections()  # it is new, or has ended
-            if routing_id and descriptor not in self._silent:
-                self._ended.add((descriptor, routing_id))
-        if self._ended and (descriptor, routing_id) in self._ended:
-            return None if ~descriptor in self._cut else ~descriptor
         self._silent.pop(descriptor, None)
         self._heard.pop(descriptor, None)
         self._heard[descriptor] = None
