@@ -184,8 +184,8 @@ def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_c
         )
     if vllm_config.speculative_config is not None:
         raise ConfigError(
-            "speculative_config: drafts with sliding windows or states are not supported so far; leave "
-            "--speculative-config out, or run this model without this connector",
+            "speculative_config: speculative decoding of a model with sliding windows or states is not supported so "
+            "far; leave --speculative-config out, or run this model without this connector",
             field="speculative_config",
         )
 

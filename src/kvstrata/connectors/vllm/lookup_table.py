@@ -163,8 +163,8 @@ class Tracked:
         self.windows_next = 0
         """As `next_store`, for groups of which only windows are stored."""
         self.junction = 0
-        """Chunks that groups of full attention had in L1, but without the windows or states for a hit of that length:
-        another prompt shares them, so this request stores what was missing."""
+        """How many leading chunks the groups of full attention had in L1.  If the hit is shorter, another prompt shares
+        these chunks, and this request stores the windows that were missing for a hit of that length."""
         self.stores: set[int] = set()
         """Stores that may still read this request's blocks."""
         self.deferred = False

@@ -5,9 +5,9 @@ Invariants
    synchronous load is unconfirmed, nothing is stored, unless the engine has a single worker, which knows by itself
    whether the load failed.
 2. A store that was dropped or not confirmed is planned again when its chunks are next complete.
-3. Of groups with a window, only the windows at the prompt's end and at a junction with another prompt are stored; of
-   groups with a state, only the states that vLLM offers.  vLLM frees their blocks while the request goes on, so they
-   are pinned until no store reads them.
+3. Of groups with a window, only the windows at the prompt's end and where it parts from another prompt are stored
+   (and, with `save_decode_cache`, those of the answer); of groups with a state, only the states that vLLM offers.
+   vLLM frees their blocks while the request goes on, so they are pinned until no store reads them.
 """
 
 from __future__ import annotations
