@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.boundary import guarded
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion

@@ -27,7 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.worker.gpu_worker import Worker
 
 import kvstrata.connectors.vllm as package
-from kvstrata.connectors.vllm import boundary, build
+from kvstrata.connectors import boundary
+from kvstrata.connectors.vllm import build
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
 from kvstrata.connectors.vllm.metadata import StepPlan
 from kvstrata.connectors.vllm.weights import loaded_weights

@@ -31,7 +31,7 @@ from kvstrata.config.lmcache.keys import (
 )
 from kvstrata.config.lmcache.variables import server_notes
 from kvstrata.config.model import ServerSettings
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 
 THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_6.json").read_text())

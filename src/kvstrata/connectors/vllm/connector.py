@@ -26,8 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstrata.connectors.boundary import errors, guarded
 from kvstrata.connectors.vllm.block_pins import BlockPins
-from kvstrata.connectors.vllm.boundary import errors, guarded
 from kvstrata.connectors.vllm.build import read_setup, scheduler_side, worker_side
 from kvstrata.connectors.vllm.logs import log_like_vllm
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstrata.client.handles import StoreOutcome
-from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.boundary import guarded
 from kvstrata.types import MissReason
 
 COUNTERS = {

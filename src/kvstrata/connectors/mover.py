@@ -9,8 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
-from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.types import LeaseName
+
+
+class StoredChunks(Protocol):
+    """The names of chunks that are to be stored."""
+
+    @property
+    def parent(self) -> bytes:
+        """Chain key of the chunk before the first; empty at the start of a prompt."""
+
+    @property
+    def chain(self) -> bytes:
+        """Chain keys of the chunks."""
+
+    @property
+    def probe(self) -> bytes:
+        """Probe of the request's first chunk."""
 
 
 class Mover(Protocol):
@@ -24,7 +39,7 @@ class Mover(Protocol):
     def broken(self) -> bool:
         """Whether copying has stopped, for the rest of the process."""
 
-    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+    def store(self, identity: Identity, store: StoredChunks, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """Begin to copy a store's chunks into L1. Never blocks; blocks are read until the job is `gathered`."""
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
@@ -53,7 +68,7 @@ class HostMover:
         self._client = client
         self._plan = plan
 
-    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+    def store(self, identity: Identity, store: StoredChunks, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """See `Mover.store`."""
         return self._client.store(identity, store.parent, store.chain, self._plan, blocks, probe=store.probe)
 
