@@ -45,6 +45,10 @@ BLOCKS = {
         "# TOKEN": "test_tenant_tokens",
         "quotas_gb": "test_own_pools",
     },
+    "docs/engines.md": {
+        "python -m sglang": "tests/sglang gives its flags to SGLang's own parser",
+        "kv_connector_config": "TensorRT-LLM was never run; test_tensorrt_llm makes both classes",
+    },
     "docs/formats.md": {"0 ": NO_COMMAND},
     "docs/getting-started.md": {
         "$ python3 -m venv": RUN,
