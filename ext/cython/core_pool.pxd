@@ -137,6 +137,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t leases_trimmed, bad_records
         uint64_t adopted_entries, adoption_dropped
         uint64_t events_lost, prefaulted_bytes
+        uint64_t tail_entries, tail_record_bytes, tail_extent_bytes
         uint64_t limit_bytes, backed_bytes, missing_bytes, rows_capacity
         uint64_t entry_capacity, rows_claimed
         double fragmentation
@@ -162,6 +163,8 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         size_t n_keys
         const uint8_t* parent
         uint64_t record_bytes
+        cbool tail
+        uint64_t extent_bytes
         uint32_t row
         const uint8_t* identity
         uint32_t tenant
@@ -202,6 +205,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t abort(uint64_t, U32Span, cbool) noexcept
         Status hold(const CKey&, const uint8_t*, CHold*) noexcept
         Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
+        cbool is_tail(const CKey&) noexcept
         uint64_t remove(const uint8_t*, size_t, cbool) noexcept
         ClearResult clear(int64_t, const uint8_t*) noexcept
         ClearedInUse cleared_in_use(int64_t) noexcept

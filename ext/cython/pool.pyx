@@ -384,7 +384,11 @@ cdef class Pool:
 
     # writing
 
-    def reserve(self, keys, parent, record_bytes, row, identity, tenant=0):
+    def is_tail(self, key):
+        cdef bytes raw = _one_key(key, "key")
+        return bool(self.pool.get().is_tail(CKey.load(PyBytes_AS_STRING(raw))))
+
+    def reserve(self, keys, parent, record_bytes, row, identity, tenant=0, cbool tail=False, uint64_t extent_bytes=0):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef bytes parent_key = _one_key(parent, "parent") if parent else b""
@@ -398,6 +402,8 @@ cdef class Pool:
         request.n_keys = n_keys
         request.parent = <const uint8_t*>PyBytes_AS_STRING(parent_key) if parent_key else NULL
         request.record_bytes = record_bytes
+        request.tail = tail
+        request.extent_bytes = extent_bytes
         request.row = _row(row)
         request.identity = <const uint8_t*>PyBytes_AS_STRING(identity_key)
         request.tenant = tenant

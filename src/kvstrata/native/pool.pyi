@@ -199,15 +199,26 @@ class Pool:
         """Checks unverified entries, last used first, at most about `max_bytes`; returns how many remain."""
     def mark_bad(self, key: Buffer, identity: bytes = b"") -> bool:
         """Checks a record that a reader found wrong; True when it was bad and was dropped."""
+    def is_tail(self, key: Buffer) -> bool:
+        """Whether the key is in the index and its record is a tail."""
     def reserve(
-        self, keys: Buffer, parent: bytes, record_bytes: int, row: int, identity: bytes, tenant: int = 0
+        self,
+        keys: Buffer,
+        parent: bytes,
+        record_bytes: int,
+        row: int,
+        identity: bytes,
+        tenant: int = 0,
+        tail: bool = False,
+        extent_bytes: int = 0,
     ) -> tuple[int, bytes, bytes]:
         """(ticket, outcomes, extents): extents to write these chunks of one chain into, in order.
 
         `parent`: storage key of the chunk before the first, or b"".  `identity`: root that the records must name.  The
         answer has one wire.ReserveOutcome and one packed `types.EXTENT` for each key (zeros where not RESERVED).
         Entries are evicted at once to make room, never those of this chain.  After the first refusal, all later keys
-        that are not present get the same outcome.  Ticket 0 when nothing was reserved.
+        that are not present get the same outcome.  Ticket 0 when nothing was reserved.  A tail is evicted before all
+        other records; it gets an extent of `extent_bytes`, if its record is shorter.
         """
     def commit(self, ticket: int, indices: list[int], check: bool = True) -> bytes:
         """One wire.CommitOutcome per index; the items' reservation ends, whatever the outcome.

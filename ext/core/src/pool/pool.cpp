@@ -347,6 +347,12 @@ std::uint64_t Pool::abort(std::uint64_t ticket, std::span<const std::uint32_t> i
 
 // ---- administration
 
+bool Pool::is_tail(const Key& key) noexcept {
+  const std::lock_guard lock(mutex_);
+  const std::uint32_t entry = is_closed() ? kNoEntry : entries_.index.find(key);
+  return entry != kNoEntry && entries_.local[entry].is_tail();
+}
+
 std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool returned) noexcept {
   const std::lock_guard lock(mutex_);
   if (is_closed()) return 0;
@@ -430,6 +436,7 @@ PoolStats Pool::stats() noexcept {
   const std::lock_guard lock(mutex_);
   PoolStats stats{};
   static_cast<EntryCounts&>(stats) = entries_.counts;
+  static_cast<TailCounts&>(stats) = entries_.tails;
   static_cast<ReservationCounts&>(stats) = reservations_.counts;
   static_cast<LeaseCounts&>(stats) = leases_.counts;
   static_cast<DepartureCounts&>(stats) = departures_.counts;

@@ -132,6 +132,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] Status mark_bad(const Key& key, const std::uint8_t* identity,
                                 bool* dropped) noexcept;
 
+  // Whether the key is in the index and its record is a tail.
+  bool is_tail(const Key& key) noexcept;
+
   // Writing.
   [[nodiscard]] Status reserve(const ReserveRequest& request, ReserveResult* result) noexcept;
   // `check`: whether the header of each record must be the promised one. `outcomes`: one
