@@ -46,6 +46,7 @@ from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.puts import StoreLimits
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
@@ -112,6 +113,7 @@ class L2(NamedTuple):
 
     tiers: TierSet
     store: StoreController
+    tails: TailPuts
     prefetch: PrefetchController
     borrowed: Borrowed
     peer_reads: PeerReads
@@ -249,11 +251,14 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         max_in_flight=settings.l2.prefetch_max_in_flight,
     )
     prefetch = PrefetchController(pool, tiers, limits, ground.clock, store.dropped, loaded, asks)
+    tails = TailPuts(store, tiers, ground.clock, settings.l2.tails_after_s)
     ground.board.put("l2_store", store.stats)
+    ground.board.put("tails", tails.stats)
     ground.board.put("l2_prefetch", prefetch.stats)
     return L2(
         tiers=tiers,
         store=store,
+        tails=tails,
         prefetch=prefetch,
         borrowed=borrowed,
         peer_reads=peer_reads,
@@ -327,6 +332,7 @@ def make_boundary(
         tiers=l2.tiers,
         prefetch=l2.prefetch,
         store=l2.store,
+        tails=l2.tails,
         events=l2.events,
         explainer=ground.explainer,
         savings=ground.savings,
@@ -344,6 +350,7 @@ def make_boundary(
         ground.history,
         ground.explainer.identities,
         l2.store,
+        l2.tails,
         ground.savings,
         ground.clock,
         counters,

@@ -202,7 +202,16 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
     quotas = Quotas(pool, ground.own, own_lane, pinned=plan.l1_is_pinned)
     housekeeping = Housekeeping(
-        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor, ground.own, quotas
+        pool,
+        own_lane,
+        l2.events,
+        l2.store,
+        l2.borrowed,
+        ground.clock,
+        shell.supervisor,
+        ground.own,
+        quotas,
+        l2.tails,
     )
     restarts = shell.restarts
     ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})

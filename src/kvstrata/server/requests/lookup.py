@@ -39,12 +39,14 @@ from kvstrata.rpc.session import Call
 from kvstrata.rpc.wire import Lookup, LookupReply
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.requests.checks import check_probe, whole_keys
+from kvstrata.server.requests.checks import check_probe, check_tails, whole_keys
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import InFlight, Lease
 from kvstrata.server.requests.running import KeptOutcome
+from kvstrata.server.requests.tails import Leased, NamedTails, lease, split_extents
 from kvstrata.types import KEY_BYTES, MissReason
 
 REPLY_MARGIN_S = 0.003
@@ -64,13 +66,16 @@ class Granted(NamedTuple):
     """Bytes that other leases would have to give back before the rest of the prefix could be leased."""
     rows: list[int]
     """The pool rows that got a share."""
+    tail_tokens: int = 0
+    """Tokens of the tail behind these chunks, whose extents are the last ones; 0: none is leased."""
 
 
-def _granted(leased: tuple[int, int, bytes, int, int], rows: list[int]) -> Granted:
-    return Granted(*leased, rows)
+def _granted(leased: Leased, rows: list[int], tail_tokens: int = 0) -> Granted:
+    return Granted(*leased, rows, tail_tokens)
 
 
-NOTHING = Granted(0, 0, b"", 0, 0, [])
+NO_LEASE: Leased = (0, 0, b"", 0, 0)
+NOTHING = Granted(*NO_LEASE, [])
 
 
 class Asked(NamedTuple):
@@ -85,8 +90,22 @@ class Asked(NamedTuple):
     slices: bytes
     n_slices: int
     spans: tuple[int, ...]
+    tails: NamedTails
     started_s: float
     deadline_s: float
+
+
+def _lease(asked: Asked, all_keys: bytes, rows: list[int]) -> Granted:
+    """Lease the leading chunks, and the tail that follows them, for these rows."""
+    root, n_slices, spans, pool = asked.identity.root, asked.n_slices, asked.spans, asked.pool
+    if not asked.tails:
+        return _granted(pool.lease(all_keys, n_slices, rows, root, spans), rows)
+
+    def take(keys: bytes) -> Leased:
+        return pool.lease(keys, n_slices, rows, root) if keys else NO_LEASE
+
+    leased, tail_tokens = lease(pool, all_keys, asked.n_chunks, n_slices, asked.tails, take)
+    return _granted(leased, rows, tail_tokens)
 
 
 def _give_up(asked: Asked, granted: Granted) -> None:
@@ -123,6 +142,7 @@ class Lookups:
         tiers: TierSet,
         prefetch: PrefetchController,
         store: StoreController,
+        tails: TailPuts,
         events: PoolEvents,
         explainer: Explainer,
         savings: Savings,
@@ -140,6 +160,7 @@ class Lookups:
         self._tiers = tiers
         self._prefetch = prefetch
         self._store = store
+        self._tail_puts = tails
         self._events = events
         self._explainer = explainer
         self._savings = savings
@@ -153,25 +174,26 @@ class Lookups:
         """Begin a lookup. Returns its outcome, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
         identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
-        n_chunks = whole_keys(keys, "groups[0].keys")
+        check_tails(request.tails)
+        n_chunks = whole_keys(keys, "groups[0].keys") if keys or not request.tails else 0
         check_probe(request.probe)
         group = process.group
         now_s = self._clock.monotonic_s()
         asked = Asked(
             call, process, identity, group.own_pool or self._pool, request, n_chunks, group.packed_slices,
-            len(group.slices), group.spans, now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
+            len(group.slices), group.spans,
+            NamedTails(() if group.spans else request.tails, identity.root, group.packed_slices),
+            now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
             return self._outcome(asked, b"", NOTHING, 0, MissReason.REFUSED, known)
         if n_chunks * asked.n_slices > KEYS_ON_LOOP:
             return self._on_lane(asked)
-        root = identity.root
-        all_keys = storage_keys(root, keys, asked.slices)
-        granted = _granted(
-            asked.pool.lease(all_keys, asked.n_slices, group.rows, root, asked.spans), group.rows
-        )
-        if granted.n_chunks == n_chunks or not (granted.unverified or self._tiers.take_loads):
+        all_keys = storage_keys(identity.root, keys, asked.slices) if keys else b""
+        granted = _lease(asked, all_keys, group.rows)
+        whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not asked.tails.in_l2(n_chunks))
+        if whole or not (granted.unverified or self._tiers.take_loads):
             return self._answer(asked, all_keys, granted, granted.n_chunks)
         return self._more(asked, all_keys, granted)
 
@@ -182,8 +204,7 @@ class Lookups:
 
         def work() -> tuple[bytes, Granted]:
             all_keys = storage_keys(root, chain, asked.slices)
-            leased = asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans)
-            return all_keys, _granted(leased, rows)
+            return all_keys, _lease(asked, all_keys, rows)
 
         future = self._lane.run(work)
         try:
@@ -224,6 +245,8 @@ class Lookups:
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks:
                     held = await self._lease(asked, all_keys, held)
+            if not held.tail_tokens and await self._fetch_tail(asked, all_keys, held.n_chunks):
+                held = await self._lease(asked, all_keys, held)
         except BaseException:
             _give_up(asked, held)
             raise
@@ -234,21 +257,42 @@ class Lookups:
 
         When cancelled, nothing stays leased.
         """
-        rows, root = list(asked.process.group.rows), asked.identity.root
+        rows = list(asked.process.group.rows)
         if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
-            again = _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans), rows)
+            again = _lease(asked, all_keys, rows)
         else:
             try:
-                future = self._lane.run(asked.pool.lease, all_keys, asked.n_slices, rows, root, asked.spans)
+                future = self._lane.run(_lease, asked, all_keys, rows)
             except Refused:
                 return held
             try:
-                again = _granted(await asyncio.shield(future), rows)
+                again = await asyncio.shield(future)
             except asyncio.CancelledError:
-                future.add_done_callback(lambda done: _give_up(asked, _granted(done.result(), rows)))
+                future.add_done_callback(lambda done: _give_up(asked, done.result()))
                 raise
         _give_up(asked, held)
         return again
+
+    async def _fetch_tail(self, asked: Asked, all_keys: bytes, n_chunks: int) -> bool:
+        """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
+        if not self._tiers.take_loads or self._late(asked):
+            return False
+        tails = asked.tails.in_l2(n_chunks)
+        if not tails:
+            return False
+        found = await self._prefetch.fetch_one_of(
+            [tail.keys for tail in tails],
+            asked.n_slices,
+            pool=asked.pool,
+            identity=asked.identity.root,
+            tenant=asked.identity.tenant,
+            parent=before(all_keys, n_chunks, n_slices=asked.n_slices),
+            deadline_s=asked.deadline_s,
+            lengths=asked.process.group.lengths,
+        )
+        if found >= 0:
+            self._tail_puts.loaded(split(tails[found].keys))
+        return found >= 0
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""
@@ -271,6 +315,9 @@ class Lookups:
     ) -> KeptOutcome:
         """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
         if granted.n_chunks == asked.n_chunks:
+            if not asked.n_chunks and not granted.tail_tokens:
+                reason = MissReason.NEVER_STORED
+                return self._outcome(asked, all_keys, granted, 0, reason, "no tail of the prompt is present")
             return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
         asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
         self._events.drain()  # a chunk may have left L1 after they were last read
@@ -390,9 +437,20 @@ class Lookups:
                 n - l1_chunks,
                 n,
                 str(reason),
-                detail,
+                detail or (f"a tail of {granted.tail_tokens} tokens follows" if granted.tail_tokens else ""),
                 missing_key or (nth(all_keys, n * asked.n_slices) if reason and all_keys else b""),
             )
         )
-        reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
+        extents, of_tail = split_extents(granted.extents, asked.n_slices, granted.tail_tokens)
+        reply = LookupReply(
+            call.seq,
+            self._epoch,
+            n,
+            extents,
+            l1_chunks,
+            n - l1_chunks,
+            str(reason),
+            granted.tail_tokens,
+            of_tail,
+        )
         return reply, effect
