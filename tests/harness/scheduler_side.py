@@ -105,8 +105,9 @@ class FakeClient:
     def present(self, chunks):
         return [key not in self.evicted for _, key in chunks]
 
-    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms):
+    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms, tails=()):
         call = FakeCall(self, chunks_of(hasher))
+        call.tails = tails
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)
@@ -203,7 +204,7 @@ def weights_without_digests():
 
 
 def make_side(client=None, clock=None, world_size=1, **changes):
-    options = {"chunk_size": CHUNK} | changes.pop("settings", {})
+    options = {"chunk_size": CHUNK, "save_unfull_chunk": False} | changes.pop("settings", {})
     changes.setdefault("weights", weights_without_digests())
     return SchedulerSide(
         client or FakeClient(),

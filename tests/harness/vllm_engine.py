@@ -374,6 +374,10 @@ class Engine:
         """Return the size of a chunk; in process only."""
         return int(self.scheduler().connector._setup.settings.chunk_size)
 
+    def hit_step_tokens(self) -> int:
+        """Return the number of tokens of which every hit has a multiple; in process only."""
+        return int(self.scheduler().connector._scheduler._tails.step_tokens)
+
 
 def main(options: dict[str, Any]) -> None:
     """Make an `LLM` of these options and answer requests until stdin ends."""

@@ -57,6 +57,6 @@ def test_a_wrong_token_costs_only_the_cache_until_it_is_put_right(rig, token):
         lambda: all(side["connected"] for side in rig.vllm.ask("client").values()), "attaching with its token"
     )
     rig.again(prompt)
-    until(lambda: chunks_in_l1(rig.server) == 3, "storing")
+    until(lambda: chunks_in_l1(rig.server) == 4, "storing")
     warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])

@@ -94,7 +94,14 @@ class Client:
         return None
 
     def lookup(
-        self, identity: Any, chain: ChunkHasher | bytes, *, request_id: str, probe: bytes, deadline_ms: int
+        self,
+        identity: Any,
+        chain: ChunkHasher | bytes,
+        *,
+        request_id: str,
+        probe: bytes,
+        deadline_ms: int,
+        tails: Sequence[Any] = (),
     ) -> LookupCall:
         found = self.peek(identity, chain)
         lease = LeaseName(b"s" * 16, next(self.numbers), 1)
@@ -187,7 +194,11 @@ def vllm_config(
             kv_connector_module_path="kvstrata.connectors.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"kvstrata.chunk_size": CHUNK, **(extra or {})},
+            kv_connector_extra_config={
+                "kvstrata.chunk_size": CHUNK,
+                "kvstrata.save_unfull_chunk": False,
+                **(extra or {}),
+            },
         ),
     )
     # vLLM has switched this off for the CPU.

@@ -28,6 +28,13 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")
     ] = 0
     save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
+    save_unfull_chunk: Annotated[
+        bool,
+        Meta(
+            description="Store the unfinished last chunk of a prompt too, up to the engine's last full block, so that "
+            "hits reach it. Models with sliding windows or states store whole chunks only."
+        ),
+    ] = True
     enable_kv_events: Annotated[
         bool, Meta(description="Hand stored and removed chunks to vLLM as events.")
     ] = False

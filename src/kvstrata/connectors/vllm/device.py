@@ -26,6 +26,7 @@ from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.kv_view import KvView
 from kvstrata.connectors.vllm.metadata import Store
+from kvstrata.connectors.vllm.mover import begin_store
 from kvstrata.errors import ConfigError
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
 from kvstrata.rpc.wire import DeviceCopies
@@ -117,7 +118,7 @@ class DeviceMover:
             job = StoreJob(len(blocks), lambda job: None)
             job.refuse(StoreOutcome.UNAVAILABLE)
             return job
-        return self._client.store(identity, store.parent, store.chain, plan, blocks, probe=store.probe)
+        return begin_store(self._client, identity, store, plan, blocks)
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """Begins a load, which writes after the present work of the current stream. `sync`: layer after layer."""

@@ -30,7 +30,8 @@ class Load:
     slices: tuple[bytes, ...]
     """Slice digests; a worker takes the extents of its own slice."""
     blocks: list[int]
-    """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written."""
+    """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written. The last chunk may be a
+    tail, which has fewer blocks."""
     asynchronous: bool
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
@@ -50,6 +51,10 @@ class Store:
     blocks: list[int]
     probe: bytes
     """Probe of the request's first chunk; explains later misses."""
+    tail_tokens: int = 0
+    """0, or the only chunk is a tail of so many tokens."""
+    replaces: bytes = b""
+    """Chain keys of tails that these chunks replace."""
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
 

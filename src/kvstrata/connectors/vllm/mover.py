@@ -43,6 +43,22 @@ class Mover(Protocol):
         """Free the mover's resources."""
 
 
+def begin_store(
+    client: CacheClient, identity: Identity, store: Store, plan: Any, blocks: Sequence[Sequence[int]]
+) -> StoreJob:
+    """Give a store to the client. `blocks` has the blocks of each chunk."""
+    return client.store(
+        identity,
+        store.parent,
+        store.chain,
+        plan,
+        blocks,
+        probe=store.probe,
+        tail_tokens=store.tail_tokens,
+        replaces=store.replaces,
+    )
+
+
 class HostMover:
     """The `Mover` for blocks in host memory: the client's copy threads copy them straight into and out of the pool."""
 
@@ -55,7 +71,7 @@ class HostMover:
 
     def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """See `Mover.store`."""
-        return self._client.store(identity, store.parent, store.chain, self._plan, blocks, probe=store.probe)
+        return begin_store(self._client, identity, store, self._plan, blocks)
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """See `Mover.load`."""

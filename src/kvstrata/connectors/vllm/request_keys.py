@@ -146,7 +146,9 @@ class RequestKeys:
         for tracked in self._lookups.tracked.values():
             self._lookups.forget(tracked)
             tracked.identity = tracked.hasher = None
-            tracked.next_store = 0
+            tracked.next_store = tracked.tail_end = 0
+            tracked.tail_keys = -1, []
+            tracked.tails_after = -1
             tracked.deferred = False
             tracked.stale = not engine_empty
 
