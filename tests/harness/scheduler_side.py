@@ -63,7 +63,8 @@ def chunks_of(chain):
 class FakeClient:
     """A client that keeps account of its leases.
 
-    `hits`: chunks that lookups find; `whole`: chunks that L1 has in the slices that are needed in every chunk.
+    `forbidden`: tenants that the server refuses.  `hits`: chunks that lookups find; `whole`: chunks that L1 has in the
+    slices that are needed in every chunk.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
 
@@ -76,6 +77,7 @@ class FakeClient:
         self.closed, self.identities, self.revoked = False, [], set()
         self.fails = ""
         self.evicted = set()
+        self.forbidden = set()
         self.whole = 0
 
     def may_fail(self, method):
@@ -92,6 +94,7 @@ class FakeClient:
             request=request,
             root=root,
             slices=self.slices,
+            forbidden=request.tenant in self.forbidden,
             hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
         )
 
@@ -146,6 +149,12 @@ class FakeRequest(SimpleNamespace):
     def num_tokens(self):
         return len(self.all_token_ids)
 
+    def update_block_hashes(self):
+        """As vLLM: hash the blocks that have no hash yet, the first one with the salt."""
+        for block in range(len(self.block_hashes), self.num_tokens // BLOCK):
+            before = self.block_hashes[-1] if block else self.cache_salt
+            self.block_hashes.append((before, *self.all_token_ids[block * BLOCK : (block + 1) * BLOCK]))
+
 
 def make_request(n_tokens, **changes):
     fields = {
@@ -160,8 +169,11 @@ def make_request(n_tokens, **changes):
         "cache_salt": None,
         "mm_features": [],
         "kv_transfer_params": None,
+        "block_hashes": [],
     }
-    return FakeRequest(**(fields | changes))
+    request = FakeRequest(**(fields | changes))
+    request.update_block_hashes()
+    return request
 
 
 class Clock:

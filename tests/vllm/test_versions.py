@@ -244,3 +244,34 @@ def test_a_digest_of_the_weights_sees_every_parameter_and_nothing_else(results):
     digests = {result["change"]: result["seen"] for result in of(results, "digest")}
     unseen = {"none", "another start", "all changed back", "no runner"}
     assert {change for change, seen in digests.items() if not seen} == unseen
+
+
+def test_a_tenant_in_the_body_of_a_request_reaches_the_connector(results):
+    paths = {result["path"]: result["params"] for result in of(results, "api")}
+    assert set(paths) == {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+    assert all(params == {"kvstrata.tenant": "blue"} for params in paths.values()), paths
+
+
+def test_tenants_salts_and_adapters_share_no_chunk_and_no_block_of_vllms_own_cache(results):
+    kinds = {result["case"]: result for result in of(results, "request kind")}
+    stored = {}
+    for case, kind in kinds.items():
+        skipped = {"nobody's": ["tenant_refused"], "embeddings": ["prompt_embeds"]}
+        name = case.removesuffix(" again").removeprefix("other ")
+        assert kind["skipped"] == skipped.get(name, []), kind
+        found = 512 if case.endswith(" again") and name not in skipped else 0
+        assert kind["found_by_vllm"] == found, kind
+        if name in skipped:
+            assert kind["stored"] == []
+        elif not case.endswith(" again"):
+            [stored[case]] = {tuple(identity) for identity in kind["stored"]}
+    adapters = [stored.pop(f"adapter {name}") for name in ("one", "other")]
+    assert stored == {
+        "plain": ("", "", ""),
+        "blue": ("", "blue", ""),
+        "green": ("", "green", ""),
+        "blue, salt": ("", "blue", "pepper"),
+        "salt": ("", "", "pepper"),
+        "other salt": ("", "", "sugar"),
+    }
+    assert adapters[0] != adapters[1] and all(adapter and not tenant for adapter, tenant, _ in adapters)

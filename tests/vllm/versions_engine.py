@@ -81,6 +81,7 @@ class Client:
             request=request,
             root=root,
             slices=self.slices,
+            forbidden=False,
             hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
         )
 
@@ -304,13 +305,18 @@ class Engine:
         self.names = itertools.count(1)
         self.plans.clear()
 
-    def add(self, n_tokens: int, first: int = 0, max_tokens: int = 3) -> Request:
+    def add(
+        self, n_tokens: int, first: int = 0, max_tokens: int = 3, *, params: Any = None, **fields: Any
+    ) -> Request:
+        """Hand a request to the scheduler. `params`: its `kv_transfer_params`; `fields`: of vLLM's Request."""
+        extra = None if params is None else {"kv_transfer_params": params}
         request = Request(
             f"r{next(self.names)}",
             list(range(first, first + n_tokens)),
-            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, extra_args=extra),
             None,
             block_hasher=get_request_block_hasher(BLOCK, sha256),
+            **fields,
         )
         self.scheduler.add_request(request)
         return request

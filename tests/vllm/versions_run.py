@@ -47,6 +47,7 @@ from tests.vllm.versions_engine import (
     vllm_config,
 )
 from tests.vllm.versions_groups import check_group_traces, check_groups_of
+from tests.vllm.versions_tenants import check_api, check_request_kinds
 
 
 def check_imports() -> Iterator[dict[str, Any]]:
@@ -456,6 +457,8 @@ def main(folder: Path) -> None:
         check_digests(),
         check_guards(model),
         check_errors(model),
+        check_api(),
+        check_request_kinds(model, folder),
     ]
     print(json.dumps({"check": "version", "version": vllm.__version__}), flush=True)
     for result in itertools.chain.from_iterable(checks):

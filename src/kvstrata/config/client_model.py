@@ -43,7 +43,17 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "parallelism), `sync` is refused and `auto` loads beside the pass."
         ),
     ] = "auto"
-    tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
+    tenant: Annotated[
+        str, Meta(description="Tenant of this engine's requests, except those that name another one.")
+    ] = ""
+    request_tenants: Annotated[
+        list[Annotated[str, Meta(max_length=256)]],
+        Meta(
+            max_length=4096,
+            description="Other tenants that a request may name by `kvstrata.tenant` in its `kv_transfer_params`. On a "
+            "server with a tenants file, the token in `token_file` must open them too.",
+        ),
+    ] = []
     token_file: Annotated[
         str,
         Meta(

@@ -44,6 +44,7 @@ BLOCKS = {
         "clock_nanosleep": NO_COMMAND,
         "# TOKEN": "test_tenant_tokens",
         "quotas_gb": "test_own_pools",
+        "curl": "test_versions gives its body to vLLM's own protocol classes",
     },
     "docs/formats.md": {"0 ": NO_COMMAND},
     "docs/getting-started.md": {

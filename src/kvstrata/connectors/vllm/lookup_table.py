@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstrata.client import CacheClient, Identity, LookupCall, LookupResult
+from kvstrata.connectors.vllm.request_tenants import RequestTenants, TenantRefused
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.states import Machine
 from kvstrata.types import MissReason
@@ -37,6 +38,8 @@ SKIP_REASONS = (
     "unnamed_media",
     "counted_media",
     "unreadable_adapter",
+    "tenant_invalid",
+    "tenant_refused",
     "error",
 )
 """Why a request is computed without the cache; each is counted."""
@@ -121,16 +124,22 @@ class Tracked:
         "no_load",
         "request",
         "revoked_s",
+        "salt",
         "skipped",
         "stale",
         "state",
         "stores",
+        "tenant",
         "waits_s",
         "windows_next",
     )
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self.tenant = ""
+        """The request's tenant; means nothing while it is computed without the cache."""
+        self.salt: str = request.cache_salt or ""
+        """The salt that the request came with."""
         self.waits_s = -1.0
         """Time since which the request waits for the workers to tell their weights; -1 before."""
         self.skipped = False
@@ -188,6 +197,7 @@ class LookupTable:
         exact_chunk_tokens: int = 0,
         media_are_counted: bool,
         server_seen: Callable[[], bool],
+        tenants: RequestTenants,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """`timeout_ms` is the deadline of a lookup; see `SchedulerSide` for the other arguments.
@@ -200,6 +210,7 @@ class LookupTable:
         self._exact_chunk_tokens = exact_chunk_tokens
         self._media_are_counted = media_are_counted
         self._server_seen = server_seen
+        self._tenants = tenants
         self._now = now
         self._begun_s = now()
         self.tracked: dict[str, Tracked] = {}
@@ -224,6 +235,7 @@ class LookupTable:
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
             tracked = self.tracked[request.request_id] = Tracked(request)
+            self._find_tenant(tracked)
             if request.prompt_embeds is not None:
                 self.skip(tracked, "prompt_embeds")
             elif request.resumable:
@@ -240,6 +252,14 @@ class LookupTable:
             tracked.skipped = True
             self.counts[f"skipped_{reason}"] += 1
         self.forget(tracked)
+
+    def _find_tenant(self, tracked: Tracked) -> None:
+        """Set the request's tenant, or compute it without the cache; keep it apart in vLLM's own cache either way."""
+        try:
+            tracked.tenant = self._tenants.of(tracked.request)
+        except TenantRefused as refused:
+            self.skip(tracked, refused.reason)
+        self._tenants.separate(tracked.request, None if tracked.skipped else tracked.tenant)
 
     def next_step(self) -> None:
         """End a step: the server may again revoke leases whose chunks vLLM was promised and has not taken.

@@ -1,8 +1,9 @@
 """The side of the connector in vLLM's scheduler: decides which chunks to load and which to store.
 
 Every call returns within two milliseconds, whatever the server does: hashing is done in pieces, and everything else is
-queued for the client's I/O thread.  vLLM asks about each request of its queue; all lookups of one step together are
-awaited for 1.5 ms, and vLLM asks again in the next step about the requests that have no answer by then.
+queued for the client's I/O thread.  One call takes longer: when a request with a tenant of its own arrives, vLLM hashes
+the blocks of its prompt again (`request_tenants`).  vLLM asks about each request of its queue; all lookups of one step
+together are awaited for 1.5 ms, and vLLM asks again in the next step about the requests that have no answer by then.
 
 `SchedulerSide` has vLLM's calls in their order.  `lookup_table` follows each request's lookup and lease, `request_keys`
 makes its keys, and `store_table` plans and follows the stores; each module lists its invariants.  Blocks of a finished
@@ -27,6 +28,7 @@ from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
+from kvstrata.connectors.vllm.request_tenants import RequestTenants
 from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import batch
@@ -81,19 +83,21 @@ class SchedulerSide:
         self._sync_load_bytes = sync_load_bytes
         self._now = now
         self._weights = weights
+        tenants = RequestTenants(settings.tenant, settings.request_tenants)
         self._lookups = LookupTable(
             client,
             timeout_ms=settings.lookup_timeout_ms,
             exact_chunk_tokens=self._chunk_tokens if self._exact else 0,
             media_are_counted=media_are_counted,
             server_seen=server_seen,
+            tenants=tenants,
             now=now,
         )
         self._keys = RequestKeys(
             client,
             self._lookups,
             weights,
-            tenant=settings.tenant,
+            tenants=tenants,
             engine=engine,
             chunk_tokens=self._chunk_tokens,
             prefix_cache=prefix_cache,
