@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.pool import Pool
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.metrics import ServerCounters, TenantChunks
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.policy.misses import Explainer
@@ -263,6 +263,13 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
 
 def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Requests:
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
+    settings = ground.settings
+    for tenant in sorted(
+        {*settings.quotas_gb, *settings.l2.quotas_gb, *(one.name for one in settings.tenants)}.union(
+            *tokens.sets
+        )
+    ):
+        ground.counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
     effects = Effects(
         tables.sessions,
         tables.leases,

@@ -370,6 +370,10 @@ class Lookups:
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
+        if (of_tenant := counters.tenants.get(asked.identity.tenant)) is not None:
+            of_tenant.asked += asked.n_chunks
+            of_tenant.in_l1 += l1_chunks
+            of_tenant.in_l2 += n - l1_chunks
         last_key = all_keys[(asked.n_chunks - 1) * asked.n_slices * KEY_BYTES :][:KEY_BYTES]
         self._savings.looked_up(
             asked.process.group.use, asked.process.group.layout, asked.n_chunks, n, last_key, now_s
