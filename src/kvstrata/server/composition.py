@@ -40,6 +40,7 @@ from kvstrata.server.admin.status import (
 from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
+from kvstrata.server.identity_book import IdentityBook
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.payload_kinds import PayloadKinds
@@ -72,6 +73,7 @@ class Ground(NamedTuple):
     pool: Pool
     """The shared pool."""
     own: OwnPools
+    book: IdentityBook
     loop: asyncio.AbstractEventLoop
     supervisor: Supervisor
     lane: PoolLane
@@ -146,9 +148,11 @@ def lay_ground(
     clock: Clock,
     explainer: Explainer,
     own: OwnPools | None = None,
+    book: IdentityBook | None = None,
 ) -> Ground:
     """Make the parts that refer to no other part, and set the quotas of the tenants that share the pool."""
     own = own or OwnPools()
+    book = book or IdentityBook(None, own_lane, supervisor)
     for tenant, gigabytes in settings.quotas_gb.items():
         if own.get(tenant) is None:
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
@@ -169,6 +173,7 @@ def lay_ground(
         facts=facts,
         pool=pool,
         own=own,
+        book=book,
         loop=loop,
         supervisor=supervisor,
         lane=lane,
@@ -311,7 +316,7 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     ground.board.put("jobs", prewarms.documents, metrics=False)
     return AdminParts(
         prewarms,
-        Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events),
+        Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events, ground.book),
         Explaining(
             ground.explainer, ground.pools, tables.in_flight, l2.events, ground.settings.l1.eviction_policy
         ),
@@ -369,6 +374,7 @@ def make_boundary(
         tiers=l2.tiers,
         prewarms=admin.prewarms,
         clearing=admin.clearing,
+        book=ground.book,
         explain=admin.explain,
         board=ground.board,
         counters=counters,
