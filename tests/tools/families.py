@@ -57,11 +57,22 @@ class Way:
 class Family:
     """One family's model, its prompts, and what an engine without cache answers."""
 
-    def __init__(self, name: str, lengths: Sequence[int], folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        lengths: Sequence[int],
+        folder: Path,
+        *,
+        seed: str = "",
+        in_front: Path | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """`seed` draws other prompts; `in_front` has another version of vLLM, `options` go to its `LLM`."""
         self.name = name
+        self._in_front, self._options = in_front, options or {}
         self.model = ensure_model(name)
         self.folder = folder
-        draw = random.Random(name)
+        draw = random.Random(name + seed)
         self.prompts = [[draw.randrange(3, 32_000) for _ in range(length)] for length in lengths]
         self.cold: list[list[int]] = []
         self._engines = 0
@@ -80,7 +91,9 @@ class Family:
                 "enable_prefix_caching": True,
                 **OPTIONS,
                 **MORE.get(self.name, {}),
+                **self._options,
             },
+            in_front=self._in_front,
         ) as vllm:
             yield vllm
 

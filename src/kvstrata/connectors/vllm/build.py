@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.block_pins import BlockPins
+from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
@@ -215,7 +216,7 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
         )
     modules = setup.vllm_config.compilation_config.static_forward_context
     of_vllm = setup.kv_cache_config.kv_cache_groups
-    kinds = layer_kinds(of_vllm, modules, vllm.__version__)
+    kinds = layer_kinds(of_vllm, modules, arrangement_namer(vllm.__version__))
     tensors = layers_of_groups(kv_caches, kinds)
     sides = []
     asks = True

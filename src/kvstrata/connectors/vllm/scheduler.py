@@ -415,6 +415,7 @@ class SchedulerSide:
     def _new_plan(self, output: Any) -> StepPlan:
         plan = StepPlan(step=next(self._step), failures_seen=self._stores.failures_seen)
         plan.preempted = set(output.preempted_req_ids or ())
+        plan.computes = bool(output.num_scheduled_tokens)
         return plan
 
     def _load_of(
