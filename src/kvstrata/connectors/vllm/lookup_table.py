@@ -258,10 +258,16 @@ class LookupTable:
         return bool(self._client.peek(tracked.identity, self._chain(tracked)) > 0)
 
     def whole_in_l1(self, tracked: Tracked) -> int:
-        """How many leading chunks L1 has in the slices that are needed in every chunk."""
+        """How many leading chunks L1 has in the slices that are needed in every chunk.
+
+        A hit of all chunks tells; only otherwise the index is looked at, which takes 45 µs for 128k tokens.
+        """
         if not self._client.connected or tracked.identity is None:
             return 0
         chain = self._chain(tracked)
+        n_chunks = chain.n_chunks if isinstance(chain, ChunkHasher) else batch.count(chain)
+        if tracked.hit is not None and tracked.hit.n_chunks == n_chunks:
+            return n_chunks
         return int(self._client.pool.peek_whole(tracked.identity, chain)) if chain else 0
 
     def ask_early(self, tracked: Tracked) -> None:
