@@ -8,6 +8,8 @@ from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
+from core_copying cimport Digest
+from core_hashing cimport DigestSpan
 from core_status cimport Status
 
 
@@ -155,7 +157,12 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t n_chunks
         uint64_t unverified
         uint64_t short_bytes
+        cbool exceeded
         vector[ExtentRecord] extents
+
+    cdef cppclass CChainKeys "kvstrata::ChainKeys":
+        CChainKeys(const Digest&, DigestSpan, DigestSpan, U32Span, size_t) except +
+        DigestSpan whole() noexcept
 
     cdef cppclass ReserveRequest "kvstrata::ReserveRequest":
         const uint8_t* keys
@@ -192,6 +199,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
         Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
+        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
         cbool release(uint64_t, int64_t) noexcept
         size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept

@@ -185,6 +185,15 @@ class Pool:
         `identity`, here and below: root of the identity for which the caller asks, b"" for any; entries of another
         identity count as absent.
         """
+    def lease_chain(
+        self, root: bytes, chain: Buffer, slices: Buffer, rows: list[int], spans: Sequence[int], max_keys: int
+    ) -> tuple[int, int, bytes, int, int, bytes] | None:
+        """As `lease` of `storage_keys(root, chain, slices)` and identity `root`; the keys are derived here.
+
+        Those of slices with a span are derived only as far as the answer needs them.  None, and nothing is leased, if
+        that takes more than `max_keys` keys.  The last item holds the keys of the slices without a span, chunk-major;
+        it is b"" if all chunks are leased.
+        """
     def release(self, ticket: int, row: int = -1) -> bool:
         """Ends one row's share of a lease, or with row -1 all shares. False when no such share exists (any more)."""
     def leases_to_end(self, tickets: Sequence[int], need_bytes: int) -> int:

@@ -216,6 +216,15 @@ class IndexView {
   void find_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
                   const void* beside, std::size_t beside_stride) const noexcept;
   std::uint32_t find(const Key& key) const noexcept;
+  // find_batch in three steps, between which the caller does other work while memory answers. The
+  // first two may be called by any thread without a lock: they fetch the keys' home lines into the
+  // cache, then write to `entries` a guess for each key, and fetch its entry.
+  void prefetch_lines(const std::uint8_t* keys, std::size_t n_keys) const noexcept;
+  void guess_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
+                   const void* beside, std::size_t beside_stride) const noexcept;
+  // For the writer, under its lock: replaces guesses by what find_batch would give.
+  void confirm_batch(const std::uint8_t* keys, std::size_t n_keys,
+                     std::uint32_t* entries) const noexcept;
 
   // Writer only, once, after the static fields of a new header were filled in.
   void seal_static_header() noexcept;

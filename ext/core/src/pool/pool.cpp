@@ -246,16 +246,43 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
   }
   KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
+  const std::lock_guard lock(mutex_);
+  RowMask holders;
+  KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
+  Sought sought(entries_, keys, n_keys, spans.size());
+  leases_.take(sought, spans, holders, identity, result);
+  return Status();
+}
+
+Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
+                         std::span<const std::uint32_t> rows, const std::uint8_t* identity,
+                         LeaseResult* result) noexcept {
+  if (spans.empty() || spans.size() != keys.n_slices()) {
+    return Status(StatusCode::kBadArgument, "spans: one for each of one or more slices",
+                  static_cast<std::int64_t>(spans.size()));
+  }
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  KVSTRATA_RETURN_IF_ERROR(check_count(keys.n_chunks()));
+  if (!keys.derive_whole(entries_.index, entries_.local)) {
+    result->exceeded = true;
+    return Status();
+  }
+  const std::lock_guard lock(mutex_);
+  RowMask holders;
+  KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
+  Sought sought(entries_, keys);
+  leases_.take(sought, spans, holders, identity, result);
+  return Status();
+}
+
+Status Pool::holders_of(std::span<const std::uint32_t> rows, RowMask* holders) const noexcept {
+  KVSTRATA_RETURN_IF_ERROR(check_open());
   if (rows.empty())
     return Status(StatusCode::kBadArgument, "rows: at least one must hold the lease");
-  const std::lock_guard lock(mutex_);
-  KVSTRATA_RETURN_IF_ERROR(check_open());
-  RowMask holders;
   for (const std::uint32_t row : rows) {
     if (!rows_.is_claimed(row)) return Status(StatusCode::kNotFound, "rows: not claimed", row);
-    holders.set(row);
+    holders->set(row);
   }
-  leases_.take(keys, n_keys, spans, holders, identity, result);
   return Status();
 }
 

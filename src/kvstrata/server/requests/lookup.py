@@ -26,9 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
-from kvstrata.keys.batch import before, nth, part, split
-from kvstrata.keys.spans import of_slices, peek
-from kvstrata.native.hashing import storage_keys
+from kvstrata.keys.batch import nth, split
+from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import Explained, Explainer, with_advice
@@ -50,7 +49,7 @@ from kvstrata.types import KEY_BYTES, MissReason
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
 KEYS_ON_LOOP = 1_024
-"""A lookup with up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
+"""A lookup that needs up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
 
 class Granted(NamedTuple):
@@ -66,10 +65,6 @@ class Granted(NamedTuple):
     """The pool rows that got a share."""
 
 
-def _granted(leased: tuple[int, int, bytes, int, int], rows: list[int]) -> Granted:
-    return Granted(*leased, rows)
-
-
 NOTHING = Granted(0, 0, b"", 0, 0, [])
 
 
@@ -82,11 +77,16 @@ class Asked(NamedTuple):
     pool: Pool
     request: Lookup
     n_chunks: int
-    slices: bytes
-    n_slices: int
-    spans: tuple[int, ...]
+    keys: PromptKeys
+    """Of no slice, if not all slices of the engine are known."""
     started_s: float
     deadline_s: float
+
+
+def _lease(asked: Asked, rows: list[int]) -> Granted:
+    """Derive all keys and lease. Any thread."""
+    keys = asked.keys
+    return Granted(*asked.pool.lease(keys.derive(), keys.n_slices, rows, keys.root, keys.spans), rows)
 
 
 def _give_up(asked: Asked, granted: Granted) -> None:
@@ -97,14 +97,15 @@ def _give_up(asked: Asked, granted: Granted) -> None:
 
 def _named(asked: Asked, number: int) -> str:
     """Which slice of which chunk a key is, if slices of this engine have spans: they may end a hit at any chunk."""
-    if not asked.spans:
+    keys = asked.keys
+    if not keys.spans:
         return ""
-    chunk, index = divmod(number, asked.n_slices)
-    digest = nth(asked.slices, index)
+    chunk, index = divmod(number, keys.n_slices)
+    digest = nth(keys.slices, index)
     members = asked.process.group.members.values()
     group = next((one.slice.group for one in members if one.slice and one.digest == digest), None)
     whose = "" if group is None else f" (group {group})"
-    what = "the window of slice" if asked.spans[index] else "slice"
+    what = "the window of slice" if keys.spans[index] else "slice"
     return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
 
 
@@ -157,96 +158,96 @@ class Lookups:
         check_probe(request.probe)
         group = process.group
         now_s = self._clock.monotonic_s()
+        slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
         asked = Asked(
-            call, process, identity, group.own_pool or self._pool, request, n_chunks, group.packed_slices,
-            len(group.slices), group.spans, now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
+            call, process, identity, group.own_pool or self._pool, request, n_chunks,
+            PromptKeys(identity.root, keys, slices, spans), now_s,
+            now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
-            return self._outcome(asked, b"", NOTHING, 0, MissReason.REFUSED, known)
-        if n_chunks * asked.n_slices > KEYS_ON_LOOP:
+            return self._outcome(asked, NOTHING, 0, MissReason.REFUSED, known)
+        granted = self._lease_now(asked, group.rows)
+        if granted is None:
             return self._on_lane(asked)
-        root = identity.root
-        all_keys = storage_keys(root, keys, asked.slices)
-        granted = _granted(
-            asked.pool.lease(all_keys, asked.n_slices, group.rows, root, asked.spans), group.rows
-        )
         if granted.n_chunks == n_chunks or not (granted.unverified or self._tiers.take_loads):
-            return self._answer(asked, all_keys, granted, granted.n_chunks)
-        return self._more(asked, all_keys, granted)
+            return self._answer(asked, granted, granted.n_chunks)
+        return self._more(asked, granted)
+
+    def _lease_now(self, asked: Asked, rows: list[int]) -> Granted | None:
+        """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
+        keys = asked.keys
+        if keys.all:
+            return None if len(keys.all) > KEYS_ON_LOOP * KEY_BYTES else _lease(asked, rows)
+        leased = asked.pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+        if leased is None:
+            return None
+        keys.know(leased[5])
+        return Granted(*leased[:5], rows)
+
+    async def _lease_on_lane(self, asked: Asked, rows: list[int]) -> Granted:
+        """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
+        future = self._lane.run(_lease, asked, rows)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: _give_up(asked, done.result()))
+            raise
 
     async def _on_lane(self, asked: Asked) -> KeptOutcome:
         """Answer a lookup whose lease would block the loop for too long."""
-        chain, root = asked.request.groups[0].keys, asked.identity.root
-        rows = list(asked.process.group.rows)
+        return await self._more(asked, await self._lease_on_lane(asked, list(asked.process.group.rows)))
 
-        def work() -> tuple[bytes, Granted]:
-            all_keys = storage_keys(root, chain, asked.slices)
-            leased = asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans)
-            return all_keys, _granted(leased, rows)
-
-        future = self._lane.run(work)
-        try:
-            all_keys, granted = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(lambda done: _give_up(asked, done.result()[1]))
-            raise
-        return await self._more(asked, all_keys, granted)
-
-    async def _more(self, asked: Asked, all_keys: bytes, granted: Granted) -> KeptOutcome:
+    async def _more(self, asked: Asked, granted: Granted) -> KeptOutcome:
         """Verify or load the chunks that follow, and lease them too, until the deadline."""
-        held = granted
+        held, keys = granted, asked.keys
         reason: MissReason | Literal[""] = ""
         detail = ""
         try:
+            if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
+                await asyncio.shield(self._lane.run(keys.derive))
             if held.unverified and not self._late(asked):
-                beyond = all_keys[held.n_chunks * asked.n_slices * KEY_BYTES :]
+                beyond = keys.part(held.n_chunks, asked.n_chunks)
                 with contextlib.suppress(Refused):
                     await self._until_deadline(asked, self._lane.run(asked.pool.verify, beyond))
-                held = await self._lease(asked, all_keys, held)
+                held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
             beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
             if beyond_l1:
                 asked_s = self._clock.monotonic_s()
                 fetched = await self._prefetch.fetch(
-                    part(all_keys, held.n_chunks, asked.n_chunks, asked.n_slices),
-                    asked.n_slices,
+                    keys.part(held.n_chunks, asked.n_chunks),
+                    keys.n_slices,
                     pool=asked.pool,
                     identity=asked.identity.root,
                     tenant=asked.identity.tenant,
-                    parent=before(all_keys, held.n_chunks, n_slices=asked.n_slices),
+                    parent=keys.part(held.n_chunks - 1, held.n_chunks) if held.n_chunks else b"",
                     deadline_s=asked.deadline_s,
                     lengths=asked.process.group.lengths,
-                    spans=asked.spans,
+                    spans=keys.spans,
                     deletes_odd=asked.process.group.declares_lengths,
                 )
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks:
-                    held = await self._lease(asked, all_keys, held)
+                    held = await self._lease_again(asked, held)
         except BaseException:
             _give_up(asked, held)
             raise
-        return self._answer(asked, all_keys, held, l1_chunks, reason, detail)
+        return self._answer(asked, held, l1_chunks, reason, detail)
 
-    async def _lease(self, asked: Asked, all_keys: bytes, held: Granted) -> Granted:
+    async def _lease_again(self, asked: Asked, held: Granted) -> Granted:
         """Lease again from the start, then end `held`. Returns `held` unchanged if the lane refuses the work.
 
-        When cancelled, nothing stays leased.
+        When cancelled, nothing new stays leased.
         """
-        rows, root = list(asked.process.group.rows), asked.identity.root
-        if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
-            again = _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans), rows)
-        else:
+        rows = list(asked.process.group.rows)
+        again = self._lease_now(asked, rows)
+        if again is None:
             try:
-                future = self._lane.run(asked.pool.lease, all_keys, asked.n_slices, rows, root, asked.spans)
+                again = await self._lease_on_lane(asked, rows)
             except Refused:
                 return held
-            try:
-                again = _granted(await asyncio.shield(future), rows)
-            except asyncio.CancelledError:
-                future.add_done_callback(lambda done: _give_up(asked, _granted(done.result(), rows)))
-                raise
         _give_up(asked, held)
         return again
 
@@ -263,7 +264,6 @@ class Lookups:
     def _answer(
         self,
         asked: Asked,
-        all_keys: bytes,
         granted: Granted,
         l1_chunks: int,
         load_reason: MissReason | Literal[""] = "",
@@ -271,27 +271,26 @@ class Lookups:
     ) -> KeptOutcome:
         """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
         if granted.n_chunks == asked.n_chunks:
-            return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
+            return self._outcome(asked, granted, l1_chunks, "", "")
         asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
         self._events.drain()  # a chunk may have left L1 after they were last read
-        numbers = self._lacking(asked, all_keys, granted.n_chunks)
-        number = next(
-            (i for i in numbers if self._has_event(nth(all_keys, i))), numbers[0] if numbers else None
-        )
-        reason, detail = self._why(asked, all_keys, granted, asked_back, number)
+        keys = asked.keys
+        numbers = self._lacking(asked, granted.n_chunks)
+        number = next((i for i in numbers if self._has_event(keys.nth(i))), numbers[0] if numbers else None)
+        reason, detail = self._why(asked, granted, asked_back, number)
         if load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         if number is None:
-            return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
+            return self._outcome(asked, granted, l1_chunks, reason, detail)
         detail = _named(asked, number) + detail
-        return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail, nth(all_keys, number))
+        return self._outcome(asked, granted, l1_chunks, reason, detail, keys.nth(number))
 
     def _has_event(self, key: bytes) -> bool:
         """Whether anything is known of an absent key."""
         return key in self._in_flight or self._explainer.keys.get(key) is not None
 
     def _why(
-        self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int, number: int | None
+        self, asked: Asked, granted: Granted, asked_back: int, number: int | None
     ) -> tuple[MissReason, str]:
         """The reason of a miss, and a detail. `number`: number of the key that is absent; None if no key is."""
         if number is None:
@@ -301,10 +300,10 @@ class Lookups:
             late = self._late(asked)
             why = "since the restart" if late else "since the restart: too much waits to be verified"
             return (MissReason.DEADLINE if late else MissReason.REFUSED), f"present, but not verified {why}"
-        key = nth(all_keys, number)
+        key = asked.keys.nth(number)
         reason, detail = self._explainer.why(
             key,
-            first=number < asked.n_slices,
+            first=number < asked.keys.n_slices,
             probe=asked.request.probe,
             root=asked.identity.root,
             layout=asked.identity.layout,
@@ -315,34 +314,33 @@ class Lookups:
         self._explainer.keys.missed(key, self._clock.unix_ms())
         return reason, detail
 
-    def _lacking(self, asked: Asked, all_keys: bytes, n_chunks: int) -> list[int]:
+    def _lacking(self, asked: Asked, n_chunks: int) -> list[int]:
         """Numbers of the keys of which one is why a hit ends after `n_chunks` chunks; empty if L1 has a longer one.
 
         With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
         windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
         """
-        n_slices, spans, pool = asked.n_slices, asked.spans, asked.pool
+        keys, pool = asked.keys, asked.pool
+        n_slices, spans = keys.n_slices, keys.spans
         if not spans:
-            found = pool.peek(part(all_keys, n_chunks, n_chunks + 1, n_slices), n_slices)
+            found = pool.peek(keys.part(n_chunks, n_chunks + 1), n_slices)
             return [] if found else list(range(n_chunks * n_slices, (n_chunks + 1) * n_slices))
-        if peek(pool, all_keys, n_slices, spans) > n_chunks:
+        n = keys.peek_whole(pool)
+        if keys.peek_windows(pool, n) > n_chunks:
             return []
-        whole = [number for number, span in enumerate(spans) if not span]
-        n = pool.peek(of_slices(all_keys, n_slices, whole), len(whole)) if whole else asked.n_chunks
         if n <= n_chunks:
-            needed = [n_chunks * n_slices + number for number in whole]
+            needed = [n_chunks * n_slices + number for number, span in enumerate(spans) if not span]
         else:
             needed = [
                 chunk * n_slices + number
                 for number, span in enumerate(spans)
                 for chunk in range(max(0, n - span), n if span else 0)
             ]
-        return [i for i in needed if not pool.peek(nth(all_keys, i))]
+        return [i for i in needed if not pool.peek(keys.nth(i))]
 
     def _outcome(
         self,
         asked: Asked,
-        all_keys: bytes,
         granted: Granted,
         l1_chunks: int,
         reason: MissReason | Literal[""],
@@ -350,7 +348,7 @@ class Lookups:
         missing_key: bytes = b"",
     ) -> KeptOutcome:
         """The reply, and the lease as its effect. `missing_key`: the absent key that is the reason; b"": none is."""
-        call, request = asked.call, asked.request
+        call, request, keys = asked.call, asked.request, asked.keys
         effect: Lease | None = None
         if granted.ticket:
             group = asked.process.group
@@ -370,12 +368,13 @@ class Lookups:
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
-        last_key = all_keys[(asked.n_chunks - 1) * asked.n_slices * KEY_BYTES :][:KEY_BYTES]
+        misses = n < asked.n_chunks and keys.n_slices > 0
+        last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
         self._savings.looked_up(
             asked.process.group.use, asked.process.group.layout, asked.n_chunks, n, last_key, now_s
         )
         if l1_chunks and self._store.wants_touches:
-            self._store.touched(split(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]), asked.pool)
+            self._store.touched(split(keys.part(0, l1_chunks)), asked.pool)
         if reason:
             counters.misses[reason] = counters.misses.get(reason, 0) + 1
         self._explainer.requests.add(
@@ -391,7 +390,7 @@ class Lookups:
                 n,
                 str(reason),
                 detail,
-                missing_key or (nth(all_keys, n * asked.n_slices) if reason and all_keys else b""),
+                missing_key or (keys.nth(n * keys.n_slices) if reason and misses else b""),
             )
         )
         reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
