@@ -83,6 +83,19 @@ class Asked(NamedTuple):
     deadline_s: float
 
 
+class Answered(NamedTuple):
+    """A lookup whose outcome is known, for the memories that `note_answered` fills."""
+
+    asked: Asked
+    n_chunks: int
+    l1_chunks: int
+    reason: MissReason | Literal[""]
+    detail: str
+    missing_key: bytes
+    """The absent key that is the reason, or a key of the first chunk that is not served; b"": all are."""
+    now_s: float
+
+
 def _lease(asked: Asked, rows: list[int]) -> Granted:
     """Derive all keys and lease. Any thread."""
     keys = asked.keys
@@ -147,6 +160,7 @@ class Lookups:
         self._counters = counters
         self._epoch = epoch
         self._policy = policy
+        self._unnoted: list[Answered] = []
 
     def start(
         self, call: Call, process: AttachedProcess, request: Lookup
@@ -234,7 +248,9 @@ class Lookups:
         except BaseException:
             _give_up(asked, held)
             raise
-        return self._answer(asked, held, l1_chunks, reason, detail)
+        outcome = self._answer(asked, held, l1_chunks, reason, detail)
+        self.note_answered()
+        return outcome
 
     async def _lease_again(self, asked: Asked, held: Granted) -> Granted:
         """Lease again from the start, then end `held`. Returns `held` unchanged if the lane refuses the work.
@@ -348,7 +364,7 @@ class Lookups:
         missing_key: bytes = b"",
     ) -> KeptOutcome:
         """The reply, and the lease as its effect. `missing_key`: the absent key that is the reason; b"": none is."""
-        call, request, keys = asked.call, asked.request, asked.keys
+        call, keys = asked.call, asked.keys
         effect: Lease | None = None
         if granted.ticket:
             group = asked.process.group
@@ -360,9 +376,26 @@ class Lookups:
                 for row in effect.rows.difference(group.rows):
                     asked.pool.release(granted.ticket, row)
                     effect.rows.discard(row)
-        now_s = self._clock.monotonic_s()
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
+        if l1_chunks and self._store.wants_touches:
+            self._store.touched(split(keys.part(0, l1_chunks)), asked.pool)
+        if n < asked.n_chunks and keys.n_slices:
+            missing_key = missing_key or keys.nth(n * keys.n_slices)
+        self._unnoted.append(
+            Answered(asked, n, l1_chunks, reason, detail, missing_key, self._clock.monotonic_s())
+        )
+        reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
+        return reply, effect
+
+    def note_answered(self) -> None:
+        """Count and remember the lookups that were answered since the last call; their replies need not wait for it."""
+        while self._unnoted:
+            self._note(self._unnoted.pop())
+
+    def _note(self, answered: Answered) -> None:
+        asked, n, l1_chunks, reason, detail, missing_key, now_s = answered
+        request, keys, group = asked.request, asked.keys, asked.process.group
         counters = self._counters
         counters.lookup.add(now_s - asked.started_s, request.request_id)
         counters.lookup_chunks += asked.n_chunks
@@ -370,11 +403,7 @@ class Lookups:
         counters.l2_hit_chunks += n - l1_chunks
         misses = n < asked.n_chunks and keys.n_slices > 0
         last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
-        self._savings.looked_up(
-            asked.process.group.use, asked.process.group.layout, asked.n_chunks, n, last_key, now_s
-        )
-        if l1_chunks and self._store.wants_touches:
-            self._store.touched(split(keys.part(0, l1_chunks)), asked.pool)
+        self._savings.looked_up(group.use, group.layout, asked.n_chunks, n, last_key, now_s)
         if reason:
             counters.misses[reason] = counters.misses.get(reason, 0) + 1
         self._explainer.requests.add(
@@ -390,8 +419,6 @@ class Lookups:
                 n,
                 str(reason),
                 detail,
-                missing_key or (keys.nth(n * keys.n_slices) if reason and misses else b""),
+                missing_key,
             )
         )
-        reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
-        return reply, effect
