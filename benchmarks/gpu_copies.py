@@ -2,7 +2,8 @@
 
 As in a worker, the copy engine measures its ways of copying and takes the fastest; records are sealed and verified.
 The copies take turns with one pinned copy by the bare driver, which moves as many bytes as the cache of 64 chunks has.
-Copies in both directions take turns with two pinned copies at the same time, each of half as many bytes.
+Copies in both directions take turns with two pinned copies at the same time, each of half as many bytes.  Each figure
+also tells how fast the checksum threads read the records with nothing else going on: no verified copy is faster.
 
 `gpu_gemm_slowdown_*` is the time that matrix products on a stream of their own lose while copies run in both
 directions.  `gpu_load_hidden` is the share of a load that does not lengthen the forward pass, which waits for the load
@@ -17,6 +18,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ from benchmarks.gpu import (
     require_gpu,
 )
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.native.copying import buffer_address
+from kvstrata.native.copying import buffer_address, crc32c_at
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
 from kvstrata.native.record import CopyOutcome, RecordSpec
 from tests.harness.cuda_driver import Gpu
@@ -72,7 +74,12 @@ class Copies:
         self._memory = mmap.mmap(-1, length, flags=flags)
         self._host = buffer_address(self._memory)
         self._region = HostRegion(0, self._host, length)
-        self.engine = CudaCopyEngine(0, engine=engine, threads=ClientSettings().copy_threads)  # type: ignore[arg-type]
+        self.engine = CudaCopyEngine(
+            0,
+            engine=engine,  # type: ignore[arg-type]
+            threads=ClientSettings().gpu_checksum_threads,
+            max_sms=ClientSettings().gpu_copy_max_sms,
+        )
         self.engine.pin(self._region)
         self.engine.choose(self.paged.plan.host_plan, 0, 0, self.paged.blocks[0])
         self.bare = BareCopies(gpu, self.paged.base, self._host)
@@ -112,6 +119,15 @@ class Copies:
         self.finish(*submitted)
         return time.perf_counter() - started
 
+    def checksums(self) -> float:
+        """Return the GB/s of the records' checksums alone, by as many threads as the copy engine has."""
+        threads, length = self.engine.threads, self.paged.length
+        part = length // threads
+        started = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda at: crc32c_at(self._host + at * part, part), range(threads)))
+        return threads * part / (time.perf_counter() - started) / 1e9
+
     def close(self) -> None:
         """Close the copy engine and free the memory."""
         self.engine.close()
@@ -125,6 +141,7 @@ def measure(
     name: str,
     shape: Shape,
     block_tokens: int,
+    /,
     *,
     chunks: Sequence[int] = CHUNKS,
     repeats: int = REPEATS,
@@ -136,6 +153,7 @@ def measure(
     ratios: dict[tuple[str, int], list[float]] = {}
     rates: dict[tuple[str, int], list[float]] = {}
     floors: dict[str, list[float]] = {}
+    checksums: list[float] = []
     try:
         whole = copies.paged.length
         for repeat in range(repeats + 1):
@@ -150,6 +168,7 @@ def measure(
                 for direction in (STORE, RETRIEVE):
                     seconds = copies.seconds((direction, range(n)))
                     ours[direction, n] = n * copies.paged.payload_bytes / seconds
+            checksums.append(copies.checksums())
             half = most // 2
             seconds = copies.seconds((STORE, range(half)), (RETRIEVE, range(half, 2 * half)))
             ours["both", most] = 2 * half * copies.paged.payload_bytes / seconds
@@ -181,6 +200,7 @@ def measure(
                 ratio_to=f"one pinned copy{' each way' if direction == 'both' else ''} beside it, "
                 f"{median_spread(floors[direction])[0]:.1f} GB/s",
                 ratio_by_chunks=by_chunks,
+                checksums_gb_per_s=median_spread(checksums)[0],
                 engine=engine,
                 reason=reason,
                 measured=measured,
@@ -244,6 +264,7 @@ def load_hidden(
     shape: Shape,
     layer: Callable[[], None],
     stream: int,
+    /,
     *,
     n_chunks: int = HIDDEN_CHUNKS,
     repeats: int = REPEATS,
@@ -276,6 +297,7 @@ def gemm_slowdown(
     shape: Shape,
     engine: str,
     products_ms: Callable[[], float],
+    /,
     *,
     n_chunks: int = 16,
     repeats: int = REPEATS,

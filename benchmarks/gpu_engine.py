@@ -1,10 +1,10 @@
 """`gpu_engine_*`: the same traffic to an engine with its KV on a GPU, once with a cache and once without.
 
 The engine is a simulated vLLM (`tests/harness/gpu_engine`): chunked prefill and decode in steps of at most 2,048
-tokens, the matrix products of the model's layers by CuPy, the real connector to a real server.  In each of four rounds,
-requests ask another question about each of 40 documents of 6,000 tokens; they arrive as a Poisson process.  The GPU's
-blocks hold eight such requests and keep nothing of requests that have ended.  The traffic runs once without a cache and
-once with an empty cache on a server of its own.  Time to the first token counts from a request's arrival.
+tokens, the matrix products of the model's layers by CuPy, the real connector to a real server.  In each of three
+rounds, requests ask another question about each of 16 documents of 6,000 tokens, and arrive as a Poisson process.  The
+GPU's blocks hold eight such requests and keep nothing of requests that have ended.  The traffic runs once without a
+cache and once with an empty cache on a server of its own.  Time to the first token counts from a request's arrival.
 
 A step's time is from its plan to the end of its work on the device.  `gpu_engine_decode_step_*` compares the medians of
 steps that only decode, while a store or a load is under way and while none is.  A store's lag is the time from the end
@@ -16,7 +16,6 @@ of the tokens in whole chunks of documents can come from the cache; the rest is 
 
 from __future__ import annotations
 
-import os
 import queue
 import random
 import threading
@@ -38,16 +37,17 @@ from tests.harness.gpu_engine.engine import GpuEngine, Step
 from tests.harness.gpu_kv import SHAPES, Device, Shape
 from tests.harness.server_process import ServerProcess
 
-DOCUMENTS = 40
+DOCUMENTS = 16
 DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 6000, 64, 64
-ROUNDS = 4
+ROUNDS = 3
 PER_S = 4.0
 BUDGET_TOKENS = 2048
 MAX_RUNNING = 64
 BLOCK_TOKENS = 16
 RUNNING_PROMPTS = 8
 """Requests whose KV, documents included, fits into the GPU's blocks at the same time."""
-POOL_MB = 48 << 10
+POOL_SHARE = 1.2
+"""The pool's bytes for each byte of the documents' KV."""
 VOCABULARY = range(1000, 32_000)
 PIN_S = 600.0
 
@@ -299,7 +299,7 @@ def run() -> list[dict[str, Any]]:
         DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, rounds=ROUNDS, endpoints=1
     )
     prompt_blocks = -(-(DOCUMENT_TOKENS + QUESTION_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS)
-    free_mb = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    tokens = DOCUMENTS * (DOCUMENT_TOKENS + ROUNDS * (QUESTION_TOKENS + ANSWER_TOKENS))
     figures = []
     for name, shape in SHAPES.items():
         device = Device()
@@ -310,7 +310,7 @@ def run() -> list[dict[str, Any]]:
             shape,
             workload,
             products,
-            pool_mb=min(POOL_MB, free_mb // 2),
+            pool_mb=int(POOL_SHARE * tokens * shape.layers * shape.token_bytes) >> 20,
             num_blocks=1 + RUNNING_PROMPTS * prompt_blocks,
             more=on_gpu(facts),
         )

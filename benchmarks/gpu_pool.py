@@ -47,7 +47,7 @@ class GpuPath(Path8B):
 
 
 def measure(
-    gpu: Gpu, shape: Shape, *, pool_mb: int, n_chunks: int = CHUNKS, repeats: int = REPEATS, **more: Any
+    gpu: Gpu, shape: Shape, /, *, pool_mb: int, n_chunks: int = CHUNKS, repeats: int = REPEATS, **more: Any
 ) -> list[dict[str, Any]]:
     """Measure the figures of a pool of this size; `more` goes into each."""
     paged = PagedGpu(gpu, shape, BLOCK_TOKENS, n_chunks)
@@ -60,7 +60,7 @@ def measure(
         start_faulted(server)
         pool_bytes = status(server)["pool"]["extents_bytes"]
         settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port)
-        engine = CudaCopyEngine(0, threads=settings.copy_threads)
+        engine = CudaCopyEngine(0, threads=settings.gpu_checksum_threads)
         engine.choose(paged.plan.host_plan, 0, 0, paged.blocks[0])
         client = CacheClient(
             settings,

@@ -16,7 +16,7 @@ namespace kvstrata::cuda {
 struct EngineOptions {
   bool choose = true;    // the way is chosen: first by first_choice(), later by best_choice()
   Way way = Way::kDma;   // if not `choose`, the way to take
-  int threads = 2;       // threads that compute checksums
+  int threads = 8;       // threads that compute checksums
   unsigned max_sms = 4;  // most thread blocks of a kernel; each runs on one multiprocessor
   std::uint64_t staging_bytes = 64 << 20;  // for each direction
   std::size_t queue = 256;                 // jobs
@@ -40,7 +40,7 @@ struct Measured {
 // Measures the speed of copies of records with these blocks, both directions one after the other,
 // for each way that works here. Uses device memory of its own, and [host, host + host_bytes), or
 // host memory of its own if host_bytes is 0; the plan's blocks are not touched. Blocks the calling
-// thread for some 10 ms. A failure's text says why nothing was measured.
+// thread for some 50 ms. A failure's text says why nothing was measured.
 Failure measure(const std::shared_ptr<Device>& device, const CopyPlan& plan,
                 std::span<const std::uint32_t> blocks, std::uint64_t host, std::uint64_t host_bytes,
                 const PinnedMemory& pinned, const EngineOptions& options, Measured* out);

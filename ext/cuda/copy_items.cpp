@@ -1,6 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The work of a GPU copy engine's threads on the items of a job, from the queue to their end.
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -12,6 +13,9 @@ namespace {
 // The most bytes of a direction that have begun and not ended, unless a single item has more. Items
 // that have begun cannot be cancelled, so the rest waits in the queue.
 constexpr std::uint64_t kAheadBytes = 128 << 20;
+
+// A gather's checksums begin when this many bytes more have arrived, while the rest is copied.
+constexpr std::uint64_t kPartBytes = 8 << 20;
 
 // Whether all numbers of a section could be rounded; true if `bytes` is 0 (no rounding).
 bool all_scales(const unsigned char* scales, std::uint64_t bytes) {
@@ -88,7 +92,7 @@ void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job
                                  std::size_t first, std::size_t last) {
   const CopyPlan& plan = *job->plan.copy;
   const std::size_t count = plan.section_count();
-  Begun begun{job, {}, nullptr, 0};
+  Begun begun{.job = job, .items = {}, .begin = 0, .end = count, .moment = nullptr, .bytes = 0};
   std::vector<std::size_t> bad;
   for (std::size_t i = first; i < last; ++i) {
     CopyItem& item = job->items[i];
@@ -118,14 +122,14 @@ void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job
     way = choice_.way;
     failure = failed_;
     for (const std::size_t i : begun.items) {
-      job->progress[i].parts_left = 1;  // the copies of the device
-      if (job->kind == CopyKind::kScatter) add_units(job, i);
+      job->progress[i].parts_left = 1;  // the device's last copies
+      if (job->kind == CopyKind::kScatter) add_units(job, i, 0, count);
     }
     for (const std::size_t i : bad) {
       end_item(job, i);
     }
   }
-  if (!failure) failure = queue_copies(direction, *job, way, begun.items);
+  if (!failure) failure = queue_copies(direction, job, way, begun.items, &begun);
   // Copies that were queued before a failure still run, so the items end with an event in any case.
   Failure unsettled = device_->take_event(&begun.moment);
   if (!unsettled) unsettled = begun.moment->record(direction.mover.stream());
@@ -149,14 +153,21 @@ void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job
     job->sections_queued.push_back(begun.moment);
   }
   progress_.notify_all();
-  if (begun.items.empty()) return;
+  if (!begun.items.empty()) add_begun(direction, std::move(begun));
+}
+
+void CudaCopyEngine::Impl::add_begun(Direction& direction, Begun begun) {
   direction.ahead_bytes += begun.bytes;
   direction.begun.push_back(std::move(begun));
   direction.came.notify_all();
 }
 
-Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, Job& job, Way way,
-                                           const std::vector<std::size_t>& items) {
+// Of the gather of one item, each part but the last becomes a Begun of its own, and `last` keeps
+// what is left.
+Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, const std::shared_ptr<Job>& owner,
+                                           Way way, const std::vector<std::size_t>& items,
+                                           Begun* last) {
+  Job& job = *owner;
   Mover& mover = direction.mover;
   const CopyPlan& plan = *job.plan.copy;
   const std::size_t count = plan.section_count();
@@ -181,6 +192,29 @@ Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, Job& job, Way w
     }
     return mover.flush();
   };
+  if (job.kind == CopyKind::kGather && items.size() == 1) {
+    const std::size_t n_blocks = job.items[items.front()].blocks.size();
+    for (std::size_t s = 1; s < count; ++s) {
+      const std::uint64_t bytes =
+          plan.section_offset(s, n_blocks) - plan.section_offset(last->begin, n_blocks);
+      if (bytes < kPartBytes || last->bytes - bytes < kPartBytes) continue;
+      Begun part{.job = owner,
+                 .items = items,
+                 .begin = last->begin,
+                 .end = s,
+                 .moment = nullptr,
+                 .bytes = bytes};
+      if (Failure failure = queue(part.begin, part.end)) return failure;
+      if (Failure failure = device_->take_event(&part.moment)) return failure;
+      if (Failure failure = part.moment->record(mover.stream())) return failure;
+      last->begin = s;
+      last->bytes -= bytes;
+      const Lock lock(mutex_);
+      ++job.progress[items.front()].parts_left;
+      add_begun(direction, std::move(part));
+    }
+    return queue(last->begin, count);
+  }
   if (!job.layerwise()) return queue(0, count);
   for (std::size_t s = 0; s < count; ++s) {
     if (Failure failure = queue(s, s + 1)) return failure;
@@ -219,23 +253,25 @@ void CudaCopyEngine::Impl::finish_items(Direction& direction) {
       for (const std::size_t i : begun.items)
         job->progress[i].device_failed = true;
     }
-    const std::vector<std::size_t> items = std::move(direction.begun.front().items);
-    direction.ahead_bytes -= begun.bytes;
+    const Begun ended = std::move(direction.begun.front());
+    direction.ahead_bytes -= ended.bytes;
     direction.begun.pop_front();
     direction.queued.notify_all();
-    for (const std::size_t i : items) {
+    for (const std::size_t i : ended.items) {
       if (job->kind == CopyKind::kGather && !job->progress[i].device_failed) {
-        add_units(job, i);
+        add_units(job, i, ended.begin, ended.end);
       }
       end_part(lock, job, i);
     }
   }
 }
 
-void CudaCopyEngine::Impl::add_units(const std::shared_ptr<Job>& job, std::size_t item) {
+void CudaCopyEngine::Impl::add_units(const std::shared_ptr<Job>& job, std::size_t item,
+                                     std::size_t begin, std::size_t end) {
   const CopyPlan& plan = *job->plan.copy;
-  for (std::size_t s = 0; s < plan.section_count(); s = units_.back().end) {
-    units_.push_back(Unit{job, item, s, unit_end(plan, job->items[item].blocks.size(), s)});
+  for (std::size_t s = begin; s < end; s = units_.back().end) {
+    const std::size_t stop = std::min(end, unit_end(plan, job->items[item].blocks.size(), s));
+    units_.push_back(Unit{job, item, s, stop});
     ++job->progress[item].parts_left;
   }
   work_.notify_all();

@@ -29,7 +29,7 @@ namespace kvstrata::cuda {
 // The state of one item that has begun.
 struct Progress {
   // Guarded by the copy engine's mutex.
-  std::size_t parts_left = 0;  // units of checksums, and one for the copies of the device
+  std::size_t parts_left = 0;  // units of checksums, and parts of the device's copies
   CopyResult result;
   bool device_failed = false;
   // A gather fills the section table; a scatter compares with the CRCs of the record's table.
@@ -75,11 +75,14 @@ struct Unit {
   std::size_t end;
 };
 
-// Items whose copies are queued. The copies have ended when the stream has reached `moment`; if
-// `moment` is null, they have ended already or the context is lost.
+// Items of which sections [begin, end) are queued: all of them, or a part of a large gather. The
+// copies have ended when the stream has reached `moment`; if `moment` is null, they have ended
+// already or the context is lost.
 struct Begun {
   std::shared_ptr<Job> job;
   std::vector<std::size_t> items;
+  std::size_t begin = 0;
+  std::size_t end = 0;
   std::shared_ptr<Moment> moment;
   std::uint64_t bytes = 0;
 };
@@ -142,11 +145,14 @@ class CudaCopyEngine::Impl {
   // mutex.
   void begin(Direction& direction, const std::shared_ptr<Job>& job, std::size_t first,
              std::size_t last);
-  Failure queue_copies(Direction& direction, Job& job, Way way,
-                       const std::vector<std::size_t>& items);
+  Failure queue_copies(Direction& direction, const std::shared_ptr<Job>& job, Way way,
+                       const std::vector<std::size_t>& items, Begun* last);
   void compute(const Unit& unit);
   // REQUIRES, for all below: mutex_ is held.
-  void add_units(const std::shared_ptr<Job>& job, std::size_t item);
+  void add_begun(Direction& direction, Begun begun);
+  // Hands the checksums of sections [begin, end) to the helpers.
+  void add_units(const std::shared_ptr<Job>& job, std::size_t item, std::size_t begin,
+                 std::size_t end);
   void end_part(Lock& lock, const std::shared_ptr<Job>& job, std::size_t item);
   void end_item(const std::shared_ptr<Job>& job, std::size_t item);
   void finish(const std::shared_ptr<Job>& job);

@@ -368,7 +368,7 @@ cdef class CudaCopyEngine:
     cdef readonly int event_fd
     cdef readonly int threads
 
-    def __cinit__(self, device, *, engine="auto", threads=2, max_sms=4, staging_bytes=64 << 20, queue=256, fp8=False):
+    def __cinit__(self, device, *, engine="auto", threads=8, max_sms=4, staging_bytes=64 << 20, queue=256, fp8=False):
         cdef EngineOptions options
         cdef shared_ptr[Device] on
         cdef Status status

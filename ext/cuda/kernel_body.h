@@ -20,7 +20,7 @@ namespace kvstrata::cuda {
 inline constexpr std::uint32_t kLaunchSections = 112;
 inline constexpr std::uint32_t kLaunchBlocks = 320;
 inline constexpr std::uint32_t kThreads = 512;
-inline constexpr std::uint32_t kUnroll = 4;
+inline constexpr std::uint32_t kUnroll = 8;
 inline constexpr std::uint32_t kSkippedBlock = UINT32_MAX;
 
 // Names of the kernels for vectors of 1, 2, 4, 8 and 16 bytes.

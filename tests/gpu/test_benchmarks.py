@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks import gpu_copies, gpu_engine, gpu_pool
 from benchmarks.common import NotHere
-from benchmarks.gpu import require_cupy
+from benchmarks.gpu import on_gpu, require_cupy
 from kvstrata.measure.workloads import long_documents
+from kvstrata.native.cuda import device_facts
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
 from tests.harness.gpu_kv import Device, Shape
 
@@ -24,7 +25,9 @@ SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)
 
 @simulated()
 def test_the_copies_are_measured_against_bare_ones() -> None:
-    figures = gpu_copies.measure(Gpu(), "small", SMALL, 64, chunks=(1, 2, 4), repeats=2)
+    figures = gpu_copies.measure(
+        Gpu(), "small", SMALL, 64, chunks=(1, 2, 4), repeats=2, **on_gpu(device_facts(0))
+    )
     assert [one["name"] for one in figures] == [
         f"gpu_{what}_small_b64" for what in ("store", "retrieve", "both")
     ]
@@ -60,7 +63,9 @@ class Layers:
 def test_a_load_is_timed_against_the_layers_that_wait_for_it() -> None:
     gpu = Gpu()
     layers = Layers(gpu)
-    found = gpu_copies.load_hidden(gpu, SMALL, layers.queue, layers.stream, n_chunks=4, repeats=3)
+    found = gpu_copies.load_hidden(
+        gpu, SMALL, layers.queue, layers.stream, n_chunks=4, repeats=3, **on_gpu(device_facts(0))
+    )
     assert found["name"] == "gpu_load_hidden"
     assert min(found[part] for part in ("load_ms", "forward_ms", "both_ms")) > 0
     assert layers.count == (1 + 3) * 2 * SMALL.layers
@@ -71,7 +76,9 @@ def test_products_are_timed_alone_and_beside_copies() -> None:
     gpu = Gpu()
     layers = Layers(gpu)
     for engine in gpu_copies.GEMM_TARGETS:
-        found = gpu_copies.gemm_slowdown(gpu, SMALL, engine, layers.milliseconds, n_chunks=2, repeats=3)
+        found = gpu_copies.gemm_slowdown(
+            gpu, SMALL, engine, layers.milliseconds, n_chunks=2, repeats=3, **on_gpu(device_facts(0))
+        )
         assert found["name"] == f"gpu_gemm_slowdown_{engine}"
         assert found["value"] > -100 and found["copies_gb_per_s"] >= 0
     assert layers.count == 2 * (1 + 2 * 3)
@@ -80,7 +87,7 @@ def test_products_are_timed_alone_and_beside_copies() -> None:
 @pytest.mark.integration
 @simulated()
 def test_a_pool_is_pinned_and_chunks_go_through_it() -> None:
-    found = gpu_pool.measure(Gpu(), SMALL, pool_mb=256, n_chunks=4, repeats=2)
+    found = gpu_pool.measure(Gpu(), SMALL, pool_mb=256, n_chunks=4, repeats=2, **on_gpu(device_facts(0)))
     figures = {one["name"]: one for one in found}
     wanted = {"gpu_attach", "gpu_pin_pool", "gpu_pool_store", "gpu_pool_retrieve", "gpu_one_chunk"}
     assert set(figures) == wanted
@@ -107,13 +114,13 @@ def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
         budget_tokens=32,
         per_s=200.0,
         checks=True,
-        more={"gpu": "none"},
+        more=on_gpu(device_facts(0)),
     )
     figures = {one["name"].removesuffix("_small").removeprefix("gpu_engine_"): one for one in found}
     assert {"ttft", "requests", "from_cache", "store_lag"} <= set(figures)
     assert figures["from_cache"]["value"] == pytest.approx(100 * 3 * 64 / (6 * 72))
     assert all(one["value"] > 0 for one in figures.values())
-    assert figures["store_lag"]["stores"] > 0 and figures["ttft"]["gpu"] == "none"
+    assert figures["store_lag"]["stores"] > 0 and figures["ttft"]["gpu"] == "Simulated GPU 0"
     bare, cached = 6 * (72 + 5), 6 * (72 + 5) - 3 * 64
     assert sum(layers) == SMALL.layers * (bare + cached)
 

@@ -16,6 +16,7 @@ from kvstrata.native import record as native_record
 from tests.gpu.device_blocks import (
     CORRUPT,
     ENGINES,
+    FAILED,
     IDENTITY,
     KEY,
     MISMATCH,
@@ -111,6 +112,38 @@ def test_a_gather_writes_the_cpus_record_and_a_scatter_writes_exactly_its_blocks
         copies.close()
         for region in regions:
             region.unregister()
+
+
+@needs_kernels
+@on_gpu
+def test_a_large_gather_is_sealed_part_by_part_and_a_part_that_fails_costs_the_whole() -> None:
+    gpu = SimulatedGpu()
+    simulated_driver = cuda.device_facts(0).name.startswith("Simulated")
+    shape = Shape.of(20, 3, (), 1 << 20)
+    base = gpu.allocate(shape.length)
+    content = random.Random(11).randbytes(shape.length)
+    gpu.write(base, content)
+    plan = cuda.CudaCopyPlan(shape.host_plan(base), 0)
+    host = Host(plan.record_bytes(2))
+    store = [([2, 0], host.address, host.length, spec())]
+    right = record_of_cpu(shape, content, [2, 0])
+    for engine in ENGINES:
+        copies = cuda.CudaCopyEngine(0, engine=engine)  # type: ignore[arg-type]
+        [region] = host.pin(copies)
+        for _ in range(3):
+            host.memory[:] = bytes(host.length)
+            assert copies.run("gather", plan, store) == [OK]
+            assert host.read(0, host.length) == right, engine
+        # Only the simulated driver can be told to fail: at the end of the first part, of a later one, of the last.
+        for part in (1, 2, 5) if simulated_driver else ():
+            gpu.set("fail", f"cuEventRecord:{part}:2")
+            assert copies.run("gather", plan, store) == [FAILED], (engine, part)
+            assert host.read(0, 8) == bytes(8)
+            gpu.set("fail", "")
+            assert copies.run("gather", plan, store) == [OK]
+            assert host.read(0, host.length) == right
+        copies.close()
+        region.unregister()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -264,7 +297,7 @@ def test_choose_measures_on_memory_of_its_own_and_takes_the_fastest_or_dma(name:
     assert copies.measured == {}
     copies.choose(host_plan, 0, 0, [1, 2, 5, 7])
     best = max(copies.measured, key=lambda name: copies.measured[name])
-    fast_enough = copies.measured["dma"] >= 0.9 * copies.measured[best]
+    fast_enough = copies.measured["dma"] >= 0.6 * copies.measured[best]
     assert copies.engine == ("dma" if fast_enough else best)
     assert copies.reason.startswith("measured: ")
     assert set(copies.measured) == set(ENGINES)
@@ -277,3 +310,10 @@ def test_choose_measures_on_memory_of_its_own_and_takes_the_fastest_or_dma(name:
         copies.choose(host_plan, host.address, 64, [1, 2, 5, 7])
     assert copies.run("gather", plan, [([1, 2, 5, 7], host.address, host.length, spec())]) == [OK]
     assert host.read(0, host.length) == record_of_cpu(shape, content, [1, 2, 5, 7])
+    # K and V in two planes of a large cache: the two parts of a block are far apart.
+    blocks = 1 << 20
+    planes = copying.CopyPlan(
+        [base, base + (2 * blocks << 12)], blocks, [4096] * 2, [(2, blocks << 12)], 4096
+    )
+    copies.choose(planes, 0, 0, range(16))
+    assert set(copies.measured) == set(ENGINES)

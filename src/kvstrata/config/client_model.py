@@ -73,6 +73,15 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "`auto`: the fastest of them, as measured at the start."
         ),
     ] = "auto"
+    gpu_checksum_threads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="Native threads that compute the checksums of KV on its way from and to a GPU, "
+            "in place of `copy_threads`.",
+        ),
+    ] = 8
     gpu_copy_max_sms: Annotated[
         int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
     ] = 4

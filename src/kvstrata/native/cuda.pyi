@@ -129,7 +129,7 @@ class CudaCopyEngine:
         device: int,
         *,
         engine: Literal["auto", "dma", "kernel", "staged"] = "auto",
-        threads: int = 2,
+        threads: int = 8,
         max_sms: int = 4,
         staging_bytes: int = 64 << 20,
         queue: int = 256,

@@ -89,7 +89,10 @@ class Gpu:
         self.call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def write(self, address: int, content: bytes) -> None:
+        """Write to the device; the bytes have arrived when this returns."""
         self.call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), content, ctypes.c_size_t(len(content)))
+        # A real driver returns while small contents are still on their way. A read waits for them.
+        self.read(address, 1)
 
     def read(self, address: int, length: int) -> bytes:
         target = ctypes.create_string_buffer(length)

@@ -46,7 +46,7 @@ def open_engine(
         engine = CudaCopyEngine(
             ordinal,
             engine=settings.gpu_copy_engine,
-            threads=settings.copy_threads,
+            threads=settings.gpu_checksum_threads,
             max_sms=settings.gpu_copy_max_sms,
             staging_bytes=settings.gpu_staging_mb << 20,
             fp8=view.rounding is not None,
