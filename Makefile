@@ -29,7 +29,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-native test-vllm-env families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
+.PHONY: help setup setup-packages setup-built demo test test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
 
 ##@ First
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
@@ -77,11 +77,19 @@ test: setup  ## run every test, with real vLLM where that is installed or small 
 	@$(PYTEST) $(ARGS)
 
 test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (about a minute and a half)
-	@$(PYTEST) -m "not integration and not vllm and not gpu" $(ARGS)
+	@$(PYTEST) -m "not integration and not vllm and not sglang and not gpu" $(ARGS)
 
 families: setup test-vllm-env  ## serve a small model of each family with real vLLM, and compare tokens and hits
 #+ MODEL=gemma3: only this one; ARGS="--lengths 5 --seed 7"
 	@$(VENV_PYTHON) -m tests.tools.families $(MODEL) $(ARGS)
+
+test-sglang: setup test-vllm-env  ## fetch SGLang's wheel (50 MB), and run our storage under its code
+	@$(VENV_PYTHON) tests/tools/sglang_python.py >/dev/null
+	@$(VENV_PYTHON) -m pytest -n0 tests/sglang $(ARGS)
+
+test-versions: setup test-vllm-env  ## serve with each supported version of vLLM, and share records between them
+#+ VERSIONS="0.30.0 0.32.0": only these; ARGS="--lengths 5 --seed 7"
+	@$(VENV_PYTHON) -m tests.tools.versions $(VERSIONS) $(ARGS)
 
 test-native:  ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 #+ make -C ext/core check SANITIZER=address TEST=pool/slab_test: one program

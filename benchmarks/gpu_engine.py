@@ -29,7 +29,7 @@ from benchmarks.gpu import CHUNK_TOKENS, LayerProducts, on_gpu, require_cupy, re
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import Identity, StoreJob
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.device import DeviceMover
+from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.measure.workloads import Workload, long_documents
 from tests.harness.gpu_engine.connector import Cache, Request

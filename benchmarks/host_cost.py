@@ -1,8 +1,9 @@
 """`host_cost`: puts and loads of 32 × 1 MiB by an adapter in an adapter host, against the same adapter in process.
 
 The adapter is `fs`, first on tmpfs, where only memory limits the speed and the host's cost shows most, then on this
-machine's disk, the usual medium of `fs`.  In each round the hosted adapter and the one in process take turns, so that a
-busy machine slows both alike.
+machine's disk, the usual medium of `fs`.  In each round three ways take turns, so that a busy machine slows all alike:
+the adapter in process, the adapter in its host, and the adapter in a bare process, which is the floor (`_floor`).  The
+bare process blocks on a socket and lets the adapter do one batch at a time, without the host's code.
 
 Sketch: the host adds two messages of 1.4 KB and a few context switches to a batch that moves 32 MiB.
 """
@@ -10,9 +11,12 @@ Sketch: the host adds two messages of 1.4 KB and a few context switches to a bat
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,14 +26,23 @@ from typing import Any, cast
 
 import uvloop
 
-from benchmarks.common import figure, median_spread, scratch, sized
+from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
+from kvstrata.native.batches import pack_keys, split_keys
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
 from kvstrata.native.record import RecordSpec, record_bytes, seal_record
-from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, PutItem, PutStatus, StorageAdapter
+from kvstrata.storage.base import (
+    AdapterContext,
+    LoadItem,
+    LoadStatus,
+    Presence,
+    PutItem,
+    PutStatus,
+    StorageAdapter,
+)
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.channel import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
@@ -39,17 +52,22 @@ ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
 RECORD_BYTES = record_bytes(1, PAYLOAD_BYTES)
 STRIDE_BYTES = -(-RECORD_BYTES // 4096) * 4096
-WARM_UP, ROUNDS = sized((3, 21), (1, 2))
+WARM_UP, ROUNDS = sized((6, 36), (1, 2))
+ORDERS = tuple(itertools.permutations(range(3)))
+"""The orders in which the three ways take turns."""
 TARGET = 0.9
 
 
 class Extents:
     """Memory in place of a pool: one extent for each record to put, and one for each to load."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int = -1) -> None:
+        """`fd`: of another process's extents; without it, there is memory of its own."""
         self.length = 2 * ITEMS * STRIDE_BYTES
-        self.fd = linux.create_memfd("bench-host-cost")
-        os.ftruncate(self.fd, self.length)
+        self.fd = fd
+        if fd < 0:
+            self.fd = linux.create_memfd("bench-host-cost")
+            os.ftruncate(self.fd, self.length)
         self.map = ExtentsMap(self.fd, self.length)
 
     def context(self) -> AdapterContext:
@@ -58,18 +76,17 @@ class Extents:
             "bench", SystemClock(), self.map.address, self.length, lambda key: None, self.fd
         )
 
-    def holds(self, number: int, *, for_put: bool) -> list[tuple[bytes, Hold]]:
-        """Return the keys and holds of one batch; for a put the extents hold sealed records."""
-        batch = []
-        for i in range(ITEMS):
-            key = hashlib.sha256(b"%d %d" % (number, i)).digest()
-            offset = (i if for_put else ITEMS + i) * STRIDE_BYTES
-            hold = LentHold(self.map, key, offset, RECORD_BYTES, writable=not for_put, dropped=lambda: None)
-            if for_put:
-                spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-                seal_record(hold.address, RECORD_BYTES, spec, [PAYLOAD_BYTES])
-            batch.append((key, cast("Hold", hold)))
-        return batch
+    def seal(self, keys: list[bytes]) -> None:
+        """Seal a record of each key in the extents for puts."""
+        for i, key in enumerate(keys):
+            spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
+            seal_record(self.map.address + i * STRIDE_BYTES, RECORD_BYTES, spec, [PAYLOAD_BYTES])
+
+    def hold(self, i: int, key: bytes, *, for_put: bool) -> Hold:
+        """Return a hold on extent `i`."""
+        offset = (i if for_put else ITEMS + i) * STRIDE_BYTES
+        hold = LentHold(self.map, key, offset, RECORD_BYTES, writable=not for_put, dropped=lambda: None)
+        return cast("Hold", hold)
 
     def close(self) -> None:
         """Unmap the memory and close its file."""
@@ -77,50 +94,130 @@ class Extents:
         os.close(self.fd)
 
 
-async def one_round(adapter: StorageAdapter, extents: Extents, number: int) -> tuple[float, float, float]:
+class Way:
+    """The adapter, which calls of this process reach."""
+
+    def __init__(self, adapter: StorageAdapter, extents: Extents) -> None:
+        self._adapter = adapter
+        self._extents = extents
+
+    async def put(self, keys: list[bytes]) -> bool:
+        """Put the sealed records; returns whether all are stored."""
+        items = [PutItem(key, self._extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
+        return {outcome.status for outcome in await self._adapter.put(items)} == {PutStatus.STORED}
+
+    async def exists(self, keys: list[bytes]) -> bool:
+        """Whether all records are there."""
+        return {answer.presence for answer in await self._adapter.exists(keys)} == {Presence.PRESENT}
+
+    async def load(self, keys: list[bytes]) -> bool:
+        """Load the records; returns whether all are sound."""
+        items = [LoadItem(key, self._extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
+        return {outcome.status for outcome in await self._adapter.load(items)} == {LoadStatus.LOADED}
+
+    async def delete(self, keys: list[bytes]) -> bool:
+        """Delete the records; returns whether all were there."""
+        return await self._adapter.delete(keys) == len(keys)
+
+    async def open(self) -> None:
+        """Open the adapter."""
+        await self._adapter.open(self._extents.context())
+
+    async def close(self) -> None:
+        """Close the adapter."""
+        await self._adapter.close()
+
+
+class BareProcess(Way):
+    """The adapter in a bare process."""
+
+    def __init__(self, folder: Path, extents: Extents) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = (theirs.fileno(), extents.fd)
+        command = [sys.executable, "-m", "benchmarks.host_cost", str(folder), *map(str, fds)]
+        self._process = subprocess.Popen(command, pass_fds=fds, cwd=ROOT)
+        theirs.close()
+
+    def _ask(self, what: bytes, keys: list[bytes]) -> bool:
+        self._socket.send(what.ljust(16) + pack_keys(keys))
+        return self._socket.recv(MAX_FRAME_BYTES) == bytes([1]) * len(keys)
+
+    async def put(self, keys: list[bytes]) -> bool:
+        return self._ask(b"put", keys)
+
+    async def exists(self, keys: list[bytes]) -> bool:
+        return self._ask(b"exists", keys)
+
+    async def load(self, keys: list[bytes]) -> bool:
+        return self._ask(b"load", keys)
+
+    async def delete(self, keys: list[bytes]) -> bool:
+        return self._ask(b"delete", keys)
+
+    async def open(self) -> None:
+        assert self._socket.recv(16) == b"ready", "the bare process has ended"
+
+    async def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+def in_process(folder: Path, number: int) -> StorageAdapter:
+    """Return the adapter, without a host."""
+    return innermost(configure_tier({"type": "fs", "base_path": str(folder)}, number).recipe)
+
+
+async def serve_bare(folder: Path, channel_fd: int, extents_fd: int) -> None:
+    """Body of the bare process."""
+    way = Way(in_process(folder, 2), Extents(extents_fd))
+    await way.open()
+    channel = socket.socket(fileno=channel_fd)
+    channel.send(b"ready")
+    calls = {b"put": way.put, b"exists": way.exists, b"load": way.load, b"delete": way.delete}
+    while frame := channel.recv(MAX_FRAME_BYTES):
+        keys = split_keys(memoryview(frame)[16:])
+        channel.send(bytes([await calls[frame[:16].strip()](keys)]) * len(keys))
+    await way.close()
+
+
+async def one_round(way: Way, extents: Extents, number: int) -> tuple[float, float, float]:
     """Return the seconds of a put, an exists and a load of one batch; delete the batch."""
-    puts = [PutItem(*item) for item in extents.holds(number, for_put=True)]
-    begun_s = time.perf_counter()
-    stored = await adapter.put(puts)
-    put_s = time.perf_counter() - begun_s
-    assert {outcome.status for outcome in stored} == {PutStatus.STORED}, stored
-    keys = [item.key for item in puts]
-    begun_s = time.perf_counter()
-    await adapter.exists(keys)
-    exists_s = time.perf_counter() - begun_s
-    loads = [LoadItem(*item) for item in extents.holds(number, for_put=False)]
-    begun_s = time.perf_counter()
-    loaded = await adapter.load(loads)
-    load_s = time.perf_counter() - begun_s
-    assert {outcome.status for outcome in loaded} == {LoadStatus.LOADED}, loaded
-    await adapter.delete(keys)
-    return put_s, exists_s, load_s
+    keys = [hashlib.sha256(b"%d %d" % (number, i)).digest() for i in range(ITEMS)]
+    extents.seal(keys)
+    times = []
+    for call in (way.put, way.exists, way.load):
+        begun_s = time.perf_counter()
+        done = await call(keys)
+        times.append(time.perf_counter() - begun_s)
+        assert done, call
+    assert await way.delete(keys)
+    return times[0], times[1], times[2]
 
 
-async def compare(folder: Path) -> dict[str, list[tuple[float, float]]]:
-    """Return (in process, in a host) seconds of each round, by operation."""
+async def compare(folder: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """Return (in process, in a host, in a bare process) seconds of each round, by operation."""
     extents = Extents()
-    adapters: list[StorageAdapter] = [
-        innermost(configure_tier({"type": "fs", "base_path": str(folder / "in-process")}, 0).recipe),
-        HostedAdapter(
-            configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1).recipe, kill_ms=60_000
-        ),
+    hosted = configure_tier({"type": "fs", "base_path": str(folder / "in-a-host")}, 1).recipe
+    ways = [
+        Way(in_process(folder / "in-process", 0), extents),
+        Way(HostedAdapter(hosted, kill_ms=60_000), extents),
+        BareProcess(folder / "bare", extents),
     ]
     try:
-        for adapter in adapters:
-            await adapter.open(extents.context())
+        for way in ways:
+            await way.open()
         rounds = []
         for number in range(WARM_UP + ROUNDS):
             times = {}
-            for which in (0, 1) if number % 2 else (1, 0):
-                times[which] = await one_round(adapters[which], extents, number)
-            rounds.append((times[0], times[1]))
+            for which in ORDERS[number % len(ORDERS)]:
+                times[which] = await one_round(ways[which], extents, number)
+            rounds.append((times[0], times[1], times[2]))
     finally:
-        for adapter in adapters:
-            await adapter.close()
+        for way in ways:
+            await way.close()
         extents.close()
     return {
-        operation: [(here[i], there[i]) for here, there in rounds[WARM_UP:]]
+        operation: [(here[i], there[i], bare[i]) for here, there, bare in rounds[WARM_UP:]]
         for i, operation in enumerate(("put", "exists", "load"))
     }
 
@@ -159,14 +256,19 @@ def on_tmpfs() -> Iterator[Path]:
         yield Path(folder)
 
 
-def numbers(times: dict[str, list[tuple[float, float]]], medium: str) -> dict[str, Any]:
-    """Return the medians of each operation in ms, and the host's speed as a share of the speed in process."""
+def numbers(times: dict[str, list[tuple[float, float, float]]], medium: str) -> dict[str, Any]:
+    """Return the medians of each operation in ms, and the speeds of host and bare process as shares of that in process.
+
+    A share is the median of the rounds' own shares.
+    """
     found: dict[str, Any] = {}
-    for operation, pairs in times.items():
-        here, there = (statistics.median(pair[i] for pair in pairs) for i in (0, 1))
-        found[f"{medium}_{operation}_ms"] = round(here * 1e3, 3)
-        found[f"{medium}_{operation}_host_ms"] = round(there * 1e3, 3)
-        found[f"{medium}_{operation}_ratio"] = round(here / there, 3)
+    for operation, rounds in times.items():
+        for which, suffix in enumerate(("", "_host", "_floor")):
+            ms = statistics.median(each[which] for each in rounds) * 1e3
+            found[f"{medium}_{operation}{suffix}_ms"] = round(ms, 3)
+            if which:
+                share = statistics.median(each[0] / each[which] for each in rounds)
+                found[f"{medium}_{operation}{suffix}_ratio"] = round(share, 3)
     return found
 
 
@@ -181,8 +283,8 @@ def run() -> list[dict[str, Any]]:
     with scratch("host-cost") as folder:
         disk = uvloop.run(compare(folder))
     parts = {**numbers(memory, "tmpfs"), **numbers(disk, "disk"), **bare}
-    value = min(parts[f"tmpfs_{operation}_ratio"] for operation in ("put", "load"))
-    ratios = [here / there for operation in ("put", "load") for here, there in memory[operation]]
+    value, worse = min((parts[f"tmpfs_{operation}_host_ratio"], operation) for operation in ("put", "load"))
+    ratios = [here / there for operation in ("put", "load") for here, there, _ in memory[operation]]
     return [
         figure(
             "host_cost",
@@ -193,6 +295,11 @@ def run() -> list[dict[str, Any]]:
             ok=value >= TARGET,
             spread=median_spread(ratios)[1],
             ratio_to="the same adapter in process, on tmpfs; the worse of put and load",
+            floor_ratio=parts[f"tmpfs_{worse}_floor_ratio"],
             **parts,
         )
     ]
+
+
+if __name__ == "__main__":
+    uvloop.run(serve_bare(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -77,11 +77,13 @@ def both(name: str, rounds: int, small: bool) -> tuple[list[Figures], list[Figur
 
 
 def cell(rounds: Sequence[Figures], name: str) -> str:
-    """`median unit (least-greatest); ratio`, three digits each."""
+    """`median unit (least-greatest); ratio (floor)`, three digits each; the floor only of figures that have one."""
     values = [float(figures[name]["value"]) for figures in rounds]
     ratio = statistics.median(float(figures[name]["ratio"]) for figures in rounds)
     spread = f" ({min(values):.3g}-{max(values):.3g})" if len(values) > 1 else ""
-    return f"{statistics.median(values):.3g} {rounds[0][name]['unit']}{spread}; {ratio:.3g} ×"
+    floors = [float(figures[name]["floor_ratio"]) for figures in rounds if "floor_ratio" in figures[name]]
+    floor = f" (floor {statistics.median(floors):.3g})" if floors else ""
+    return f"{statistics.median(values):.3g} {rounds[0][name]['unit']}{spread}; {ratio:.3g} ×{floor}"
 
 
 def rows(avx512: Sequence[Figures], avx2: Sequence[Figures]) -> list[str]:

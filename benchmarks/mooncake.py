@@ -1,11 +1,10 @@
 """`mooncake_put`, `mooncake_load`, `exists_1024_mooncake`: the adapter in its host against the bare client.
 
 A master and a holder run on this machine, and all transfers go over tcp on the loopback: 64 records of 1 MiB a batch,
-and 1,024 small records for `exists`.  In each round the adapter and the bare client take turns, so that a busy machine
-slows both alike.  Each figure also names its floor, which no adapter can exceed:
-
-- `mooncake_load`: the bare client, and then the verification of the records, as the adapter does it.
-- `exists_1024_mooncake`: the bare client in a bare process of its own, asked over a socket with frames like the host's.
+and 1,024 small records for `exists`.  In each round three ways take turns, so that a busy machine slows all alike: the
+adapter in its host; the bare client in this process; and a bare process, which is the floor (`floor_ratio`).  The bare
+process blocks on a socket, calls the bare client, verifies the loaded records as the adapter does, and answers with a
+byte for each record.  No adapter that verifies and that runs in a process of its own can be faster.
 
 Sketch: before a put the adapter asks which records exist (one call, 0.1 ms), after a load it verifies 64 MiB (3 ms at
 20 GB/s), and its host costs two messages a batch, in addition to 30 to 90 ms of transfer.
@@ -14,19 +13,22 @@ Sketch: before a put the adapter asks which records exist (one call, 0.1 ms), af
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from benchmarks.common import ROOT, figure, median_spread, scratch, sized
 from kvstrata.clock import SystemClock
 from kvstrata.memory import linux
+from kvstrata.native.batches import names_of, pack_keys, split_keys
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
@@ -35,29 +37,34 @@ from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.channel import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.media.mooncake.adapter import VERIFIERS
+from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
 from tests.harness import mooncake
 
 ITEMS = sized(64, 8)
 PAYLOAD_BYTES = 1 << 20
 SMALL_BYTES = 4096
 EXISTS = 1024
-WARM_UP, ROUNDS = sized((3, 15), (1, 2))
-EXISTS_ROUNDS = sized(101, 5)
+WARM_UP, ROUNDS = sized((3, 42), (1, 2))
+EXISTS_ROUNDS = sized(300, 5)
+ORDERS = tuple(itertools.permutations(range(3)))
+"""The orders in which the three ways take turns."""
 MOVE_TARGET, EXISTS_TARGET = 0.95, 1.2
 
 
 class Extents:
     """Memory in place of a pool: one extent for each record to put, and one for each to load."""
 
-    def __init__(self, payload_bytes: int) -> None:
+    def __init__(self, payload_bytes: int, fd: int = -1) -> None:
+        """`fd`: of another process's extents of the same size; without it, there is memory of its own."""
+        self.payload_bytes = payload_bytes
         self.record_bytes = record_bytes(1, payload_bytes)
         self.stride_bytes = -(-self.record_bytes // 4096) * 4096
         self.length = 2 * ITEMS * self.stride_bytes
-        self.fd = linux.create_memfd("bench-mooncake")
-        os.ftruncate(self.fd, self.length)
+        self.fd = fd
+        if fd < 0:
+            self.fd = linux.create_memfd("bench-mooncake")
+            os.ftruncate(self.fd, self.length)
         self.map = ExtentsMap(self.fd, self.length)
-        self._payload_bytes = payload_bytes
 
     def context(self) -> AdapterContext:
         """Return the context with which the adapter is opened."""
@@ -73,7 +80,7 @@ class Extents:
         """Seal a record of each key in the extents for puts."""
         for i, key in enumerate(keys):
             spec = RecordSpec(key, bytes(32), bytes(32), bytes(32), 256)
-            seal_record(self.address(i, for_put=True), self.record_bytes, spec, [self._payload_bytes])
+            seal_record(self.address(i, for_put=True), self.record_bytes, spec, [self.payload_bytes])
 
     def hold(self, i: int, key: bytes, *, for_put: bool) -> Hold:
         """Return a hold on extent `i`."""
@@ -83,7 +90,7 @@ class Extents:
 
 
 class Round(NamedTuple):
-    """Seconds of the same work by the adapter, by the bare client, and by the bare program that is the floor."""
+    """Seconds of the same work by the adapter, by the bare client, and by a bare process with such a client."""
 
     ours: float
     raw: float
@@ -95,32 +102,106 @@ def keys_of(number: int, count: int = ITEMS) -> list[bytes]:
     return [hashlib.sha256(b"%d %d" % (number, i)).digest() for i in range(count)]
 
 
-class Bench:
-    """An open adapter in its host and a bare client in this process, on the same extents."""
+class Bare:
+    """The bare client."""
 
-    def __init__(self, setup: dict[str, Any], payload_bytes: int) -> None:
+    def __init__(self, setup: dict[str, Any], extents: Extents) -> None:
         from mooncake.store import MooncakeDistributedStore
 
+        self._extents = extents
+        self._store = MooncakeDistributedStore()
+        assert self._store.setup(dict(setup)) == 0
+        assert self._store.register_buffer(extents.map.address, extents.length) == 0
+        self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
+
+    def put(self, keys: list[bytes]) -> bool:
+        """Put the sealed records; returns whether all are stored."""
+        sources = [self._extents.address(i, for_put=True) for i in range(len(keys))]
+        lengths = [self._extents.record_bytes] * len(keys)
+        return set(self._store.batch_put_from(names_of(KEY_PREFIX, keys), sources, lengths)) == {0}
+
+    def load(self, keys: list[bytes], *, verified: bool) -> bool:
+        """Load records; returns whether all are there, and sound."""
+        places = [self._extents.address(i, for_put=False) for i in range(len(keys))]
+        lengths = [self._extents.record_bytes] * len(keys)
+        loaded = self._store.batch_get_into(names_of(KEY_PREFIX, keys), places, lengths) == lengths
+        if not verified:
+            return loaded
+        outcomes = self._verifier.verify_stored(list(zip(places, lengths, keys, strict=True)))
+        return loaded and set(outcomes) == {CopyOutcome.OK}
+
+    def exists(self, keys: list[bytes]) -> bool:
+        """Whether all records are there."""
+        return set(self._store.batch_is_exist(names_of(KEY_PREFIX, keys))) == {1}
+
+    def remove(self, keys: list[bytes]) -> bool:
+        """Remove records; returns whether all were there."""
+        return set(self._store.batch_remove(names_of(KEY_PREFIX, keys), True)) == {0}
+
+
+class BareProcess:
+    """A process with a bare client, asked over a socket with frames as long as the host's."""
+
+    def __init__(self, setup: dict[str, Any], extents: Extents) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds = (theirs.fileno(), extents.fd)
+        words = [json.dumps(setup), str(extents.payload_bytes), *map(str, fds)]
+        command = [sys.executable, "-m", "benchmarks.mooncake", *words]
+        self._process = subprocess.Popen(command, pass_fds=fds, stdout=subprocess.DEVNULL, cwd=ROOT)
+        theirs.close()
+        assert self._socket.recv(16) == b"ready", "the bare process has ended"
+
+    def ask(self, what: str, keys: list[bytes]) -> bool:
+        """Call a method of its `Bare`, and wait for the result."""
+        self._socket.send(what.encode().ljust(16) + pack_keys(keys))
+        return self._socket.recv(MAX_FRAME_BYTES) == bytes([1]) * len(keys)
+
+    def close(self) -> None:
+        """End the process."""
+        self._socket.close()
+        self._process.wait()
+
+
+def serve_bare(setup: dict[str, Any], payload_bytes: int, channel_fd: int, extents_fd: int) -> None:
+    """Body of the bare process."""
+    bare = Bare(setup, Extents(payload_bytes, extents_fd))
+    calls = {
+        "put": bare.put,
+        "load": functools.partial(bare.load, verified=True),
+        "exists": bare.exists,
+        "remove": bare.remove,
+    }
+    channel = socket.socket(fileno=channel_fd)
+    channel.send(b"ready")
+    while frame := channel.recv(MAX_FRAME_BYTES):
+        keys = split_keys(memoryview(frame)[16:])
+        channel.send(bytes([calls[frame[:16].decode().strip()](keys)]) * len(keys))
+
+
+class Bench:
+    """An open adapter in its host, a bare client in this process and a bare process, on the same extents."""
+
+    def __init__(self, setup: dict[str, Any], payload_bytes: int) -> None:
         self.extents = Extents(payload_bytes)
-        self.setup = setup
         self.adapter = HostedAdapter(
             configure_tier({"type": "mooncake_store", **setup}, 0).recipe, kill_ms=600_000
         )
-        self.store = MooncakeDistributedStore()
-        assert self.store.setup(dict(setup)) == 0
-        assert self.store.register_buffer(self.extents.map.address, self.extents.length) == 0
-        self.verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
+        self.bare = Bare(setup, self.extents)
+        self.process = BareProcess(setup, self.extents)
 
-    async def ours(self, number: int) -> tuple[float, float]:
+    async def close(self) -> None:
+        """End both processes."""
+        await self.adapter.close()
+        self.process.close()
+
+    async def ours(self, keys: list[bytes]) -> tuple[float, float]:
         """Return the seconds of a put and of a load by the adapter."""
-        extents, keys = self.extents, keys_of(number)
-        extents.seal(keys)
-        puts = [PutItem(key, extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
+        puts = [PutItem(key, self.extents.hold(i, key, for_put=True)) for i, key in enumerate(keys)]
         begun_s = time.perf_counter()
         stored = await self.adapter.put(puts)
         put_s = time.perf_counter() - begun_s
         assert {outcome.status for outcome in stored} == {PutStatus.STORED}, stored
-        loads = [LoadItem(key, extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
+        loads = [LoadItem(key, self.extents.hold(i, key, for_put=False)) for i, key in enumerate(keys)]
         begun_s = time.perf_counter()
         loaded = await self.adapter.load(loads)
         load_s = time.perf_counter() - begun_s
@@ -128,39 +209,31 @@ class Bench:
         assert await self.adapter.delete(keys) == len(keys)
         return put_s, load_s
 
-    def raw(self, number: int) -> tuple[float, float, float]:
-        """Return the seconds of a put, of a load and of the load with verification by the bare client."""
-        extents, keys = self.extents, keys_of(number)
-        extents.seal(keys)
-        names, lengths = [key.hex() for key in keys], [extents.record_bytes] * len(keys)
-        sources, places = (
-            [extents.address(i, for_put=for_put) for i in range(len(keys))] for for_put in (True, False)
-        )
-        begun_s = time.perf_counter()
-        stored = self.store.batch_put_from(names, sources, lengths)
-        put_s = time.perf_counter() - begun_s
-        assert set(stored) == {0}, stored
-        begun_s = time.perf_counter()
-        loaded = self.store.batch_get_into(names, places, lengths)
-        load_s = time.perf_counter() - begun_s
-        assert loaded == lengths, loaded
-        begun_s = time.perf_counter()
-        outcomes = self.verifier.verify_stored(list(zip(places, lengths, keys, strict=True)))
-        verify_s = time.perf_counter() - begun_s
-        assert set(outcomes) == {CopyOutcome.OK}, outcomes
-        assert set(self.store.batch_remove(names, True)) == {0}
-        return put_s, load_s, load_s + verify_s
+    async def raw(self, keys: list[bytes]) -> tuple[float, float]:
+        """Return the seconds of a put and of a load by the bare client, which verifies nothing."""
+        bare = self.bare
+        times = timed(bare.put, keys), timed(functools.partial(bare.load, verified=False), keys)
+        assert bare.remove(keys)
+        return times
+
+    async def floor(self, keys: list[bytes]) -> tuple[float, float]:
+        """Return the seconds of a put and of a load by the bare process."""
+        ask = self.process.ask
+        times = timed(functools.partial(ask, "put"), keys), timed(functools.partial(ask, "load"), keys)
+        assert ask("remove", keys)
+        return times
 
     async def move(self) -> tuple[list[Round], list[Round]]:
         """Measure rounds of puts and of loads."""
-        puts, loads = [], []
+        ways, puts, loads = (self.ours, self.raw, self.floor), [], []
         for number in range(WARM_UP + ROUNDS):
-            if number % 2:
-                ours, raw = await self.ours(number), self.raw(number)
-            else:
-                raw, ours = self.raw(number), await self.ours(number)
-            puts.append(Round(ours[0], raw[0], raw[0]))
-            loads.append(Round(ours[1], raw[1], raw[2]))
+            times: dict[int, tuple[float, float]] = {}
+            for place in ORDERS[number % len(ORDERS)]:
+                keys = keys_of(len(ways) * number + place)
+                self.extents.seal(keys)
+                times[place] = await ways[place](keys)
+            puts.append(Round(*(times[place][0] for place in range(len(ways)))))
+            loads.append(Round(*(times[place][1] for place in range(len(ways)))))
         return puts[WARM_UP:], loads[WARM_UP:]
 
     async def exists(self) -> list[Round]:
@@ -171,50 +244,29 @@ class Bench:
             self.extents.seal(part)
             holds = [self.extents.hold(i, key, for_put=True) for i, key in enumerate(part)]
             await self.adapter.put([PutItem(key, hold) for key, hold in zip(part, holds, strict=True)])
-        names = ["kvstrata-" + key.hex() for key in keys]
-        here, child = bare_child(self.setup)
+        ask = functools.partial(self.process.ask, "exists")
         rounds = []
-        for _ in range(WARM_UP + EXISTS_ROUNDS):
-            begun_s = time.perf_counter()
-            found = await self.adapter.exists(keys)
-            ours_s = time.perf_counter() - begun_s
-            assert {f.presence for f in found} == {Presence.PRESENT}
-            begun_s = time.perf_counter()
-            codes = self.store.batch_is_exist(names)
-            raw_s = time.perf_counter() - begun_s
-            assert set(codes) == {1}
-            begun_s = time.perf_counter()
-            here.send(b"".join(keys))
-            answer = here.recv(MAX_FRAME_BYTES)
-            floor_s = time.perf_counter() - begun_s
-            assert answer == bytes([1]) * EXISTS
-            rounds.append(Round(ours_s, raw_s, floor_s))
-        here.close()
-        child.wait()
+        for number in range(WARM_UP + EXISTS_ROUNDS):
+            times: dict[int, float] = {}
+            for place in ORDERS[number % len(ORDERS)]:
+                if place:
+                    times[place] = timed(self.bare.exists if place == 1 else ask, keys)
+                    continue
+                begun_s = time.perf_counter()
+                found = await self.adapter.exists(keys)
+                times[place] = time.perf_counter() - begun_s
+                assert {f.presence for f in found} == {Presence.PRESENT}
+            rounds.append(Round(times[0], times[1], times[2]))
         return rounds[WARM_UP:]
 
 
-def bare_child(setup: dict[str, Any]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a process with a bare client, and return the socket that asks it which keys exist."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "benchmarks.mooncake", json.dumps(setup), str(there.fileno())]
-    child = subprocess.Popen(command, pass_fds=[there.fileno()], stdout=subprocess.DEVNULL, cwd=ROOT)
-    there.close()
-    assert here.recv(16) == b"ready", "the bare client's process has ended"
-    return here, child
-
-
-def answer_exists(setup: dict[str, Any], fd: int) -> None:
-    """Body of that process: each frame holds keys, its answer a byte for each key."""
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    assert store.setup(dict(setup)) == 0
-    there = socket.socket(fileno=fd)
-    there.send(b"ready")
-    while keys := there.recv(MAX_FRAME_BYTES):
-        names = ["kvstrata-" + keys[at : at + 32].hex() for at in range(0, len(keys), 32)]
-        there.send(bytes(store.batch_is_exist(names)))
+def timed(call: Callable[[list[bytes]], bool], keys: list[bytes]) -> float:
+    """Return the seconds of a call that must return true."""
+    begun_s = time.perf_counter()
+    done = call(keys)
+    seconds = time.perf_counter() - begun_s
+    assert done
+    return seconds
 
 
 async def measure(setup: dict[str, Any]) -> dict[str, list[Round]]:
@@ -223,11 +275,11 @@ async def measure(setup: dict[str, Any]) -> dict[str, list[Round]]:
     bench = Bench(setup, PAYLOAD_BYTES)
     await bench.adapter.open(bench.extents.context())
     found["mooncake_put"], found["mooncake_load"] = await bench.move()
-    await bench.adapter.close()
+    await bench.close()
     bench = Bench(setup, SMALL_BYTES)
     await bench.adapter.open(bench.extents.context())
     found["exists_1024_mooncake"] = await bench.exists()
-    await bench.adapter.close()
+    await bench.close()
     return found
 
 
@@ -283,8 +335,8 @@ def run() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        answer_exists(json.loads(sys.argv[1]), int(sys.argv[2]))
+    if len(sys.argv) > 2:
+        serve_bare(json.loads(sys.argv[1]), *map(int, sys.argv[2:]))
     else:
         print(json.dumps(asyncio.run(measure(json.loads(sys.argv[1])))), flush=True)
     os._exit(0)  # the bare clients' threads may crash an interpreter that exits normally

@@ -4,7 +4,10 @@ The real scheduler side with the real client and server, without vLLM: WAITING r
 begins every STEP_S, during which the thread sleeps as vLLM's thread waits for its worker.  Each figure is the 99.9th
 percentile of all calls of REQUESTS requests, by the clock; beside it are the longest call, and both of the thread's own
 CPU time, which other threads and processes do not lengthen.  `off_core` is the time for which the kernel let a ready
-thread wait for a core; what remains of a call is the wait for lookups and for Python's lock.
+thread wait for a core; what remains of a call is the wait for lookups and for Python's lock.  A thread that has the
+lock may wait for a core, too, so each figure also counts its calls of more than TARGET_MS (`slow`), and how many of
+them would have been shorter without the waits of the calling thread (`slow_own_core`), and how many more without those
+of the process's other threads (`slow_lock`).
 
     _server     the server is stopped (SIGSTOP) again and again, for PROMPTS requests each time
     _master     the master of the server's Mooncake tier is stopped, so that each lookup lasts until its timeout
@@ -18,8 +21,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import engine_client, figure, percentile, scratch, sized, wait_until
@@ -48,28 +54,50 @@ TARGET_MS = 2.0
 
 
 class Timed:
-    """Calls a scheduler side, and notes the seconds of each: by the clock, of CPU time, and of waits for a core."""
+    """Calls a scheduler side, and notes the seconds of each: by the clock, of CPU time, and of waits for a core.
+
+    `others_off_core_s` are the waits for a core of the process's other threads that ended during the call, together.
+    """
 
     def __init__(self, side: SchedulerSide, client: CacheClient) -> None:
         self._side = side
         self.client = client
         self._off_core_ns = off_core_clock()
+        self._others_off_core_ns = others_off_core_clock()
         self.wall_s: list[float] = []
         self.cpu_s: list[float] = []
         self.off_core_s: list[float] = []
+        self.others_off_core_s: list[float] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._side, name)
 
         def timed(*arguments: Any) -> Any:
-            off_core_ns, cpu_s, begun_s = self._off_core_ns(), time.thread_time(), time.perf_counter()
+            others_ns, off_core_ns = self._others_off_core_ns(), self._off_core_ns()
+            cpu_s, begun_s = time.thread_time(), time.perf_counter()
             answer = method(*arguments)
             self.wall_s.append(time.perf_counter() - begun_s)
             self.cpu_s.append(time.thread_time() - cpu_s)
             self.off_core_s.append((self._off_core_ns() - off_core_ns) / 1e9)
+            self.others_off_core_s.append((self._others_off_core_ns() - others_ns) / 1e9)
             return answer
 
         return timed
+
+
+def others_off_core_clock() -> Callable[[], int]:
+    """A clock of this process's other threads: for how many ns so far they were ready to run and waited for a core."""
+    own = str(threading.get_native_id())
+    folders = [folder for folder in Path("/proc/self/task").iterdir() if folder.name != own]
+    found = {os.open(folder / "schedstat", os.O_RDONLY | os.O_CLOEXEC): 0 for folder in folders}
+
+    def total_ns() -> int:
+        for descriptor in found:
+            with contextlib.suppress(ProcessLookupError):  # a thread that has ended waits no more
+                found[descriptor] = int(os.pread(descriptor, 100, 0).split()[1])
+        return sum(found.values())
+
+    return total_ns
 
 
 def serve(side: Any, numbers: Iterator[int], count: int) -> None:
@@ -99,6 +127,11 @@ def calls_figure(name: str, side: Timed, what: str) -> dict[str, Any]:
     """The figure of all calls so far."""
     value_ms, longest = 1e3 * percentile(side.wall_s, 0.999), side.wall_s.index(max(side.wall_s))
     on_core_s = [wall_s - off_s for wall_s, off_s in zip(side.wall_s, side.off_core_s, strict=True)]
+    slow = [place for place, wall_s in enumerate(side.wall_s) if 1e3 * wall_s > TARGET_MS]
+    not_own = [place for place in slow if 1e3 * on_core_s[place] > TARGET_MS]
+    rest = [
+        place for place in not_own if 1e3 * (on_core_s[place] - side.others_off_core_s[place]) > TARGET_MS
+    ]
     return figure(
         f"scheduler_calls_{name}",
         value=value_ms,
@@ -108,6 +141,10 @@ def calls_figure(name: str, side: Timed, what: str) -> dict[str, Any]:
         target=f"p99.9 ≤ {TARGET_MS:g} ms",
         ok=value_ms <= TARGET_MS,
         calls=len(side.wall_s),
+        slow=len(slow),
+        slow_own_core=len(slow) - len(not_own),
+        slow_lock=len(not_own) - len(rest),
+        slow_rest_ms=[1e3 * on_core_s[place] for place in rest],
         longest_ms=1e3 * side.wall_s[longest],
         off_core_of_longest_ms=1e3 * side.off_core_s[longest],
         cpu_of_longest_ms=1e3 * side.cpu_s[longest],

@@ -27,6 +27,7 @@ PAIRS = sized(20, 2)
 STUDENT_T = 2.093
 """The 97.5 % quantile of Student's t-distribution for PAIRS - 1 degrees of freedom."""
 WARM_UPS = 2
+PROMPT_TOKENS = sized(6_000, 600)
 NEW_TOKENS = 8
 SETTLE_S = 0.2
 """Pause between two prompts, so that the stores of one do not run into the time of the other."""
@@ -54,7 +55,7 @@ def run() -> list[dict[str, Any]]:
                 for name in ("with", "without") if number % 2 else ("without", "with"):
                     if name == "with":
                         with_connector.ask("take_calls")
-                    done = sides[name].generate(prompt(5000 + number), max_tokens=NEW_TOKENS)
+                    done = sides[name].generate(prompt(5000 + number, PROMPT_TOKENS), max_tokens=NEW_TOKENS)
                     tokens[name] = done["tokens"]
                     if done["cached_tokens"]:
                         raise RuntimeError(f"{done['cached_tokens']} tokens of a new prompt were cached")
@@ -69,7 +70,7 @@ def run() -> list[dict[str, Any]]:
             with_connector.quit()
             without.quit()
     stored = stats["worker"].get("store_stored_chunks", 0)
-    wanted = (PAIRS + WARM_UPS) * (len(prompt(0)) // CHUNK_TOKENS)
+    wanted = (PAIRS + WARM_UPS) * (PROMPT_TOKENS // CHUNK_TOKENS)
     if stored != wanted:
         raise RuntimeError(
             f"{stored} of {wanted} chunks were stored, so the time does not include all stores"

@@ -24,7 +24,7 @@ os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with
 # Under nohup it is ignored, and all processes that tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 IN_CI = os.environ.get("CI") == "true"
-KINDS = ("fast", "integration", "vllm", "gpu")
+KINDS = ("fast", "integration", "vllm", "sglang", "gpu")
 REQUIRED_IN_CI = ("integration", "vllm")
 CONTRACT = "kvstrata/testing/adapter_contract.py"
 

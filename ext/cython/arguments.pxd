@@ -40,3 +40,13 @@ cdef inline vector[uint32_t] spans_of(object spans, size_t n_keys) except *:
     if each.size() == 0 or n_keys % each.size():
         raise ValueError(f"spans: {each.size()} spans for {n_keys} keys")
     return each
+
+
+cdef inline vector[uint32_t] spans_or_zeros(object spans, size_t n_slices, size_t n_keys) except *:
+    """The spans of n_slices slices; zeros if `spans` is empty. Raises ValueError as spans_of(), or for another count."""
+    if not spans:
+        return vector[uint32_t](n_slices, 0)
+    cdef vector[uint32_t] each = spans_of(spans, n_keys)
+    if each.size() != n_slices:
+        raise ValueError(f"spans: {each.size()} spans for {n_slices} slices")
+    return each

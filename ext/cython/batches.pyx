@@ -74,6 +74,16 @@ def names_of(str prefix not None, keys):
     return names
 
 
+def types_of(values):
+    cdef set types = set()
+    cdef object last = None
+    for value in values:
+        if type(value) is not last:  # nearly all values of a batch have one type
+            last = type(value)
+            types.add(last)
+    return types
+
+
 def pack_found(outcomes, word):
     cdef string rows
     cdef size_t at = 0

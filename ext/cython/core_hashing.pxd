@@ -26,7 +26,9 @@ cdef extern from "hash/sha256.h" namespace "kvstrata" nogil:
     cdef cppclass ExtraSpan "std::span<const kvstrata::ChunkExtra>":
         ExtraSpan(const ChunkExtra* data, size_t n)
     cdef cppclass DigestSpan "std::span<const kvstrata::Digest>":
-        DigestSpan(const Digest* data, size_t n)
+        DigestSpan(const Digest* start, size_t n)
+        const Digest* data() noexcept
+        size_t size() noexcept
     void c_chain_keys "kvstrata::chain_keys"(
         const Digest& start, TokenSpan tokens, size_t chunk_tokens, ExtraSpan extras, Digest* out)
     void c_storage_keys "kvstrata::storage_keys"(

@@ -8,6 +8,8 @@ from libcpp.memory cimport shared_ptr
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
+from core_copying cimport Digest
+from core_hashing cimport DigestSpan
 from core_status cimport Status
 
 
@@ -137,6 +139,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t leases_trimmed, bad_records
         uint64_t adopted_entries, adoption_dropped
         uint64_t events_lost, prefaulted_bytes
+        uint64_t tail_entries, tail_record_bytes, tail_extent_bytes
         uint64_t limit_bytes, backed_bytes, missing_bytes, rows_capacity
         uint64_t entry_capacity, rows_claimed
         double fragmentation
@@ -155,13 +158,20 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t n_chunks
         uint64_t unverified
         uint64_t short_bytes
+        cbool exceeded
         vector[ExtentRecord] extents
+
+    cdef cppclass CChainKeys "kvstrata::ChainKeys":
+        CChainKeys(const Digest&, DigestSpan, DigestSpan, U32Span, size_t) except +
+        DigestSpan whole() noexcept
 
     cdef cppclass ReserveRequest "kvstrata::ReserveRequest":
         const uint8_t* keys
         size_t n_keys
         const uint8_t* parent
         uint64_t record_bytes
+        cbool tail
+        uint64_t extent_bytes
         uint32_t row
         const uint8_t* identity
         uint32_t tenant
@@ -192,6 +202,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         size_t peek(const uint8_t*, size_t, size_t) noexcept
         size_t peek_windows(const uint8_t*, size_t, U32Span) noexcept
         Status lease(const uint8_t*, size_t, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
+        Status lease_chain(CChainKeys&, U32Span, U32Span, const uint8_t*, LeaseResult*) noexcept
         cbool release(uint64_t, int64_t) noexcept
         size_t leases_to_end(U64Span, uint64_t) noexcept
         Status verify(const uint8_t*, size_t, uint64_t*, uint64_t*) noexcept
@@ -202,6 +213,7 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         uint64_t abort(uint64_t, U32Span, cbool) noexcept
         Status hold(const CKey&, const uint8_t*, CHold*) noexcept
         Status hold_reserved(uint64_t, uint64_t, CHold*) noexcept
+        cbool is_tail(const CKey&) noexcept
         uint64_t remove(const uint8_t*, size_t, cbool) noexcept
         ClearResult clear(int64_t, const uint8_t*) noexcept
         ClearedInUse cleared_in_use(int64_t) noexcept

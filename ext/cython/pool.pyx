@@ -4,15 +4,19 @@
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cython.operator cimport dereference
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libcpp cimport bool as cbool
-from libcpp.memory cimport make_shared, shared_ptr
+from libcpp.memory cimport make_shared, shared_ptr, unique_ptr
 from libcpp.utility cimport move
 from libcpp.vector cimport vector
 
-from arguments cimport spans_of
+from arguments cimport spans_of, spans_or_zeros
 from buffers cimport BorrowedBuffer, borrow
+from core_copying cimport Digest, set_digest
+from core_hashing cimport DigestSpan
 from core_pool cimport (
+    CChainKeys,
     CEvent,
     CHold,
     CKey,
@@ -91,6 +95,13 @@ cdef uint32_t _row(object row) except? 0xFFFFFFFF:
     if not 0 <= row < MAX_ROWS:
         raise ValueError(f"row: must be between 0 and {MAX_ROWS - 1}, got {row}")
     return row
+
+
+cdef vector[uint32_t] _rows(object rows) except *:
+    cdef vector[uint32_t] result
+    for row in rows:
+        result.push_back(_row(row))
+    return result
 
 
 cdef vector[uint32_t] _indices(object indices) except *:
@@ -314,20 +325,12 @@ cdef class Pool:
     def lease(self, keys, size_t n_slices, rows, identity=b"", spans=()):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
-        cdef vector[uint32_t] numbers
-        cdef vector[uint32_t] each
+        cdef vector[uint32_t] numbers = _rows(rows)
+        cdef vector[uint32_t] each = spans_or_zeros(spans, n_slices, n_keys)
         cdef LeaseResult result
         cdef Status status
         cdef bytes root = _one_key(identity, "identity") if identity else b""
         cdef const uint8_t* wanted = <const uint8_t*>PyBytes_AS_STRING(root) if root else NULL
-        for row in rows:
-            numbers.push_back(_row(row))
-        if spans:
-            each = spans_of(spans, n_keys)
-            if each.size() != n_slices:
-                raise ValueError(f"spans: {each.size()} spans for {n_slices} slices")
-        else:
-            each.assign(n_slices, 0)
         with nogil:
             status = self.pool.get().lease(
                 batch.data(), n_keys, u32_span(each.data(), each.size()), u32_span(numbers.data(), numbers.size()),
@@ -335,6 +338,33 @@ cdef class Pool:
             )
         raise_for(status, POOL)
         return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes
+
+    def lease_chain(self, root, chain, slices, rows, spans, size_t max_keys):
+        cdef BorrowedBuffer chain_batch, slice_batch
+        cdef size_t n_chunks = borrow(chain_batch, chain, KEY_BYTES, "chain")
+        cdef size_t n_slices = borrow(slice_batch, slices, KEY_BYTES, "slices")
+        cdef vector[uint32_t] numbers = _rows(rows)
+        cdef vector[uint32_t] each = spans_or_zeros(spans, n_slices, n_slices)
+        cdef LeaseResult result
+        cdef Status status
+        cdef Digest identity
+        cdef unique_ptr[CChainKeys] keys
+        set_digest(identity, root, "root")
+        keys.reset(new CChainKeys(
+            identity, DigestSpan(<const Digest*>chain_batch.data(), n_chunks),
+            DigestSpan(<const Digest*>slice_batch.data(), n_slices), u32_span(each.data(), each.size()), max_keys
+        ))
+        with nogil:
+            status = self.pool.get().lease_chain(
+                dereference(keys), u32_span(each.data(), each.size()), u32_span(numbers.data(), numbers.size()),
+                identity.data(), &result
+            )
+        raise_for(status, POOL)
+        if result.exceeded:
+            return None
+        size = keys.get().whole().size() * KEY_BYTES if result.n_chunks < n_chunks else 0
+        whole = PyBytes_FromStringAndSize(<const char*>keys.get().whole().data(), <Py_ssize_t>size)
+        return result.ticket, result.n_chunks, _packed(result.extents), result.unverified, result.short_bytes, whole
 
     def release(self, uint64_t ticket, int64_t row=-1):
         cdef cbool done
@@ -384,7 +414,11 @@ cdef class Pool:
 
     # writing
 
-    def reserve(self, keys, parent, record_bytes, row, identity, tenant=0):
+    def is_tail(self, key):
+        cdef bytes raw = _one_key(key, "key")
+        return bool(self.pool.get().is_tail(CKey.load(PyBytes_AS_STRING(raw))))
+
+    def reserve(self, keys, parent, record_bytes, row, identity, tenant=0, cbool tail=False, uint64_t extent_bytes=0):
         cdef BorrowedBuffer batch
         cdef size_t n_keys = borrow(batch, keys, KEY_BYTES, "keys")
         cdef bytes parent_key = _one_key(parent, "parent") if parent else b""
@@ -398,6 +432,8 @@ cdef class Pool:
         request.n_keys = n_keys
         request.parent = <const uint8_t*>PyBytes_AS_STRING(parent_key) if parent_key else NULL
         request.record_bytes = record_bytes
+        request.tail = tail
+        request.extent_bytes = extent_bytes
         request.row = _row(row)
         request.identity = <const uint8_t*>PyBytes_AS_STRING(identity_key)
         request.tenant = tenant

@@ -19,6 +19,11 @@ cdef inline dict stats_dict(PoolStats& s, int prefault_error, tuple states, tupl
         "entry_capacity": s.entry_capacity,
         "entries": {states[i]: s.entries[i] for i in range(1, 5)},
         "bytes": {states[i]: s.bytes[i] for i in range(1, 5)},
+        "tails": {
+            "entries": s.tail_entries,
+            "record_bytes": s.tail_record_bytes,
+            "extent_bytes": s.tail_extent_bytes,
+        },
         "reserved_bytes": s.bytes[1],
         "quarantined_bytes": s.bytes[4],
         "leased_bytes": s.leased_bytes,

@@ -218,7 +218,9 @@ class Copies(RuleBasedStateMachine):
                 images = [self.blocks[block] for block in job.blocks]
                 wanted = b"".join(image[layer] for layer in range(SHAPE.layers) for image in images)
                 assert self._payload(job.slot) == wanted, "a record is wrong"
-                self.records[job.slot] = (job.key, images)
+                # Whether a cancelled or disturbed store ends well depends on time, and the next draws must not.
+                if not (job.cancelled or job.disturbed):
+                    self.records[job.slot] = (job.key, images)
             return
         if outcome is CopyOutcome.FAILED:
             for block in job.blocks:

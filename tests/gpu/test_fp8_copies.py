@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.device import open_engine
+from kvstrata.connectors.device import open_engine
 from kvstrata.errors import ConfigError
 from kvstrata.native import codec, copying, cuda
 from kvstrata.native import record as native_record

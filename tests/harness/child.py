@@ -41,7 +41,7 @@ class ChildEnded(Exception):
 class Child:
     """A child that runs `python -m module arguments`, through the command `under` if given (`unshare …`, `setpriv …`).
 
-    `clone` is a checkout with a `.venv`, whose Python and modules the child runs.
+    `clone` is a checkout with a `.venv`, whose Python and modules the child runs; `python` is another Python.
     """
 
     def __init__(
@@ -52,14 +52,16 @@ class Child:
         log: Path,
         environment: Mapping[str, str] | None = None,
         clone: Path = ROOT,
+        python: Path | None = None,
     ) -> None:
-        python = sys.executable if clone == ROOT else str(clone / ".venv/bin/python")
+        if python is None:
+            python = Path(sys.executable) if clone == ROOT else clone / ".venv/bin/python"
         self.events: list[dict[str, Any]] = []
         self._log = log
         self._buffer = b""
         with open(log, "ab") as stderr:
             self._process = subprocess.Popen(
-                [*under, python, "-m", module, *arguments],
+                [*under, str(python), "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

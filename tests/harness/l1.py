@@ -44,6 +44,7 @@ class L1:
         identity: bytes = IDENTITY,
         first: int = 0,
         size: int = SIZE,
+        tenant: int = 1,
     ) -> list[bytes]:
         """Write chunks from number `first` on, as a worker does; return the keys of the chunks that became visible."""
         stored: list[bytes] = []
@@ -52,7 +53,7 @@ class L1:
             for i in range(first, len(mine)):
                 parent = mine[i - 1] if i else b""
                 ticket, outcomes, packed = self.pool.reserve(
-                    mine[i], parent, record_length(size), self.row, identity, 1
+                    mine[i], parent, record_length(size), self.row, identity, tenant
                 )
                 if outcomes[0] != ReserveOutcome.RESERVED:
                     continue

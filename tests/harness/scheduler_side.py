@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.boundary import guarded
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
@@ -63,7 +63,8 @@ def chunks_of(chain):
 class FakeClient:
     """A client that keeps account of its leases.
 
-    `hits`: chunks that lookups find; `whole`: chunks that L1 has in the slices that are needed in every chunk.
+    `forbidden`: tenants that the server refuses.  `hits`: chunks that lookups find; `whole`: chunks that L1 has in the
+    slices that are needed in every chunk.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
 
@@ -76,6 +77,7 @@ class FakeClient:
         self.closed, self.identities, self.revoked = False, [], set()
         self.fails = ""
         self.evicted = set()
+        self.forbidden = set()
         self.whole = 0
 
     def may_fail(self, method):
@@ -92,6 +94,7 @@ class FakeClient:
             request=request,
             root=root,
             slices=self.slices,
+            forbidden=request.tenant in self.forbidden,
             hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
         )
 
@@ -105,8 +108,9 @@ class FakeClient:
     def present(self, chunks):
         return [key not in self.evicted for _, key in chunks]
 
-    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms):
+    def lookup(self, identity, hasher, *, request_id, probe, deadline_ms, tails=()):
         call = FakeCall(self, chunks_of(hasher))
+        call.tails = tails
         self.calls.append(call)
         if self.answers:
             call.answer(self.hits)
@@ -146,6 +150,12 @@ class FakeRequest(SimpleNamespace):
     def num_tokens(self):
         return len(self.all_token_ids)
 
+    def update_block_hashes(self):
+        """As vLLM: hash the blocks that have no hash yet, the first one with the salt."""
+        for block in range(len(self.block_hashes), self.num_tokens // BLOCK):
+            before = self.block_hashes[-1] if block else self.cache_salt
+            self.block_hashes.append((before, *self.all_token_ids[block * BLOCK : (block + 1) * BLOCK]))
+
 
 def make_request(n_tokens, **changes):
     fields = {
@@ -160,8 +170,11 @@ def make_request(n_tokens, **changes):
         "cache_salt": None,
         "mm_features": [],
         "kv_transfer_params": None,
+        "block_hashes": [],
     }
-    return FakeRequest(**(fields | changes))
+    request = FakeRequest(**(fields | changes))
+    request.update_block_hashes()
+    return request
 
 
 class Clock:
@@ -203,7 +216,7 @@ def weights_without_digests():
 
 
 def make_side(client=None, clock=None, world_size=1, **changes):
-    options = {"chunk_size": CHUNK} | changes.pop("settings", {})
+    options = {"chunk_size": CHUNK, "save_unfull_chunk": False} | changes.pop("settings", {})
     changes.setdefault("weights", weights_without_digests())
     return SchedulerSide(
         client or FakeClient(),

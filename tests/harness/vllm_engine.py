@@ -349,19 +349,41 @@ class Engine:
         return {"worker": worker._groups[0].client.stats(), "scheduler": scheduler._client.stats()}
 
     def stores(self) -> dict[str, Any]:
-        """Return the number of stores without an outcome, and the chunks by outcome of all groups; in process only."""
+        """Return the number of stores without an outcome, the chunks by outcome of all groups, and the chunks that each
+        group has stored; in process only."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         outcomes: dict[str, int] = {}
-        for group in get_kv_transfer_group()._worker._groups:
-            for name, count in group.client.stats().items():
+        counts = [group.client.stats() for group in get_kv_transfer_group()._worker._groups]
+        for of_group in counts:
+            for name, count in of_group.items():
                 if name.startswith("store_") and name.endswith("_chunks") and count:
                     outcome = name.removeprefix("store_").removesuffix("_chunks")
                     outcomes[outcome] = outcomes.get(outcome, 0) + count
         return {
             "in_flight": len(self.scheduler().connector._scheduler._stores._in_flight),
             "outcomes": outcomes,
+            "stored": [of_group.get("store_stored_chunks", 0) for of_group in counts],
         }
+
+    def kv_groups(self) -> list[dict[str, Any]]:
+        """Return, for each group of layers, what vLLM's `KVCacheConfig` says of it; in process only.
+
+        `block_bytes` are those of all its layers, without padding.
+        """
+        found = []
+        for group in self.scheduler().kv_cache_config.kv_cache_groups:
+            spec = group.kv_cache_spec
+            each = list(getattr(spec, "kv_cache_specs", {}).values()) or [spec] * len(group.layer_names)
+            found.append(
+                {
+                    "kind": type(each[0]).__name__,
+                    "block_tokens": spec.block_size,
+                    "block_bytes": sum(layer.real_page_size_bytes for layer in each),
+                    "window": getattr(each[0], "sliding_window", None) or 0,
+                }
+            )
+        return found
 
     def connected(self) -> bool:
         """Return whether the clients of the scheduler and of all groups of the worker are attached; in process only."""
@@ -373,6 +395,10 @@ class Engine:
     def chunk_tokens(self) -> int:
         """Return the size of a chunk; in process only."""
         return int(self.scheduler().connector._setup.settings.chunk_size)
+
+    def hit_step_tokens(self) -> int:
+        """Return the number of tokens of which every hit has a multiple; in process only."""
+        return int(self.scheduler().connector._scheduler._tails.step_tokens)
 
 
 def main(options: dict[str, Any]) -> None:

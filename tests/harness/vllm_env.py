@@ -82,15 +82,18 @@ def find() -> Path | None:
     return python if stamp.get("complete") is True and python.exists() else None
 
 
-def environment(state_folder: Path) -> dict[str, str]:
+def environment(state_folder: Path, in_front: Path | None = None) -> dict[str, str]:
     """Return the environment of a process that runs vLLM on the CPU with this clone's kvstrata and without a network.
 
-    `state_folder` receives the files that vLLM, torch and transformers write; the caller owns and removes it.
+    `state_folder` receives the files that vLLM, torch and transformers write; the caller owns and removes it.  The
+    folder `in_front` has another version of vLLM (`tests/tools/vllm_python.py`).
     """
     foreign = ("VLLM_", "LMCACHE_", "KVSTRATA_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     variables.update(
-        PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'build' / 'metadata'}",
+        PYTHONPATH=":".join(
+            map(str, [*([in_front] if in_front else []), ROOT / "src", ROOT / "build" / "metadata"])
+        ),
         PYTHONNOUSERSITE="1",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -101,7 +104,7 @@ def environment(state_folder: Path) -> dict[str, str]:
         TRANSFORMERS_OFFLINE="1",
         HF_HOME=str(state_folder / "huggingface"),
         # Caches facts about a model's class, which vLLM else finds out by importing everything in another process.
-        VLLM_CACHE_ROOT=str(root_folder() / "vllm-cache"),
+        VLLM_CACHE_ROOT=str((in_front or root_folder()) / "vllm-cache"),
         VLLM_CONFIG_ROOT=str(state_folder / "vllm-config"),
         TORCHINDUCTOR_CACHE_DIR=str(state_folder / "inductor"),
         TRITON_CACHE_DIR=str(state_folder / "triton"),

@@ -46,7 +46,7 @@ class VllmProcess:
 
     `extra` is the connector's extra config, None for no connector; `options` go to `LLM`.  `bare_name` leaves the
     module path out.  With `processes` the child runs its engine in another process, as in production.  `state` is a
-    folder for the log and for vLLM's files.
+    folder for the log and for vLLM's files; `in_front` has another version of vLLM (`tests/tools/vllm_python.py`).
     """
 
     fork_server: ClassVar[ForkServer | None] = None
@@ -64,6 +64,7 @@ class VllmProcess:
         role: str = "kv_both",
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        in_front: Path | None = None,
     ) -> None:
         state.mkdir(parents=True, exist_ok=True)
         self.model = model
@@ -78,7 +79,7 @@ class VllmProcess:
         }
         if extra is not None:
             llm["kv_transfer_config"] = transfer(extra, policy=policy, role=role, bare_name=bare_name)
-        variables = vllm_env.environment(state)
+        variables = vllm_env.environment(state, in_front)
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if processes else "0"
         variables.update(environment or {})
         self._buffer = b""
@@ -92,7 +93,7 @@ class VllmProcess:
             with open(self.log, "ab") as log:
                 streams = (requests, answers, log.fileno())
                 self._process: Forked | subprocess.Popen[bytes]
-                if self.fork_server is not None and not processes:
+                if self.fork_server is not None and not processes and in_front is None:
                     self._process = self.fork_server.start(llm, variables, state, streams)
                 else:
                     self._process = subprocess.Popen(

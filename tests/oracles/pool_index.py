@@ -16,7 +16,7 @@ COLD = struct.Struct("<16sQ16sQQQ")
 assert HEADER.size == 64 and LIVE.size == 640 - 64
 assert ROW.size == HOT.size == COLD.size == 64
 
-VERSION = 3
+VERSION = 4
 ROWS, BUCKETS_AT = 1024, 69_632
 FREE, RESERVED, READY, UNVERIFIED, QUARANTINED = range(5)
 NO_OWNER = 0xFFFF
@@ -39,6 +39,7 @@ class Entry:
     identity: bytes
     owner: int
     tenant: int
+    tail: bool
 
 
 def up(value: int) -> int:
@@ -85,7 +86,7 @@ class PoolIndex:
 
     def entry(self, number: int) -> Entry:
         head, key, offset, size, parent = HOT.unpack_from(self._data, self._hot_at + 64 * number)
-        rows, stamp, identity, owner, tenant, _ = COLD.unpack_from(self._data, self._cold_at + 64 * number)
+        rows, stamp, identity, owner, tenant, tail = COLD.unpack_from(self._data, self._cold_at + 64 * number)
         return Entry(
             number=number,
             changing=bool(head & 1),
@@ -100,6 +101,7 @@ class PoolIndex:
             identity=identity,
             owner=owner,
             tenant=tenant,
+            tail=tail == 1,
         )
 
     def find(self, key: bytes) -> Entry | None:

@@ -5,7 +5,7 @@
 
 An engine computes prompts and stores them.  Another process then loads them in four ways: from L1, from the pool that a
 killed server left, from disk into an empty pool, and from a peer.  Each way must hit all whole chunks that leave a
-token to compute, and give the same tokens.
+token to compute, or, of a model of full attention alone, all whole blocks, and give the same tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import random
 import sys
 import tempfile
@@ -31,7 +32,9 @@ MAX_TOKENS = 3_500
 OPTIONS = {"max_num_batched_tokens": 512, "max_model_len": 4_096, "num_gpu_blocks_override": 160}
 """Prompts are prefilled in pieces, so windows and states leave the engine's blocks while a request runs."""
 MORE: dict[str, dict[str, Any]] = {
-    "deepseek-v3": {"load_format": "dummy", "block_size": 32, "num_gpu_blocks_override": 640}
+    # Blocks so small that a chunk has many tails.
+    "19m": {"block_size": 32, "num_gpu_blocks_override": 640},
+    "deepseek-v3": {"load_format": "dummy", "block_size": 32, "num_gpu_blocks_override": 640},
 }
 OUTPUT_TOKENS = 8
 LOOKUP_MS = 30_000
@@ -57,11 +60,22 @@ class Way:
 class Family:
     """One family's model, its prompts, and what an engine without cache answers."""
 
-    def __init__(self, name: str, lengths: Sequence[int], folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        lengths: Sequence[int],
+        folder: Path,
+        *,
+        seed: str = "",
+        in_front: Path | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        """`seed` draws other prompts; `in_front` has another version of vLLM, `options` go to its `LLM`."""
         self.name = name
+        self._in_front, self._options = in_front, options or {}
         self.model = ensure_model(name)
         self.folder = folder
-        draw = random.Random(name)
+        draw = random.Random(name + seed)
         self.prompts = [[draw.randrange(3, 32_000) for _ in range(length)] for length in lengths]
         self.cold: list[list[int]] = []
         self._engines = 0
@@ -80,7 +94,9 @@ class Family:
                 "enable_prefix_caching": True,
                 **OPTIONS,
                 **MORE.get(self.name, {}),
+                **self._options,
             },
+            in_front=self._in_front,
         ) as vllm:
             yield vllm
 
@@ -106,7 +122,7 @@ class Family:
         """Answer all prompts again, without vLLM's own cache."""
         eventually("the engine is attached", lambda: vllm.ask("connected"))
         way = Way(name)
-        chunk = int(vllm.ask("chunk_tokens"))
+        chunk, step = int(vllm.ask("chunk_tokens")), int(vllm.ask("hit_step_tokens"))
         for prompt, cold in zip(self.prompts, self.cold, strict=True):
 
             def forget() -> bool:
@@ -115,9 +131,10 @@ class Family:
 
             eventually("vLLM lets all blocks go", forget)
             found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
-            whole = len(prompt) // chunk * chunk
-            # A model of full attention alone hits its whole prompt but for one token.
-            ends = {(len(prompt) - 1) // chunk * chunk, min(whole, len(prompt) - 1)}
+            # A model of full attention alone hits its whole blocks, but for one token.
+            ends = {min(len(prompt) // step * step, len(prompt) - 1)}
+            if step == chunk:
+                ends.add((len(prompt) - 1) // chunk * chunk)
             hits, same = found["cached_tokens"] in ends, found["tokens"] == cold
             way.prompts += 1
             way.whole_hits += hits
@@ -131,7 +148,8 @@ class Family:
 def on_one_host(family: Family) -> list[Way]:
     """From L1, after a kill of the server, and from disk."""
     ways = []
-    with ServerProcess(family.folder / "server", l1_mb=512, l2="fs") as server:
+    environment = os.environ | {"KVSTRATA_L2_TAILS_AFTER_S": "0"}
+    with ServerProcess(family.folder / "server", l1_mb=512, l2="fs", environment=environment) as server:
         server.start()
         with family.engine(server) as one:
             family.compute(one)
@@ -201,7 +219,7 @@ def main() -> int:
             for way in measure(name, lengths, Path(folder)):
                 bad += not way.good
                 print(
-                    f"{name:12} {way.name:28} {way.prompts} prompts, {way.whole_hits} hit all whole chunks, "
+                    f"{name:12} {way.name:28} {way.prompts} prompts, {way.whole_hits} hit to the end, "
                     f"{way.same_tokens} with the same tokens"
                     + "".join(f"\n    {text}" for text in way.wrong),
                     flush=True,

@@ -139,7 +139,9 @@ KNOWN_UPWARD: list[str] = []
 
 HEAVY = {
     "torch": ("connectors.",),
-    "vllm": ("connectors.",),
+    "vllm": ("connectors.vllm",),
+    "sglang": ("connectors.sglang.",),
+    "tensorrt_llm": ("connectors.tensorrt_llm.",),
     "zmq": ("rpc.zmq_",),
     "rich": ("cli.live", "cli.page_"),
     "shtab": ("cli.completion",),

@@ -42,8 +42,18 @@ def until(condition: Callable[[], Any], what: str) -> Any:
         time.sleep(0.02)
 
 
+def whole_blocks(tokens: int) -> int:
+    """The tokens of the whole blocks of a prompt, which a hit reaches."""
+    return tokens // BLOCK * BLOCK
+
+
+def records_of(tokens: int) -> int:
+    """The records of a prompt: its chunks, and its tail."""
+    return tokens // CHUNK + (tokens % CHUNK >= BLOCK)
+
+
 def chunks_in_l1(server: ServerProcess) -> int:
-    """Number of chunks that can be hit."""
+    """Number of chunks that can be hit, and of tails."""
     return int(server.get("/v1/status")["pool"]["entries"]["ready"])
 
 
@@ -82,7 +92,7 @@ class Rig:
         On a busy machine the server may be silent for long enough that the engine gives a store up, and counts it;
         then the prompt is computed and stored again.
         """
-        wanted, given_up = chunks_in_l1(self.server) + len(prompt) // CHUNK, self.given_up()
+        wanted, given_up = chunks_in_l1(self.server) + records_of(len(prompt)), self.given_up()
         result = self.vllm.generate(prompt, **arguments)
         self.until_stored(wanted, given_up, lambda: self.again(prompt, **arguments))
         return result

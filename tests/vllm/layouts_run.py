@@ -186,7 +186,7 @@ class Engine:
             group=group,
             heads=Heads((0, LAYERS), kv_heads, 1),
             dtype=case.dtype,
-            kinds=layer_kinds(self.config.kv_cache_groups, modules, "V"),
+            kinds=layer_kinds(self.config.kv_cache_groups, modules, lambda *_: "@V"),
         )
         self.plan = self.view.plan()
 

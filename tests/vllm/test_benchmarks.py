@@ -13,6 +13,7 @@ pytestmark = pytest.mark.vllm
 
 WITH_VLLM = (
     "codec",
+    "groups_bytes",
     "mooncake_frozen_master",
     "p2p_serve",
     "serve_tiers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.conftest import BLOCK, CHUNK, chunks_in_l1, until
+from tests.vllm.conftest import BLOCK, chunks_in_l1, records_of, until
 
 pytestmark = pytest.mark.vllm
 
@@ -12,12 +12,14 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize(
     ("tokens", "hit"),
     [
-        (1_000, 768),  # three chunks and a rest
+        (1_000, 896),  # three chunks and a tail of one block
         (1_024, 1_023),  # the whole prompt: one token is computed
         (300, 256),
         (256, 255),
-        (255, 0),
-        (3_000, 2_816),  # prefilled in pieces
+        (255, 128),
+        (128, 127),
+        (127, 0),
+        (3_000, 2_944),  # prefilled in pieces
     ],
 )
 def test_a_prompt_is_stored_and_hit_and_its_answer_has_the_same_tokens(rig, tokens, hit):
@@ -35,7 +37,7 @@ def test_a_hit_continues_the_prefix_in_vllms_own_cache(rig):
     # Half of the first chunk comes from vLLM, the rest of it and the others from us.
     rig.vllm.generate(prompt[: BLOCK + 40], max_tokens=1)
     warm = rig.vllm.generate(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (1_408, cold["tokens"])
 
 
 def test_a_longer_prompt_hits_the_shared_part_and_stores_the_rest(rig):
@@ -44,14 +46,14 @@ def test_a_longer_prompt_hits_the_shared_part_and_stores_the_rest(rig):
     before = chunks_in_l1(rig.server)
     first = rig.again(prompt)
     assert first["cached_tokens"] == 1_024
-    until(lambda: chunks_in_l1(rig.server) == before + 3, "storing the new chunks")
+    until(lambda: chunks_in_l1(rig.server) == before + 4, "storing the new chunks and the tail")
     second = rig.again(prompt)
-    assert (second["cached_tokens"], second["tokens"]) == (1_792, first["tokens"])
+    assert (second["cached_tokens"], second["tokens"]) == (1_920, first["tokens"])
 
 
 def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     prompts = [rig.fresh_prompt(n) for n in (700, 1_300, 256, 2_048, 900)]
-    wanted = chunks_in_l1(rig.server) + sum(len(p) // CHUNK for p in prompts)
+    wanted = chunks_in_l1(rig.server) + sum(records_of(len(p)) for p in prompts)
     given_up = rig.given_up()
     cold = rig.vllm.ask("generate", prompts=prompts)
 
@@ -64,7 +66,7 @@ def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     until(rig.forget, "letting all blocks go")
     warm = rig.vllm.ask("generate", prompts=prompts)
     assert [r["tokens"] for r in warm] == [r["tokens"] for r in cold]
-    assert [r["cached_tokens"] for r in warm] == [512, 1_280, 255, 2_047, 768]
+    assert [r["cached_tokens"] for r in warm] == [640, 1_280, 255, 2_047, 896]
 
 
 def test_salts_share_nothing(rig):
@@ -105,7 +107,7 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
     rig.vllm.ask("step", n=1)
     rig.vllm.ask("abort", request=running)
     warm = rig.again(known)
-    assert (warm["cached_tokens"], warm["tokens"]) == (1_792, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (1_920, cold["tokens"])
     rig.vllm.ask("idle_steps", n=2)
     until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
 
@@ -140,7 +142,7 @@ def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
     cold = rig.stored(prompt)
     assert cold["cached_tokens"] == 0
     warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (2_816, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (2_944, cold["tokens"])
     # What vLLM itself has now is new, and so is what rests on it.
     before = chunks_in_l1(rig.server)
     assert rig.vllm.generate(prompt + rig.fresh_prompt(300))["cached_tokens"] > 2_500
@@ -161,7 +163,7 @@ def test_after_a_reset_with_the_same_weights_earlier_chunks_are_hit(rig):
 
     until(reset, "emptying both caches")
     warm = rig.vllm.generate(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
 
 
 def test_new_weights_hit_no_earlier_chunk_even_if_vllm_emptied_only_its_own_cache(rig):
@@ -172,7 +174,7 @@ def test_new_weights_hit_no_earlier_chunk_even_if_vllm_emptied_only_its_own_cach
     assert cold["cached_tokens"] == 0 and cold["tokens"] != first["tokens"]
     rig.vllm.ask("change_weights", factor=0.25)
     warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, first["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, first["tokens"])
 
 
 def leased_bytes(server):

@@ -65,9 +65,9 @@ def test_server_absent_at_start_then_caching_begins_by_itself(rig):
     until(lambda: attached(rig), "attaching to a server that came later")
     again = rig.again(prompt)
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
-    until(lambda: chunks_in_l1(rig.server) == 3, "storing")
+    until(lambda: chunks_in_l1(rig.server) == 4, "storing")
     warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
     lines = rig.vllm.log_text().splitlines()
     [warning] = [line for line in lines if "no cache server answers" in line and "WARNING" in line]
     assert f"lmcache-server --port {rig.server.port} --socket-dir {rig.server.socket_dir}" in warning
@@ -97,7 +97,7 @@ def test_a_frozen_server_costs_only_hits(rig, when):
     rig.server.thaw()
     until(lambda: attached(rig), "noticing that the server goes on")
     warm = until(lambda: hit_of(rig, known), "hitting again")
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
 
 
 def hit_of(rig, prompt):
@@ -124,8 +124,9 @@ def test_a_killed_server_costs_only_hits_and_its_pool_is_served_again(rig, token
     check_calls(rig)
     assert rig.server.start()["adopted"]
     until(lambda: attached(rig), "attaching again")
-    warm = until(lambda: hit_of(rig, known), "hitting what was stored before")
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    # The tail may be verified a moment after the chunks before it.
+    warm = until(lambda: full_hit(rig, known, 896), "hitting what was stored before")
+    assert warm["tokens"] == cold["tokens"]
 
 
 def test_server_that_lost_its_pool_is_filled_again(rig):
@@ -137,9 +138,9 @@ def test_server_that_lost_its_pool_is_filled_again(rig):
     until(lambda: attached(rig), "attaching again")
     again = rig.again(known)
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
-    until(lambda: chunks_in_l1(rig.server) == 3, "storing again")
+    until(lambda: chunks_in_l1(rig.server) == 4, "storing again")
     warm = rig.again(known)
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
 
 
 def records_of_new_chunks(rig, prompt):
@@ -188,7 +189,7 @@ def test_vllm_computes_with_the_stored_bytes(rig):
     for seed, (at, header) in enumerate(added):
         extents.replace_payload(at, header, seed)
     warm = rig.again(prompt)
-    assert warm["cached_tokens"] == 768
+    assert warm["cached_tokens"] == 896
     assert warm["tokens"] != cold["tokens"]
     extents.close()
 

@@ -27,6 +27,7 @@ NOT_FOR_ENGINES = {
     "prefetch",
     "status",
     "clear",
+    "sweep",
     "explain",
     "abort",
     "cancel",

@@ -54,7 +54,7 @@ def leased_bytes(server):
 
 
 def test_asynchronous_hit_gives_the_same_tokens(rig):
-    for tokens, hit in ((1_000, 768), (1_024, 1_023), (2_600, 2_560)):
+    for tokens, hit in ((1_000, 896), (1_024, 1_023), (2_600, 2_560)):
         prompt = rig.fresh_prompt(tokens)
         cold = rig.stored(prompt)
         warm = rig.again(prompt)

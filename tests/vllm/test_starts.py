@@ -187,10 +187,10 @@ def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_mo
         def hit():
             until(lambda: vllm.ask("reset_prefix_cache"), "letting all blocks go")
             result = vllm.generate(prompt)
-            return result if result["cached_tokens"] else None
+            return result if result["cached_tokens"] == 1_408 else None
 
         warm = until(hit, "hitting what both workers stored")
-        assert (warm["cached_tokens"], warm["tokens"]) == (1_280, cold["tokens"])
+        assert warm["tokens"] == cold["tokens"]
         roles = sorted(peer["role"] for peer in server.get("/v1/status")["peers"])
         assert roles == ["scheduler", "worker", "worker"]
         vllm.quit()

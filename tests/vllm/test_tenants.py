@@ -1,4 +1,4 @@
-"""Real vLLM and a server with a tenants file: a wrong token costs the cache, never the engine."""
+"""Real vLLM and a server with a tenants file: a wrong token costs the cache, and requests name their tenants."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ def rig(
 ) -> Iterator[Rig]:
     tenants, config = tmp_path / "tenants", tmp_path / "server.yaml"
     tenants.touch(mode=0o600)
-    tenants.write_text(f"{RIGHT} blue\n")
+    tenants.write_text(f"{RIGHT} blue green\n")
     config.write_text(f"security: {{tenants_file: {tenants}}}\n")
     with ServerProcess(tmp_path / "server", l1_mb=64, flags=("--config", str(config))) as server:
         server.start()
-        more = {"kvstrata.tenant": "blue", "kvstrata.token_file": str(token)}
+        # The server does not let this token name red.
+        more = {
+            "kvstrata.tenant": "blue",
+            "kvstrata.request_tenants": ["green", "red"],
+            "kvstrata.token_file": str(token),
+        }
         with VllmProcess(
             vllm_model_folder("19m"),
             tmp_path / "vllm",
@@ -45,7 +50,7 @@ def rig(
             yield Rig(server, vllm)
 
 
-def test_a_wrong_token_costs_only_the_cache_until_it_is_put_right(rig, token):
+def test_a_wrong_token_costs_only_the_cache_and_with_the_right_one_two_tenants_share_nothing(rig, token):
     until(lambda: "not_permitted" in rig.vllm.ask("client")["scheduler"]["error"], "being refused")
     prompt = rig.fresh_prompt(1_000)
     cold = rig.vllm.generate(prompt)
@@ -57,6 +62,26 @@ def test_a_wrong_token_costs_only_the_cache_until_it_is_put_right(rig, token):
         lambda: all(side["connected"] for side in rig.vllm.ask("client").values()), "attaching with its token"
     )
     rig.again(prompt)
-    until(lambda: chunks_in_l1(rig.server) == 3, "storing")
+    until(lambda: chunks_in_l1(rig.server) == 4, "storing")
     warm = rig.again(prompt)
-    assert (warm["cached_tokens"], warm["tokens"]) == (768, cold["tokens"])
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
+
+    # vLLM's own cache and L1 have blue's KV of this prompt now; green shares neither.
+    green, red = ({"kvstrata.tenant": tenant} for tenant in ("green", "red"))
+    first = rig.vllm.generate(prompt, transfer=green)
+    assert (first["cached_tokens"], first["tokens"]) == (0, cold["tokens"])
+    until(lambda: chunks_in_l1(rig.server) == 8, "storing for green")
+    assert rig.vllm.generate(prompt, transfer=green)["cached_tokens"] == 896, "vLLM's own blocks of green"
+    warm = rig.again(prompt, transfer=green)
+    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
+
+    # The server refuses red, and the engine all others: nothing is shared and nothing stored.
+    for refused in (red, {"kvstrata.tenant": "nobody"}, {"kvstrata.tenant": None}, {"kvstrata.tenant": 7}):
+        for generate in (rig.vllm.generate, rig.again):
+            answer = generate(prompt, transfer=refused)
+            assert (answer["cached_tokens"], answer["tokens"]) == (0, cold["tokens"]), refused
+    rig.vllm.ask("idle_steps", n=2)
+    assert chunks_in_l1(rig.server) == 8
+    log = rig.vllm.log_text()
+    assert "this engine may not name its tenant 'nobody'" in log
+    assert "this process may not use tenant 'red'" in log

@@ -16,22 +16,18 @@ from tests.tools.provision import ROOT
 pytestmark = pytest.mark.vllm
 
 SCRIPT = Path(__file__).with_name("versions_run.py")
-INSTALLED = vllm_env.VLLM_REQUIREMENT.partition("==")[2]
-VERSIONS = (INSTALLED, "0.33.0")
 
 
-@pytest.fixture(scope="module", params=VERSIONS)
+@pytest.fixture(scope="module", params=pythons.checked())
 def results(request, vllm_python, tmp_path_factory):
     """The script's results, one dictionary each."""
     folder = tmp_path_factory.mktemp("versions")
-    environment = vllm_env.environment(folder)
+    try:
+        in_front = pythons.on_path(request.param)
+    except pythons.Unavailable as unavailable:
+        pytest.skip(str(unavailable))
+    environment = vllm_env.environment(folder, in_front)
     environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"  # the script imports tests.vllm.versions_engine
-    if request.param != INSTALLED:
-        try:
-            python = pythons.ensure(request.param)
-        except pythons.Unavailable as unavailable:
-            pytest.skip(str(unavailable))
-        environment["PYTHONPATH"] = f"{python}{os.pathsep}{environment['PYTHONPATH']}"
     done = subprocess.run(
         [str(vllm_python), "-P", str(SCRIPT), str(folder)],
         env=environment,
@@ -184,12 +180,15 @@ def test_no_copy_touches_kv_memory_that_vllm_has_unmapped_in_its_sleep(results):
     """vLLM's worker sleeps and wakes; versions that do not tell a connector of sleep are included."""
     sleeps = {result["way"]: result for result in of(results, "sleep")}
     once = ["suspend", "unmapped", "mapped", "resume"]
+    assert sleeps.keys() >= {"sleep", "in parts"}
     for way, events, stores in (
         ("sleep", once, [False, True]),
         ("discard", once, [False, True]),
         # Weights wake first: KV memory is still unmapped then.
         ("in parts", ["suspend", "unmapped", "mapped", "mapped", "resume"], [False, False, True]),
     ):
+        if way not in sleeps:
+            continue
         assert (sleeps[way]["events"], sleeps[way]["stores"]) == (events, stores), sleeps[way]
         assert sleeps[way]["supports"], "vLLM would refuse --enable-sleep-mode"
 
@@ -244,3 +243,42 @@ def test_a_digest_of_the_weights_sees_every_parameter_and_nothing_else(results):
     digests = {result["change"]: result["seen"] for result in of(results, "digest")}
     unseen = {"none", "another start", "all changed back", "no runner"}
     assert {change for change, seen in digests.items() if not seen} == unseen
+
+
+def test_a_tenant_in_the_body_of_a_request_reaches_the_connector(results):
+    paths = {result["path"]: result["params"] for result in of(results, "api")}
+    assert set(paths) == {"/v1/completions", "/v1/chat/completions", "/v1/responses"}
+    assert all(params == {"kvstrata.tenant": "blue"} for params in paths.values()), paths
+
+
+def test_tenants_salts_and_adapters_share_no_chunk_and_no_block_of_vllms_own_cache(results):
+    kinds = {result["case"]: result for result in of(results, "request kind")}
+    stored = {}
+    for case, kind in kinds.items():
+        skipped = {"nobody's": ["tenant_refused"], "embeddings": ["prompt_embeds"]}
+        name = case.removesuffix(" again").removeprefix("other ")
+        assert kind["skipped"] == skipped.get(name, []), kind
+        found = 512 if case.endswith(" again") and name not in skipped else 0
+        assert kind["found_by_vllm"] == found, kind
+        if name in skipped:
+            assert kind["stored"] == []
+        elif not case.endswith(" again"):
+            [stored[case]] = {tuple(identity) for identity in kind["stored"]}
+    adapters = [stored.pop(f"adapter {name}") for name in ("one", "other")]
+    assert stored == {
+        "plain": ("", "", ""),
+        "blue": ("", "blue", ""),
+        "green": ("", "green", ""),
+        "blue, salt": ("", "blue", "pepper"),
+        "salt": ("", "", "pepper"),
+        "other salt": ("", "", "sugar"),
+    }
+    assert adapters[0] != adapters[1] and all(adapter and not tenant for adapter, tenant, _ in adapters)
+
+
+def test_arrangements_have_one_name_in_two_versions_exactly_if_both_pack_alike(results):
+    [packing] = of(results, "packing")
+    alike, again = packing["alike"]
+    assert alike == again and alike.startswith("#") and packing["turned"] not in (alike, "@0.99")
+    assert packing["not_asked"] == ["@0.98", "@0.99"]
+    assert packing["asked"] == [1, 1], "layers that are alike are asked once"

@@ -17,9 +17,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from kvstrata.connectors.vllm.compat.dry_engine import (
+    BLOCK,
+    CHUNK,
+    LAYER_NAMES,
+    Client,
+    DryEngine,
+    vllm_config,
+)
 from kvstrata.connectors.vllm.groups import read_groups
 from kvstrata.errors import ConfigError
-from tests.vllm.versions_engine import BLOCK, CHUNK, LAYER_NAMES, Client, Engine, vllm_config
 
 
 def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:
@@ -70,7 +77,7 @@ def check_group_traces(folder: Path) -> Iterator[dict[str, Any]]:
     """Traces of an engine with full attention and windows: a prompt in pieces, a hit, a hit that cannot be loaded."""
     for v2 in (False, True):
         Client.hits = 0
-        engine = Engine(vllm_config(folder), v2=v2, windows=True)
+        engine = DryEngine(vllm_config(folder), v2=v2, windows=True)
         trace = {}
         engine.add(1000)
         trace["fresh"] = engine.run()

@@ -1,4 +1,4 @@
-"""Checks our connector inside vLLM's own classes (`versions_engine`); run by the Python of the vLLM environment.
+"""Checks our connector inside vLLM's own classes (`dry_engine`); run by the Python of the vLLM environment.
 
 `versions_run.py FOLDER` checks the vLLM that it imports, so one script serves several versions. FOLDER gets a model's
 configuration. Prints one line of JSON per result: {"check": name, ...}; test_versions.py judges them.
@@ -6,13 +6,10 @@ configuration. Prints one line of JSON per result: {"check": name, ...}; test_ve
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
 import os
-import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,36 +20,36 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
-import kvstrata.connectors.vllm as package
-from kvstrata.connectors.vllm import boundary, build
+from kvstrata.connectors import boundary
+from kvstrata.connectors.vllm import build
+from kvstrata.connectors.vllm.compat.dry_engine import (
+    BLOCK,
+    Client,
+    Copies,
+    DryEngine,
+    Runner,
+    cache_config,
+    model_folder,
+    vllm_config,
+)
+from kvstrata.connectors.vllm.compat.names import import_all, of_vllm, unlike
+from kvstrata.connectors.vllm.compat.packing import arrangement_namer
+from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
 from kvstrata.connectors.vllm.metadata import StepPlan
 from kvstrata.connectors.vllm.weights import loaded_weights
 from kvstrata.errors import ConfigError
-from tests.vllm.versions_engine import (
-    Client,
-    Copies,
-    Engine,
-    ModelRunner,
-    Runner,
-    cache_config,
-    load_of,
-    model_folder,
-    reported,
-    reports_of,
-    store_of,
-    vllm_config,
-)
+from tests.vllm.versions_engine import ModelRunner, load_of, reported, reports_of, store_of
 from tests.vllm.versions_groups import check_group_traces, check_groups_of
+from tests.vllm.versions_tenants import check_api, check_request_kinds
 
 
 def check_imports() -> Iterator[dict[str, Any]]:
-    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    for name in names:
-        importlib.import_module(f"{package.__name__}.{name}")
+    names = import_all()
     yield {"check": "imports", "modules": names}
 
 
@@ -67,37 +64,12 @@ def check_signatures() -> Iterator[dict[str, Any]]:
     yield {"check": "abstract", "methods": sorted(LMCacheConnectorV1.__abstractmethods__)}
 
 
-def of_vllm(name: str) -> Any:
-    """What vLLM's base classes of ours have under this name; None if they have nothing."""
-    for base in (KVConnectorBase_V1, SupportsHMA):
-        if name in vars(base):
-            return vars(base)[name]
-    return inspect.getattr_static(KVConnectorBase_V1, name, None)
-
-
-def unlike(own: Any, theirs: Any) -> str:
-    """The difference between the parameters that our method takes and those that vLLM gives; empty if none matters."""
-    own, theirs = (getattr(each, "__func__", getattr(each, "fget", each)) for each in (own, theirs))
-    if not callable(own) or not callable(theirs):
-        return ""
-    takes, asked = (list(inspect.signature(each).parameters.values()) for each in (own, theirs))
-    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes)
-    for position, parameter in enumerate(asked):
-        if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
-            continue
-        if position >= len(takes) or takes[position].name != parameter.name:
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and open_ended:
-                continue
-            return f"takes {[p.name for p in takes]}, vLLM gives {[p.name for p in asked]}"
-    return ""
-
-
 def check_traces(folder: Path) -> Iterator[dict[str, Any]]:
     """Traces of steps with either runner: a prompt in pieces, a hit, a failing load, a reset while a request runs."""
     for v2 in (False, True):
         for asynchronous in (False, True):
             Client.hits = 0
-            engine = Engine(
+            engine = DryEngine(
                 vllm_config(folder, extra={"kvstrata.load_mode": "async" if asynchronous else "sync"}),
                 on_device=True,
                 v2=v2,
@@ -147,7 +119,8 @@ def check_starts(folder: Path) -> Iterator[dict[str, Any]]:
         yield {"check": "start", "case": "two stages with drafts", "v2": v2, **started(config)}
     del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
     config = vllm_config(folder)
-    config.aux_output_config.enable_return_routed_experts = True
+    returning: Any = getattr(config, "aux_output_config", config.model_config)
+    returning.enable_return_routed_experts = True
     yield {"check": "start", "case": "routed experts", **started(config)}
 
 
@@ -204,7 +177,7 @@ def check_reports(folder: Path) -> Iterator[dict[str, Any]]:
 def check_weights(folder: Path) -> Iterator[dict[str, Any]]:
     """The adapter in the identity of a prompt's stores, after each event at which weights may have changed."""
     Client.hits = 0
-    engine = Engine(vllm_config(folder))
+    engine = DryEngine(vllm_config(folder))
 
     def stored(how: str, **reset: bool) -> dict[str, Any]:
         if how != "at the start":
@@ -248,6 +221,35 @@ def check_digests() -> Iterator[dict[str, Any]]:
         parameter.data.copy_(before)
     yield {"check": "digest", "change": "all changed back", "seen": weights.digest() != weights.initial}
     yield {"check": "digest", "change": "no runner", "seen": loaded_weights() is not None}
+
+
+class Packs:
+    """An attention layer that packs the K and V of each head, with K's tokens turned by `turned`."""
+
+    isa = "vec"
+
+    def __init__(self, turned: int = 0) -> None:
+        self.impl, self.turned, self.asked = self, turned, 0
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        self.asked += 1
+        cache[slots[0] // BLOCK] = torch.cat([key.roll(self.turned, 0), value], -1).transpose(0, 1)
+
+
+def check_packing() -> Iterator[dict[str, Any]]:
+    """How arrangements are named of layers that pack alike, otherwise, or cannot be asked, in two versions of vLLM."""
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    one, other = arrangement_namer("0.98"), arrangement_namer("0.99")
+    layer = Packs()
+    yield {
+        "check": "packing",
+        "alike": [one("CPU_ATTN", spec, layer), other("CPU_ATTN", spec, Packs())],
+        "turned": arrangement_namer("0.99")("CPU_ATTN", spec, Packs(turned=1)),
+        "not_asked": [one("CPU_ATTN", spec, SimpleNamespace()), other("SOMETHING", spec, Packs())],
+        "asked": [one("CPU_ATTN", spec, layer) and layer.asked, layer.asked],
+    }
 
 
 SCHEDULER_INTERNALS = (
@@ -307,7 +309,7 @@ class Broken:
 
 def check_guards(folder: Path) -> Iterator[dict[str, Any]]:
     """Which methods that vLLM calls are guarded, and what those answer when everything behind them raises."""
-    engine = Engine(vllm_config(folder))
+    engine = DryEngine(vllm_config(folder))
     scheduler, worker = engine.connector, engine.runner.connector
     for name, own in vars(LMCacheConnectorV1).items():
         if name.startswith("_") or of_vllm(name) is None:
@@ -332,7 +334,7 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
     internals = (*SCHEDULER_INTERNALS, *WORKER_INTERNALS)
     for (asynchronous, windows), (owner, name) in itertools.product(engines, internals):
         Client.hits = 0
-        engine = Engine(configs[asynchronous], on_device=True, windows=windows)
+        engine = DryEngine(configs[asynchronous], on_device=True, windows=windows)
         owners = {
             "side": engine.side,
             "lookups": engine.side._lookups,
@@ -397,9 +399,11 @@ def check_sleep(folder: Path) -> Iterator[dict[str, Any]]:
         "discard": [("discard", ("kv_cache",)), ("wake_up", ["kv_cache"])],
         "in parts": [("sleep", 1), ("wake_up", ["weights"]), ("wake_up", ["kv_cache"])],
     }.items():
+        if not all(hasattr(Worker, method) for method, _ in calls):
+            continue  # vLLM 0.30 has no `discard`
         copies = Copies(on_device=True)
         runner = Runner(config, copies, v2=False, drafts=False)
-        runner.connector._follow_sleep()
+        follow_sleep(runner.connector, config.model_config)
         side = runner.connector._worker
         assert side is not None
         worker = SimpleNamespace(
@@ -454,8 +458,11 @@ def main(folder: Path) -> None:
         check_sleep(model),
         check_weights(model),
         check_digests(),
+        check_packing(),
         check_guards(model),
         check_errors(model),
+        check_api(),
+        check_request_kinds(model, folder),
     ]
     print(json.dumps({"check": "version", "version": vllm.__version__}), flush=True)
     for result in itertools.chain.from_iterable(checks):

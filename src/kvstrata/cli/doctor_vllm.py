@@ -10,9 +10,8 @@ import os
 from kvstrata.cli.ctl_pool import size
 from kvstrata.cli.finding import Finding
 from kvstrata.config.secrets import scrubbed
+from kvstrata.connectors.vllm.compat.contract import TESTED, is_tested
 from kvstrata.errors import KvstrataError
-
-SUPPORTED_VLLM = ("0.32", "0.33")
 
 
 def check_vllm() -> Finding:
@@ -25,10 +24,9 @@ def check_vllm() -> Finding:
         if importlib.util.find_spec("lmcache") and os.environ.get("KVSTRATA_TAKEOVER") != "1":
             advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
             return Finding("vllm", "warn", f"{package} {version}", advice)
-        if not version.startswith(tuple(f"{tested}." for tested in SUPPORTED_VLLM)):
-            return Finding(
-                "vllm", "warn", f"{package} {version}", f"tested with {' and '.join(SUPPORTED_VLLM)}"
-            )
+        if not is_tested(version):
+            advice = f"tested with {', '.join(TESTED)}; any other version is checked when an engine starts"
+            return Finding("vllm", "warn", f"{package} {version}", advice)
         return Finding("vllm", "ok", f"{package} {version}")
     return Finding("vllm", "ok", "not installed in this Python; only engines need it")
 

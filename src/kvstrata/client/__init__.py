@@ -5,6 +5,7 @@ Importing it imports no torch, no engine and no server code.
 
 from kvstrata.client.client import CacheClient
 from kvstrata.client.handles import (
+    AskedTails,
     LoadItem,
     LoadJob,
     LookupCall,
@@ -15,6 +16,7 @@ from kvstrata.client.handles import (
 from kvstrata.client.identities import Identity
 
 __all__ = [
+    "AskedTails",
     "CacheClient",
     "Identity",
     "LoadItem",

@@ -91,6 +91,10 @@ class StoreRequest(NamedTuple):
     record_bytes: int
     payload_bytes: int
     probe: bytes
+    tail_tokens: int = 0
+    """0, or the only chunk is a tail with so many tokens."""
+    replaces: bytes = b""
+    """Chain keys of tails that these chunks replace."""
 
     @property
     def n_chunks(self) -> int:

@@ -29,7 +29,7 @@ from kvstrata.client.copies import (
     Pages,
     Plan,
 )
-from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, StoreJob
+from kvstrata.client.handles import AskedTails, LoadItem, LoadJob, LookupCall, StoreJob
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.loads import Loads
@@ -227,15 +227,17 @@ class CacheClient:
         request_id: str,
         probe: bytes = b"",
         deadline_ms: int | None = None,
+        tails: Sequence[AskedTails] = (),
     ) -> LookupCall:
         """Ask how many leading chunks are present, and lease them for the whole engine group. Never blocks.
 
         While no server answers, the call is done at once, as a miss.  The lease belongs to all processes of the
         group; each ends its share by a load or by `release`.  Until the lease is claimed (`LookupCall.claim`) or a load
         of this process begins under it, the server may revoke it: claim it before you promise its chunks to anybody.
+        One of `tails` may follow the chunks: the first that is present of those behind the last chunk that is.
         Raises ValueError if `chain` is not a whole number of keys.
         """
-        return self._lookups.begin(identity, chain, request_id, probe, deadline_ms)
+        return self._lookups.begin(identity, chain, request_id, probe, deadline_ms, tails)
 
     def release(self, leases: Sequence[LeaseName], *, group: bool = False) -> None:
         """End this process's share of these leases. Never blocks.
@@ -256,16 +258,22 @@ class CacheClient:
         *,
         on_done: Callable[[StoreJob], Any] | None = None,
         probe: bytes = b"",
+        tail_tokens: int = 0,
+        replaces: bytes = b"",
     ) -> StoreJob:
         """Copy chunks out of the engine's blocks into L1, in the background. Never blocks.
 
         `chain` are the chunks' chain keys, `parent_chain` the key before the first (b"" at the start of a prompt),
         `blocks[i]` the blocks of chunk i in order, equally many for each chunk.  The blocks' bytes must be written
         before the call and stay unchanged until `StoreJob.gathered`.  `on_done` runs in the I/O thread (in the calling
-        thread if the store is refused at once): it must be quick and never block.
+        thread if the store is refused at once): it must be quick and never block.  With `tail_tokens` the only chunk is
+        a tail of so many tokens (`keys.tails`), with as many blocks as these fill.  `replaces` are the keys of tails
+        that leave L1 once the chunks are there.
         Raises ValueError when the arguments do not fit together.
         """
-        return self._stores.begin(identity, parent_chain, chain, plan, blocks, on_done, probe)
+        return self._stores.begin(
+            identity, parent_chain, chain, plan, blocks, on_done, probe, tail_tokens, replaces
+        )
 
     def load(
         self,

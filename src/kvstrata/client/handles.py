@@ -20,12 +20,30 @@ class LookupResult(NamedTuple):
 
     n_chunks: int
     lease: LeaseName | None
-    """To be released by every process of the group; None when `n_chunks` is 0."""
+    """To be released by every process of the group; None when nothing was found."""
     extents: bytes
-    """n_chunks × n_slices packed `types.EXTENT`, chunk-major, slices in the order of `Identity.slices`."""
+    """n_chunks × n_slices packed `types.EXTENT`, chunk-major, slices in the order of `Identity.slices`; with a tail as
+    many more as it has slices."""
     n_slices: int
     reason: MissReason | Literal[""]
     """Why the first chunk that is not served is missing; empty when all are."""
+    l2_chunks: int = 0
+    """How many of these chunks were loaded from L2."""
+    tail_tokens: int = 0
+    """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
+
+
+class AskedTails(NamedTuple):
+    """Tails of one chunk that may end a hit (`keys.tails`)."""
+
+    chunk: int
+    """They count if exactly so many leading chunks are present."""
+    tokens: list[int]
+    """The tokens of each, the most wanted tail first."""
+    keys: bytes
+    """Their chain keys."""
+    in_l2: bool = False
+    """Whether L2 is asked for them if L1 has none."""
 
 
 def miss(reason: MissReason) -> LookupResult:

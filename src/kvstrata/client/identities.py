@@ -17,8 +17,17 @@ from typing import NamedTuple
 
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
-from kvstrata.errors import InternalError, KvstrataError, Refused, Unavailable, UnknownSession, WrongVersion
+from kvstrata.errors import (
+    InternalError,
+    KvstrataError,
+    NotPermitted,
+    Refused,
+    Unavailable,
+    UnknownSession,
+    WrongVersion,
+)
 from kvstrata.keys import ChunkHasher, MediaItem
+from kvstrata.observability.logging import Thinning
 from kvstrata.rpc import wire
 from kvstrata.types import MAX_SPAN_CHUNKS, LayoutIdentity, RequestIdentity, identity_root
 
@@ -49,6 +58,7 @@ class Identity:
         "_table",
         "declared",
         "error",
+        "forbidden",
         "refused_epoch",
         "refused_until_s",
         "request",
@@ -65,6 +75,8 @@ class Identity:
         """The last answer, written by the I/O thread only; valid while its epoch is the present one."""
         self.error = ""
         """Why the server refused this identity, or "". While it is refused, lookups miss and stores are refused."""
+        self.forbidden = False
+        """The server refused it because this process may not use its tenant."""
         self.refused_epoch = 0
         self.refused_until_s = math.inf
         """`time.monotonic()` from which the server that refused this identity may be asked again in the same epoch."""
@@ -106,6 +118,7 @@ class IdentityTable:
         """See `Identity.spans`. Set before `slices`."""
         self._slices_retry_s = SLICES_RETRY_FIRST_S
         self._slices_due_s = math.inf
+        self._thinning = Thinning()
 
     @property
     def epoch(self) -> int:
@@ -202,7 +215,7 @@ class IdentityTable:
                 WrongVersion("the server derives another root: client and server differ in version"),
             )
             return
-        identity.error = ""
+        identity.error, identity.forbidden = "", False
         identity.declared = Declared(reply.epoch, reply.identity_id)
         if reply.complete and not self.slices:
             self.spans = tuple(reply.spans)
@@ -218,7 +231,10 @@ class IdentityTable:
             return  # the connection is lost, and the identity is declared again on the next one
         if identity.error != error.message:
             # A salt is a secret of the client that sent it.
-            log.error(
+            self._thinning.log(
+                log,
+                logging.ERROR,
+                f"{error.code} {identity.request.tenant}",
                 "the server refused the identity with adapter %r, tenant %r and %s salt (%s): %s",
                 identity.request.adapter,
                 identity.request.tenant,
@@ -226,7 +242,7 @@ class IdentityTable:
                 error.code,
                 error.message,
             )
-        identity.error = error.message
+        identity.error, identity.forbidden = error.message, isinstance(error, NotPermitted)
         identity.refused_epoch = self._link.epoch
         mistake = isinstance(error, InternalError)
         identity.refused_until_s = time.monotonic() + MISTAKE_RETRY_S if mistake else math.inf

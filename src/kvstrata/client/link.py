@@ -341,6 +341,14 @@ class Link:
             self.silence.pinged(time.monotonic())
 
     def _receive(self, dealer: Dealer) -> None:
+        asks = self.table.n_asks
+        self._handle(dealer)
+        if self.table.n_asks < asks:
+            # A caller that waited for one of these answers has been woken.  It would have to wait again, for Python's
+            # lock, until this thread's next poll.
+            os.sched_yield()
+
+    def _handle(self, dealer: Dealer) -> None:
         for frame in dealer.receive(FRAMES_PER_PASS):
             try:
                 reply = wire.decode_reply(frame)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from kvstrata.client.handles import LookupCall, LookupResult, miss
+from kvstrata.client.handles import AskedTails, LookupCall, LookupResult, miss
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
 from kvstrata.keys import ChunkHasher
 from kvstrata.rpc import wire
+from kvstrata.rpc.tail_wire import TailSet
 from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Lookups:
         request_id: str,
         probe: bytes,
         deadline_ms: int | None,
+        tails: Sequence[AskedTails] = (),
     ) -> LookupCall:
         """See `CacheClient.lookup`."""
         if isinstance(chain, ChunkHasher):
@@ -95,13 +97,15 @@ class Lookups:
             raise ValueError(f"chain has {len(chain)} bytes, not a multiple of {KEY_BYTES}")
         call = LookupCall(self._cancel)
         self.begun += 1
-        if not chain or not self._link.accepts:
-            call.finish(miss(MissReason.BREAKER_OPEN if chain else MissReason.NEVER_STORED))
+        asks = bool(chain or tails)
+        if not asks or not self._link.accepts:
+            call.finish(miss(MissReason.BREAKER_OPEN if asks else MissReason.NEVER_STORED))
             return call
         limit_ms = self._timeout_ms if deadline_ms is None else deadline_ms
         deadline_s = time.monotonic() + min(limit_ms, wire.MAX_DEADLINE_MS) / 1000
         keys = chain[: wire.MAX_CHUNKS * KEY_BYTES]
-        self._link.post(lambda: self._ask(call, identity, keys, request_id[:256], probe, deadline_s))
+        sets = [TailSet(*asked) for asked in tails]
+        self._link.post(lambda: self._ask(call, identity, keys, sets, request_id[:256], probe, deadline_s))
         return call
 
     def take_back(self, seqs: Sequence[int], spend: Callable[[LeaseName], bool]) -> list[LeaseName]:
@@ -122,6 +126,7 @@ class Lookups:
         call: LookupCall,
         identity: Identity,
         keys: bytes,
+        tails: list[TailSet],
         request_id: str,
         probe: bytes,
         deadline_s: float,
@@ -144,6 +149,7 @@ class Lookups:
                 request_id,
                 [wire.KeyGroup(wire.Rule.PREFIX, keys)],
                 probe,
+                tails,
             )
 
         def failed(error: KvstrataError) -> None:
@@ -151,7 +157,7 @@ class Lookups:
             if isinstance(error, UnknownIdentity) and not again:
                 self._live.end(call.seq)
                 identity.declared = None
-                self._ask(call, identity, keys, request_id, probe, deadline_s, again=True)
+                self._ask(call, identity, keys, tails, request_id, probe, deadline_s, again=True)
                 return
             reason = MissReason.REFUSED
             if isinstance(error, Unavailable):
@@ -161,27 +167,30 @@ class Lookups:
             if call.finish(miss(reason)):
                 self._undo(call)
 
-        pending = Pending(Kind.ASK, message, partial(self._answered, call, keys), failed, deadline_s)
+        pending = Pending(Kind.ASK, message, partial(self._answered, call, keys, tails), failed, deadline_s)
         self._asking[call] = pending
         self._link.ask(pending)
 
-    def _answered(self, call: LookupCall, keys: bytes, reply: wire.AnyReply) -> None:
+    def _answered(
+        self, call: LookupCall, keys: bytes, tails: Sequence[TailSet], reply: wire.AnyReply
+    ) -> None:
         del self._asking[call]
         n = reply.n_chunks if isinstance(reply, wire.LookupReply) else -1
-        if not isinstance(reply, wire.LookupReply) or not _sensible(reply, len(keys) // KEY_BYTES):
+        if not isinstance(reply, wire.LookupReply) or not _sensible(reply, len(keys) // KEY_BYTES, tails):
             log.error("invalid reply to a lookup, which counts as a miss: %.200r", reply)
             call.finish(miss(MissReason.REFUSED))
             self._undo(call)
-        elif n == 0:
+        elif n == 0 and not reply.tail_tokens:
             self._live.end(call.seq)
             call.finish(miss(self._reason(reply.reason)))
         else:
             lease = LeaseName(self._link.session, call.seq, reply.epoch)
-            slices = len(reply.extents) // EXTENT.size // n
+            extents = reply.extents + reply.tail_extents
+            slices = len(extents) // EXTENT.size // (n + bool(reply.tail_tokens))
             self.hit_chunks += n
             # If the caller has cancelled meanwhile, `_cancel` is already posted and will undo the lookup.
             more: MissReason | Literal[""] = "" if not reply.reason else self._reason(reply.reason)
-            call.finish(LookupResult(n, lease, reply.extents, slices, more))
+            call.finish(LookupResult(n, lease, extents, slices, more, reply.l2_chunks, reply.tail_tokens))
 
     def _reason(self, word: str) -> MissReason:
         """The reason that a reply names; FORGOTTEN for a word that only the server knows, which may be newer."""
@@ -217,9 +226,17 @@ class Lookups:
             self._link.settle(lambda seq, _: wire.Cancel(session, seq, target))
 
 
-def _sensible(reply: wire.LookupReply, n_asked: int) -> bool:
-    """Whether it is a miss with a reason, or at most as many hits as were asked for, each with its extents."""
-    n = reply.n_chunks
+def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[TailSet]) -> bool:
+    """Whether it is a miss with a reason, or hits that were asked for, each with its extents."""
+    n, tokens = reply.n_chunks, reply.tail_tokens
+    if tokens:
+        asked = any(each.chunk == n and tokens in each.tokens for each in tails)
+        row = len(reply.tail_extents)
+        if not asked or not row or row % EXTENT.size or len(reply.extents) != n * row:
+            return False
+        return 0 <= n <= n_asked
+    if reply.tail_extents:
+        return False
     if n == 0:
         return bool(reply.reason)
     return 0 < n <= n_asked and len(reply.extents) > 0 and len(reply.extents) % (n * EXTENT.size) == 0

@@ -96,6 +96,8 @@ class StoreQueue:
         blocks: Sequence[Sequence[int]],
         on_done: Callable[[StoreJob], Any] | None,
         probe: bytes,
+        tail_tokens: int = 0,
+        replaces: bytes = b"",
     ) -> StoreJob:
         """See `CacheClient.store`. Any thread."""
         n = len(blocks)
@@ -105,6 +107,8 @@ class StoreQueue:
             raise ValueError(f"chain has {len(chain)} bytes for {n} chunks, must have {n * KEY_BYTES}")
         if len(parent_chain) not in (0, KEY_BYTES):
             raise ValueError(f"parent_chain has {len(parent_chain)} bytes, must have 0 or {KEY_BYTES}")
+        if tail_tokens and n != 1:
+            raise ValueError(f"a tail is stored by itself, and not with {n - 1} other chunks")
         if len({len(ids) for ids in blocks}) > 1:
             raise ValueError("all chunks of one store must have the same number of blocks")
         job = StoreJob(
@@ -117,7 +121,9 @@ class StoreQueue:
             return job
         payload = plan.payload_bytes(len(blocks[0]))
         size = record_bytes(plan.section_count, payload)
-        request = StoreRequest(job, identity, parent_chain, chain, plan, blocks, size, payload, probe)
+        request = StoreRequest(
+            job, identity, parent_chain, chain, plan, blocks, size, payload, probe, tail_tokens, replaces
+        )
         if self.admit(request):
             self._link.post(lambda: self.add(request))
         else:
@@ -235,6 +241,8 @@ class StoreQueue:
                 batch.keys,
                 request.record_bytes,
                 request.probe,
+                request.tail_tokens,
+                request.replaces,
             )
 
         batch.asked = Pending(
@@ -322,7 +330,7 @@ class StoreQueue:
                     root,
                     digest,
                     keys.nth(parents, i),
-                    self._chunk_tokens,
+                    request.tail_tokens or self._chunk_tokens,
                 ),
             )
             for i in batch.reserved

@@ -28,6 +28,13 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")
     ] = 0
     save_decode_cache: Annotated[bool, Meta(description="Store chunks made of generated tokens too.")] = False
+    save_unfull_chunk: Annotated[
+        bool,
+        Meta(
+            description="Store the unfinished last chunk of a prompt too, up to the engine's last full block, so that "
+            "hits reach it. Models with sliding windows or states store whole chunks only."
+        ),
+    ] = True
     enable_kv_events: Annotated[
         bool, Meta(description="Hand stored and removed chunks to vLLM as events.")
     ] = False
@@ -43,7 +50,17 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "parallelism), `sync` is refused and `auto` loads beside the pass."
         ),
     ] = "auto"
-    tenant: Annotated[str, Meta(description="Tenant that this engine's requests belong to.")] = ""
+    tenant: Annotated[
+        str, Meta(description="Tenant of this engine's requests, except those that name another one.")
+    ] = ""
+    request_tenants: Annotated[
+        list[Annotated[str, Meta(max_length=256)]],
+        Meta(
+            max_length=4096,
+            description="Other tenants that a request may name by `kvstrata.tenant` in its `kv_transfer_params`. On a "
+            "server with a tenants file, the token in `token_file` must open them too.",
+        ),
+    ] = []
     token_file: Annotated[
         str,
         Meta(

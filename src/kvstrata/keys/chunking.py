@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from kvstrata.keys import batch
 from kvstrata.keys.multimodal import MediaItem, check_media, media_extra
+from kvstrata.keys.tails import tail_keys
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.types import KEY_BYTES
 
@@ -104,6 +105,14 @@ class ChunkHasher:
             self.probe = _probe(tokens[:size])
         self._chain += new
         return new_chunks
+
+    def tail_keys(self, chunk: int, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+        """The keys of the tails of a chunk (see `keys.tails`), of which `tokens` are the leading tokens.
+
+        Raises IndexError when the chunk before is not hashed yet.
+        """
+        before = self.key(chunk - 1) if chunk else self._root
+        return tail_keys(before, tokens, block_tokens, self._media, chunk * self._chunk_tokens)
 
     def storage_keys(self, slices: tuple[bytes, ...]) -> bytes:
         """Storage keys of all chunks, chunk-major: chunk 0 in each slice, then chunk 1 in each slice, …

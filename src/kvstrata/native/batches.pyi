@@ -22,6 +22,9 @@ def names_of(prefix: str, keys: Sequence[bytes]) -> list[str]:
     Raises ValueError for a key that does not have 32 bytes, and for a prefix that is not ASCII.
     """
 
+def types_of(values: Sequence[object]) -> set[type]:
+    """The types of the values."""
+
 def pack_found(outcomes: Sequence[tuple[int, int, str]], word: Callable[[str], bytes]) -> bytes:
     """A row for each (presence, record bytes, reason): u8, u32 little-endian, u8 length of `word(reason)`, that word.
 

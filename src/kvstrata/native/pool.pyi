@@ -185,6 +185,15 @@ class Pool:
         `identity`, here and below: root of the identity for which the caller asks, b"" for any; entries of another
         identity count as absent.
         """
+    def lease_chain(
+        self, root: bytes, chain: Buffer, slices: Buffer, rows: list[int], spans: Sequence[int], max_keys: int
+    ) -> tuple[int, int, bytes, int, int, bytes] | None:
+        """As `lease` of `storage_keys(root, chain, slices)` and identity `root`; the keys are derived here.
+
+        Those of slices with a span are derived only as far as the answer needs them.  None, and nothing is leased, if
+        that takes more than `max_keys` keys.  The last item holds the keys of the slices without a span, chunk-major;
+        it is b"" if all chunks are leased.
+        """
     def release(self, ticket: int, row: int = -1) -> bool:
         """Ends one row's share of a lease, or with row -1 all shares. False when no such share exists (any more)."""
     def leases_to_end(self, tickets: Sequence[int], need_bytes: int) -> int:
@@ -199,15 +208,26 @@ class Pool:
         """Checks unverified entries, last used first, at most about `max_bytes`; returns how many remain."""
     def mark_bad(self, key: Buffer, identity: bytes = b"") -> bool:
         """Checks a record that a reader found wrong; True when it was bad and was dropped."""
+    def is_tail(self, key: Buffer) -> bool:
+        """Whether the key is in the index and its record is a tail."""
     def reserve(
-        self, keys: Buffer, parent: bytes, record_bytes: int, row: int, identity: bytes, tenant: int = 0
+        self,
+        keys: Buffer,
+        parent: bytes,
+        record_bytes: int,
+        row: int,
+        identity: bytes,
+        tenant: int = 0,
+        tail: bool = False,
+        extent_bytes: int = 0,
     ) -> tuple[int, bytes, bytes]:
         """(ticket, outcomes, extents): extents to write these chunks of one chain into, in order.
 
         `parent`: storage key of the chunk before the first, or b"".  `identity`: root that the records must name.  The
         answer has one wire.ReserveOutcome and one packed `types.EXTENT` for each key (zeros where not RESERVED).
         Entries are evicted at once to make room, never those of this chain.  After the first refusal, all later keys
-        that are not present get the same outcome.  Ticket 0 when nothing was reserved.
+        that are not present get the same outcome.  Ticket 0 when nothing was reserved.  A tail is evicted before all
+        other records; it gets an extent of `extent_bytes`, if its record is shorter.
         """
     def commit(self, ticket: int, indices: list[int], check: bool = True) -> bytes:
         """One wire.CommitOutcome per index; the items' reservation ends, whatever the outcome.

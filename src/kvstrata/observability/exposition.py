@@ -173,6 +173,7 @@ def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
         return [([word], value) for word, value in sorted(values.items())]
 
     own_pools = numbers.get("own_pools", [])
+    tenants = sorted(counters.tenants.values(), key=lambda one: one.tenant)
     l2 = [(list(name), counted) for name, counted in sorted(counters.l2.items())]
     return {
         "kvstrata_instance": [([instance_id], 1.0)],
@@ -189,6 +190,12 @@ def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
         "kvstrata_revoked_leases": [([], counters.revoked_leases)],
         "kvstrata_committed_chunks": [([], counters.committed_chunks)],
         "kvstrata_bad_records": [([], counters.bad_records)],
+        "kvstrata_tenant_lookup_chunks": [([one.tenant], one.asked) for one in tenants],
+        "kvstrata_tenant_hit_chunks": [
+            sample
+            for one in tenants
+            for sample in (([one.tenant, "l1"], one.in_l1), ([one.tenant, "l2"], one.in_l2))
+        ],
         **{
             f"kvstrata_own_pool_{name}": [([row["tenant"]], row[number]) for row in own_pools]
             for name, number in _OF_OWN_POOL.items()

@@ -49,6 +49,15 @@ COUNTED: dict[str, Family] = {
     "kvstrata_bad_records": Family(
         "counter", (), "Commits refused because the record did not match its reservation."
     ),
+    "kvstrata_tenant_lookup_chunks": Family(
+        "counter",
+        ("tenant",),
+        "Chunks that lookups of a tenant asked for. Only tenants that the settings or the tenants file named at the "
+        "start are counted.",
+    ),
+    "kvstrata_tenant_hit_chunks": Family(
+        "counter", ("tenant", "tier"), "Chunks served to such a tenant, from L1 or after a load from L2."
+    ),
     "kvstrata_own_pool_bytes": Family("gauge", ("tenant",), "Memory that a tenant's own pool may have."),
     "kvstrata_own_pool_used_bytes": Family(
         "gauge", ("tenant",), "Bytes of a tenant's own pool occupied by extents in any state."

@@ -2,7 +2,7 @@
 
 The hot path only increments plain numbers; names, help texts and labels are added during a scrape (exposition.py).
 Every label has a closed set of values: operations, error codes and reasons come from enums, adapter names from the
-configuration.  No label carries a tenant, a request or a key.
+configuration, and so do the tenants that have a label.  No label carries a request or a key.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ MAX_OUTCOME_WORDS = 32
 """Most outcomes of an adapter's operation that get a label of their own; plugins may invent any number of outcomes."""
 OUTCOME_WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
 """Outcomes that can be a label; any other counts as `other`."""
+
+
+class TenantChunks:
+    """What lookups of one tenant asked for, and where it was found."""
+
+    __slots__ = ("asked", "in_l1", "in_l2", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant
+        self.asked = self.in_l1 = self.in_l2 = 0
 
 
 class Exemplar(NamedTuple):
@@ -105,6 +115,8 @@ class ServerCounters:
         self.lookup_chunks = 0
         self.l1_hit_chunks = 0
         self.l2_hit_chunks = 0
+        self.tenants: dict[int, TenantChunks] = {}
+        """By the tenant's number; only those that the settings or the tenants file named at the start."""
         self.revoked_leases = 0
         self.reserve_outcomes: dict[str, int] = {}
         self.committed_chunks = 0

@@ -41,6 +41,9 @@ STATUS_NUMBERS: dict[str, Number] = {
         "pool_entries", "Entries in this state: reserved, ready, unverified or quarantined.", "state"
     ),
     "pool.bytes.WORD": Number("pool_entry_bytes", "Bytes of the entries in this state.", "state"),
+    "pool.tails.entries": Number("pool_tails", "Tails in L1: unfinished last chunks of prompts."),
+    "pool.tails.record_bytes": Number("pool_tail_record_bytes", "Bytes of the records of tails."),
+    "pool.tails.extent_bytes": Number("pool_tail_extent_bytes", "Bytes of the extents of tails."),
     "pool.reserved_bytes": Number(
         "pool_reserved_bytes", "Bytes that a process may be writing and that no lookup can see yet."
     ),
@@ -362,6 +365,18 @@ STATUS_NUMBERS: dict[str, Number] = {
         "peers_served_cut_connections_total",
         "Connections from peers cut: over the limit, or with more unprocessed bytes than allowed.",
     ),
+    "tails.stored": Number("tails_stored_total", "Tails that engines have stored in L1."),
+    "tails.replaced": Number(
+        "tails_replaced_total", "Tails dropped because a chunk or a longer tail holds their tokens."
+    ),
+    "tails.replaced_in_l2": Number(
+        "tails_replaced_in_l2_total", "Of these, tails that were deleted from L2."
+    ),
+    "tails.put": Number(
+        "tails_put_total", "Tails offered to L2 because nothing had replaced them for a while."
+    ),
+    "tails.waiting": Number("tails_waiting", "Tails that wait to be offered to L2."),
+    "tails.lingering": Number("tails_lingering", "Replaced tails that are still in use."),
     "rpc.received": Number("rpc_received_frames_total", "Frames received."),
     "rpc.dropped_replies": Number(
         "rpc_dropped_replies_total", "Replies dropped because the receiver was gone or left too much unread."

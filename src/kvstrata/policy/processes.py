@@ -140,6 +140,7 @@ class AttachedProcess:
     """One attached process. `digest` is empty for a scheduler; `detached` while its socket is closed."""
 
     __slots__ = (
+        "chunk_record_bytes",
         "copies",
         "declares_length",
         "detached",
@@ -180,6 +181,8 @@ class AttachedProcess:
         self.lengths: dict[int, None] = {}
         """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
         self.declares_length = False
+        self.chunk_record_bytes = 0
+        """Length of the record of a chunk, as it declared or last reserved it; 0: not known."""
 
     @property
     def owner(self) -> Owner:
@@ -192,7 +195,8 @@ class AttachedProcess:
         return self.group.own_pool
 
     def has_records_of(self, record_bytes: int) -> None:
-        """Note a record length that the process declared, or for which it reserves extents."""
+        """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
+        self.chunk_record_bytes = record_bytes
         self.lengths.pop(record_bytes, None)
         self.lengths[record_bytes] = None
         if len(self.lengths) > MOST_LENGTHS:

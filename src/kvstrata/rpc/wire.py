@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvstrata.rpc.tail_wire import MAX_TAIL_SETS, MAX_TAIL_TOKENS, TailKeys, TailSet
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
 PROTOCOL_VERSION = 5
@@ -178,6 +179,8 @@ class Lookup(Request, frozen=True, tag="lookup"):
     """`rule` and the prompt's concatenated chain keys."""
     probe: Probe = b""
     """Digest of the first chunk's tokens without any identity, for explaining a miss."""
+    tails: Annotated[list[TailSet], Meta(max_length=MAX_TAIL_SETS)] = []
+    """Tails that may end the hit. Not for engines with slices that have a span."""
 
 
 class LookupReply(Reply, frozen=True, tag="lookup"):
@@ -194,6 +197,10 @@ class LookupReply(Reply, frozen=True, tag="lookup"):
     """The number of these chunks that were loaded from L2."""
     reason: str
     """Why the first chunk that is not served is missing; empty if all are served."""
+    tail_tokens: int = 0
+    """Tokens of the tail that follows these chunks and is leased as well; 0: none."""
+    tail_extents: bytes = b""
+    """Its packed extents, one for each slice."""
 
 
 class Release(Request, frozen=True, tag="release"):
@@ -219,6 +226,10 @@ class Reserve(Request, frozen=True, tag="reserve"):
     """Length of each record."""
     probe: Probe = b""
     """Digest of the first chunk's tokens, as in a lookup."""
+    tail_tokens: Annotated[int, Meta(ge=0, le=MAX_TAIL_TOKENS)] = 0
+    """0, or the only key is that of a tail with so many tokens."""
+    replaces: TailKeys = b""
+    """Chain keys of tails that are of no use any more when the chunks, or the tail, are in L1; they leave L1 then."""
 
 
 class ReserveOutcome(enum.IntEnum):

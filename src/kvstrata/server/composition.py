@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.pool import Pool
-from kvstrata.observability.metrics import ServerCounters
+from kvstrata.observability.metrics import ServerCounters, TenantChunks
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.policy.misses import Explainer
@@ -40,12 +40,14 @@ from kvstrata.server.admin.status import (
 from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
+from kvstrata.server.identity_book import IdentityBook
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.puts import StoreLimits
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
@@ -72,6 +74,7 @@ class Ground(NamedTuple):
     pool: Pool
     """The shared pool."""
     own: OwnPools
+    book: IdentityBook
     loop: asyncio.AbstractEventLoop
     supervisor: Supervisor
     lane: PoolLane
@@ -112,6 +115,7 @@ class L2(NamedTuple):
 
     tiers: TierSet
     store: StoreController
+    tails: TailPuts
     prefetch: PrefetchController
     borrowed: Borrowed
     peer_reads: PeerReads
@@ -146,9 +150,11 @@ def lay_ground(
     clock: Clock,
     explainer: Explainer,
     own: OwnPools | None = None,
+    book: IdentityBook | None = None,
 ) -> Ground:
     """Make the parts that refer to no other part, and set the quotas of the tenants that share the pool."""
     own = own or OwnPools()
+    book = book or IdentityBook(None, own_lane, supervisor)
     for tenant, gigabytes in settings.quotas_gb.items():
         if own.get(tenant) is None:
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
@@ -169,6 +175,7 @@ def lay_ground(
         facts=facts,
         pool=pool,
         own=own,
+        book=book,
         loop=loop,
         supervisor=supervisor,
         lane=lane,
@@ -249,11 +256,14 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         max_in_flight=settings.l2.prefetch_max_in_flight,
     )
     prefetch = PrefetchController(pool, tiers, limits, ground.clock, store.dropped, loaded, asks)
+    tails = TailPuts(store, tiers, ground.clock, settings.l2.tails_after_s)
     ground.board.put("l2_store", store.stats)
+    ground.board.put("tails", tails.stats)
     ground.board.put("l2_prefetch", prefetch.stats)
     return L2(
         tiers=tiers,
         store=store,
+        tails=tails,
         prefetch=prefetch,
         borrowed=borrowed,
         peer_reads=peer_reads,
@@ -263,6 +273,13 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
 
 def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Requests:
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
+    settings = ground.settings
+    for tenant in sorted(
+        {*settings.quotas_gb, *settings.l2.quotas_gb, *(one.name for one in settings.tenants)}.union(
+            *tokens.sets
+        )
+    ):
+        ground.counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
     effects = Effects(
         tables.sessions,
         tables.leases,
@@ -304,7 +321,7 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     ground.board.put("jobs", prewarms.documents, metrics=False)
     return AdminParts(
         prewarms,
-        Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events),
+        Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events, ground.book),
         Explaining(
             ground.explainer, ground.pools, tables.in_flight, l2.events, ground.settings.l1.eviction_policy
         ),
@@ -327,6 +344,7 @@ def make_boundary(
         tiers=l2.tiers,
         prefetch=l2.prefetch,
         store=l2.store,
+        tails=l2.tails,
         events=l2.events,
         explainer=ground.explainer,
         savings=ground.savings,
@@ -344,6 +362,7 @@ def make_boundary(
         ground.history,
         ground.explainer.identities,
         l2.store,
+        l2.tails,
         ground.savings,
         ground.clock,
         counters,
@@ -362,6 +381,7 @@ def make_boundary(
         tiers=l2.tiers,
         prewarms=admin.prewarms,
         clearing=admin.clearing,
+        book=ground.book,
         explain=admin.explain,
         board=ground.board,
         counters=counters,

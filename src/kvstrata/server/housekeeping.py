@@ -17,6 +17,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.evictions import EvictionSummary
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.pool_events import PoolEvents
 
 TICK_S = 0.1
@@ -54,8 +55,10 @@ class Housekeeping:
         supervisor: Supervisor,
         own: Iterable[Pool] = (),
         quotas: Quotas | None = None,
+        tails: TailPuts | None = None,
     ) -> None:
-        """`own`: the pools beside the shared one; `quotas` moves memory between them."""
+        """`own`: the pools beside the shared one; `quotas` moves memory between them; `tails` wait to be put."""
+        self._tails = tails
         self._quotas = quotas
         self._pools = (pool, *own)
         self._lane = lane
@@ -86,6 +89,8 @@ class Housekeeping:
         offering = self._offering is not None and not self._offering.done()
         if events.verified and not offering:
             self._offering = self._supervisor.spawn(self._put_adopted(), "puts of adopted chunks")
+        if self._tails is not None:
+            self._tails.tick()
         await asyncio.shield(lane.run(self._evict))
         await self._see_to_memory()
         await self._borrowed.drop_due()
@@ -138,6 +143,9 @@ class Housekeeping:
         while verified:
             await store.idle()
             for pool, key in [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]:
+                if self._tails is not None and pool.is_tail(key):
+                    self._tails.committed([key], pool)
+                    continue
                 store.committed([key], pool)
                 chunks += 1
         self._log.info("adopted_chunks_offered_to_l2", chunks=chunks)

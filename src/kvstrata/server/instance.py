@@ -65,6 +65,7 @@ from kvstrata.server.composition import (
 )
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
+from kvstrata.server.identity_book import IdentityBook, book_path
 from kvstrata.server.joining import make_membership, other_hosts_out_of_reach, peer_config, serve_peers
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
@@ -160,6 +161,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         SystemClock(),
         Explainer(),
         OwnPools({tenant: one.pool for tenant, one in own_segments.items()}),
+        IdentityBook(book_path(facts.instance_id, os.environ), own_lane, shell.supervisor),
     )
 
     # 2. Tables, news, L2 and its tiers.
@@ -202,7 +204,16 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
     quotas = Quotas(pool, ground.own, own_lane, pinned=plan.l1_is_pinned)
     housekeeping = Housekeeping(
-        pool, own_lane, l2.events, l2.store, l2.borrowed, ground.clock, shell.supervisor, ground.own, quotas
+        pool,
+        own_lane,
+        l2.events,
+        l2.store,
+        l2.borrowed,
+        ground.clock,
+        shell.supervisor,
+        ground.own,
+        quotas,
+        l2.tails,
     )
     restarts = shell.restarts
     ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})

@@ -121,6 +121,7 @@ class Server(Process):
         self._held = self._in_use()
         if instance.membership is not None:
             await instance.membership.stop()
+        await instance.l2.tails.stop()
         await instance.l2.store.stop(max(0.0, ends_s - self.loop.time()))
         await instance.l2.prefetch.stop(max(0.0, ends_s - self.loop.time()))
 

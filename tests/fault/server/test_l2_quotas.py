@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstrata.errors import StorageError
 from kvstrata.policy.store import StorePolicy
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.news import News
@@ -266,6 +267,24 @@ async def test_clearing_forgets_the_counted_records_and_the_waiting_puts(
     rig.shelf.let_go()
     await rig.store.idle()
     assert rig.skipped == [(key, "cleared") for key in more] and rig.used_records == 0
+
+
+async def test_a_clear_of_one_tenant_gives_up_its_own_waiting_puts_alone(
+    with_quota: WithQuota, l1: L1
+) -> None:
+    """The shelf has no heads, so none of its records is deleted."""
+    rig = await with_quota(4)
+    await rig.put(chain("a", 4))
+    rig.shelf.shut("exists")
+    more = l1.store(chain("more", 2))
+    rig.store.committed(more)
+    await until(lambda: rig.shelf.waiting["exists"])
+    for tenant, skipped in ((2, []), (1, [(key, "cleared") for key in more])):
+        with pytest.raises(StorageError, match="cannot tell whose its records are"):
+            await rig.store.clear(tenant, lambda root: True)
+        assert rig.skipped == skipped
+    rig.shelf.let_go()
+    await rig.store.idle()
 
 
 @pytest.mark.parametrize(("put_first", "ends_after"), [(True, False), (False, False), (False, True)])

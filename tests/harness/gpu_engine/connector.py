@@ -14,7 +14,7 @@ from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
+from kvstrata.connectors.device import DeviceMover, choose_way, open_engine
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport

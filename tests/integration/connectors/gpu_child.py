@@ -13,7 +13,7 @@ from typing import Any
 
 from kvstrata.client import LoadItem
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.device import DeviceMover
+from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
 from kvstrata.keys import ChunkHasher
 from kvstrata.native.copying import buffer_address

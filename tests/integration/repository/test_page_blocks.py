@@ -44,6 +44,11 @@ BLOCKS = {
         "clock_nanosleep": NO_COMMAND,
         "# TOKEN": "test_tenant_tokens",
         "quotas_gb": "test_own_pools",
+        "curl": "test_versions gives its body to vLLM's own protocol classes",
+    },
+    "docs/engines.md": {
+        "python -m sglang": "tests/sglang gives its flags to SGLang's own parser",
+        "kv_connector_config": "TensorRT-LLM was never run; test_tensorrt_llm makes both classes",
     },
     "docs/formats.md": {"0 ": NO_COMMAND},
     "docs/getting-started.md": {

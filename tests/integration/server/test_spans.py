@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +103,21 @@ def test_windows_that_are_absent_in_the_middle_are_no_obstacle(server: ServerPro
     assert groups.peek(5) == 2
     assert groups.whole.hit(prompt(5)) == 2
     eventually("a longer prompt hits as far", lambda: groups.peek(12) == 8)
+
+
+def test_with_any_windows_the_longest_hit_is_served_and_exactly_its_chunks_are_leased(groups: Groups) -> None:
+    chance = random.Random(11)
+    for seed in range(2, 10):
+        n_chunks = chance.randint(1, 40)
+        there = {chunk for chunk in range(n_chunks) if chance.random() < 0.6}
+        groups.store(n_chunks, [(chunk, chunk + 1) for chunk in sorted(there)], seed)
+        hits = (n for n in range(n_chunks, -1, -1) if {*range(n)[-SPAN:]} <= there)
+        longest, asked = next(hits), n_chunks + chance.randint(0, 3)
+        result = groups.whole.looked_up(prompt(asked, seed))
+        assert result.n_chunks == longest, (n_chunks, there)
+        if longest:
+            assert groups.windows_of(result) == [*range(longest)[-SPAN:]]
+            groups.load(asked, result, seed)
 
 
 def test_a_window_with_a_gap_is_never_offered(groups: Groups) -> None:

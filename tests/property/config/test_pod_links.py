@@ -13,7 +13,7 @@ from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.load import load, variables
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.pod_links import is_pod_link, pod_link_notes
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 
 STRUCTS = (ServerSettings, ControllerSettings, ClientSettings)

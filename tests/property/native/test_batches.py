@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.native.batches import names_of, pack_found, pack_keys, read_found, split_keys
+from kvstrata.native.batches import names_of, pack_found, pack_keys, read_found, split_keys, types_of
 from tests.oracles import batches as oracle
 
 MAX_REASON_BYTES = 48
@@ -51,6 +51,11 @@ def test_a_key_of_another_length_is_refused(before: list[bytes], other: bytes, a
     if len(other) % 32:
         with pytest.raises(ValueError, match="multiple of 32 bytes"):
             split_keys(other)
+
+
+@given(st.lists(st.integers() | st.booleans() | st.text() | st.none()))
+def test_types_of_values_are_all_of_their_types(values: list[object]) -> None:
+    assert types_of(values) == {type(value) for value in values}
 
 
 @pytest.mark.parametrize("key", [None, 3.5, "0" * 32, [256]])

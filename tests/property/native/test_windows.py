@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.keys import spans
-from kvstrata.keys.batch import part
+from kvstrata.keys.batch import nth, part
+from kvstrata.keys.prompt_keys import PromptKeys
+from kvstrata.native.hashing import storage_keys
 from kvstrata.native.index import IndexReader
 from kvstrata.native.pool import Pool
 from kvstrata.native.record import RecordSpec, seal_record
@@ -23,6 +25,8 @@ PAGE = 4096
 RECORD = 2 * PAGE
 IDENTITY = hashlib.sha256(b"identity").digest()
 MAX_CHUNKS, MAX_SLICES = 9, 4
+PIECE = 16
+"""Keys of a window that are derived together; they begin at a multiple of this."""
 
 
 class Case(NamedTuple):
@@ -32,14 +36,20 @@ class Case(NamedTuple):
     spans: tuple[int, ...]
     there: frozenset[tuple[int, int]]
 
+    @property
+    def chain(self) -> bytes:
+        return b"".join(hashlib.sha256(b"chunk %d" % chunk).digest() for chunk in range(self.n_chunks))
+
+    @property
+    def slices(self) -> bytes:
+        return b"".join(hashlib.sha256(b"slice %d" % number).digest() for number in range(len(self.spans)))
+
     def key(self, chunk: int, number: int) -> bytes:
-        return hashlib.sha256(b"%d.%d" % (chunk, number)).digest()
+        return storage_keys(IDENTITY, nth(self.chain, chunk), nth(self.slices, number))
 
     @property
     def keys(self) -> bytes:
-        return b"".join(
-            self.key(chunk, number) for chunk in range(self.n_chunks) for number in range(len(self.spans))
-        )
+        return storage_keys(IDENTITY, self.chain, self.slices)
 
     def needs(self, n: int) -> set[tuple[int, int]]:
         """The chunks that a hit of n chunks needs, by the words of the definition."""
@@ -58,10 +68,10 @@ class Case(NamedTuple):
 
 
 @st.composite
-def cases(draw: st.DrawFn, min_span: int = 0) -> Case:
-    n_chunks = draw(st.integers(1, MAX_CHUNKS))
+def cases(draw: st.DrawFn, min_span: int = 0, max_chunks: int = MAX_CHUNKS) -> Case:
+    n_chunks = draw(st.integers(1, max_chunks))
     each = draw(
-        st.lists(st.integers(min_span, MAX_CHUNKS + 2) | st.just(1 << 16), min_size=1, max_size=MAX_SLICES)
+        st.lists(st.integers(min_span, max_chunks + 2) | st.just(1 << 16), min_size=1, max_size=MAX_SLICES)
     )
     places = [(chunk, number) for chunk in range(n_chunks) for number in range(len(each))]
     # Mostly there: of chunks drawn one by one, next to no window would be whole.
@@ -84,7 +94,7 @@ def segment() -> Iterator[tuple[int, int]]:
 
 def create(index: int, extents: int, records: int) -> Pool:
     return Pool.create(
-        index, extents, extents_bytes=records * RECORD, entry_capacity=128, max_session_share=2
+        index, extents, extents_bytes=records * RECORD, entry_capacity=512, max_session_share=2
     )
 
 
@@ -101,10 +111,29 @@ def store(pool: Pool, key: bytes) -> None:
     assert pool.commit(ticket, [0]) == b"\0"
 
 
+def lease(pool: Pool, case: Case, row: int) -> tuple[int, int, bytes, int, int]:
+    """Lease by all keys, and again by the chain, which must give the same in every case; the second one stays."""
+    n_slices = len(case.spans)
+    ticket, *by_keys = pool.lease(case.keys, n_slices, [row], IDENTITY, case.spans)
+    if ticket:
+        assert pool.release(ticket, row)
+    by_chain = pool.lease_chain(
+        IDENTITY, case.chain, case.slices, [row], case.spans, case.n_chunks * n_slices
+    )
+    assert by_chain is not None, "no lookup derives a key twice"
+    *leased, whole = by_chain
+    assert leased[1:] == by_keys
+    assert bool(leased[0]) == bool(ticket)
+    numbers = [number for number, span in enumerate(case.spans) if not span]
+    assert whole in (spans.of_slices(case.keys, n_slices, numbers), b"")
+    assert whole or leased[1] == case.n_chunks or len(numbers) == 0
+    return by_chain[:5]
+
+
 def assert_leased(pool: Pool, case: Case, row: int, n_chunks: int) -> None:
     """Lease, assert that exactly what a hit of `n_chunks` needs was leased, and release it."""
     before = pool.stats()["leased_bytes"]
-    ticket, leased, packed, _, _ = pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)
+    ticket, leased, packed, _, _ = lease(pool, case, row)
     assert leased == n_chunks
     extents = unpack_extents(packed)
     assert len(extents) == n_chunks * len(case.spans)
@@ -141,9 +170,37 @@ def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
         for chunk, number in sorted(case.there):
             store(pool, case.key(chunk, number))
         assert spans.peek(pool, case.keys, len(case.spans), case.spans) == case.longest()
+        keys = PromptKeys(IDENTITY, case.chain, case.slices, case.spans)
+        if any(case.spans):
+            assert keys.peek_windows(pool, keys.peek_whole(pool)) == case.longest()
         assert_leased(pool, case, row, case.longest())
         foreign = pool.lease(case.keys, len(case.spans), [row], hashlib.sha256(b"other").digest(), case.spans)
         assert foreign[:2] == (0, 0)
+        pool.close()
+
+
+@given(cases(max_chunks=70), st.integers(0, 280))
+@settings(max_examples=100)
+def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than_it_needs(
+    case: Case, max_keys: int
+) -> None:
+    with segment() as fds:
+        pool = create(*fds, records=600)
+        row = pool.claim_row(bytes(16), b"g" * 16, 100)
+        for chunk, number in sorted(case.there):
+            store(pool, case.key(chunk, number))
+        assert_leased(pool, case, row, case.longest())
+        enough = sum(min(case.n_chunks, span + PIECE) if span else case.n_chunks for span in case.spans)
+        before = pool.stats()["leased_bytes"]
+        leased = pool.lease_chain(IDENTITY, case.chain, case.slices, [row], case.spans, max_keys)
+        if leased is None:
+            assert max_keys < case.n_chunks * len(case.spans)
+            assert max_keys < enough or case.longest() < case.n_chunks, "a whole hit needs its end only"
+            assert pool.stats()["leased_bytes"] == before
+        else:
+            assert max_keys >= case.n_chunks * case.spans.count(0)
+            assert leased[1] == case.longest()
+        pool.validate()
         pool.close()
 
 
@@ -183,11 +240,11 @@ def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verifie
         for chunk, number in sorted(verified):
             assert pool.verify(case.key(chunk, number)) == (1, 0)
         part_only = case._replace(there=frozenset(verified))
-        unverified = pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)[3]
+        unverified = lease(pool, case, row)[3]
         assert unverified or part_only.longest() == case.longest()
         assert_leased(pool, part_only, row, part_only.longest())
         pool.verify(case.keys)
-        assert pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)[3] == 0
+        assert lease(pool, case, row)[3] == 0
         assert_leased(pool, case, row, case.longest())
         pool.close()
 
@@ -216,7 +273,7 @@ def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(
             for n in range(case.longest() + 1)
             if case.needs(n) <= case.there and len(case.needs(n) - shared) <= left
         )
-        _, leased, _, _, short_bytes = pool.lease(case.keys, len(case.spans), [row], IDENTITY, case.spans)
+        _, leased, _, _, short_bytes = lease(pool, case, row)
         assert leased == fitting
         assert short_bytes or leased == case.longest()
         pool.validate()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,8 @@ from kvstrata.storage.host import channel
 from kvstrata.storage.host.channel import Answer, ChannelError, Counted, Kind
 from kvstrata.storage.host.kinds import KNOWN_KINDS, KnownKinds
 
+T = TypeVar("T")
+
 numbers = st.integers(0, 2**64 - 1)
 reasons = st.text(alphabet=st.characters(codec="ascii"), max_size=channel.MAX_REASON_BYTES)
 keys = st.binary(min_size=32, max_size=32)
@@ -33,6 +37,12 @@ loads = st.builds(LoadOutcome, st.sampled_from(LoadStatus), reasons)
 frames = st.one_of(
     st.builds(channel.found, numbers, st.lists(found)),
     st.builds(channel.counted, numbers, numbers),
+    st.builds(
+        lambda count: channel.ended(
+            Kind.LOAD_ENDED, 1, [LoadOutcome(LoadStatus.LOADED)] * count, [True] * count
+        ),
+        st.integers(0, 5),
+    ),
     st.builds(channel.used, numbers, st.builds(Usage, numbers, numbers, numbers)),
     st.builds(channel.dropped, numbers, st.lists(st.integers(0, 2**16 - 1))),
     st.builds(channel.evicted, st.lists(keys)),
@@ -50,7 +60,12 @@ def test_answers_of_exists_are_read_back(number: int, outcomes: list[Found]) -> 
     )
 
 
-@given(numbers, st.lists(st.tuples(puts, st.booleans())))
+def repeated(one: st.SearchStrategy[T]) -> st.SearchStrategy[list[T]]:
+    """Lists of equal items."""
+    return st.builds(lambda item, count: [item] * count, one, st.integers(1, 5))
+
+
+@given(numbers, st.lists(st.tuples(puts, st.booleans())) | repeated(st.tuples(puts, st.booleans())))
 def test_answers_of_a_put_are_read_back(number: int, items: list[tuple[PutOutcome, bool]]) -> None:
     outcomes, gone = [one for one, _ in items], [one for _, one in items]
     answer = channel.read_answer(channel.ended(Kind.PUT_ENDED, number, outcomes, gone))
@@ -58,7 +73,7 @@ def test_answers_of_a_put_are_read_back(number: int, items: list[tuple[PutOutcom
     assert answer.dropped == [i for i, one in enumerate(gone) if one]
 
 
-@given(numbers, st.lists(st.tuples(loads, st.booleans())))
+@given(numbers, st.lists(st.tuples(loads, st.booleans())) | repeated(st.tuples(loads, st.booleans())))
 def test_answers_of_a_load_are_read_back(number: int, items: list[tuple[LoadOutcome, bool]]) -> None:
     outcomes, gone = [one for one, _ in items], [one for _, one in items]
     answer = channel.read_answer(channel.ended(Kind.LOAD_ENDED, number, outcomes, gone))

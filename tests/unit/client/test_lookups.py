@@ -79,7 +79,7 @@ def test_hits_are_kept_whatever_word_the_server_has_for_the_rest(server, caplog)
     found = [server.answers(3, extents(3), word) for word in ("of a newer server", "x" * 10_000)]
     for call in found:
         lease = LeaseName(SESSION, call.seq, EPOCH)
-        assert call.result == (3, lease, extents(3), 1, MissReason.FORGOTTEN)
+        assert call.result[:5] == (3, lease, extents(3), 1, MissReason.FORGOTTEN)
         assert server.live.get(call.seq) is call
     assert server.link.settled == [], "the leases stand"
     assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
@@ -99,7 +99,7 @@ def test_each_reason_of_the_list_arrives_as_it_was_given(server, reason):
 
 
 def test_several_slices_have_an_extent_each(server):
-    assert server.answers(N_CHUNKS, extents(2 * N_CHUNKS), "").result[3:] == (2, "")
+    assert server.answers(N_CHUNKS, extents(2 * N_CHUNKS), "").result[3:5] == (2, "")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from kvstrata.config.lmcache.keys import (
 )
 from kvstrata.config.lmcache.variables import server_notes
 from kvstrata.config.model import ServerSettings
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 
 THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_6.json").read_text())
@@ -206,7 +206,7 @@ def test_an_error_suggests_nothing_that_is_refused_or_the_opposite(name, suggest
 # -- keys of files, variables, connector settings
 
 SAMPLES = {"save_decode_cache": True, "enable_kv_events": True, "mp_host": "127.0.0.1", "lmcache.mp.host": "127.0.0.1",
-           "lmcache.mp.save_decode_cache": True}  # fmt: skip
+           "lmcache.mp.save_decode_cache": True, "save_unfull_chunk": False}  # fmt: skip
 KEY_ROWS = dict(rows(CLIENT_KEYS, CLIENT_KEY_PREFIXES))
 CONNECTOR_ROWS = dict(rows(CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES))
 SOURCES = ("file", "variable", "extra", "extra with lmcache.")
@@ -273,7 +273,7 @@ def test_a_file_with_all_their_defaults_is_accepted(tmp_path):
     assert len(defaults) > 50
     file.write_text(yaml.safe_dump(defaults))
     settings, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
-    assert settings == ClientSettings()
+    assert settings == ClientSettings(save_unfull_chunk=False)  # their default
     assert len(notes) + sum(
         CLIENT_KEYS[key].fate is Fate.KEPT for key in defaults if key in CLIENT_KEYS
     ) == len(defaults)

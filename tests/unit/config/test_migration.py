@@ -14,7 +14,7 @@ from kvstrata.config import load as loading
 from kvstrata.config.lmcache.migration import Migration
 from kvstrata.config.lmcache.remote_url import PASSWORD_ENV, NotTranslated, adapter_of
 from kvstrata.config.model import ServerSettings
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.settings import load_settings
 from kvstrata.storage.entry import configure_tier
 
 THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_6.json").read_text())

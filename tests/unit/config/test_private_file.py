@@ -12,7 +12,7 @@ from kvstrata.client import CacheClient
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, read_bearer_token, read_token_file
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.rpc import attach_wire
 from kvstrata.types import Role

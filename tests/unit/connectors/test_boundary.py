@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.connectors.vllm.boundary import errors, guarded
+from kvstrata.connectors.boundary import errors, guarded
 
 
 class Called:

@@ -55,6 +55,17 @@ def tables_of(groups, n_tokens=41, gone=16):
     return tables
 
 
+@pytest.mark.parametrize("hits", [4, 5])
+def test_the_index_is_looked_at_after_a_lookup_only_if_that_did_not_find_all(hits):
+    client, looked = FakeClient(hits=hits), []
+    client.peek_whole = lambda identity, chain: looked.append(len(chain) // 32) or 4
+    side, _ = make_grouped(*KINDS["full and window"], client=client)
+    request = make_request(41)
+    side.on_new_request(request)
+    ask(side, request)
+    assert looked == ([5] if hits < 5 else [])
+
+
 @given(n_tokens=st.integers(1, 100), hits=st.integers(0, 15), computed_blocks=st.integers(0, 25))
 def test_an_offer_ends_with_a_chunk_and_leaves_a_token_to_compute(n_tokens, hits, computed_blocks):
     computed = min(computed_blocks * BLOCK, (n_tokens - 1) // BLOCK * BLOCK)

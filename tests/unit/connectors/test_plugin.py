@@ -26,6 +26,7 @@ def registry(monkeypatch):
     parts = FACTORY.split(".")
     for depth in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+    sys.modules["vllm"].__version__ = "0.32.0"
     sys.modules[FACTORY].KVConnectorFactory = SimpleNamespace(_registry=entries)
     ours = ModuleType("kvstrata.connectors.vllm.connector")
     ours.LMCacheConnectorV1 = OURS

@@ -88,7 +88,9 @@ def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
     guarded_side = GuardedSide(side)
     guarded_side.allocated(request, [list(range(1, 12))], 20)
     assert client.leases == []
-    plan = guarded_side.plan_step(SimpleNamespace(preempted_req_ids=None))  # lacks all that a plan needs
+    plan = guarded_side.plan_step(
+        SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={})
+    )  # lacks the rest
     [load] = plan.loads
     assert (load.lease, load.blocks, load.asynchronous) == (None, [2, 3, 4, 5, 6], mode == "async")
 

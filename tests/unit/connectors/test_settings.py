@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm import identity
-from kvstrata.connectors.vllm.identity import Adapters, engine_group, fingerprint, layout_identity
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors import fingerprint as fingerprints
+from kvstrata.connectors.fingerprint import fingerprint
+from kvstrata.connectors.settings import load_settings
+from kvstrata.connectors.vllm.identity import Adapters, engine_group, layout_identity
 from kvstrata.errors import ConfigError
 from kvstrata.types import RequestIdentity, identity_root
 
@@ -276,7 +277,7 @@ def test_each_start_and_each_data_parallel_rank_is_a_group_of_its_own(folder):
 
 
 def test_fingerprint_of_large_files_reads_samples_over_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(identity, "SAMPLE_BYTES", 16)
+    monkeypatch.setattr(fingerprints, "SAMPLE_BYTES", 16)
     path = tmp_path / "model.safetensors"
     data = bytearray(16 * 256 * 10)
     path.write_bytes(data)

@@ -47,9 +47,10 @@ def test_drafts_over_several_stages_are_refused_on_the_runner_that_never_begins_
     check_steps(config(drafts=True), "auto")
 
 
-def test_an_engine_that_returns_routed_experts_loads_nothing():
-    assert no_load_reason(config()) == ""
-    engine = SimpleNamespace(aux_output_config=SimpleNamespace(enabled=False))
-    assert no_load_reason(engine) == ""
-    engine.aux_output_config.enabled = True
-    assert "--enable-return-routed-experts" in no_load_reason(engine)
+@pytest.mark.parametrize("owner", ["aux_output_config", "model_config"])
+def test_an_engine_that_returns_routed_experts_loads_nothing(owner):
+    """The option is in `aux_output_config` from vLLM 0.31 on."""
+    for on in (False, True):
+        outputs = SimpleNamespace(enabled=on, enable_return_routed_experts=on)
+        reason = no_load_reason(SimpleNamespace(**{"model_config": SimpleNamespace(), owner: outputs}))
+        assert ("--enable-return-routed-experts" in reason) is on

@@ -126,6 +126,16 @@ def test_a_store_begun_in_the_step_that_awaits_it_is_waited_for(fake, side):
     assert step(side, StepPlan(2))[1] == {"r"}
 
 
+def test_a_step_that_computes_nothing_is_complete_without_a_call_to_begin_its_stores(fake, side):
+    """vLLM 0.30 makes no such call in a step without a forward pass."""
+    side.before_step(StepPlan(1, stores=[store_of(1)], awaited={"r", "done-before"}, computes=False))
+    side.start_loads()
+    assert side.finished()[0] == {"done-before"}
+    fake.stores[0][2].end()
+    side.before_step(StepPlan(2, computes=False))
+    assert side.finished()[0] == {"r"}
+
+
 def test_a_step_waits_for_the_begun_copies_of_preempted_blocks(fake, side):
     step(side, StepPlan(1, stores=[store_of(1), store_of(2, "other")]))
     (_, _, lost), (_, _, kept) = fake.stores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.boundary import guarded
 from kvstrata.connectors.vllm.metadata import Load, StepPlan
 from kvstrata.types import RequestIdentity
 from tests.unit.connectors.worker_double import load_of, step, store_of

@@ -106,6 +106,6 @@ def test_states_rows_and_owners_are_those_of_the_page(fds: tuple[int, int]) -> N
 
 def test_another_version_is_refused(fds: tuple[int, int]) -> None:
     make(fds)
-    os.pwrite(fds[0], b"\4", 8)
-    with pytest.raises(ValueError, match="version 4"):
+    os.pwrite(fds[0], b"\3", 8)
+    with pytest.raises(ValueError, match="version 3"):
         index_of(fds)

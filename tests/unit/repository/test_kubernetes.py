@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvstrata.connectors.vllm.settings import load_settings
+from kvstrata.connectors.settings import load_settings
 
 FOLDER = Path(__file__).parents[3] / "configs" / "kubernetes"
 GIB = 1 << 30

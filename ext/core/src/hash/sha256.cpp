@@ -453,4 +453,13 @@ void storage_keys(const Digest& root, std::span<const Digest> chain, std::span<c
   }
 }
 
+void bind_slices(const Digest& root, std::span<const Digest> slices, Digest* out) noexcept {
+  hash_pairs(std::span(&root, 1), slices, slices.size(), out);
+}
+
+void bound_keys(std::span<const Digest> chain, std::span<const Digest> bound,
+                Digest* out) noexcept {
+  hash_pairs(chain, bound, bound.size(), out);
+}
+
 }  // namespace kvstrata

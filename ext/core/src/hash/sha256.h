@@ -55,4 +55,9 @@ void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
 void storage_keys(const Digest& root, std::span<const Digest> chain, std::span<const Digest> slices,
                   Digest* out) noexcept;
 
+// The same in two steps, for keys that are derived piece by piece: first SHA-256(root | slice
+// digest) of each slice, then, from these, the storage keys of some chunks.
+void bind_slices(const Digest& root, std::span<const Digest> slices, Digest* out) noexcept;
+void bound_keys(std::span<const Digest> chain, std::span<const Digest> bound, Digest* out) noexcept;
+
 }  // namespace kvstrata

@@ -181,8 +181,9 @@ void Adoption::place(std::uint32_t entry) {
   SlabPlace found;
   std::uint32_t holder = kNoEntry;
   const std::uint32_t length = index_.length(entry);
-  if (length == 0 ||
-      !slabs_.occupy(index_.offset(entry), SlabMap::round_up(length), entry, &found, &holder)) {
+  const bool tail = load_word(cold.tail) == 1;
+  if (length == 0 || !slabs_.occupy(index_.offset(entry), SlabMap::round_up(length), tail, entry,
+                                    &found, &holder)) {
     pool_.adoption_counts_.adoption_dropped += 1;
     if (holder != kNoEntry) {
       // Two entries claim one extent: neither can be trusted, and the rows of both may touch it.
@@ -191,7 +192,7 @@ void Adoption::place(std::uint32_t entry) {
     }
     return set_free();
   }
-  entries_.init_local(entry, found);
+  entries_.init_local(entry, found, tail);
   store_word(cold.owner, owner);
   placed_.push_back(entry);
   touchers_[entry] = touchers;

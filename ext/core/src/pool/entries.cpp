@@ -48,9 +48,10 @@ std::uint32_t Entries::take() noexcept {
   return entry;
 }
 
-void Entries::init_local(std::uint32_t entry, const SlabPlace& place) noexcept {
+void Entries::init_local(std::uint32_t entry, const SlabPlace& place, bool tail) noexcept {
   EntryLocal& made = local[entry];
   made = EntryLocal{};
+  made.marks = tail ? kMarkTail : 0;
   made.cls = static_cast<std::uint8_t>(slabs.run(place.run).cls);
   made.run = static_cast<std::uint8_t>(place.run);
   made.slot = place.slot;
@@ -62,6 +63,10 @@ void Entries::count_state(std::uint32_t entry, EntryState state, int sign) noexc
   const auto at = static_cast<std::size_t>(state);
   counts.entries[at] += static_cast<std::uint64_t>(sign);
   counts.bytes[at] += static_cast<std::uint64_t>(sign) * extent_bytes(entry);
+  if (!local[entry].is_tail()) return;
+  tails.tail_entries += static_cast<std::uint64_t>(sign);
+  tails.tail_record_bytes += static_cast<std::uint64_t>(sign) * index.length(entry);
+  tails.tail_extent_bytes += static_cast<std::uint64_t>(sign) * extent_bytes(entry);
 }
 
 void Entries::change(std::uint32_t entry, EntryEvent event) noexcept {

@@ -25,7 +25,7 @@
 
 namespace kvstrata {
 
-// The bits of EntryLocal::marks.
+// The bits of EntryLocal::marks, beside kMarkTail.
 inline constexpr std::uint8_t kMarkVisited = 1;       // by the walk of Room::evict_window
 inline constexpr std::uint8_t kMarkTenantListed = 2;  // in the list of its tenant
 inline constexpr std::uint8_t kMarkCleared = 4;       // quarantined by a clear
@@ -51,7 +51,7 @@ struct Entries {
   std::uint32_t take() noexcept;
   void give(std::uint32_t entry) noexcept { free.push_back(entry); }
   // Fills in the EntryLocal of an entry from take(), which gets the extent at this place.
-  void init_local(std::uint32_t entry, const SlabPlace& place) noexcept;
+  void init_local(std::uint32_t entry, const SlabPlace& place, bool tail) noexcept;
 
   // Moves the entry by kEntryMachine, and updates the counts and blockers that follow from its
   // state. No other function but adopt() changes a state.
@@ -62,8 +62,9 @@ struct Entries {
   void release(std::uint32_t entry, EntryEvent event) noexcept;
   void count_state(std::uint32_t entry, EntryState state, int sign) noexcept;
 
+  // That of its class: the extent of a tail may be longer than its record.
   std::uint64_t extent_bytes(std::uint32_t entry) const noexcept {
-    return SlabMap::round_up(index.length(entry));
+    return slabs.size_class(local[entry].cls).extent_bytes;
   }
   ExtentRecord extent_record(std::uint32_t entry) const noexcept {
     return {index.offset(entry), index.length(entry), entry, index.generation(entry), 0};
@@ -139,6 +140,7 @@ struct Entries {
   std::uint64_t blocked_bytes = 0;
   std::uint64_t pinned_bytes = 0;
   EntryCounts counts{};
+  TailCounts tails{};
   std::vector<std::uint32_t> found;  // the result of find()
 };
 

@@ -272,6 +272,37 @@ void IndexView::find_batch(const std::uint8_t* keys, std::size_t n_keys, std::ui
   }
 }
 
+void IndexView::prefetch_lines(const std::uint8_t* keys, std::size_t n_keys) const noexcept {
+  for (std::size_t i = 0; i < n_keys; ++i)
+    prefetch(&lines_[home_of(Key::load(keys + i * kKeyBytes).word[0])]);
+}
+
+void IndexView::guess_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
+                            const void* beside, std::size_t beside_stride) const noexcept {
+  for (std::size_t i = 0; i < n_keys; ++i) {
+    const std::uint64_t hash = Key::load(keys + i * kKeyBytes).word[0];
+    const std::uint32_t entry = entries[i] = candidate(home_of(hash), hash);
+    if (entry == kNoEntry) continue;
+    prefetch(&hot_[entry]);
+    prefetch(&cold_[entry]);
+    prefetch(static_cast<const std::uint8_t*>(beside) + beside_stride * entry);
+  }
+}
+
+void IndexView::confirm_batch(const std::uint8_t* keys, std::size_t n_keys,
+                              std::uint32_t* entries) const noexcept {
+  for (std::size_t i = 0; i < n_keys; ++i) {
+    const Key wanted = Key::load(keys + i * kKeyBytes);
+    const std::uint32_t guess = entries[i];
+    // A READY or UNVERIFIED entry is linked under its key, and no other entry is.
+    if (guess != kNoEntry && this->key(guess) == wanted) {
+      const EntryState found = state(guess);
+      if (found == EntryState::kReady || found == EntryState::kUnverified) continue;
+    }
+    entries[i] = find(wanted);
+  }
+}
+
 bool IndexView::link(std::uint32_t entry, const Key& key) noexcept {
   const std::uint64_t home = home_of(key.word[0]);
   for (std::uint32_t step = 0; step < kMaxProbeLines; ++step) {

@@ -40,7 +40,7 @@
 namespace kvstrata {
 
 inline constexpr std::uint64_t kIndexMagic = 0x315845444E49564BULL;  // "KVINDEX1"
-inline constexpr std::uint32_t kIndexFormatVersion = 3;
+inline constexpr std::uint32_t kIndexFormatVersion = 4;
 inline constexpr std::size_t kKeyBytes = 32;
 inline constexpr std::uint32_t kRowCount = 1024;  // row 0 is the server's
 // Bits of ColdEntry::rows. Rows that are equal modulo this share a bit.
@@ -142,7 +142,7 @@ struct alignas(64) ColdEntry {
   std::uint8_t identity[16];  // the first half of the identity root
   std::uint64_t owner;        // row that reserved it, or Rows::kNoOwner
   std::uint64_t tenant;
-  std::uint64_t unused;
+  std::uint64_t tail;  // 1: the record is a tail, the unfinished last chunk of a prompt; else 0
 };
 static_assert(sizeof(ColdEntry) == 64);
 
@@ -216,6 +216,15 @@ class IndexView {
   void find_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
                   const void* beside, std::size_t beside_stride) const noexcept;
   std::uint32_t find(const Key& key) const noexcept;
+  // find_batch in three steps, between which the caller does other work while memory answers. The
+  // first two may be called by any thread without a lock: they fetch the keys' home lines into the
+  // cache, then write to `entries` a guess for each key, and fetch its entry.
+  void prefetch_lines(const std::uint8_t* keys, std::size_t n_keys) const noexcept;
+  void guess_batch(const std::uint8_t* keys, std::size_t n_keys, std::uint32_t* entries,
+                   const void* beside, std::size_t beside_stride) const noexcept;
+  // For the writer, under its lock: replaces guesses by what find_batch would give.
+  void confirm_batch(const std::uint8_t* keys, std::size_t n_keys,
+                     std::uint32_t* entries) const noexcept;
 
   // Writer only, once, after the static fields of a new header were filled in.
   void seal_static_header() noexcept;

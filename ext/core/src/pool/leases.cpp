@@ -2,6 +2,7 @@
 #include "pool/leases.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "pool/windows.h"
 
@@ -16,27 +17,25 @@ bool is_needed(std::uint32_t span, std::size_t chunk, std::size_t n_chunks) noex
 
 }  // namespace
 
-void Leases::take(const std::uint8_t* keys, std::size_t n_keys,
-                  std::span<const std::uint32_t> spans, const RowMask& holders,
+void Leases::take(Sought& sought, std::span<const std::uint32_t> spans, const RowMask& holders,
                   const std::uint8_t* identity, LeaseResult* result) {
   const std::size_t n_slices = spans.size();
   IndexView& index = entries.index;
   EntryLocal* const local = entries.local;
-  const std::vector<std::uint32_t>& found = entries.find(keys, n_keys);
   std::uint64_t bytes = leased_bytes;
   std::uint64_t prefix_bytes = 0;
   std::size_t n_chunks = 0;
   bool readable = true;
   bool trimmed = false;
   const bool room = leases.size() < kMaxLeaseTickets;
-  for (std::size_t first = 0; first < n_keys; first += n_slices) {
+  for (std::size_t chunk = 0; chunk < sought.n_chunks(); ++chunk) {
     std::uint64_t chunk_bytes = 0;
     std::uint64_t more = 0;
     std::uint64_t unverified = 0;
     bool present = true;
-    for (std::size_t i = first; i < first + n_slices && present; ++i) {
-      if (spans[i - first] != 0) continue;
-      const std::uint32_t entry = found[i];
+    for (std::size_t slice = 0; slice < n_slices && present; ++slice) {
+      if (spans[slice] != 0) continue;
+      const std::uint32_t entry = sought.at(chunk, slice);
       const EntryState state = entry == kNoEntry ? EntryState::kFree : index.state(entry);
       present = state == EntryState::kReady || state == EntryState::kUnverified;
       present = present && entries.is_of(entry, identity);
@@ -57,69 +56,77 @@ void Leases::take(const std::uint8_t* keys, std::size_t n_keys,
     n_chunks += trimmed ? 0 : 1;
   }
   if (trimmed) {
-    counts.leases_trimmed += 1;
     // A prefix longer than the bound needs all bytes of the other leases, and no more than those.
     result->short_bytes = bytes - std::min(bytes, std::max(limit_bytes, prefix_bytes));
   }
   const bool windows = std::any_of(spans.begin(), spans.end(), [](auto span) { return span != 0; });
   if (windows) {
     n_chunks = longest_windows(n_chunks, spans, [&](std::size_t chunk, std::size_t slice) {
-      const std::uint32_t entry = found[chunk * n_slices + slice];
+      const std::uint32_t entry = sought.at(chunk, slice);
       if (entry == kNoEntry || !entries.is_of(entry, identity)) return false;
       result->unverified += index.state(entry) == EntryState::kUnverified;
       return index.state(entry) == EntryState::kReady;
     });
-    n_chunks = within_bound(found, spans, identity, n_chunks, trimmed, result);
+    n_chunks = within_bound(sought, spans, identity, n_chunks, &trimmed, result);
   }
+  if (sought.exceeded()) {
+    *result = LeaseResult{};
+    result->exceeded = true;
+    return;
+  }
+  counts.leases_trimmed += trimmed ? 1 : 0;
   const std::size_t n_items = n_chunks * n_slices;
-  const auto needed = [&](std::size_t i) {
-    return is_needed(spans[i % n_slices], i / n_slices, n_chunks);
-  };
   if (n_items == 0 ||
       items + n_items > 4 * std::max<std::size_t>(index.capacity(), kMaxBatchKeys)) {
     return;
   }
   const RowBits bits = holders.bits();
   result->extents.resize(n_items);
-  for (std::size_t i = n_items; i-- > 0;) {
+  Lease lease{holders, {}};
+  lease.entries.reserve(n_items);
+  for (std::size_t chunk = n_chunks; chunk-- > 0;) {
     // From the last chunk to the first: the start of a prompt is the newest, and evicted last.
-    if (windows && !needed(i)) continue;
-    const std::uint32_t entry = found[i];
-    if (local[entry].leases == 0) leased_bytes += entries.extent_bytes(entry);
-    entries.change_blockers(entry, false, [](EntryLocal& changed) { changed.leases += 1; });
-    RowBits present = rows.rows_of(entry);
-    present |= bits;
-    rows.set_rows(entry, present);
-    touch(entry);
-    result->extents[i] = entries.extent_record(entry);
+    for (std::size_t slice = n_slices; slice-- > 0;) {
+      if (windows && !is_needed(spans[slice], chunk, n_chunks)) continue;
+      const std::uint32_t entry = sought.at(chunk, slice);
+      if (local[entry].leases == 0) leased_bytes += entries.extent_bytes(entry);
+      entries.change_blockers(entry, false, [](EntryLocal& changed) { changed.leases += 1; });
+      RowBits present = rows.rows_of(entry);
+      present |= bits;
+      rows.set_rows(entry, present);
+      touch(entry);
+      result->extents[chunk * n_slices + slice] = entries.extent_record(entry);
+      lease.entries.push_back(entry);
+    }
   }
-  for (std::size_t i = 0; i < n_slices; ++i) {
-    if (windows && !needed(i)) continue;
-    departures.family.each_ancestor(found[i], [this](std::uint32_t up) { touch(up); });
+  for (std::size_t slice = 0; slice < n_slices; ++slice) {
+    if (windows && !is_needed(spans[slice], 0, n_chunks)) continue;
+    departures.family.each_ancestor(sought.at(0, slice), [this](std::uint32_t up) { touch(up); });
   }
+  std::reverse(lease.entries.begin(), lease.entries.end());
+  items += lease.entries.size();
   result->n_chunks = n_chunks;
   result->ticket = next_ticket++;
-  Lease& lease = leases[result->ticket];
-  lease.rows = holders;
-  lease.entries.reserve(n_items);
-  for (std::size_t i = 0; i < n_items; ++i)
-    if (!windows || needed(i)) lease.entries.push_back(found[i]);
-  items += lease.entries.size();
+  leases.emplace(result->ticket, std::move(lease));
 }
 
-std::size_t Leases::within_bound(const std::vector<std::uint32_t>& found,
-                                 std::span<const std::uint32_t> spans, const std::uint8_t* identity,
-                                 std::size_t n_chunks, bool trimmed, LeaseResult* result) {
+std::size_t Leases::within_bound(Sought& sought, std::span<const std::uint32_t> spans,
+                                 const std::uint8_t* identity, std::size_t n_chunks, bool* trimmed,
+                                 LeaseResult* result) {
   const std::size_t n_slices = spans.size();
   std::uint64_t bytes = leased_bytes;
   std::uint64_t hit_bytes = 0;
-  for (std::size_t i = 0; i < n_chunks * n_slices; ++i) {
-    if (!is_needed(spans[i % n_slices], i / n_slices, n_chunks)) continue;
-    hit_bytes += entries.extent_bytes(found[i]);
-    if (entries.local[found[i]].leases == 0) bytes += entries.extent_bytes(found[i]);
+  for (std::size_t slice = 0; slice < n_slices; ++slice) {
+    const std::size_t count =
+        spans[slice] == 0 ? n_chunks : std::min<std::size_t>(n_chunks, spans[slice]);
+    for (std::size_t chunk = n_chunks - count; chunk < n_chunks; ++chunk) {
+      const std::uint32_t entry = sought.at(chunk, slice);
+      hit_bytes += entries.extent_bytes(entry);
+      if (entries.local[entry].leases == 0) bytes += entries.extent_bytes(entry);
+    }
   }
   if (bytes <= limit_bytes) return n_chunks;
-  counts.leases_trimmed += trimmed ? 0 : 1;
+  *trimmed = true;
   result->short_bytes += bytes - std::min(bytes, std::max(limit_bytes, hit_bytes));
   // What the chunks before a chunk have, in one slice.
   struct Before {
@@ -128,7 +135,7 @@ std::size_t Leases::within_bound(const std::vector<std::uint32_t>& found,
   };
   std::vector<Before> before((n_chunks + 1) * n_slices);
   for (std::size_t i = 0; i < n_chunks * n_slices; ++i) {
-    const std::uint32_t entry = found[i];
+    const std::uint32_t entry = sought.at(i / n_slices, i % n_slices);
     const bool present = entry != kNoEntry && entries.index.state(entry) == EntryState::kReady &&
                          entries.is_of(entry, identity);
     const bool adds = present && entries.local[entry].leases == 0;

@@ -19,6 +19,7 @@
 #include "pool/entries.h"
 #include "pool/family.h"
 #include "pool/rows.h"
+#include "pool/sought.h"
 
 namespace kvstrata {
 
@@ -33,6 +34,8 @@ struct LeaseResult {
   // If leases would exceed half of the pool: the bytes that other leases must give back before the
   // rest of the prefix can be leased.
   std::uint64_t short_bytes = 0;
+  // More keys would have had to be derived than the caller allowed. Then nothing is leased.
+  bool exceeded = false;
   std::vector<ExtentRecord> extents;
 };
 
@@ -51,13 +54,12 @@ struct Leases {
         limit_bytes(extents_bytes / 2),
         next_ticket(next_ticket) {}
 
-  // Leases the leading chunks, of `spans.size()` keys each, that are READY in all slices, as far as
-  // the bounds allow; of a slice whose span is not 0, only the last `span` of these chunks must be
-  // READY and are leased (see windows.h), and the extents of the others are zero. An entry of
-  // another identity (any if nullptr) counts as absent. REQUIRES: n_keys is a multiple of
-  // spans.size(), and some row is set.
-  void take(const std::uint8_t* keys, std::size_t n_keys, std::span<const std::uint32_t> spans,
-            const RowMask& holders, const std::uint8_t* identity, LeaseResult* result);
+  // Leases the leading chunks that are READY in all slices, as far as the bounds allow; of a slice
+  // whose span is not 0, only the last `span` of these chunks must be READY and are leased (see
+  // windows.h), and the extents of the others are zero. An entry of another identity (any if
+  // nullptr) counts as absent. REQUIRES: spans.size() is `sought.n_slices()`, and some row is set.
+  void take(Sought& sought, std::span<const std::uint32_t> spans, const RowMask& holders,
+            const std::uint8_t* identity, LeaseResult* result);
   // Ends one row's share, or the lease with row < 0. False when the ticket has no such share.
   bool release(std::uint64_t ticket, std::int64_t row);
   void end_row(std::uint32_t row);
@@ -68,11 +70,11 @@ struct Leases {
   void set_pool_bytes(std::uint64_t bytes) noexcept { limit_bytes = bytes / 2; }
 
   // The longest hit of at most `n_chunks` chunks whose bytes fit into the bound; a hit of
-  // `n_chunks` must be READY, see take(). Notes in the result the bytes that this one lacks.
-  // `trimmed`: the bound has shortened the hit before.
-  std::size_t within_bound(const std::vector<std::uint32_t>& found,
-                           std::span<const std::uint32_t> spans, const std::uint8_t* identity,
-                           std::size_t n_chunks, bool trimmed, LeaseResult* result);
+  // `n_chunks` must be READY, see take(). Notes in the result the bytes that this one lacks, and
+  // sets `trimmed` if the bound shortens the hit.
+  std::size_t within_bound(Sought& sought, std::span<const std::uint32_t> spans,
+                           const std::uint8_t* identity, std::size_t n_chunks, bool* trimmed,
+                           LeaseResult* result);
   void end(Iterator lease);
   void touch(std::uint32_t entry) noexcept {
     entries.touch(entry);

@@ -1,6 +1,8 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "pool/policy.h"
 
+#include <utility>
+
 namespace kvstrata {
 
 void EvictionPolicy::push_hot(EntryList& list, std::uint32_t entry) noexcept {
@@ -97,11 +99,13 @@ void GhostList::clear() noexcept {
 }
 
 std::unique_ptr<EvictionPolicy> make_policy(std::string_view name, EntryLocal* entries) {
-  if (name == "LRU") return make_lru_policy(entries);
-  if (name == "ARC") return make_arc_policy(entries);
-  if (name == "S3FIFO") return make_s3fifo_policy(entries);
-  if (name == "noop") return make_noop_policy(entries);
-  return nullptr;
+  std::unique_ptr<EvictionPolicy> rest;
+  if (name == "LRU") rest = make_lru_policy(entries);
+  if (name == "ARC") rest = make_arc_policy(entries);
+  if (name == "S3FIFO") rest = make_s3fifo_policy(entries);
+  if (name == "noop") rest = make_noop_policy(entries);
+  if (rest == nullptr || !rest->evicts()) return rest;
+  return make_tails_first(entries, std::move(rest));
 }
 
 }  // namespace kvstrata

@@ -27,6 +27,9 @@
 namespace kvstrata {
 
 // The part of an entry that lies in the server's own memory; made anew after a restart.
+// A bit of EntryLocal::marks: the record is a tail, the unfinished last chunk of a prompt.
+inline constexpr std::uint8_t kMarkTail = 8;
+
 struct alignas(64) EntryLocal {
   // Eviction list, owned by the policy. `list` 0: in none.
   std::uint32_t list_previous;
@@ -56,6 +59,7 @@ struct alignas(64) EntryLocal {
   // Cannot be evicted, whatever its children.
   bool is_blocked() const noexcept { return pins != 0 || leases != 0 || held_back != 0; }
   bool is_victim() const noexcept { return !is_blocked() && children == 0; }
+  bool is_tail() const noexcept { return (marks & kMarkTail) != 0; }
 };
 static_assert(sizeof(EntryLocal) == 64);
 
@@ -141,7 +145,12 @@ std::unique_ptr<EvictionPolicy> make_arc_policy(EntryLocal* entries);
 std::unique_ptr<EvictionPolicy> make_s3fifo_policy(EntryLocal* entries);
 std::unique_ptr<EvictionPolicy> make_noop_policy(EntryLocal* entries);
 
-// By name: LRU, ARC, S3FIFO, noop. nullptr for any other.
+// Evicts tails before all other entries of a class, last used first, and leaves the others to
+// `rest`. It never previews a tail.
+std::unique_ptr<EvictionPolicy> make_tails_first(EntryLocal* entries,
+                                                 std::unique_ptr<EvictionPolicy> rest);
+
+// By name: LRU, ARC, S3FIFO, noop, with tails first. nullptr for any other.
 std::unique_ptr<EvictionPolicy> make_policy(std::string_view name, EntryLocal* entries);
 
 }  // namespace kvstrata

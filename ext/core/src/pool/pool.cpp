@@ -246,16 +246,43 @@ Status Pool::lease(const std::uint8_t* keys, std::size_t n_keys,
                   static_cast<std::int64_t>(n_keys), static_cast<std::int64_t>(spans.size()));
   }
   KVSTRATA_RETURN_IF_ERROR(check_count(n_keys));
+  const std::lock_guard lock(mutex_);
+  RowMask holders;
+  KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
+  Sought sought(entries_, keys, n_keys, spans.size());
+  leases_.take(sought, spans, holders, identity, result);
+  return Status();
+}
+
+Status Pool::lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
+                         std::span<const std::uint32_t> rows, const std::uint8_t* identity,
+                         LeaseResult* result) noexcept {
+  if (spans.empty() || spans.size() != keys.n_slices()) {
+    return Status(StatusCode::kBadArgument, "spans: one for each of one or more slices",
+                  static_cast<std::int64_t>(spans.size()));
+  }
+  KVSTRATA_RETURN_IF_ERROR(check_open());
+  KVSTRATA_RETURN_IF_ERROR(check_count(keys.n_chunks()));
+  if (!keys.derive_whole(entries_.index, entries_.local)) {
+    result->exceeded = true;
+    return Status();
+  }
+  const std::lock_guard lock(mutex_);
+  RowMask holders;
+  KVSTRATA_RETURN_IF_ERROR(holders_of(rows, &holders));
+  Sought sought(entries_, keys);
+  leases_.take(sought, spans, holders, identity, result);
+  return Status();
+}
+
+Status Pool::holders_of(std::span<const std::uint32_t> rows, RowMask* holders) const noexcept {
+  KVSTRATA_RETURN_IF_ERROR(check_open());
   if (rows.empty())
     return Status(StatusCode::kBadArgument, "rows: at least one must hold the lease");
-  const std::lock_guard lock(mutex_);
-  KVSTRATA_RETURN_IF_ERROR(check_open());
-  RowMask holders;
   for (const std::uint32_t row : rows) {
     if (!rows_.is_claimed(row)) return Status(StatusCode::kNotFound, "rows: not claimed", row);
-    holders.set(row);
+    holders->set(row);
   }
-  leases_.take(keys, n_keys, spans, holders, identity, result);
   return Status();
 }
 
@@ -347,6 +374,12 @@ std::uint64_t Pool::abort(std::uint64_t ticket, std::span<const std::uint32_t> i
 
 // ---- administration
 
+bool Pool::is_tail(const Key& key) noexcept {
+  const std::lock_guard lock(mutex_);
+  const std::uint32_t entry = is_closed() ? kNoEntry : entries_.index.find(key);
+  return entry != kNoEntry && entries_.local[entry].is_tail();
+}
+
 std::uint64_t Pool::remove(const std::uint8_t* keys, std::size_t n_keys, bool returned) noexcept {
   const std::lock_guard lock(mutex_);
   if (is_closed()) return 0;
@@ -430,6 +463,7 @@ PoolStats Pool::stats() noexcept {
   const std::lock_guard lock(mutex_);
   PoolStats stats{};
   static_cast<EntryCounts&>(stats) = entries_.counts;
+  static_cast<TailCounts&>(stats) = entries_.tails;
   static_cast<ReservationCounts&>(stats) = reservations_.counts;
   static_cast<LeaseCounts&>(stats) = leases_.counts;
   static_cast<DepartureCounts&>(stats) = departures_.counts;

@@ -114,6 +114,13 @@ class Pool : public std::enable_shared_from_this<Pool> {
                              std::span<const std::uint32_t> spans,
                              std::span<const std::uint32_t> rows, const std::uint8_t* identity,
                              LeaseResult* result) noexcept;
+  // The same for the keys of a prompt, which are derived here, those of slices with a span only as
+  // far as the answer needs them. With `result->exceeded` nothing was leased, since that would take
+  // more keys than `keys` may derive. The lock is held for the lease, not for the derivation of
+  // keys of slices without a span.
+  [[nodiscard]] Status lease_chain(ChainKeys& keys, std::span<const std::uint32_t> spans,
+                                   std::span<const std::uint32_t> rows,
+                                   const std::uint8_t* identity, LeaseResult* result) noexcept;
   // Ends one row's share, or all with row < 0. False when the ticket has no such share (any more).
   bool release(std::uint64_t ticket, std::int64_t row) noexcept;
   // How many of these leases, in this order, would have to end before `need_bytes` more can be
@@ -131,6 +138,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // Checks a record that a reader reported as corrupt.
   [[nodiscard]] Status mark_bad(const Key& key, const std::uint8_t* identity,
                                 bool* dropped) noexcept;
+
+  // Whether the key is in the index and its record is a tail.
+  bool is_tail(const Key& key) noexcept;
 
   // Writing.
   [[nodiscard]] Status reserve(const ReserveRequest& request, ReserveResult* result) noexcept;
@@ -197,6 +207,9 @@ class Pool : public std::enable_shared_from_this<Pool> {
   Pool(std::unique_ptr<PoolSegment> segment, const PoolOptions& options, std::uint64_t epoch);
   [[nodiscard]] static Status check_options(const PoolOptions& options) noexcept;
   [[nodiscard]] Status check_open() const noexcept;
+  // The claimed rows that shall hold a lease.
+  [[nodiscard]] Status holders_of(std::span<const std::uint32_t> rows,
+                                  RowMask* holders) const noexcept;
   std::uint64_t forget(std::uint32_t row, bool keep_quarantine);
   void end_row(std::uint32_t row);
   void fill_hold(std::uint32_t entry, bool reservation, Hold* out);

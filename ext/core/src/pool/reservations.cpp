@@ -45,10 +45,10 @@ void Reservations::reserve(const ReserveRequest& request, ReserveResult* result)
   for (const std::uint32_t entry : own)
     entries.pin(entry);
 
-  const std::uint64_t bytes = SlabMap::round_up(request.record_bytes);
+  const std::uint64_t bytes =
+      SlabMap::round_up(std::max(request.record_bytes, request.extent_bytes));
   std::uint32_t cls = kNoClass;
-  if (request.record_bytes > extents_bytes ||
-      request.record_bytes > std::numeric_limits<std::uint32_t>::max()) {
+  if (bytes > extents_bytes || request.record_bytes > std::numeric_limits<std::uint32_t>::max()) {
     refusal = ReserveOutcome::kTooLarge;
   }
   Reservation reservation;
@@ -145,11 +145,12 @@ ReserveOutcome Reservations::reserve_one(const ReserveRequest& request, const Ke
     entries.give(entry);
     return ReserveOutcome::kChainExceedsPool;
   }
-  entries.init_local(entry, place);
+  entries.init_local(entry, place, request.tail);
   ColdEntry& cold = entries.index.cold(entry);
   rows.set_rows(entry, RowBits{});
   store_word<std::uint64_t>(cold.owner, request.row);
   store_word<std::uint64_t>(cold.tenant, request.tenant);
+  store_word<std::uint64_t>(cold.tail, request.tail ? 1 : 0);
   std::memcpy(cold.identity, request.identity, sizeof cold.identity);
   entries.renew(entry);
   entries.index.write_entry(entry, key, place.offset,

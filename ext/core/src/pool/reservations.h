@@ -43,6 +43,8 @@ struct ReserveRequest {
   std::size_t n_keys = 0;
   const std::uint8_t* parent = nullptr;  // 32 bytes or none
   std::uint64_t record_bytes = 0;
+  bool tail = false;               // the record is a tail
+  std::uint64_t extent_bytes = 0;  // at least so long an extent, 0: as the record needs
   std::uint32_t row = 0;
   const std::uint8_t* identity = nullptr;  // 32 bytes
   std::uint32_t tenant = 0;

@@ -85,8 +85,8 @@ bool Room::make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlac
     operations += 1;
     if (!may_evict) return false;
     const std::uint32_t victim = policy.victim(cls);
-    const std::uint64_t stamp = victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max()
-                                                   : load_word(index.cold(victim).stamp);
+    const std::uint64_t stamp =
+        victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max() : age_of(victim);
     const std::uint64_t now =
         victim == kNoEntry ? std::numeric_limits<std::uint64_t>::max() : operations;
     SlabMap::Window window;
@@ -102,16 +102,17 @@ bool Room::make(std::uint32_t cls, std::uint32_t entry, bool may_evict, SlabPlac
   return true;
 }
 
+std::uint64_t Room::age_of(std::uint32_t victim) const noexcept {
+  return local[victim].is_tail() ? 0 : load_word(index.cold(victim).stamp);
+}
+
 std::uint32_t Room::oldest_victim() noexcept {
   std::uint32_t oldest = kNoEntry;
   for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {
     if (slabs.size_class(cls).used == 0) continue;
     const std::uint32_t victim = policy.victim(cls);
     if (victim == kNoEntry) continue;
-    if (oldest == kNoEntry ||
-        load_word(index.cold(victim).stamp) < load_word(index.cold(oldest).stamp)) {
-      oldest = victim;
-    }
+    if (oldest == kNoEntry || age_of(victim) < age_of(oldest)) oldest = victim;
   }
   return oldest;
 }

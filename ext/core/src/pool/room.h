@@ -70,6 +70,8 @@ struct Room {
   // at or after the stamp `older_than`; then nothing changes and the window is left alone for a
   // while.
   bool evict_window(const SlabMap::Window& window, std::uint64_t older_than);
+  // The stamp of its last use; 0 for a tail, which is evicted before anything else.
+  std::uint64_t age_of(std::uint32_t victim) const noexcept;
   std::uint32_t oldest_victim() noexcept;
 
   Entries& entries;

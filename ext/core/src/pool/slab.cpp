@@ -309,8 +309,8 @@ void SlabMap::free(std::uint32_t first, std::uint32_t slot) noexcept {
   }
 }
 
-bool SlabMap::occupy(std::uint64_t offset, std::uint64_t extent_bytes, std::uint32_t entry,
-                     SlabPlace* place, std::uint32_t* holder) noexcept {
+bool SlabMap::occupy(std::uint64_t offset, std::uint64_t extent_bytes, bool may_be_longer,
+                     std::uint32_t entry, SlabPlace* place, std::uint32_t* holder) noexcept {
   *holder = kNoEntry;
   if (slab_bytes_ == 0 || offset >= extents_bytes_) return false;
   const std::uint32_t first = run_of_[offset / slab_bytes_];
@@ -318,8 +318,8 @@ bool SlabMap::occupy(std::uint64_t offset, std::uint64_t extent_bytes, std::uint
   Run& run = runs_[first];
   const std::uint64_t extent = classes_[run.cls].extent_bytes;
   const std::uint64_t from_run = offset - first * slab_bytes_;
-  if (extent != extent_bytes || from_run % extent != 0 || from_run / extent >= run.capacity)
-    return false;
+  if (extent < extent_bytes || (extent > extent_bytes && !may_be_longer)) return false;
+  if (from_run % extent != 0 || from_run / extent >= run.capacity) return false;
   const auto slot = static_cast<std::uint32_t>(from_run / extent);
   if (run.slots[slot] != 0) {
     *holder = run.slots[slot] - 1;

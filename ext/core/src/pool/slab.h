@@ -98,10 +98,11 @@ class SlabMap {
   [[nodiscard]] bool allocate(std::uint32_t cls, std::uint32_t entry, const Backing* backing,
                               SlabPlace* place);
   void free(std::uint32_t run, std::uint32_t slot) noexcept;
-  // Marks the slot at `offset` as used, for a restart. False when no run has such a slot, or when
-  // it is taken (then `holder` is the entry that has it).
-  [[nodiscard]] bool occupy(std::uint64_t offset, std::uint64_t extent_bytes, std::uint32_t entry,
-                            SlabPlace* place, std::uint32_t* holder) noexcept;
+  // Marks the slot at `offset` as used, for a restart; with `may_be_longer` it may be longer than
+  // `extent_bytes`. False when no run has such a slot, or when it is taken (then `holder` is the
+  // entry that has it).
+  [[nodiscard]] bool occupy(std::uint64_t offset, std::uint64_t extent_bytes, bool may_be_longer,
+                            std::uint32_t entry, SlabPlace* place, std::uint32_t* holder) noexcept;
   // Lists the free slots once every entry was placed by occupy().
   void finish_restore();
 

@@ -34,6 +34,12 @@ struct EntryCounts {
   std::uint64_t bytes[kEntryStateCount];
 };
 
+// Records of the unfinished last chunks of prompts. An extent may be longer than its record.
+struct TailCounts {
+  std::uint64_t tail_entries;
+  std::uint64_t tail_record_bytes, tail_extent_bytes;
+};
+
 struct ReservationCounts {
   std::uint64_t refused[kReserveOutcomes];  // by ReserveOutcome
   std::uint64_t inserted_entries, inserted_bytes;
@@ -66,7 +72,12 @@ struct TenantStats {
   std::int64_t quota_bytes;  // -1: none
 };
 
-struct PoolStats : EntryCounts, ReservationCounts, LeaseCounts, DepartureCounts, AdoptionCounts {
+struct PoolStats : EntryCounts,
+                   TailCounts,
+                   ReservationCounts,
+                   LeaseCounts,
+                   DepartureCounts,
+                   AdoptionCounts {
   std::uint64_t extents_bytes, used_bytes, slab_bytes, unusable_bytes, largest_allocatable_bytes;
   std::uint64_t leased_bytes, pinned_bytes, blocked_bytes;
   std::uint64_t lease_tickets, reservations, holds;

@@ -12,11 +12,19 @@ void Tenants::list(std::uint32_t entry) noexcept {
   Account& account = found->second;
   EntryLocal* const local = entries.local;
   EntryLocal& listed = local[entry];
-  listed.tenant_previous = kNoEntry;
-  listed.tenant_next = account.hot;
-  if (account.hot != kNoEntry) local[account.hot].tenant_previous = entry;
-  account.hot = entry;
-  if (account.cold == kNoEntry) account.cold = entry;
+  if (listed.is_tail()) {  // the first to leave
+    listed.tenant_next = kNoEntry;
+    listed.tenant_previous = account.cold;
+    if (account.cold != kNoEntry) local[account.cold].tenant_next = entry;
+    account.cold = entry;
+    if (account.hot == kNoEntry) account.hot = entry;
+  } else {
+    listed.tenant_previous = kNoEntry;
+    listed.tenant_next = account.hot;
+    if (account.hot != kNoEntry) local[account.hot].tenant_previous = entry;
+    account.hot = entry;
+    if (account.cold == kNoEntry) account.cold = entry;
+  }
   listed.marks |= kMarkTenantListed;
 }
 

@@ -77,6 +77,7 @@ class Validation {
   std::vector<bool> is_free_;
   // Sums over the entries.
   EntryCounts states_{};
+  TailCounts tails_{};
   std::uint64_t used_ = 0, blocked_bytes_ = 0, leased_bytes_ = 0, pinned_bytes_ = 0, pins_ = 0;
   std::uint64_t linked_ = 0, children_ = 0, with_parent_ = 0;
   std::uint64_t row_bytes_[kRowCount] = {};
@@ -163,8 +164,16 @@ Status Validation::check_entry(std::uint32_t entry) {
   if (run.slabs == 0 || local.slot >= run.capacity || run.slots[local.slot] != entry + 1) {
     return broken("an entry does not own its extent", entry, local.run);
   }
-  if (run.cls != local.cls || slabs_.size_class(local.cls).extent_bytes != bytes) {
+  const std::uint64_t needed = SlabMap::round_up(index_.length(entry));
+  if (run.cls != local.cls || (local.is_tail() ? needed > bytes : needed != bytes)) {
     return broken("an entry is in a run of another size", entry, bytes);
+  }
+  if (local.is_tail() != (load_word(cold.tail) == 1))
+    return broken("an entry and its mark as a tail do not agree", entry);
+  if (local.is_tail()) {
+    tails_.tail_entries += 1;
+    tails_.tail_record_bytes += index_.length(entry);
+    tails_.tail_extent_bytes += bytes;
   }
   if (slabs_.offset_of(local.run, local.slot) != index_.offset(entry)) {
     return broken("an entry's offset is not its extent's", entry, index_.offset(entry));
@@ -336,6 +345,11 @@ Status Validation::check_sums() const {
       return broken("a state's entry count is wrong", state);
     if (entries_.counts.bytes[state] != states_.bytes[state])
       return broken("a state's byte count is wrong", state);
+  }
+  if (entries_.tails.tail_entries != tails_.tail_entries ||
+      entries_.tails.tail_record_bytes != tails_.tail_record_bytes ||
+      entries_.tails.tail_extent_bytes != tails_.tail_extent_bytes) {
+    return broken("the count of tails is wrong", entries_.tails.tail_entries, tails_.tail_entries);
   }
   if (used_ != entries_.used_bytes)
     return broken("the count of used bytes is wrong", entries_.used_bytes, used_);

@@ -84,6 +84,39 @@ TEST(find_batch_agrees_with_find) {
   }
 }
 
+TEST(confirmed_guesses_agree_with_find_batch_whatever_was_guessed) {
+  constexpr std::uint32_t kCount = 300;
+  Memory index(kCount);
+  for (std::uint32_t i = 0; i < kCount; i += 3)
+    index.put(i, make_key(i));
+  // A stale entry: it still has a key that is linked nowhere, or under another entry.
+  index.take(6, make_key(6));
+  index.take(9, make_key(9));
+  index.put(10, make_key(9));
+  std::vector<Key> keys;
+  for (std::uint32_t i = 0; i < kCount; ++i)
+    keys.push_back(make_key(i));
+  const auto bytes = packed(keys);
+  const std::vector<std::uint64_t> beside(kCount);
+  std::vector<std::uint32_t> expected(kCount);
+  index.view.find_batch(bytes.data(), kCount, expected.data(), beside.data(),
+                        sizeof(std::uint64_t));
+  CHECK_EQ(expected[6], kNoEntry);
+  CHECK_EQ(expected[9], 10);
+  for (std::uint32_t shift : {0, 1, 3, 299}) {
+    std::vector<std::uint32_t> entries(kCount);
+    for (std::uint32_t i = 0; i < kCount; ++i)
+      entries[i] = shift == 1 ? kNoEntry : (i + shift) % kCount;
+    index.view.confirm_batch(bytes.data(), kCount, entries.data());
+    CHECK(entries == expected);
+  }
+  std::vector<std::uint32_t> guesses(kCount);
+  index.view.prefetch_lines(bytes.data(), kCount);
+  index.view.guess_batch(bytes.data(), kCount, guesses.data(), beside.data(),
+                         sizeof(std::uint64_t));
+  CHECK(guesses == expected);
+}
+
 TEST(peek_counts_leading_chunks_that_are_ready_in_every_slice) {
   Memory index(100);
   std::vector<Key> keys;

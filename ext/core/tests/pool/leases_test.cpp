@@ -1,5 +1,6 @@
 #include <vector>
 
+#include "hash/sha256.h"
 #include "support/pool_fixture.h"
 
 using namespace kvstrata;
@@ -67,6 +68,55 @@ TEST(of_a_window_only_the_end_is_needed_and_leased) {
   // A prompt shorter than the window needs all of it.
   f.store({windowed[0]});
   CHECK_EQ(copy(f.lease({keys[0], keys[1]}, {a}, nullptr, spans).n_chunks), 1);
+  CHECK_OK(f.pool->validate());
+}
+
+TEST(by_a_chain_no_more_keys_are_derived_than_the_hit_needs) {
+  Fixture f(200, "LRU", 400);
+  const std::uint32_t a = f.row(1);
+  Digest root;
+  kIdentity.store(root.data());
+  std::vector<Digest> prompt, slices;
+  for (std::uint32_t i = 0; i < 40; ++i)
+    prompt.push_back(sha256(&i, sizeof i));
+  for (std::uint32_t i = 100; i < 103; ++i)
+    slices.push_back(sha256(&i, sizeof i));
+  const std::vector<std::uint32_t> spans = {3, 0, 1};
+  std::vector<Digest> all(prompt.size() * slices.size());
+  storage_keys(root, prompt, slices, all.data());
+  const auto key = [&](std::size_t chunk, std::size_t slice) {
+    return Key::load(all[chunk * slices.size() + slice].data());
+  };
+  const auto lease = [&](std::size_t max_keys) {
+    ChainKeys keys(root, prompt, slices, spans, max_keys);
+    LeaseResult result;
+    CHECK_OK(f.pool->lease_chain(keys, spans, std::vector<std::uint32_t>{a}, root.data(), &result));
+    return result;
+  };
+  const auto give_back = [&](const LeaseResult& result) {
+    CHECK(!result.exceeded);
+    CHECK(f.pool->release(result.ticket, a));
+  };
+  for (std::size_t chunk = 0; chunk < 40; ++chunk)
+    f.store({key(chunk, 1)});
+  f.store({key(37, 0), key(38, 0), key(39, 0), key(39, 2)});
+  // Of the slice without a span all keys, of the others those of chunks 32 to 39.
+  for (const std::size_t too_few : {0, 39, 40, 55})
+    CHECK(lease(too_few).exceeded);
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 0);
+  const LeaseResult whole = lease(56);
+  CHECK_EQ(whole.n_chunks, 40);
+  CHECK_EQ(whole.extents.size(), 120);
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 44 * kRecordBytes);
+  give_back(whole);
+  // Without the last window, an earlier one is found, and nothing is derived twice.
+  f.pool->remove(all[39 * 3].data(), 1, false);
+  f.store({key(2, 0), key(3, 0), key(4, 0), key(4, 2)});
+  CHECK(lease(119).exceeded);
+  const LeaseResult shorter = lease(120);
+  CHECK_EQ(shorter.n_chunks, 5);
+  CHECK_EQ(copy(f.pool->stats().leased_bytes), 9 * kRecordBytes);
+  give_back(shorter);
   CHECK_OK(f.pool->validate());
 }
 

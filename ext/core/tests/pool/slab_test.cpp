@@ -183,11 +183,11 @@ TEST(runs_come_back_from_their_table) {
   for (const auto& [entry, extent] : live) {
     SlabPlace place;
     std::uint32_t holder = 0;
-    CHECK(again.occupy(extent.first.offset, extent.second, entry, &place, &holder));
-    CHECK(!again.occupy(extent.first.offset, extent.second, 777, &place, &holder));
+    CHECK(again.occupy(extent.first.offset, extent.second, false, entry, &place, &holder));
+    CHECK(!again.occupy(extent.first.offset, extent.second, true, 777, &place, &holder));
     CHECK_EQ(holder, entry);
-    CHECK(!again.occupy(extent.first.offset + kPage, extent.second, 778, &place, &holder));
-    CHECK(!again.occupy(extent.first.offset, extent.second + kPage, 778, &place, &holder));
+    CHECK(!again.occupy(extent.first.offset + kPage, extent.second, false, 778, &place, &holder));
+    CHECK(!again.occupy(extent.first.offset, extent.second + kPage, true, 778, &place, &holder));
   }
   again.finish_restore();
   CHECK_OK(again.validate());

@@ -94,9 +94,11 @@ CLIENT_KEYS: dict[str, Name] = {
     "use_layerwise": noted("loads are overlapped where that is faster"),
     "enable_async_loading": noted("load_mode chooses between synchronous and asynchronous loads"),
     "pre_caching_hash_algorithm": noted("chunk keys are SHA-256"),
-    "save_unfull_chunk": noted("only full chunks are stored"),
-    "discard_partial_chunks": noted("only full chunks are stored"),
-    "skip_last_n_tokens": noted("whole chunks are stored and loaded, whatever the last tokens are"),
+    "save_unfull_chunk": kept("save_unfull_chunk"),
+    "discard_partial_chunks": noted(
+        "save_unfull_chunk says whether the last chunk is stored before it is full"
+    ),
+    "skip_last_n_tokens": noted("whole blocks are stored and loaded, whatever the last tokens are"),
     "lmcache_rpc_port": noted("workers and scheduler talk to the server, not to each other"),
     "use_native": noted("there is one implementation"),
     "use_gpu_connector_v3": noted("gpu_copy_engine chooses how KV is copied"),

@@ -22,7 +22,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.mover import HostMover, Mover
+from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.block_pins import BlockPins
+from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
@@ -35,10 +38,8 @@ from kvstrata.connectors.vllm.kv_view import (
     layers_of_groups,
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
-from kvstrata.connectors.vllm.mover import HostMover, Mover
 from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
-from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
 from kvstrata.connectors.vllm.weights import WeightsVersion, loaded_weights
 from kvstrata.connectors.vllm.worker import WorkerSide
@@ -215,7 +216,7 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
         )
     modules = setup.vllm_config.compilation_config.static_forward_context
     of_vllm = setup.kv_cache_config.kv_cache_groups
-    kinds = layer_kinds(of_vllm, modules, vllm.__version__)
+    kinds = layer_kinds(of_vllm, modules, arrangement_namer(vllm.__version__))
     tensors = layers_of_groups(kv_caches, kinds)
     sides = []
     asks = True
@@ -289,7 +290,7 @@ def _on_device(
     # Engines on the CPU must never load the driver.
     from kvstrata.client.pinning import Pinner
     from kvstrata.client.warmup import PageWarmer
-    from kvstrata.connectors.vllm.device import DeviceMover, choose_way, open_engine
+    from kvstrata.connectors.device import DeviceMover, choose_way, open_engine
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     engine, plan = open_engine(settings, view, device, ordinal)

@@ -24,15 +24,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstrata.connectors.boundary import errors, guarded
 from kvstrata.connectors.vllm.block_pins import BlockPins
-from kvstrata.connectors.vllm.boundary import errors, guarded
 from kvstrata.connectors.vllm.build import read_setup, scheduler_side, worker_side
+from kvstrata.connectors.vllm.compat.hit_source import HOST
+from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.logs import log_like_vllm
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
-from kvstrata.connectors.vllm.sleep import follow_sleep
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.worker import WorkerSide
 
@@ -64,7 +64,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     At the start, settings, models and layouts that are not supported raise ConfigError; a missing server does not.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = HOST
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -85,22 +85,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Read the layout of the engine's blocks and attach. Raises ConfigError for a layout that is not supported."""
         from vllm.distributed.parallel_state import get_tp_group
 
-        self._follow_sleep()
+        follow_sleep(self, self._vllm_config.model_config)
         tp_rank = get_tp_group().rank_in_group
         self._worker, self._layers_ask = worker_side(self._setup, kv_caches, tp_rank)
-
-    def _follow_sleep(self) -> None:
-        """If this vLLM never calls `unregister_kv_caches` and `restore_kv_caches`, let its sleep backend call them."""
-        model = self._vllm_config.model_config
-        if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
-            from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
-
-            follow_sleep(
-                SleepModeBackendFactory._registry,
-                model.sleep_mode_backend,
-                self.unregister_kv_caches,
-                self.restore_kv_caches,
-            )
 
     def unregister_kv_caches(self) -> None:
         """Called before vLLM sleeps: end all copies. An exception goes to vLLM, because it prevents the sleep."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstrata.client import CacheClient, Identity
-from kvstrata.connectors.vllm.mover import Mover
+from kvstrata.connectors.mover import Mover
 from kvstrata.types import RequestIdentity
 
 IDENTITIES_REMEMBERED = 1024

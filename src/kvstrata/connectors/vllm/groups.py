@@ -59,8 +59,13 @@ class CacheGroup(NamedTuple):
         """Tokens in a chunk, of every group of the engine."""
         return self.block_tokens * self.chunk_blocks
 
-    def blocks_of(self, chunk: int) -> range:
-        """The indices, in the group's block table, of the blocks that the record of this chunk holds."""
+    def blocks_of(self, chunk: int, tail_tokens: int = 0) -> range:
+        """The indices, in the group's block table, of the blocks that the record of this chunk holds, or that of a
+        tail of it."""
+        if tail_tokens:
+            return range(
+                chunk * self.chunk_blocks, chunk * self.chunk_blocks + tail_tokens // self.block_tokens
+            )
         end = (chunk + 1) * self.chunk_blocks
         return range(end - self.record_blocks, end)
 

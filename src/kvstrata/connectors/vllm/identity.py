@@ -12,9 +12,9 @@ import os
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvstrata.connectors.fingerprint import fingerprint
 from kvstrata.connectors.vllm.kv_view import ENCODING
 from kvstrata.errors import ConfigError
 from kvstrata.types import LayoutIdentity, canonical_json
@@ -22,46 +22,8 @@ from kvstrata.types import LayoutIdentity, canonical_json
 if TYPE_CHECKING:
     from kvstrata.config.client_model import ClientSettings
 
-SAMPLE_BYTES = 4096
-SAMPLES_PER_FILE = 256
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 ADAPTERS_REMEMBERED = 1024
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_attn_implementation_autoset", "_commit_hash")
-
-
-def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """Hex digest for the weights below a folder (or of one file): names, sizes, and samples of content.
-
-    It reads 256 samples of 4 KiB, evenly spread, from each weight file (a file of up to 1 MiB whole), and all of every
-    `*.json`.  Two trainings of one architecture differ nearly everywhere, so samples tell them apart; a change of a few
-    bytes made by hand may not be seen.  Returns "" if the folder has no weight file.  Raises ConfigError if a file
-    cannot be read.
-    """
-    root = Path(folder)
-    try:
-        files = [root] if root.is_file() else sorted(p for p in root.glob("*") if p.is_file())
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise ConfigError(f"model: {folder} cannot be read: {error}", field="model") from None
-    digest = hashlib.sha256()
-    found = False
-    for path in files:
-        weight = path.suffix in WEIGHT_SUFFIXES
-        if not weight and path.suffix != ".json":
-            continue
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(canonical_json([path.name if root.is_dir() else "", size]))
-                if not weight or size <= SAMPLE_BYTES * SAMPLES_PER_FILE:
-                    digest.update(file.read())
-                else:
-                    for sample in range(SAMPLES_PER_FILE):
-                        file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES_PER_FILE - 1))
-                        digest.update(file.read(SAMPLE_BYTES))
-        except OSError as error:
-            raise ConfigError(f"model: {path} cannot be read: {error}", field="model") from None
-        found = found or weight
-    return digest.hexdigest() if found else ""
 
 
 def fidelity_of(settings: ClientSettings) -> str:

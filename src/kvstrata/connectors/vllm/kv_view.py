@@ -55,6 +55,11 @@ class KvView(NamedTuple):
     rounding: tuple[int, int, int, int, int] | None = None
     """With `gpu_fp8`: dtype, groups, tokens, heads, dim of a block, as `CudaCopyPlan` takes them."""
 
+    @property
+    def record_blocks(self) -> int:
+        """Blocks in a record."""
+        return self.group.record_blocks
+
     def plan(self) -> CopyPlan:
         """The plan of copies between these blocks and records."""
         layers = self.layers.values()

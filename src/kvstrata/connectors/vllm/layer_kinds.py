@@ -10,9 +10,10 @@ vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstrata.connectors.vllm.compat.mode_names import mode_name
 from kvstrata.errors import ConfigError
 
 CELL_BACKENDS = (
@@ -50,7 +51,8 @@ class LayerKind(NamedTuple):
     """Bytes of a block without padding."""
     axes: tuple[str, str, str]
     """Names of the axes heads, tokens and content.  `kv_heads` and `tokens` count heads and tokens, `k+v` is two
-    halves; a name with `@` and vLLM's version stands for an arrangement that only its writer knows."""
+    halves; a name with `@` and vLLM's version, or with `#` and a digest, stands for an arrangement that only its writer
+    knows (`compat/packing.py`)."""
     quantisation: str
     latent: bool
     """Whether every tensor-parallel rank holds all of the layer: one latent per token without a separate V, or a state
@@ -59,11 +61,16 @@ class LayerKind(NamedTuple):
     """Scales of K and of V, of the whole layer or of each head, as hexadecimal floats; () if none apply."""
 
 
-def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any], version: str) -> dict[str, LayerKind]:
+NameArrangement = Callable[[str, Any, Any], str]
+"""(backend, spec, attention layer) → what names an arrangement that only its writer knows."""
+
+
+def layer_kinds(
+    groups: Sequence[Any], modules: Mapping[str, Any], arrangement: NameArrangement
+) -> dict[str, LayerKind]:
     """The kind of every layer that has blocks of its own, by name.
 
-    `version` is vLLM's, since any version may change an arrangement that only its writer knows.  `groups` are
-    `KVCacheConfig.kv_cache_groups`, `modules` the attention layers by name
+    `groups` are `KVCacheConfig.kv_cache_groups`, `modules` the attention layers by name
     (`CompilationConfig.static_forward_context`).  Raises ConfigError for a layer whose module is missing.
     """
     kinds = {}
@@ -74,7 +81,7 @@ def layer_kinds(groups: Sequence[Any], modules: Mapping[str, Any], version: str)
                 raise ConfigError(
                     f"KV cache of layer {name!r}: vLLM has no attention layer of that name", field="kv_cache"
                 )
-            kinds[name] = _kind(each.get(name, group.kv_cache_spec), modules[name], version)
+            kinds[name] = _kind(each.get(name, group.kv_cache_spec), modules[name], arrangement)
     return kinds
 
 
@@ -85,29 +92,30 @@ def page_bytes(spec: Any) -> int:
     return int(spec.unpadded_page_size_bytes)
 
 
-def _state_kind(spec: Any, module: Any, version: str) -> LayerKind:
+def _state_kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
     """The kind of a layer whose block holds a state, bytes that only its writer knows how to cut."""
     states = ",".join(
         f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     )
-    backend = str(module.get_attn_backend().get_name()).lower()
+    backend = str(module.get_attn_backend().get_name())
+    way = backend.lower() + arrangement(backend, spec, module)
     return LayerKind(
         heads=1,
         block_tokens=1,
         page_bytes=page_bytes(spec),
-        axes=(f"{backend}@{version}.heads", f"{backend}@{version}.states", f"{backend}@{version}/{states}"),
+        axes=(f"{way}.heads", f"{way}.states", f"{way}/{states}"),
         quantisation="NONE",
         latent=bool(spec.tp_replicated),
         scales=(),
     )
 
 
-def _kind(spec: Any, module: Any, version: str) -> LayerKind:
+def _kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
     if hasattr(spec, "shapes"):
-        return _state_kind(spec, module, version)
+        return _state_kind(spec, module, arrangement)
     backend = str(module.get_attn_backend().get_name())
-    quantisation = _mode_name(spec.kv_quant_mode)
+    quantisation = mode_name(spec.kv_quant_mode)
     packed = getattr(spec, "state_content_bytes", None)
     own_slots = getattr(spec, "num_head_slots", None) is not None
     axes = ("kv_heads", "tokens", "")
@@ -119,7 +127,7 @@ def _kind(spec: Any, module: Any, version: str) -> LayerKind:
         content = "latent" if packed is None else f"latent/{spec.cache_dtype_str}"
     else:
         isa = getattr(module, "isa", None)
-        way = backend.lower() + (f"/{isa}" if isa else "") + f"@{version}"
+        way = backend.lower() + (f"/{isa}" if isa else "") + arrangement(backend, spec, module)
         content = f"{way}.content"
         axes = (
             "kv_heads" if backend in HEADS_APART_BACKENDS and not own_slots else f"{way}.heads",
@@ -134,17 +142,6 @@ def _kind(spec: Any, module: Any, version: str) -> LayerKind:
         quantisation=quantisation,
         latent=not spec.head_size_v,
         scales=() if quantisation == "NONE" else _scales(module),
-    )
-
-
-def _mode_name(mode: Any) -> str:
-    """All names of a quantisation mode: in vLLM 0.33 two modes share the number 12, and both show the first one's name.
-
-    The KV dtype, which is in the facts as well, tells them apart.
-    """
-    members = getattr(type(mode), "__members__", {})
-    return "/".join(name for name, member in members.items() if member is mode) or str(
-        getattr(mode, "name", mode)
     )
 
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvstrata.client import CacheClient, Identity, LookupCall, LookupResult
+from kvstrata.client import AskedTails, CacheClient, Identity, LookupCall, LookupResult
+from kvstrata.connectors.vllm.request_tenants import RequestTenants, TenantRefused
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.states import Machine
 from kvstrata.types import MissReason
@@ -37,6 +38,8 @@ SKIP_REASONS = (
     "unnamed_media",
     "counted_media",
     "unreadable_adapter",
+    "tenant_invalid",
+    "tenant_refused",
     "error",
 )
 """Why a request is computed without the cache; each is counted."""
@@ -121,16 +124,26 @@ class Tracked:
         "no_load",
         "request",
         "revoked_s",
+        "salt",
         "skipped",
         "stale",
         "state",
         "stores",
+        "tail_end",
+        "tail_keys",
+        "tails_after",
+        "tails_asked",
+        "tenant",
         "waits_s",
         "windows_next",
     )
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self.tenant = ""
+        """The request's tenant; means nothing while it is computed without the cache."""
+        self.salt: str = request.cache_salt or ""
+        """The salt that the request came with."""
         self.waits_s = -1.0
         """Time since which the request waits for the workers to tell their weights; -1 before."""
         self.skipped = False
@@ -162,6 +175,14 @@ class Tracked:
         """All chunks before this one are stored, being stored, or were loaded."""
         self.windows_next = 0
         """As `next_store`, for groups of which only windows are stored."""
+        self.tail_end = 0
+        """The tail that ends after so many tokens is stored, being stored, or was loaded."""
+        self.tail_keys: tuple[int, list[bytes]] = (-1, [])
+        """A chunk, and the keys of its tails that were made last."""
+        self.tails_asked: list[int] = []
+        """The chunks whose tails the last lookup named."""
+        self.tails_after = -1
+        """The lookup ended after so many chunks, which L2 had, and is asked again for their tails; -1: it is not."""
         self.junction = 0
         """How many leading chunks the groups of full attention had in L1.  If the hit is shorter, another prompt shares
         these chunks, and this request stores the windows that were missing for a hit of that length."""
@@ -188,18 +209,24 @@ class LookupTable:
         exact_chunk_tokens: int = 0,
         media_are_counted: bool,
         server_seen: Callable[[], bool],
+        tails: Callable[[Tracked], list[AskedTails]] | None = None,
+        tenants: RequestTenants,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_ms` is the deadline of a lookup; see `SchedulerSide` for the other arguments.
+        """`tails(tracked)` are the tails that a lookup names; None in an engine that has none.  `timeout_ms` is the
+        deadline of a lookup; see `SchedulerSide` for the other arguments.
 
         With `exact_chunk_tokens`, the size of a chunk, a hit must leave a token to compute and end with a chunk: no
         lookup asks for more chunks.
         """
         self._client = client
         self._timeout_ms = timeout_ms
+        self._tails = tails or (lambda tracked: [])
+        self._asks_tails = tails is not None
         self._exact_chunk_tokens = exact_chunk_tokens
         self._media_are_counted = media_are_counted
         self._server_seen = server_seen
+        self._tenants = tenants
         self._now = now
         self._begun_s = now()
         self.tracked: dict[str, Tracked] = {}
@@ -224,6 +251,7 @@ class LookupTable:
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
             tracked = self.tracked[request.request_id] = Tracked(request)
+            self._find_tenant(tracked)
             if request.prompt_embeds is not None:
                 self.skip(tracked, "prompt_embeds")
             elif request.resumable:
@@ -241,6 +269,14 @@ class LookupTable:
             self.counts[f"skipped_{reason}"] += 1
         self.forget(tracked)
 
+    def _find_tenant(self, tracked: Tracked) -> None:
+        """Set the request's tenant, or compute it without the cache; keep it apart in vLLM's own cache either way."""
+        try:
+            tracked.tenant = self._tenants.of(tracked.request)
+        except TenantRefused as refused:
+            self.skip(tracked, refused.reason)
+        self._tenants.separate(tracked.request, None if tracked.skipped else tracked.tenant)
+
     def next_step(self) -> None:
         """End a step: the server may again revoke leases whose chunks vLLM was promised and has not taken.
 
@@ -252,16 +288,22 @@ class LookupTable:
         self._claimed.clear()
 
     def in_l1(self, tracked: Tracked) -> bool:
-        """Whether L1 has the request's first chunk; read from shared memory in microseconds."""
+        """Whether L1 has the request's first chunk, or a tail of it; read from shared memory in microseconds."""
         if not self._client.connected or tracked.identity is None or tracked.hasher is None:
             return False
-        return bool(self._client.peek(tracked.identity, self._chain(tracked)) > 0)
+        return self._client.peek(tracked.identity, self._chain(tracked)) > 0 or bool(self._tails(tracked))
 
     def whole_in_l1(self, tracked: Tracked) -> int:
-        """How many leading chunks L1 has in the slices that are needed in every chunk."""
+        """How many leading chunks L1 has in the slices that are needed in every chunk.
+
+        A hit of all chunks tells; only otherwise the index is looked at, which takes 45 µs for 128k tokens.
+        """
         if not self._client.connected or tracked.identity is None:
             return 0
         chain = self._chain(tracked)
+        n_chunks = chain.n_chunks if isinstance(chain, ChunkHasher) else batch.count(chain)
+        if tracked.hit is not None and tracked.hit.n_chunks == n_chunks:
+            return n_chunks
         return int(self._client.pool.peek_whole(tracked.identity, chain)) if chain else 0
 
     def ask_early(self, tracked: Tracked) -> None:
@@ -289,15 +331,16 @@ class LookupTable:
             return
         identity, hasher = tracked.identity, tracked.hasher
         assert identity is not None and hasher is not None
-        chain = self._chain(tracked)
-        if not chain or not (identity.slices or self._settling()):
-            self._missed(
-                tracked, MissReason.REFUSED
-            )  # not all workers are attached, or the identity is refused
-            return
         if not identity.slices:
+            if not self._settling():
+                # Not all workers are attached, or the identity is refused.
+                self._missed(tracked, MissReason.REFUSED)
             return
-        if not self._client.has_l2 and not self.in_l1(tracked):
+        chain, tails = self._chain(tracked), self._tails(tracked)
+        if not (chain or tails):
+            self._missed(tracked, MissReason.NOT_IN_L1)
+            return
+        if not tails and not self._client.has_l2 and not self._client.peek(identity, chain):
             self._missed(tracked, MissReason.NOT_IN_L1)
             return
         tracked.call = self._client.lookup(
@@ -306,7 +349,9 @@ class LookupTable:
             request_id=tracked.request.request_id,
             probe=hasher.probe,
             deadline_ms=self._timeout_ms,
+            tails=tails,
         )
+        tracked.tails_asked = [asked.chunk for asked in tails]
         tracked.move(LookupEvent.SENT)
         self._early += 1
         self.counts["lookups"] += 1
@@ -343,6 +388,7 @@ class LookupTable:
             # The lease stays claimed: the workers hold shares of their own.
             self._claimed.pop(tracked.call, None)
         tracked.hit = tracked.call = None
+        tracked.tails_after = -1
         tracked.move(LookupEvent.ALLOCATED)
 
     def forget(self, tracked: Tracked) -> None:
@@ -353,6 +399,8 @@ class LookupTable:
     def _chain(self, tracked: Tracked) -> ChunkHasher | bytes:
         """The keys to look up; empty if no hit is possible."""
         assert tracked.hasher is not None
+        if tracked.tails_after >= 0:
+            return batch.part(tracked.hasher.chain, 0, tracked.tails_after)
         if not self._exact_chunk_tokens:
             return tracked.hasher if tracked.hasher.n_chunks else b""
         return batch.part(
@@ -370,8 +418,26 @@ class LookupTable:
             return
         if result.reason:
             self.count_miss(tracked, result.reason)
+        if self._wants_tail_of(tracked, result):
+            self._client.release([result.lease], group=True)
+            tracked.call = None
+            tracked.tails_after = result.n_chunks
+            tracked.move(LookupEvent.FORGOTTEN)
+            self.ask(tracked)
+            return
         tracked.hit = result
         tracked.move(LookupEvent.LEASED)
+
+    def _wants_tail_of(self, tracked: Tracked, result: LookupResult) -> bool:
+        """Whether to ask once more, for the tails of the first chunk that L2 lacked: the lookup could not know it."""
+        assert tracked.hasher is not None
+        return (
+            self._asks_tails
+            and result.l2_chunks > 0
+            and result.n_chunks < tracked.hasher.n_chunks
+            and result.n_chunks not in tracked.tails_asked
+            and tracked.tails_after < 0
+        )
 
     def _revoked(self, tracked: Tracked, now: float) -> bool:
         """The lease was revoked while the request waited: True to look up again, False to count a miss."""
@@ -392,6 +458,7 @@ class LookupTable:
 
     def _missed(self, tracked: Tracked, reason: MissReason) -> None:
         self.count_miss(tracked, reason)
+        tracked.tails_after = -1
         self._give_back(tracked)
         tracked.move(LookupEvent.MISSED)
         tracked.missed_s = self._now()

@@ -30,7 +30,8 @@ class Load:
     slices: tuple[bytes, ...]
     """Slice digests; a worker takes the extents of its own slice."""
     blocks: list[int]
-    """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written."""
+    """Block ids, the blocks of chunk after chunk; `SKIP_BLOCK` for a block that is not written. The last chunk may be a
+    tail, which has fewer blocks."""
     asynchronous: bool
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
@@ -50,6 +51,10 @@ class Store:
     blocks: list[int]
     probe: bytes
     """Probe of the request's first chunk; explains later misses."""
+    tail_tokens: int = 0
+    """0, or the only chunk is a tail of so many tokens."""
+    replaces: bytes = b""
+    """Chain keys of tails that these chunks replace."""
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
 
@@ -69,6 +74,8 @@ class StepPlan:
     """Number of steps with failed loads that the scheduler knew of when it planned this step."""
     weigh: int = 0
     """Number of the question about the worker's present weights; 0 without a question."""
+    computes: bool = True
+    """Whether the step computes tokens. vLLM 0.30 does not call `wait_for_save` in other steps."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.build import kv_dtype_of
 from kvstrata.connectors.vllm.identity import layout_identity
 from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
-from kvstrata.connectors.vllm.settings import load_settings
 from kvstrata.connectors.vllm.steps import check_steps, no_load_reason
 from kvstrata.types import RequestIdentity, identity_root
 

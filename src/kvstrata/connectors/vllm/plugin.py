@@ -52,7 +52,7 @@ def register() -> None:
 
 def load() -> type:
     """Our connector's class."""
-    from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
+    from kvstrata.connectors.vllm import LMCacheConnectorV1
 
     return LMCacheConnectorV1
 

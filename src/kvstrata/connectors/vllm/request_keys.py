@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvstrata.client import CacheClient, Identity
 from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.lookup_table import LookupTable, Tracked
+from kvstrata.connectors.vllm.request_tenants import RequestTenants
 from kvstrata.connectors.vllm.reuse import media_items
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.types import RequestIdentity, canonical_json
@@ -35,7 +36,7 @@ class RequestKeys:
         lookups: LookupTable,
         weights: WeightsVersion,
         *,
-        tenant: str,
+        tenants: RequestTenants,
         engine: str,
         chunk_tokens: int,
         prefix_cache: Callable[[], object],
@@ -44,7 +45,6 @@ class RequestKeys:
         self._client = client
         self._lookups = lookups
         self._weights = weights
-        self._tenant = tenant
         self._engine = engine
         self._chunk_tokens = chunk_tokens
         self._adapters = Adapters()
@@ -57,8 +57,9 @@ class RequestKeys:
         """vLLM's own cache may still have KV from before the last reset, or from a load whose outcome is unknown."""
         self._stale_before: bool | None = None
         """`engine_stale` before the first reset since the weights were last known."""
-        # An identity is declared now, so that the engine's slices are known before the first request.
-        self.identity(RequestIdentity(tenant=tenant))
+        # Identities are declared now, so that the engine's slices are known before the first request.
+        for tenant in tenants.first:
+            self.identity(RequestIdentity(tenant=tenant))
 
     def prepare(self, tracked: Tracked) -> bool:
         """Bring a request's identity and keys up to date. Returns whether all its keys are made."""
@@ -77,11 +78,14 @@ class RequestKeys:
             wanted = RequestIdentity(
                 # A list of three, so it cannot equal the name of an adapter, which is a list of two.
                 adapter=canonical_json(["weights", self._mark, adapter]).decode() if self._mark else adapter,
-                tenant=self._tenant,
-                salt=request.cache_salt or "",
+                tenant=tracked.tenant,
+                salt=tracked.salt,
             )
             tracked.identity = self.identity(wanted)
             tracked.hasher = tracked.identity.hasher(media_items(request.mm_features, self._engine))
+        if tracked.identity.forbidden:
+            self._lookups.skip(tracked, "tenant_refused")
+            return False
         assert tracked.hasher is not None
         start = tracked.hasher.n_chunks * self._chunk_tokens
         if request.num_tokens - start >= self._chunk_tokens:
@@ -146,7 +150,9 @@ class RequestKeys:
         for tracked in self._lookups.tracked.values():
             self._lookups.forget(tracked)
             tracked.identity = tracked.hasher = None
-            tracked.next_store = 0
+            tracked.next_store = tracked.tail_end = 0
+            tracked.tail_keys = -1, []
+            tracked.tails_after = -1
             tracked.deferred = False
             tracked.stale = not engine_empty
 

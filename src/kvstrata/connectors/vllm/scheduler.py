@@ -1,8 +1,9 @@
 """The side of the connector in vLLM's scheduler: decides which chunks to load and which to store.
 
 Every call returns within two milliseconds, whatever the server does: hashing is done in pieces, and everything else is
-queued for the client's I/O thread.  vLLM asks about each request of its queue; all lookups of one step together are
-awaited for 1.5 ms, and vLLM asks again in the next step about the requests that have no answer by then.
+queued for the client's I/O thread.  One call takes longer: when a request with a tenant of its own arrives, vLLM hashes
+the blocks of its prompt again (`request_tenants`).  vLLM asks about each request of its queue; all lookups of one step
+together are awaited for 1.5 ms, and vLLM asks again in the next step about the requests that have no answer by then.
 
 `SchedulerSide` has vLLM's calls in their order.  `lookup_table` follows each request's lookup and lease, `request_keys`
 makes its keys, and `store_table` plans and follows the stores; each module lists its invariants.  Blocks of a finished
@@ -27,7 +28,9 @@ from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
+from kvstrata.connectors.vllm.request_tenants import RequestTenants
 from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
+from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import batch
 from kvstrata.types import EXTENT, LeaseName, MissReason, RequestIdentity
@@ -69,31 +72,33 @@ class SchedulerSide:
         pins: BlockPins | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
-        self._settings = settings
+        self._client, self._settings = client, settings
         self._groups = groups
         self._chunk_tokens = groups[0].chunk_tokens
         self._exact = whole_hits(groups)
         """A hit ends with a chunk and is loaded as a whole, asynchronously."""
         self._chunk_bytes = chunk_bytes
-        self._may_load = may_load
-        self._may_store = may_store
+        self._may_load, self._may_store = may_load, may_store
         self._sync_load_bytes = sync_load_bytes
         self._now = now
         self._weights = weights
+        self._tails = PromptTails(client, groups, enabled=settings.save_unfull_chunk)
+        tenants = RequestTenants(settings.tenant, settings.request_tenants)
         self._lookups = LookupTable(
             client,
             timeout_ms=settings.lookup_timeout_ms,
             exact_chunk_tokens=self._chunk_tokens if self._exact else 0,
             media_are_counted=media_are_counted,
             server_seen=server_seen,
+            tails=self._tails.to_ask if self._tails.enabled else None,
+            tenants=tenants,
             now=now,
         )
         self._keys = RequestKeys(
             client,
             self._lookups,
             weights,
-            tenant=settings.tenant,
+            tenants=tenants,
             engine=engine,
             chunk_tokens=self._chunk_tokens,
             prefix_cache=prefix_cache,
@@ -103,6 +108,7 @@ class SchedulerSide:
             self._keys,
             Announced(client.pool.present, now),
             groups=groups,
+            tails=self._tails,
             world_size=world_size,
             save_decode_cache=settings.save_decode_cache,
             make_event=events,
@@ -168,7 +174,7 @@ class SchedulerSide:
         if tracked.state is not LookupState.HIT:
             return 0, False
         assert tracked.hit is not None
-        hit_tokens = tracked.hit.n_chunks * self._chunk_tokens
+        hit_tokens = tracked.hit.n_chunks * self._chunk_tokens + tracked.hit.tail_tokens
         # At least one token must be computed: the model samples from it.
         tokens = min(hit_tokens, request.num_tokens - 1) - computed_tokens
         if tokens <= 0:
@@ -195,6 +201,7 @@ class SchedulerSide:
         # Chunks that were found in L1 need not be stored again.
         tracked.next_store = max(tracked.next_store, hit.n_chunks)
         tracked.windows_next = max(tracked.windows_next, hit.n_chunks)
+        tracked.tail_end = max(tracked.tail_end, hit.n_chunks * self._chunk_tokens + hit.tail_tokens)
         whole = True
         if external_tokens <= 0:
             self._client.release([hit.lease], group=True)
@@ -259,7 +266,7 @@ class SchedulerSide:
         for request_id in not_loaded:
             tracked = self._lookups.tracked.get(request_id)
             if tracked is not None:
-                tracked.next_store = tracked.windows_next = 0
+                tracked.next_store = tracked.windows_next = tracked.tail_end = 0
                 tracked.loaded_chunks = {}
                 tracked.no_load = True
         failed = set(invalid_blocks)
@@ -270,6 +277,7 @@ class SchedulerSide:
                     # Their tokens are recomputed, and stored again in place of the bad chunks.
                     tracked.next_store = min(tracked.next_store, *chunks)
                     tracked.windows_next = min(tracked.windows_next, *chunks)
+                    tracked.tail_end = 0
                     tracked.loaded_chunks = {}
                     tracked.no_load = True
             # KV of requests that ended in the failing step may be computed from the bad blocks.
@@ -293,7 +301,8 @@ class SchedulerSide:
         if tracked.loading:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
-        self._stores.finish(tracked, tables)
+        if self._may_store:
+            self._stores.finish(tracked, tables)
         if not tracked.stores:
             return False
         self._awaited.add(request.request_id)
@@ -415,6 +424,7 @@ class SchedulerSide:
     def _new_plan(self, output: Any) -> StepPlan:
         plan = StepPlan(step=next(self._step), failures_seen=self._stores.failures_seen)
         plan.preempted = set(output.preempted_req_ids or ())
+        plan.computes = bool(output.num_scheduled_tokens)
         return plan
 
     def _load_of(
@@ -431,9 +441,10 @@ class SchedulerSide:
         first, last = start // self._chunk_tokens, -(-end // self._chunk_tokens)
         if group.span:
             first = max(first, last - group.span)
+        tail = self._tails.of_hit(tracked, hit) if last > hit.n_chunks else None
         blocks = []
         for chunk in range(first, last):
-            for index in group.blocks_of(chunk):
+            for index in group.blocks_of(chunk, tail.tokens if tail and chunk == tail.chunk else 0):
                 inside = start < (index + 1) * group.block_tokens and index * group.block_tokens < end
                 # Block 0 stands for "no block": vLLM keeps none before a window, or before a state.
                 block = table[index] if inside and table[index] else SKIP_BLOCK
@@ -446,7 +457,8 @@ class SchedulerSide:
             request_id=tracked.request.request_id,
             lease=lease,
             identity=tracked.identity.request,
-            chain=batch.part(tracked.hasher.chain, first, last),
+            chain=batch.part(tracked.hasher.chain, first, min(last, hit.n_chunks))
+            + (tail.key if tail else b""),
             extents=hit.extents[first * row : last * row],
             slices=tracked.identity.slices,
             blocks=blocks,
@@ -472,7 +484,8 @@ class SchedulerSide:
         tokens = tracked.request.num_tokens
         if self._exact:
             return int((tokens - 1) // self._chunk_tokens * self._chunk_tokens) - computed_tokens
-        return int(min(tokens // self._chunk_tokens * self._chunk_tokens, tokens - 1)) - computed_tokens
+        step = self._tails.step_tokens
+        return int(min(tokens // step * step, tokens - 1)) - computed_tokens
 
     def _asynchronous(self, tokens: int) -> bool:
         if self._exact:

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvstrata.client.handles import StoreOutcome
-from kvstrata.connectors.vllm.boundary import guarded
+from kvstrata.connectors.boundary import guarded
 from kvstrata.types import MissReason
 
 COUNTERS = {
@@ -35,6 +35,8 @@ COUNTERS = {
     "skipped_unnamed_media": "Requests computed without the cache because a medium has an empty identifier.",
     "skipped_counted_media": "Requests computed without the cache because vLLM numbers media instead of hashing them.",
     "skipped_unreadable_adapter": "Requests computed without the cache because their LoRA files cannot be read.",
+    "skipped_tenant_invalid": "Requests computed without the cache because kvstrata.tenant was no name of a tenant.",
+    "skipped_tenant_refused": "Requests computed without the cache because the engine may not name their tenant.",
     "skipped_error": "Requests computed without the cache after an error in the connector.",
     "stores_dropped": "Stores given up because a load that they may rest on failed.",
     **{

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvstrata.connectors.vllm.compat.routed_experts import returns_routed_experts
 from kvstrata.errors import ConfigError
 
 
@@ -47,7 +48,6 @@ def no_load_reason(vllm_config: Any) -> str:
 
     Routed experts are returned for each token of the prompt; only the engine that computed a token knows its experts.
     """
-    outputs = getattr(vllm_config, "aux_output_config", None)
-    if getattr(outputs, "enabled", False):
+    if returns_routed_experts(vllm_config):
         return "it returns the routed experts of all tokens (--enable-return-routed-experts), which are not stored"
     return ""

@@ -24,7 +24,9 @@ from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.request_keys import RequestKeys
+from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.keys import batch
+from kvstrata.keys.tails import Tail
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -49,6 +51,7 @@ class StoreTable:
         announced: Announced,
         *,
         groups: Sequence[CacheGroup],
+        tails: PromptTails,
         world_size: int,
         save_decode_cache: bool,
         make_event: MakeEvent | None,
@@ -65,6 +68,7 @@ class StoreTable:
         self._chunk_tokens = groups[0].chunk_tokens
         self._whole_of_events = next(iter(self._whole), None)
         """The group whose stores are told as vLLM's events."""
+        self._tails = tails
         self._pins = pins
         self._world_size = world_size
         self._save_decode_cache = save_decode_cache
@@ -132,9 +136,15 @@ class StoreTable:
             tracked = self.planning = self._tracked.get(request_id)
             if tracked is None or tracked.skipped or tracked.stale or request_id not in computed:
                 continue
-            chunks = self._complete_chunks(tracked, computed[request_id] + tokens)
+            end = self._complete_tokens(tracked, computed[request_id] + tokens)
+            chunks = end // self._chunk_tokens
             done = tracked.next_store if self._whole else tracked.windows_next
-            if chunks <= done and not (self._windows and chunks > tracked.windows_next):
+            # The tail of the prompt; that of the answer is stored when it has ended.
+            tail_end = min(end, tracked.request.num_prompt_tokens)
+            more_tail = computed[
+                request_id
+            ] + tokens >= tracked.request.num_prompt_tokens and self._tail_is_due(tracked, tail_end)
+            if chunks <= done and not more_tail and not (self._windows and chunks > tracked.windows_next):
                 continue
             if self.must_wait:
                 tracked.deferred = True
@@ -143,18 +153,32 @@ class StoreTable:
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             if tables:
                 self._add_stores(tracked, tables, chunks, plan.stores)
+                if more_tail:
+                    self._add_tail(tracked, tables, tail_end, plan.stores)
         if self._states:
             self._plan_states(output, plan)
         self.planning = None
 
     def finish(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
-        """Keep a finished request's deferred chunks, to store them with a later step. `tables`: of each group."""
-        if tracked.deferred and tables and tables[0] and not (tracked.skipped or tracked.stale):
-            chunks = self._complete_chunks(tracked, tracked.request.num_computed_tokens)
+        """Keep a finished request's deferred chunks, and its tail, to store them with a later step. `tables`: of each
+        group."""
+        if not tables or not tables[0] or tracked.skipped or tracked.stale:
+            return
+        request = tracked.request
+        # The last token was sampled, not computed.
+        end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
+        if tracked.deferred:
+            chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
+        if request.num_computed_tokens >= request.num_prompt_tokens and self._tail_is_due(tracked, end):
+            self._add_tail(tracked, tables, end, self.of_finished)
 
     def _complete_chunks(self, tracked: Tracked, computed_tokens: int) -> int:
         """Number of chunks whose tokens are known and whose KV is complete after `computed_tokens` tokens."""
+        return self._complete_tokens(tracked, computed_tokens) // self._chunk_tokens
+
+    def _complete_tokens(self, tracked: Tracked, computed_tokens: int) -> int:
+        """Number of tokens that may be stored after `computed_tokens` tokens."""
         request = tracked.request
         tokens = min(computed_tokens, request.num_tokens)
         if not self._save_decode_cache:
@@ -163,7 +187,7 @@ class StoreTable:
         limit = params.get(MAX_OFFLOAD) if isinstance(params, dict) else None
         if isinstance(limit, int) and not isinstance(limit, bool):
             tokens = min(tokens, max(0, limit))
-        return int(tokens) // self._chunk_tokens
+        return int(tokens)
 
     def _plan_states(self, output: Any, plan: StepPlan) -> None:
         """Add stores of the states that vLLM offers in this step."""
@@ -197,7 +221,8 @@ class StoreTable:
                 blocks = tables[group.number][first * group.chunk_blocks : last * group.chunk_blocks]
                 if len(blocks) < (last - first) * group.chunk_blocks:
                     return
-                if not self._add_store(tracked, group, first, last, list(blocks), stores):
+                replaces = self._tails.replaced_by(tracked, first, last)
+                if not self._add_store(tracked, group, first, last, list(blocks), stores, replaces=replaces):
                     return
             tracked.next_store = last
         if self._windows and last > tracked.windows_next:
@@ -207,6 +232,33 @@ class StoreTable:
                     blocks = [table[i] for chunk in range(begin, end) for i in group.blocks_of(chunk)]
                     self._add_store(tracked, group, begin, end, blocks, stores)
             tracked.windows_next = last
+
+    def _tail_is_due(self, tracked: Tracked, end: int) -> bool:
+        """Whether these tokens end with a tail that is neither stored nor loaded, nor within a chunk that is."""
+        step, chunk = self._tails.step_tokens, end // self._chunk_tokens
+        if not self._tails.enabled or chunk < tracked.next_store:
+            return False
+        return end // step * step > max(tracked.tail_end, chunk * self._chunk_tokens)
+
+    def _add_tail(
+        self, tracked: Tracked, tables: Sequence[Sequence[int]], end: int, stores: list[Store]
+    ) -> None:
+        """Add the store of the tail of these tokens, unless L1 has it; the chunks before it are stored."""
+        if not self._keys_known(tracked, end // self._chunk_tokens):
+            return
+        tail = self._tails.of(tracked, end)
+        (group,) = self._whole
+        assert tail is not None and tracked.hasher is not None
+        table, indices = tables[group.number], group.blocks_of(tail.chunk, tail.tokens)
+        blocks = list(table[indices.start : indices.stop])
+        if tracked.next_store < tail.chunk or len(blocks) * group.block_tokens < tail.tokens:
+            return
+        tracked.tail_end = tail.chunk * self._chunk_tokens + tail.tokens
+        if not self._tails.in_l1(tracked, tail):
+            replaces = self._tails.replaced_by_tail(tracked, tail)
+            self._add_store(
+                tracked, group, tail.chunk, tail.chunk, blocks, stores, tail=tail, replaces=replaces
+            )
 
     def _wanted(
         self, tracked: Tracked, group: CacheGroup, table: Sequence[int], first: int, last: int
@@ -242,8 +294,11 @@ class StoreTable:
         last: int,
         blocks: list[int],
         stores: list[Store],
+        *,
+        tail: Tail | None = None,
+        replaces: bytes = b"",
     ) -> bool:
-        """Add the store of chunks [first, last) of a group; False if one of its blocks is not there.
+        """Add the store of chunks [first, last) of a group, or of a tail; False if one of its blocks is not there.
 
         Block 0 stands for "no block" in vLLM's tables.
         """
@@ -256,16 +311,18 @@ class StoreTable:
             request_id=tracked.request.request_id,
             identity=tracked.identity.request,
             parent=batch.before(chain, first),
-            chain=batch.part(chain, first, last),
+            chain=batch.part(chain, first, last) if tail is None else tail.key,
             blocks=blocks,
             probe=tracked.hasher.probe,
+            tail_tokens=0 if tail is None else tail.tokens,
+            replaces=replaces,
             group=group.number,
         )
         tracked.stores.add(store.store_id)
         record = _StoreRecord(store.request_id, first, self._world_size)
         if group.rule is not Rule.PREFIX:
             self._pins.pin(store.store_id, blocks, self._world_size)
-        if self._make_event is not None and group is self._whole_of_events:
+        if self._make_event is not None and group is self._whole_of_events and tail is None:
             record.keep_for_events(tracked.request, tracked.identity.root, store, self._chunk_tokens)
         self._in_flight[store.store_id] = record
         while len(self._in_flight) > REMEMBERED_STORES:
@@ -291,6 +348,7 @@ class StoreTable:
         if record is not None and tracked is not None:
             tracked.stores.discard(store_id)
             tracked.next_store = min(tracked.next_store, record.first_chunk)
+            tracked.tail_end = 0
             tracked.windows_next = min(tracked.windows_next, record.first_chunk)
 
     def never_sent(self, store_id: int) -> None:

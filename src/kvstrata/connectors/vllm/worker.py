@@ -209,8 +209,11 @@ class WorkerSide:
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(requests whose blocks may be freed, requests whose asynchronous load has ended), each named once."""
-        # A report of this step may follow before `start_stores`, and it confirms the synchronous loads.
-        self.end_loads()
+        if self._step.computes:
+            # A report of this step may follow before `start_stores`, and it confirms the synchronous loads.
+            self.end_loads()
+        else:
+            self.start_stores()  # vLLM 0.30 ends such a step without it
         received = set(self._not_loaded)
         running = []
         for loading in self._loads:

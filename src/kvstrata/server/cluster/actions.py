@@ -97,7 +97,12 @@ class Actions:
             case ClearArgument():
                 done = await self._clearing.clear(argument.tier, argument.tenant)
                 pending = done.held + done.leased
-                return {"count": done.n_chunks, **done.tiers, "pending": pending, "kept": done.kept}
+                return {
+                    "count": done.n_chunks,
+                    **done.tiers,
+                    "pending": pending,
+                    "kept": done.kept + (done.unknown or 0),
+                }
             case EvictKeysArgument():
                 return {"count": await self._of_all_pools(lambda pool: pool.remove(argument.keys))}
             case EvictIdentityArgument():

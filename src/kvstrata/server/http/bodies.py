@@ -52,8 +52,9 @@ class ClearAnswer(BaseModel):
         description="Chunks dropped from L1, now or before, whose bytes are still in use: `held` by a put or a read of "
         "the server, `leased` by an engine. They are free when that use ends."
     )
-    kept: dict[Literal["pinned"], int] = Field(
-        description="Chunks that stay in L1: pinned through the controller, or being read by another instance."
+    kept: dict[Literal["pinned", "unknown"], int] = Field(
+        description="Chunks that stay: `pinned` in L1 through the controller, or being read there by another instance; "
+        "`unknown` in L2, of a tenant that this server does not know (only if one tenant is cleared)."
     )
 
 

@@ -77,6 +77,7 @@ class Fetch:
         lengths: Sequence[frozenset[int]] = (),
         deletes_odd: bool = False,
         spans: Sequence[int] = (),
+        tails: bool = False,
     ) -> None:
         self.spans = spans
         """For each slice how many of the last chunks are needed, 0: all; () if all are in each slice."""
@@ -84,6 +85,8 @@ class Fetch:
         """For each slice the lengths that its records may have; an empty set: not known."""
         self.deletes_odd = deletes_odd
         """Values of other lengths are deleted, since they cannot be records of these keys."""
+        self.tails = tails
+        """The keys are those of tails."""
         self.pool = pool
         self.keys = keys
         self.n_slices = n_slices
@@ -113,7 +116,13 @@ class Fetch:
     def takes(self, number: int, record_bytes: int) -> bool:
         """Whether the record of this key may have this length."""
         lengths = self.lengths[number % self.n_slices] if self.lengths else ()
+        if self.tails:
+            return not lengths or record_bytes < max(lengths)
         return not lengths or record_bytes in lengths
+
+    def extent_bytes(self, number: int) -> int:
+        """The least length of the extent for this key, 0 for that of its record: a tail gets one of a chunk's size."""
+        return max(self.lengths[number % self.n_slices], default=0) if self.tails and self.lengths else 0
 
     def in_l1(self, key: bytes) -> bool:
         """Whether the chunk is in the pool now."""

@@ -139,12 +139,15 @@ class PrefetchController:
         )  # fmt: skip
         if self._stopping:
             return FetchOutcome(0, 0, miss_reason("stopping"), "stopping")
+        return await self._fetch(fetch, budget_bytes)
+
+    async def _fetch(self, fetch: Fetch, budget_bytes: int | None) -> FetchOutcome:
         self._counts["fetches"] += 1
         task = asyncio.create_task(self._run(fetch, budget_bytes), name="fetch")
         self._fetches[fetch] = task
         task.add_done_callback(functools.partial(self._fetch_ended, fetch))
         try:
-            left_s = max(0.0, deadline_s - self._clock.monotonic_s())
+            left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
             await asyncio.wait({task, fetch.decided}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             fetch.abandoned = True
@@ -154,6 +157,35 @@ class PrefetchController:
             for loader in fetch.sources:
                 loader.gate.expire(fetch)
         return fetch.outcome() if fetch.decided.done() or fetch.plan.holes else self._undecided(task)
+
+    async def fetch_one_of(
+        self,
+        alternatives: Sequence[bytes],
+        n_slices: int,
+        *,
+        pool: Pool,
+        identity: bytes,
+        tenant: int,
+        parent: bytes,
+        deadline_s: float,
+        lengths: Sequence[frozenset[int]],
+    ) -> int:
+        """Bring the first tail that the tiers have into `pool`. `alternatives` are the storage keys of each tail.
+
+        Returns its number, or -1 if they have none, or do not load it in time.  See `fetch` for the arguments.
+        """
+        asked = Fetch(
+            pool, split(b"".join(alternatives)), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            tails=True,
+        )  # fmt: skip
+        number = await self._questions.first_of(asked)
+        if number < 0 or self._stopping:
+            return -1
+        wanted = Fetch(
+            pool, split(alternatives[number]), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            tails=True,
+        )  # fmt: skip
+        return number if (await self._fetch(wanted, None)).n_chunks else -1
 
     async def idle(self) -> None:
         """Returns when no fetch is under way."""
@@ -366,6 +398,8 @@ class PrefetchController:
             SERVER_ROW,
             fetch.identity,
             fetch.tenant,
+            fetch.tails,
+            fetch.extent_bytes(holes[0].number),
         )
         indices: list[int] = []
         useless: list[int] = []

@@ -19,19 +19,22 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from kvstrata import failpoints
+from kvstrata.errors import StorageError
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.policy.quotas import TenantLedger
 from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip
 from kvstrata.server.l2.news import News
+from kvstrata.server.l2.record_roots import root_of
 from kvstrata.server.l2.tiers import Tier
 from kvstrata.server.l2.trim import Trimmer
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus, log_broken_contract
@@ -41,6 +44,8 @@ log = logging.getLogger(__name__)
 
 KEYS_PER_TURN = 64
 """Holds taken in one turn of the loop (about a microsecond each)."""
+SWEEP_KEYS = 64
+"""Records whose heads are read at a time, to find those of one tenant."""
 UNPINNED_KEYS = 65_536
 """Keys per tier that are kept for a put once the backlog is empty."""
 
@@ -119,8 +124,10 @@ class TierPuts:
         self._not_clearing = asyncio.Event()
         """Set except while the tier is being cleared."""
         self._not_clearing.set()
-        self._clears = 0
-        """How often the tier was cleared."""
+        self._clearing: int | None = None
+        """The tenant whose records are being removed meanwhile; None: all records."""
+        self._clears: collections.Counter[int | None] = collections.Counter()
+        """How often the tier was cleared, of one tenant's records or (None) of all."""
         self._work_there = asyncio.Event()
         self._workers: dict[int, asyncio.Task[None]] = {}
         self._crashed: dict[int, asyncio.TimerHandle] = {}
@@ -210,20 +217,22 @@ class TierPuts:
         """Give up the chunks that the backlog had no room for."""
         self._unpinned.clear()
 
-    def drop_queued(self, reason: Skip) -> int:
-        """Skip every chunk that waits. Returns how many waited or are in flight; those in flight go on."""
+    def drop_queued(self, reason: Skip, tenant: int | None = None) -> int:
+        """Skip every chunk that waits (of one tenant). Returns how many of all waited or are in flight; the latter
+        go on."""
         n_waited = len(self._queued) + len(self._trimmer)
-        for timer, _ in self._retrying.values():
-            timer.cancel()
-        for pending in (*self._queue, *(again for _, again in self._retrying.values())):
+        retrying = [again for _, again in self._retrying.values()]
+        for pending in [one for one in (*self._queue, *retrying) if tenant in (None, one.tenant)]:
+            if pending.key in self._retrying:
+                self._retrying.pop(pending.key)[0].cancel()
+            else:
+                self._queue.remove(pending)
             pending.hold.drop()
             self._end(pending)
             self.skip(pending.key, reason)
-        for key in self._trimmer.give_up():
+        for key in self._trimmer.give_up(tenant):
             self.skip(key, reason)
-        self._queue.clear()
-        self._unpinned.clear()
-        self._retrying.clear()
+        self._unpinned.clear()  # a second chance: nobody waits for these, and their tenants are not known here
         return n_waited
 
     def _pin(self, key: bytes, pool: Pool, attempts: int = 0) -> Pending | Skip:
@@ -339,15 +348,20 @@ class TierPuts:
     async def _put_batch(self, batch: list[Pending]) -> None:
         """Put one batch and count its outcomes. Afterwards the batch is empty, and nothing here refers to its holds."""
         outcomes: list[PutOutcome] = []
-        clears = self._clears
+        clears = [self._cleared(pending.tenant) for pending in batch]
         failpoints.hit("put.started")
         try:
             outcomes = await self.tier.adapter.put([PutItem(p.key, p.hold) for p in batch])
             failpoints.hit("put.stored")
             if len(outcomes) != len(batch):
                 raise ValueError(f"{len(batch)} items were answered with {len(outcomes)} outcomes")
-            if self._clears != clears or not self._not_clearing.is_set():
-                outcomes = await self._cleared_too(batch, outcomes)
+            late = [
+                i
+                for i, pending in enumerate(batch)
+                if self._cleared(pending.tenant) != clears[i] or self._is_clearing(pending.tenant)
+            ]
+            if late:
+                outcomes = await self._cleared_too(batch, late, outcomes)
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(self.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
@@ -400,14 +414,56 @@ class TierPuts:
 
         A put that is under way meanwhile has its records deleted when it ends (`_cleared_too`).
         """
-        self._not_clearing.clear()
-        try:
+        with self._in_clear(None):
             removed = await self.tier.adapter.clear()
             self.emptied()
-        finally:
-            self._clears += 1
-            self._not_clearing.set()
         return removed
+
+    async def clear_tenant(self, tenant: int, is_theirs: Callable[[bytes], bool]) -> int:
+        """Remove the records for whose identity roots `is_theirs` is true (b"": the root cannot be read).
+
+        Returns how many.  Raises StorageError if the tier cannot list or delete its records; those that it has deleted
+        by then are gone.  Puts of the tenant that are under way are treated as in `clear`.
+        """
+        adapter = self.tier.adapter
+        can = adapter.capabilities
+        if not (can.can_delete and can.has_heads):
+            lacks = "tell whose its records are" if can.can_delete else "delete single records"
+            raise StorageError(f"{self.name}: this kind of storage cannot {lacks}", field=self.name)
+        removed = left = 0
+        with self._in_clear(tenant):
+            async for page in adapter.walk():
+                for begin in range(0, len(page), SWEEP_KEYS):
+                    keys = list(page[begin : begin + SWEEP_KEYS])
+                    roots = map(root_of, keys, await adapter.heads(keys))
+                    if theirs := [key for key, root in zip(keys, roots, strict=True) if is_theirs(root)]:
+                        gone = await self._trimmer.delete(theirs)
+                        failpoints.hit("sweep.deleted")
+                        removed, left = removed + len(gone), left + len(theirs) - len(gone)
+        if left:
+            raise StorageError(
+                f"{self.name}: {removed} records were deleted, {left} could not be; try again",
+                field=self.name,
+            )
+        return removed
+
+    @contextlib.contextmanager
+    def _in_clear(self, tenant: int | None) -> Iterator[None]:
+        """Puts that are under way at any time in the block end after it."""
+        self._clearing = tenant
+        self._not_clearing.clear()
+        try:
+            yield
+        finally:
+            self._clears[tenant] += 1
+            self._not_clearing.set()
+
+    def _cleared(self, tenant: int) -> int:
+        """How often the tenant's records were cleared."""
+        return self._clears[None] + self._clears[tenant]
+
+    def _is_clearing(self, tenant: int) -> bool:
+        return not self._not_clearing.is_set() and self._clearing in (None, tenant)
 
     def emptied(self) -> None:
         """Note that the tier has no records any more."""
@@ -415,21 +471,23 @@ class TierPuts:
         self.ledger.forget()
         self._news.tier_emptied(self.name)
 
-    async def _cleared_too(self, batch: list[Pending], outcomes: list[PutOutcome]) -> list[PutOutcome]:
-        """Delete the records of a batch during which the tier was cleared. Returns the corrected outcomes.
+    async def _cleared_too(
+        self, batch: list[Pending], late: list[int], outcomes: list[PutOutcome]
+    ) -> list[PutOutcome]:
+        """Delete the records of a batch whose places are `late`: they were cleared meanwhile. Returns the corrected
+        outcomes.
 
         Only the adapter knows whether a put or the clear came first. A record that cannot be deleted counts as stored.
         """
         await self._not_clearing.wait()
         adapter = self.tier.adapter
-        keys = [pending.key for pending in batch]
+        keys = [batch[i].key for i in late]
         found = await adapter.exists(keys)
         there = {key for key, one in zip(keys, found, strict=True) if one.presence is not Presence.ABSENT}
         if there and adapter.capabilities.can_delete:
             there -= await self._trimmer.delete(sorted(there))
-        return [
-            PutOutcome(PutStatus.FAILED, Skip.CLEARED)
-            if outcome.status in _THERE and key not in there
-            else outcome
-            for key, outcome in zip(keys, outcomes, strict=True)
-        ]
+        corrected = list(outcomes)
+        for i in late:
+            if outcomes[i].status in _THERE and batch[i].key not in there:
+                corrected[i] = PutOutcome(PutStatus.FAILED, Skip.CLEARED)
+        return corrected

@@ -75,6 +75,17 @@ class Questions:
         await self._ask_windows(fetch, plan.n_chunks, sources, unknown, shorter_too=budget_bytes is not None)
         return with_windows(plan, keys, n_slices, sources, fetch.in_l1, unknown, spans, budget_bytes)
 
+    async def first_of(self, fetch: Fetch) -> int:
+        """The first chunk of the fetch's keys that L1 and the tiers have in all slices; -1 if they have none."""
+        fetch.sources = [self._loaders[tier.name] for tier in self._tiers if tier.takes_loads]
+        keys, n_slices = fetch.keys, fetch.n_slices
+        sources: dict[int, Source] = {}
+        absent = [i for i, key in enumerate(keys) if not fetch.in_l1(key)]
+        for at in range(0, len(absent), EXISTS_BATCH):
+            await self._ask_all(fetch, absent[at : at + EXISTS_BATCH], sources, {})
+        lacking = {i // n_slices for i in absent if i not in sources}
+        return next((chunk for chunk in range(len(keys) // n_slices) if chunk not in lacking), -1)
+
     async def ask(self, fetch: Fetch, number: int, names: dict[int, bytes]) -> list[Found]:
         """Ask one tier which of the keys, by their numbers, it has; all are unknown if it does not answer in time."""
         loader, keys = fetch.sources[number], list(names.values())

@@ -214,21 +214,26 @@ class StoreController:
         """Puts that wait or are under way, and those that were given up because the server stops."""
         return len(self._waiting) + sum(puts.undone for puts in self._puts.values())
 
-    async def clear(self) -> int:
+    async def clear(
+        self, tenant: int | None = None, is_theirs: Callable[[bytes], bool] = lambda root: True
+    ) -> int:
         """Skip the chunks that wait and remove the records of every tier. Returns the number of records.
 
+        With a tenant's number: only its chunks, and the records for whose identity roots `is_theirs` is true.
         Raises StorageError when tiers cannot be cleared; the others are cleared then.
         """
         async with self._clear_lock:
             for puts in self._puts.values():
-                puts.drop_queued(Skip.CLEARED)
+                puts.drop_queued(Skip.CLEARED, tenant)
             self._note_progress()
             removed = 0
             wrong: list[StorageError] = []
             for puts in list(self._puts.values()):
                 if puts.name in self._puts:  # this tier may have left while another was cleared
                     try:
-                        removed += await puts.clear()
+                        removed += await (
+                            puts.clear() if tenant is None else puts.clear_tenant(tenant, is_theirs)
+                        )
                     except StorageError as error:
                         wrong.append(error)
         if wrong:

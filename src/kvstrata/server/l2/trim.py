@@ -70,10 +70,11 @@ class Trimmer:
             self._task = asyncio.create_task(self._trim(), name=f"trim-{self._tier.name}")
         return True
 
-    def give_up(self) -> list[bytes]:
-        """Forget all waiting chunks. Returns their keys."""
-        waited = list(self._waiting)
-        self._waiting.clear()
+    def give_up(self, tenant: int | None = None) -> list[bytes]:
+        """Forget all waiting chunks (of one tenant). Returns their keys."""
+        waited = [key for key, (_, whose, _) in self._waiting.items() if tenant in (None, whose)]
+        for key in waited:
+            del self._waiting[key]
         return waited
 
     async def delete(self, keys: list[bytes]) -> set[bytes]:

@@ -99,6 +99,7 @@ class Boundary:
         self._replies = replies
         self._counters = counters
         self._log = EventLog("rpc")
+        self._lookups = lookups
         self._kept: dict[type[Request], Kept] = {
             Identify: handlers.identify,
             Lookup: lookups.start,
@@ -152,13 +153,14 @@ class Boundary:
             reply = self._replies.error(request.seq, error)
         except Exception as error:
             reply = self._replies.our_mistake(request.seq, error)
-        if reply is None:
-            return True
-        if kind in self._unkept:
-            self._replies.send_unkept(op, address, request.seq, reply)
-        else:
-            self._replies.send(op, (address,), reply)
-        self._replies.ended(op, started_s)
+        if reply is not None:
+            if kind in self._unkept:
+                self._replies.send_unkept(op, address, request.seq, reply)
+            else:
+                self._replies.send(op, (address,), reply)
+            self._replies.ended(op, started_s)
+        if kind is Lookup:
+            self._lookups.note_answered()
         return True
 
     def on_frame_count(self, address: Address, count: int) -> bytes:

@@ -23,6 +23,7 @@ from kvstrata.rpc.wire import (
     Cancel,
     Clear,
     Cleared,
+    ClearScope,
     Document,
     Explain,
     Hello,
@@ -47,6 +48,7 @@ from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
+from kvstrata.server.identity_book import IdentityBook
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.checks import whole_keys
 from kvstrata.server.requests.effects import Effects
@@ -74,6 +76,7 @@ class Handlers:
         tiers: TierSet,
         prewarms: Prewarms,
         clearing: Clearing,
+        book: IdentityBook,
         explain: Explaining,
         board: StatusBoard,
         counters: ServerCounters,
@@ -90,6 +93,7 @@ class Handlers:
         self._tiers = tiers
         self._prewarms = prewarms
         self._clearing = clearing
+        self._book = book
         self._explain = explain
         self._board = board
         self._counters = counters
@@ -144,6 +148,7 @@ class Handlers:
     def identify(self, call: Call, process: AttachedProcess, request: Identify) -> KeptOutcome:
         """Give the process a number for an identity, which its later requests use."""
         identity = self._processes.identify(process, request.request)
+        self._book.note(identity.root, identity.request.tenant)
         group = process.group
         reply = IdentifyReply(
             call.seq,
@@ -260,6 +265,12 @@ class Handlers:
                 )
             if request.tenant is None:
                 chosen = [*sorted(tenants)]
+        if request.tier is not ClearScope.L1 and chosen != [None]:
+            # Its cost is that of reading the heads of all records, those of other tenants too.
+            raise BadRequest(
+                "tenant: a process may clear L2 only as a whole; ask an admin (kvstrata ctl clear --tier l2 --tenant)",
+                field="tenant",
+            )
         done = [await self._clearing.clear(request.tier, tenant, wait=request.wait) for tenant in chosen]
         count, kept = sum(one.n_chunks for one in done), sum(one.kept for one in done)
         return Cleared(request.seq, self._epoch, count, done[-1].held, done[-1].leased, kept)

@@ -62,9 +62,18 @@ class Lease(Effect):
 class Reservation(Effect):
     """Extents being written. `open_keys`: index → storage key of those neither committed nor given back."""
 
-    __slots__ = ("begun_s", "open_keys", "pool", "share", "ticket")
+    __slots__ = ("begun_s", "open_keys", "pool", "replaces", "share", "tail", "ticket")
 
-    def __init__(self, pool: Pool, ticket: int, open_keys: dict[int, bytes], share: Share) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        ticket: int,
+        open_keys: dict[int, bytes],
+        share: Share,
+        *,
+        tail: bool = False,
+        replaces: bytes = b"",
+    ) -> None:
         super().__init__(wanted_by_ping=False)
         self.begun_s = time.perf_counter()
         self.pool = pool
@@ -72,6 +81,10 @@ class Reservation(Effect):
         self.open_keys = open_keys
         self.share = share
         """The bytes of `open_keys`, counted for their process and token."""
+        self.tail = tail
+        """Whether the key is that of a tail."""
+        self.replaces = replaces
+        """Storage keys of the tails that leave L1 with the first commit."""
 
     def over(self) -> None:
         """All its items have ended."""

@@ -26,9 +26,8 @@ from typing import Any, Literal, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
-from kvstrata.keys.batch import before, nth, part, split
-from kvstrata.keys.spans import of_slices, peek
-from kvstrata.native.hashing import storage_keys
+from kvstrata.keys.batch import nth, split
+from kvstrata.keys.prompt_keys import PromptKeys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import Explained, Explainer, with_advice
@@ -39,18 +38,20 @@ from kvstrata.rpc.session import Call
 from kvstrata.rpc.wire import Lookup, LookupReply
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.pool_events import PoolEvents
-from kvstrata.server.requests.checks import check_probe, whole_keys
+from kvstrata.server.requests.checks import check_probe, check_tails, whole_keys
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import InFlight, Lease
 from kvstrata.server.requests.running import KeptOutcome
-from kvstrata.types import KEY_BYTES, MissReason
+from kvstrata.server.requests.tails import Leased, NamedTails, lease, split_extents
+from kvstrata.types import MissReason
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
 KEYS_ON_LOOP = 1_024
-"""A lookup with up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
+"""A lookup that needs up to this many storage keys runs on the loop (about 0.2 ms); a larger one goes to a lane."""
 
 
 class Granted(NamedTuple):
@@ -64,13 +65,12 @@ class Granted(NamedTuple):
     """Bytes that other leases would have to give back before the rest of the prefix could be leased."""
     rows: list[int]
     """The pool rows that got a share."""
+    tail_tokens: int = 0
+    """Tokens of the tail behind these chunks, whose extents are the last ones; 0: none is leased."""
 
 
-def _granted(leased: tuple[int, int, bytes, int, int], rows: list[int]) -> Granted:
-    return Granted(*leased, rows)
-
-
-NOTHING = Granted(0, 0, b"", 0, 0, [])
+NO_LEASE: Leased = (0, 0, b"", 0, 0)
+NOTHING = Granted(*NO_LEASE, [])
 
 
 class Asked(NamedTuple):
@@ -82,11 +82,38 @@ class Asked(NamedTuple):
     pool: Pool
     request: Lookup
     n_chunks: int
-    slices: bytes
-    n_slices: int
-    spans: tuple[int, ...]
+    keys: PromptKeys
+    """Of no slice, if not all slices of the engine are known."""
+    tails: NamedTails
     started_s: float
     deadline_s: float
+
+
+class Answered(NamedTuple):
+    """A lookup whose outcome is known, for the memories that `note_answered` fills."""
+
+    asked: Asked
+    n_chunks: int
+    tail_tokens: int
+    l1_chunks: int
+    reason: MissReason | Literal[""]
+    detail: str
+    missing_key: bytes
+    """The absent key that is the reason, or a key of the first chunk that is not served; b"": all are."""
+    now_s: float
+
+
+def _lease(asked: Asked, rows: list[int]) -> Granted:
+    """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread."""
+    keys, pool = asked.keys, asked.pool
+    if not asked.tails:
+        return Granted(*pool.lease(keys.derive(), keys.n_slices, rows, keys.root, keys.spans), rows)
+
+    def take(all_keys: bytes) -> Leased:
+        return pool.lease(all_keys, keys.n_slices, rows, keys.root) if all_keys else NO_LEASE
+
+    leased, tail_tokens = lease(pool, keys.derive(), asked.n_chunks, keys.n_slices, asked.tails, take)
+    return Granted(*leased, rows, tail_tokens)
 
 
 def _give_up(asked: Asked, granted: Granted) -> None:
@@ -97,14 +124,15 @@ def _give_up(asked: Asked, granted: Granted) -> None:
 
 def _named(asked: Asked, number: int) -> str:
     """Which slice of which chunk a key is, if slices of this engine have spans: they may end a hit at any chunk."""
-    if not asked.spans:
+    keys = asked.keys
+    if not keys.spans:
         return ""
-    chunk, index = divmod(number, asked.n_slices)
-    digest = nth(asked.slices, index)
+    chunk, index = divmod(number, keys.n_slices)
+    digest = nth(keys.slices, index)
     members = asked.process.group.members.values()
     group = next((one.slice.group for one in members if one.slice and one.digest == digest), None)
     whose = "" if group is None else f" (group {group})"
-    what = "the window of slice" if asked.spans[index] else "slice"
+    what = "the window of slice" if keys.spans[index] else "slice"
     return f"{what} {digest.hex()[:8]}…{whose} at chunk {chunk} is absent: "
 
 
@@ -123,6 +151,7 @@ class Lookups:
         tiers: TierSet,
         prefetch: PrefetchController,
         store: StoreController,
+        tails: TailPuts,
         events: PoolEvents,
         explainer: Explainer,
         savings: Savings,
@@ -140,12 +169,14 @@ class Lookups:
         self._tiers = tiers
         self._prefetch = prefetch
         self._store = store
+        self._tail_puts = tails
         self._events = events
         self._explainer = explainer
         self._savings = savings
         self._counters = counters
         self._epoch = epoch
         self._policy = policy
+        self._unnoted: list[Answered] = []
 
     def start(
         self, call: Call, process: AttachedProcess, request: Lookup
@@ -153,102 +184,130 @@ class Lookups:
         """Begin a lookup. Returns its outcome, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
         identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
-        n_chunks = whole_keys(keys, "groups[0].keys")
+        check_tails(request.tails)
+        n_chunks = whole_keys(keys, "groups[0].keys") if keys or not request.tails else 0
         check_probe(request.probe)
         group = process.group
         now_s = self._clock.monotonic_s()
+        slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
         asked = Asked(
-            call, process, identity, group.own_pool or self._pool, request, n_chunks, group.packed_slices,
-            len(group.slices), group.spans, now_s, now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
+            call, process, identity, group.own_pool or self._pool, request, n_chunks,
+            PromptKeys(identity.root, keys, slices, spans),
+            NamedTails(() if spans else request.tails, identity.root, slices), now_s,
+            now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
         )  # fmt: skip
         if not group.complete:
             known = f"{len(group.slices)} of {group.engine_slices} slices of this engine are attached"
-            return self._outcome(asked, b"", NOTHING, 0, MissReason.REFUSED, known)
-        if n_chunks * asked.n_slices > KEYS_ON_LOOP:
+            return self._outcome(asked, NOTHING, 0, MissReason.REFUSED, known)
+        granted = self._lease_now(asked, group.rows)
+        if granted is None:
             return self._on_lane(asked)
-        root = identity.root
-        all_keys = storage_keys(root, keys, asked.slices)
-        granted = _granted(
-            asked.pool.lease(all_keys, asked.n_slices, group.rows, root, asked.spans), group.rows
-        )
-        if granted.n_chunks == n_chunks or not (granted.unverified or self._tiers.take_loads):
-            return self._answer(asked, all_keys, granted, granted.n_chunks)
-        return self._more(asked, all_keys, granted)
+        whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not asked.tails.in_l2(n_chunks))
+        if whole or not (granted.unverified or self._tiers.take_loads):
+            return self._answer(asked, granted, granted.n_chunks)
+        return self._more(asked, granted)
+
+    def _lease_now(self, asked: Asked, rows: list[int]) -> Granted | None:
+        """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
+        keys = asked.keys
+        if keys.all or asked.tails:
+            return None if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP else _lease(asked, rows)
+        leased = asked.pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+        if leased is None:
+            return None
+        keys.know(leased[5])
+        return Granted(*leased[:5], rows)
+
+    async def _lease_on_lane(self, asked: Asked, rows: list[int]) -> Granted:
+        """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
+        future = self._lane.run(_lease, asked, rows)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(lambda done: _give_up(asked, done.result()))
+            raise
 
     async def _on_lane(self, asked: Asked) -> KeptOutcome:
         """Answer a lookup whose lease would block the loop for too long."""
-        chain, root = asked.request.groups[0].keys, asked.identity.root
-        rows = list(asked.process.group.rows)
+        return await self._more(asked, await self._lease_on_lane(asked, list(asked.process.group.rows)))
 
-        def work() -> tuple[bytes, Granted]:
-            all_keys = storage_keys(root, chain, asked.slices)
-            leased = asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans)
-            return all_keys, _granted(leased, rows)
-
-        future = self._lane.run(work)
-        try:
-            all_keys, granted = await asyncio.shield(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(lambda done: _give_up(asked, done.result()[1]))
-            raise
-        return await self._more(asked, all_keys, granted)
-
-    async def _more(self, asked: Asked, all_keys: bytes, granted: Granted) -> KeptOutcome:
+    async def _more(self, asked: Asked, granted: Granted) -> KeptOutcome:
         """Verify or load the chunks that follow, and lease them too, until the deadline."""
-        held = granted
+        held, keys = granted, asked.keys
         reason: MissReason | Literal[""] = ""
         detail = ""
         try:
+            if not keys.all and (asked.n_chunks - held.n_chunks) * keys.n_slices > KEYS_ON_LOOP:
+                await asyncio.shield(self._lane.run(keys.derive))
             if held.unverified and not self._late(asked):
-                beyond = all_keys[held.n_chunks * asked.n_slices * KEY_BYTES :]
+                beyond = keys.part(held.n_chunks, asked.n_chunks)
                 with contextlib.suppress(Refused):
                     await self._until_deadline(asked, self._lane.run(asked.pool.verify, beyond))
-                held = await self._lease(asked, all_keys, held)
+                held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
             beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
             if beyond_l1:
                 asked_s = self._clock.monotonic_s()
                 fetched = await self._prefetch.fetch(
-                    part(all_keys, held.n_chunks, asked.n_chunks, asked.n_slices),
-                    asked.n_slices,
+                    keys.part(held.n_chunks, asked.n_chunks),
+                    keys.n_slices,
                     pool=asked.pool,
                     identity=asked.identity.root,
                     tenant=asked.identity.tenant,
-                    parent=before(all_keys, held.n_chunks, n_slices=asked.n_slices),
+                    parent=keys.part(held.n_chunks - 1, held.n_chunks) if held.n_chunks else b"",
                     deadline_s=asked.deadline_s,
                     lengths=asked.process.group.lengths,
-                    spans=asked.spans,
+                    spans=keys.spans,
                     deletes_odd=asked.process.group.declares_lengths,
                 )
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
                 if fetched.n_chunks:
-                    held = await self._lease(asked, all_keys, held)
+                    held = await self._lease_again(asked, held)
+            if not held.tail_tokens and await self._fetch_tail(asked, held.n_chunks):
+                held = await self._lease_again(asked, held)
         except BaseException:
             _give_up(asked, held)
             raise
-        return self._answer(asked, all_keys, held, l1_chunks, reason, detail)
+        outcome = self._answer(asked, held, l1_chunks, reason, detail)
+        self.note_answered()
+        return outcome
 
-    async def _lease(self, asked: Asked, all_keys: bytes, held: Granted) -> Granted:
+    async def _lease_again(self, asked: Asked, held: Granted) -> Granted:
         """Lease again from the start, then end `held`. Returns `held` unchanged if the lane refuses the work.
 
-        When cancelled, nothing stays leased.
+        When cancelled, nothing new stays leased.
         """
-        rows, root = list(asked.process.group.rows), asked.identity.root
-        if asked.n_chunks * asked.n_slices <= KEYS_ON_LOOP:
-            again = _granted(asked.pool.lease(all_keys, asked.n_slices, rows, root, asked.spans), rows)
-        else:
+        rows = list(asked.process.group.rows)
+        again = self._lease_now(asked, rows)
+        if again is None:
             try:
-                future = self._lane.run(asked.pool.lease, all_keys, asked.n_slices, rows, root, asked.spans)
+                again = await self._lease_on_lane(asked, rows)
             except Refused:
                 return held
-            try:
-                again = _granted(await asyncio.shield(future), rows)
-            except asyncio.CancelledError:
-                future.add_done_callback(lambda done: _give_up(asked, _granted(done.result(), rows)))
-                raise
         _give_up(asked, held)
         return again
+
+    async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
+        """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
+        if not self._tiers.take_loads or self._late(asked):
+            return False
+        tails, keys = asked.tails.in_l2(n_chunks), asked.keys
+        if not tails:
+            return False
+        found = await self._prefetch.fetch_one_of(
+            [tail.keys for tail in tails],
+            keys.n_slices,
+            pool=asked.pool,
+            identity=asked.identity.root,
+            tenant=asked.identity.tenant,
+            parent=keys.part(n_chunks - 1, n_chunks) if n_chunks else b"",
+            deadline_s=asked.deadline_s,
+            lengths=asked.process.group.lengths,
+        )
+        if found >= 0:
+            self._tail_puts.loaded(split(tails[found].keys))
+        return found >= 0
 
     async def _until_deadline(self, asked: Asked, future: asyncio.Future[Any]) -> None:
         """Wait for work on a lane, at most until the deadline; the work goes on after that."""
@@ -263,7 +322,6 @@ class Lookups:
     def _answer(
         self,
         asked: Asked,
-        all_keys: bytes,
         granted: Granted,
         l1_chunks: int,
         load_reason: MissReason | Literal[""] = "",
@@ -271,27 +329,29 @@ class Lookups:
     ) -> KeptOutcome:
         """The outcome with what is leased now. `load_reason`: why the load from L2 went no further."""
         if granted.n_chunks == asked.n_chunks:
-            return self._outcome(asked, all_keys, granted, l1_chunks, "", "")
+            if not asked.n_chunks and not granted.tail_tokens:
+                reason = MissReason.NEVER_STORED
+                return self._outcome(asked, granted, 0, reason, "no tail of the prompt is present")
+            return self._outcome(asked, granted, l1_chunks, "", "")
         asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
         self._events.drain()  # a chunk may have left L1 after they were last read
-        numbers = self._lacking(asked, all_keys, granted.n_chunks)
-        number = next(
-            (i for i in numbers if self._has_event(nth(all_keys, i))), numbers[0] if numbers else None
-        )
-        reason, detail = self._why(asked, all_keys, granted, asked_back, number)
+        keys = asked.keys
+        numbers = self._lacking(asked, granted.n_chunks)
+        number = next((i for i in numbers if self._has_event(keys.nth(i))), numbers[0] if numbers else None)
+        reason, detail = self._why(asked, granted, asked_back, number)
         if load_reason and load_reason is not MissReason.NEVER_STORED:
             reason, detail = load_reason, f"while loading from L2: {with_advice(load_detail or load_reason)}"
         if number is None:
-            return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail)
+            return self._outcome(asked, granted, l1_chunks, reason, detail)
         detail = _named(asked, number) + detail
-        return self._outcome(asked, all_keys, granted, l1_chunks, reason, detail, nth(all_keys, number))
+        return self._outcome(asked, granted, l1_chunks, reason, detail, keys.nth(number))
 
     def _has_event(self, key: bytes) -> bool:
         """Whether anything is known of an absent key."""
         return key in self._in_flight or self._explainer.keys.get(key) is not None
 
     def _why(
-        self, asked: Asked, all_keys: bytes, granted: Granted, asked_back: int, number: int | None
+        self, asked: Asked, granted: Granted, asked_back: int, number: int | None
     ) -> tuple[MissReason, str]:
         """The reason of a miss, and a detail. `number`: number of the key that is absent; None if no key is."""
         if number is None:
@@ -301,10 +361,10 @@ class Lookups:
             late = self._late(asked)
             why = "since the restart" if late else "since the restart: too much waits to be verified"
             return (MissReason.DEADLINE if late else MissReason.REFUSED), f"present, but not verified {why}"
-        key = nth(all_keys, number)
+        key = asked.keys.nth(number)
         reason, detail = self._explainer.why(
             key,
-            first=number < asked.n_slices,
+            first=number < asked.keys.n_slices,
             probe=asked.request.probe,
             root=asked.identity.root,
             layout=asked.identity.layout,
@@ -315,34 +375,33 @@ class Lookups:
         self._explainer.keys.missed(key, self._clock.unix_ms())
         return reason, detail
 
-    def _lacking(self, asked: Asked, all_keys: bytes, n_chunks: int) -> list[int]:
+    def _lacking(self, asked: Asked, n_chunks: int) -> list[int]:
         """Numbers of the keys of which one is why a hit ends after `n_chunks` chunks; empty if L1 has a longer one.
 
         With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
         windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
         """
-        n_slices, spans, pool = asked.n_slices, asked.spans, asked.pool
+        keys, pool = asked.keys, asked.pool
+        n_slices, spans = keys.n_slices, keys.spans
         if not spans:
-            found = pool.peek(part(all_keys, n_chunks, n_chunks + 1, n_slices), n_slices)
+            found = pool.peek(keys.part(n_chunks, n_chunks + 1), n_slices)
             return [] if found else list(range(n_chunks * n_slices, (n_chunks + 1) * n_slices))
-        if peek(pool, all_keys, n_slices, spans) > n_chunks:
+        n = keys.peek_whole(pool)
+        if keys.peek_windows(pool, n) > n_chunks:
             return []
-        whole = [number for number, span in enumerate(spans) if not span]
-        n = pool.peek(of_slices(all_keys, n_slices, whole), len(whole)) if whole else asked.n_chunks
         if n <= n_chunks:
-            needed = [n_chunks * n_slices + number for number in whole]
+            needed = [n_chunks * n_slices + number for number, span in enumerate(spans) if not span]
         else:
             needed = [
                 chunk * n_slices + number
                 for number, span in enumerate(spans)
                 for chunk in range(max(0, n - span), n if span else 0)
             ]
-        return [i for i in needed if not pool.peek(nth(all_keys, i))]
+        return [i for i in needed if not pool.peek(keys.nth(i))]
 
     def _outcome(
         self,
         asked: Asked,
-        all_keys: bytes,
         granted: Granted,
         l1_chunks: int,
         reason: MissReason | Literal[""],
@@ -350,7 +409,7 @@ class Lookups:
         missing_key: bytes = b"",
     ) -> KeptOutcome:
         """The reply, and the lease as its effect. `missing_key`: the absent key that is the reason; b"": none is."""
-        call, request = asked.call, asked.request
+        call, keys = asked.call, asked.keys
         effect: Lease | None = None
         if granted.ticket:
             group = asked.process.group
@@ -362,20 +421,58 @@ class Lookups:
                 for row in effect.rows.difference(group.rows):
                     asked.pool.release(granted.ticket, row)
                     effect.rows.discard(row)
-        now_s = self._clock.monotonic_s()
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
+        if l1_chunks and self._store.wants_touches:
+            self._store.touched(split(keys.part(0, l1_chunks)), asked.pool)
+        if n < asked.n_chunks and keys.n_slices:
+            missing_key = missing_key or keys.nth(n * keys.n_slices)
+        self._unnoted.append(
+            Answered(
+                asked,
+                n,
+                granted.tail_tokens,
+                l1_chunks,
+                reason,
+                detail,
+                missing_key,
+                self._clock.monotonic_s(),
+            )
+        )
+        extents, of_tail = split_extents(granted.extents, keys.n_slices, granted.tail_tokens)
+        reply = LookupReply(
+            call.seq,
+            self._epoch,
+            n,
+            extents,
+            l1_chunks,
+            n - l1_chunks,
+            str(reason),
+            granted.tail_tokens,
+            of_tail,
+        )
+        return reply, effect
+
+    def note_answered(self) -> None:
+        """Count and remember the lookups that were answered since the last call; their replies need not wait for it."""
+        while self._unnoted:
+            self._note(self._unnoted.pop())
+
+    def _note(self, answered: Answered) -> None:
+        asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
+        request, keys, group = asked.request, asked.keys, asked.process.group
         counters = self._counters
         counters.lookup.add(now_s - asked.started_s, request.request_id)
         counters.lookup_chunks += asked.n_chunks
         counters.l1_hit_chunks += l1_chunks
         counters.l2_hit_chunks += n - l1_chunks
-        last_key = all_keys[(asked.n_chunks - 1) * asked.n_slices * KEY_BYTES :][:KEY_BYTES]
-        self._savings.looked_up(
-            asked.process.group.use, asked.process.group.layout, asked.n_chunks, n, last_key, now_s
-        )
-        if l1_chunks and self._store.wants_touches:
-            self._store.touched(split(all_keys[: l1_chunks * asked.n_slices * KEY_BYTES]), asked.pool)
+        if (of_tenant := counters.tenants.get(asked.identity.tenant)) is not None:
+            of_tenant.asked += asked.n_chunks
+            of_tenant.in_l1 += l1_chunks
+            of_tenant.in_l2 += n - l1_chunks
+        misses = n < asked.n_chunks and keys.n_slices > 0
+        last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
+        self._savings.looked_up(group.use, group.layout, asked.n_chunks, n, last_key, now_s)
         if reason:
             counters.misses[reason] = counters.misses.get(reason, 0) + 1
         self._explainer.requests.add(
@@ -390,9 +487,7 @@ class Lookups:
                 n - l1_chunks,
                 n,
                 str(reason),
-                detail,
-                missing_key or (nth(all_keys, n * asked.n_slices) if reason and all_keys else b""),
+                detail or (f"a tail of {tail_tokens} tokens follows" if tail_tokens else ""),
+                missing_key,
             )
         )
-        reply = LookupReply(call.seq, self._epoch, n, granted.extents, l1_chunks, n - l1_chunks, str(reason))
-        return reply, effect

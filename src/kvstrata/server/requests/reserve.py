@@ -38,8 +38,9 @@ from kvstrata.rpc.wire import (
 )
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.readiness import StoreFreeze
-from kvstrata.server.requests.checks import check_probe, whole_keys
+from kvstrata.server.requests.checks import check_probe, check_tail, whole_keys
 from kvstrata.server.requests.leases import InFlight, Reservation
 from kvstrata.server.requests.running import KeptOutcome
 from kvstrata.types import EXTENT, KEY_BYTES
@@ -79,6 +80,7 @@ class Reserving:
         history: ChunkHistory,
         identities: IdentityMemory,
         store: StoreController,
+        tails: TailPuts,
         savings: Savings,
         clock: Clock,
         counters: ServerCounters,
@@ -94,6 +96,7 @@ class Reserving:
         self._history = history
         self._identities = identities
         self._store = store
+        self._tails = tails
         self._savings = savings
         self._clock = clock
         self._counters = counters
@@ -123,8 +126,11 @@ class Reserving:
                 f"{pool.limit_bytes}, found {request.record_bytes}",
                 field="record_bytes",
             )
-        process.has_records_of(request.record_bytes)
+        tail = check_tail(request, n_chunks)
+        if not tail:
+            process.has_records_of(request.record_bytes)
         keys = storage_keys(identity.root, request.keys, process.digest)
+        replaces = storage_keys(identity.root, request.replaces, process.digest) if request.replaces else b""
         parent = storage_keys(identity.root, request.parent, process.digest) if request.parent else b""
         if parent and process.span and not pool.peek(parent):
             parent = b""  # a hit does not need the chunks before a window, so they may be absent
@@ -134,11 +140,16 @@ class Reserving:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
             share = self._reserved.begin(process.owner, pool.limit_bytes, request.record_bytes, 0)
             return self._outcome(call, pool, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
-        share = self._reserved.begin(process.owner, pool.limit_bytes, request.record_bytes, n_chunks)
-        arguments = (parent, request.record_bytes, process.row, identity.root, identity.tenant)
+        # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
+        longest = max(request.record_bytes, process.chunk_record_bytes) if tail else request.record_bytes
+        share = self._reserved.begin(process.owner, pool.limit_bytes, longest, n_chunks)
+        arguments = (
+            parent, request.record_bytes, process.row, identity.root, identity.tenant, tail, longest
+        )  # fmt: skip
         if n_chunks > KEYS_ON_LOOP:
-            return self._reserve_on_lane(call, pool, keys, share, arguments)
-        return self._outcome(call, pool, keys, share, _reserve(pool, share.n_chunks, keys, arguments))
+            return self._reserve_on_lane(call, pool, keys, share, arguments, replaces)
+        answer = _reserve(pool, share.n_chunks, keys, arguments)
+        return self._outcome(call, pool, keys, share, answer, tail=tail, replaces=replaces)
 
     def commit(self, call: Call, process: AttachedProcess, request: Commit) -> KeptOutcome:
         """Make written chunks visible, item by item."""
@@ -163,7 +174,12 @@ class Reserving:
                 self._counters.bad_records += 1
         if done:
             self._history.committed(done)
-            self._store.committed(done, reservation.pool)
+            self._tails.replaced(reservation.replaces, reservation.pool)
+            reservation.replaces = b""
+            if reservation.tail:
+                self._tails.committed(done, reservation.pool)
+            else:
+                self._store.committed(done, reservation.pool)
             self._savings.committed(process.group.use, done, self._clock.monotonic_s())
             if not reservation.open_keys:
                 self._counters.store.add(time.perf_counter() - reservation.begun_s)
@@ -200,7 +216,7 @@ class Reserving:
         return Ok(call.seq, self._epoch, await asyncio.shield(self._lane.run(check))), None
 
     async def _reserve_on_lane(
-        self, call: Call, pool: Pool, keys: bytes, share: Share, arguments: tuple[Any, ...]
+        self, call: Call, pool: Pool, keys: bytes, share: Share, arguments: tuple[Any, ...], replaces: bytes
     ) -> KeptOutcome:
         def undo(done: asyncio.Future[Answer]) -> None:
             if (
@@ -219,9 +235,19 @@ class Reserving:
         except BaseException:
             future.add_done_callback(undo)
             raise
-        return self._outcome(call, pool, keys, share, answer)
+        return self._outcome(call, pool, keys, share, answer, replaces=replaces)
 
-    def _outcome(self, call: Call, pool: Pool, keys: bytes, share: Share, answer: Answer) -> KeptOutcome:
+    def _outcome(
+        self,
+        call: Call,
+        pool: Pool,
+        keys: bytes,
+        share: Share,
+        answer: Answer,
+        *,
+        tail: bool = False,
+        replaces: bytes = b"",
+    ) -> KeptOutcome:
         ticket, outcomes, extents = answer
         open_keys: dict[int, bytes] = {}
         counters = self._counters.reserve_outcomes
@@ -234,7 +260,11 @@ class Reserving:
             name = ReserveOutcome(code).name.lower()
             counters[name] = counters.get(name, 0) + outcomes.count(code)
         share.keep(len(open_keys))
-        effect = Reservation(pool, ticket, open_keys, share) if open_keys else None
+        if not open_keys:
+            if all(code == ReserveOutcome.PRESENT for code in outcomes):
+                self._tails.replaced(replaces, pool)
+            return ReserveReply(call.seq, self._epoch, outcomes, extents), None
+        effect = Reservation(pool, ticket, open_keys, share, tail=tail, replaces=replaces)
         return ReserveReply(call.seq, self._epoch, outcomes, extents), effect
 
     def _reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:

@@ -326,7 +326,10 @@ def ended(
     kind: Kind, number: int, outcomes: Sequence[PutOutcome | LoadOutcome], dropped: Sequence[bool]
 ) -> bytes:
     """PUT_ENDED or LOAD_ENDED; `dropped` says for each item whether this frame reports its hold as dropped."""
-    parts = [_head(kind, len(outcomes), number)]
+    head = _head(kind, len(outcomes), number)
+    if outcomes and not outcomes[0].reason and all(dropped) and outcomes.count(outcomes[0]) == len(outcomes):
+        return head + _OUTCOME.pack(outcomes[0].status | _DROPPED, 0) * len(outcomes)  # the usual case
+    parts = [head]
     for (status, reason), is_dropped in zip(outcomes, dropped, strict=True):
         word = _word(reason)
         parts += (_OUTCOME.pack(status | (_DROPPED if is_dropped else 0), len(word)), word)
@@ -421,6 +424,12 @@ def _read_answer(frame: bytes) -> Answer:
 def _read_outcomes(kind: Kind, body: bytes, count: int) -> tuple[list[Any], list[int]]:
     outcomes: list[Any] = []
     gone: list[int] = []
+    row = body[: _OUTCOME.size]
+    if (
+        count > 1 and len(body) == count * _OUTCOME.size and body == row * count
+    ):  # equal, as usual, and no reasons
+        [outcome], dropped = _read_outcomes(kind, row, 1)
+        return [outcome] * count, list(range(count)) if dropped else gone
     at = 0
     for i in range(count):
         status, length = _OUTCOME.unpack_from(body, at)

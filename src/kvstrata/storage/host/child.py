@@ -38,6 +38,7 @@ from kvstrata.errors import KvstrataError, StorageError
 from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.naming import name_process
+from kvstrata.native.batches import types_of
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
@@ -76,7 +77,7 @@ from kvstrata.types import KEY_BYTES
 log = logging.getLogger(__name__)
 
 FRAMES_AT_A_TIME = 16
-TELL_S = 0.01
+TELL_S = 0.05
 """Longest time from a drop or an eviction to its report; an answer may report it earlier."""
 COUNT_S = 1.0
 
@@ -253,6 +254,7 @@ class Host:
         return host_channel.used(number, await adapter.usage())
 
     def _hold(self, number: int, index: int, item: Item, writable: bool) -> Hold:
+        self._tell_later()
         dropped = functools.partial(self._hold_dropped, number, index)
         hold = LentHold(self._extents, *item, writable=writable, dropped=dropped)
         return cast("Hold", hold)
@@ -260,8 +262,10 @@ class Host:
     def _ended(self, kind: Kind, number: int, outcomes: Sequence[Any]) -> bytes:
         self._collect()
         self._tell_evictions()
-        gone = set(self._untold.pop(number, ()))
-        return host_channel.ended(kind, number, outcomes, [i in gone for i in range(len(outcomes))])
+        dropped = [False] * len(outcomes)
+        for index in self._untold.pop(number, ()):
+            dropped[index] = True
+        return host_channel.ended(kind, number, outcomes, dropped)
 
     # --- drops and evictions -----------------------------------------------------------------------------
 
@@ -282,10 +286,18 @@ class Host:
             self._tell_is_due = True
             self._loop.call_soon_threadsafe(self._loop.call_later, TELL_S, self._tell)
 
+    def _tell_later(self) -> None:
+        """Tell after TELL_S, so that no drop of the batch that begins now has to wake the loop."""
+        if not self._tell_is_due:
+            self._tell_is_due = True
+            self._loop.call_later(TELL_S, self._tell)
+
     def _collect(self) -> None:
         while self._drops:
             number, index = self._drops.popleft()
-            self._untold.setdefault(number, []).append(index)
+            if (indices := self._untold.get(number)) is None:
+                indices = self._untold[number] = []
+            indices.append(index)
 
     def _tell(self) -> None:
         self._tell_is_due = False  # first, so that a drop or eviction during the rest schedules another call
@@ -352,7 +364,7 @@ def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
     if (
         isinstance(outcomes, (list, tuple))
         and len(outcomes) == count
-        and all(issubclass(found, kind) for found in set(map(type, outcomes)))
+        and all(issubclass(found, kind) for found in types_of(outcomes))
     ):
         return outcomes
     raise TypeError(

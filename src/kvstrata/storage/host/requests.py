@@ -59,12 +59,6 @@ class _Request:
         """None once the request was answered. Its result is None if the child died first."""
         self.begun_s = begun_s
 
-    def drop(self, index: int) -> None:
-        hold, self.holds[index] = self.holds[index], None
-        if hold is not None:
-            self.held -= 1
-            hold.drop()
-
 
 class HostedError(Exception):
     """The adapter in the child raised, which its contract forbids; the child's log has the traceback."""
@@ -126,8 +120,9 @@ class RequestTable:
         """Drop every hold and give every future None, since the child was reaped; returns the number of requests."""
         requests, self._requests = self._requests, {}
         for request in requests.values():
-            for index in range(len(request.holds)):
-                request.drop(index)
+            for hold in request.holds:
+                if hold is not None:
+                    hold.drop()
             if request.future is not None and not request.future.done():
                 request.future.set_result(None)
         return len(requests)
@@ -174,10 +169,13 @@ class RequestTable:
         return any(outcome[0] in _WELL[request.kind] for outcome in answer.outcomes)
 
     def _drop(self, request: _Request, indices: Iterable[int]) -> None:
+        holds = request.holds
         for index in indices:
-            if index >= len(request.holds) or request.holds[index] is None:
-                raise ChannelError(f"item {index} of {len(request.holds)} is dropped but not held")
-            request.drop(index)
+            if index >= len(holds) or (hold := holds[index]) is None:
+                raise ChannelError(f"item {index} of {len(holds)} is dropped but not held")
+            holds[index] = None
+            request.held -= 1
+            hold.drop()
 
 
 def _result_of(kind: Kind, answer: Answer) -> Any:

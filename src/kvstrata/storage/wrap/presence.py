@@ -22,7 +22,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import cast
 
 import msgspec
@@ -134,6 +134,10 @@ class PresenceAdapter(StorageAdapter):
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter."""
         return await self.inner.list_keys(cursor, most)
+
+    def walk(self) -> AsyncIterator[Sequence[bytes]]:
+        """As the inner adapter."""
+        return self.inner.walk()
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; the keys' remembered answers are forgotten, whatever the outcomes."""

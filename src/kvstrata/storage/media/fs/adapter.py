@@ -11,13 +11,20 @@ servers share, in ext/core/src/fs/shared/connector.h.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from kvstrata.errors import StorageError
 from kvstrata.native import fs
+from kvstrata.storage.base import WALK_KEYS
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.native_adapter import NativeAdapter
+
+_NAME = re.compile(r"([0-9a-f]{2})([0-9a-f]{2})[0-9a-f]{60}\.kvc")
 
 
 class FsAdapter(NativeAdapter):
@@ -53,7 +60,42 @@ class FsAdapter(NativeAdapter):
         )
         super().__init__(capsule, name=name, num_workers=num_workers, per_op_workers=per_op_workers)
 
+    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
+        """The connector's list; a directory that several servers share is read, since nobody has an index of it."""
+        if self.capabilities.lists:
+            async for page in super().walk():
+                yield page
+            return
+        for first in range(256) if not self._not_ready() else ():
+            found = self._lanes.submit(
+                Lane.DELETE, partial(_keys_below, self.base_path / f"{first:02x}"), beyond_limit=True
+            )
+            assert found is not None, "refused work that has no limit"
+            try:
+                keys = await found
+            except OSError as error:
+                raise StorageError(
+                    f"{self.name}: not listed: {self.base_path}: {error.strerror}", field=self.name
+                ) from None
+            for begin in range(0, len(keys), WALK_KEYS):
+                yield keys[begin : begin + WALK_KEYS]
+
     def path(self, key: bytes) -> Path:
         """The path of a key's record, whether or not the record is stored."""
         name = key.hex()
         return self.base_path / name[:2] / name[2:4] / f"{name}.kvc"
+
+
+def _keys_below(folder: Path) -> list[bytes]:
+    """The keys of the records in a folder of the first level. Raises OSError; folders and files may vanish."""
+    keys: list[bytes] = []
+    try:
+        for inner in sorted(os.listdir(folder)):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                for name in os.listdir(folder / inner):
+                    match = _NAME.fullmatch(name)
+                    if match is not None and match.groups() == (folder.name, inner):
+                        keys.append(bytes.fromhex(name[:-4]))
+    except FileNotFoundError:
+        pass
+    return keys

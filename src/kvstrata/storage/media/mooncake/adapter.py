@@ -219,7 +219,7 @@ class MooncakeAdapter(StorageAdapter):
         asked = self._lanes.submit(Lane.LOOKUP, lambda: self._store.batch_is_exist(names))
         if asked is None:
             return [Found(Presence.UNKNOWN, 0, THROTTLED)] * len(keys)
-        known = [*map(self._known.get, keys)]  # quick; meanwhile the lane's thread wakes and asks
+        known = self._known.answers(keys)  # quick; meanwhile the lane's thread wakes and asks
         codes: list[int] = await self._work.own(asked)
         if codes.count(1) == len(keys) and all(known):
             return cast("list[Found]", known)
@@ -334,7 +334,7 @@ class MooncakeAdapter(StorageAdapter):
             self._known.forget(gone)
 
         await self._in_lane(Lane.LOOKUP, ask)
-        return [self._known.get(key) or _ABSENT for key in there]
+        return [known or _ABSENT for known in self._known.answers(there)]
 
     # --- in threads of the lanes -------------------------------------------------------------------------
 

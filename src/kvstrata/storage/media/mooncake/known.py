@@ -20,9 +20,9 @@ class KnownRecords:
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, key: bytes) -> Found | None:
-        """The answer for a record whose length is known, else None. Takes no lock."""
-        return self._known.get(key)
+    def answers(self, keys: Sequence[bytes]) -> list[Found | None]:
+        """For each key the answer for a record whose length is known, else None. Takes no lock."""
+        return [*map(self._known.get, keys)]
 
     def usage(self) -> Usage:
         """Bytes and number of the known records."""

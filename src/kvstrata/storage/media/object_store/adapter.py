@@ -30,10 +30,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
-
-import msgspec
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 from kvstrata.errors import StorageError
 from kvstrata.native.record import CopyOutcome, verify_stored_record
@@ -55,10 +53,18 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, plain, reason_of
-from kvstrata.storage.media.object_store.listing import pages
+from kvstrata.storage.media.object_store.listing import WALK_S, pages
 from kvstrata.storage.media.object_store.local import Inside
-from kvstrata.storage.media.object_store.names import MARKER, MARKER_TEXT, MOST_MARKER_BYTES, NAME, path_of
-from kvstrata.storage.media.object_store.sharing import Item, refused, share
+from kvstrata.storage.media.object_store.names import (
+    MARKER,
+    MARKER_TEXT,
+    MOST_MARKER_BYTES,
+    NAME,
+    key_of,
+    path_of,
+)
+from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
+from kvstrata.storage.media.object_store.sharing import Item, Part, refused, share
 from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -81,25 +87,6 @@ MAX_COUNTED = 100_000
 NOTE_EVERY_S = 60.0
 LONGEST_BYTES = (1 << 32) - 1
 """Longest record that its header can describe."""
-
-
-class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Checked settings. Only `connect`, which makes the library's store, has the credentials; `url` has none."""
-
-    url: str
-    connect: Callable[[], Any]
-    multipart_bytes: int = 64 << 20
-    part_bytes: int = 8 << 20
-    num_workers: int = 4
-    per_op_workers: dict[Lane, int] = {}
-
-
-class _Part(NamedTuple):
-    """The outcome of reading one part of a record."""
-
-    status: LoadStatus
-    reason: str = ""
-    e_tag: str | None = None
 
 
 class ObjectStoreAdapter(StorageAdapter):
@@ -215,6 +202,17 @@ class ObjectStoreAdapter(StorageAdapter):
             return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
         except _ERRORS as error:
             raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
+
+    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
+        """The records below the prefix."""
+        listing = iter(()) if self._closed else pages(self._store, self._is_ours, WALK_S)
+        try:
+            while (
+                page := await self._work.own(self._in_lane(Lane.DELETE, lambda: next(listing, None)))
+            ) is not None:
+                yield [key_of(meta["path"]) for meta in page]
+        except _ERRORS as error:
+            raise StorageError(f"{self.name}: cannot be listed: {plain(error)}", field=self.name) from None
 
     async def usage(self) -> Usage:
         """The records of the last listing, and this server's changes since then.
@@ -377,27 +375,27 @@ class ObjectStoreAdapter(StorageAdapter):
             target[:] = found.bytes()
         return size, found.meta["e_tag"]
 
-    def _read(self, item: LoadItem, begin: int, end: int) -> _Part:
+    def _read(self, item: LoadItem, begin: int, end: int) -> Part:
         """Read one part of a record into its extent."""
         if len(item.key) != KEY_BYTES:
-            return _Part(LoadStatus.FAILED, BAD_ITEM)
+            return Part(LoadStatus.FAILED, BAD_ITEM)
         length = item.hold.length
         try:
             size, e_tag = self._fetch(path_of(item.key), begin, item.hold.view()[begin:end], length)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                return _Part(LoadStatus.FAILED, self._note(error))
-            return _Part(LoadStatus.ABSENT)
+                return Part(LoadStatus.FAILED, self._note(error))
+            return Part(LoadStatus.ABSENT)
         except (*_ERRORS, ValueError) as error:  # ValueError: fewer bytes came than were announced
             if RANGE.search(str(error)):  # the object ends before this part
-                return _Part(LoadStatus.CORRUPT)
-            return _Part(LoadStatus.FAILED, self._note(error))
-        return _Part(LoadStatus.LOADED if size == length else LoadStatus.CORRUPT, "", e_tag)
+                return Part(LoadStatus.CORRUPT)
+            return Part(LoadStatus.FAILED, self._note(error))
+        return Part(LoadStatus.LOADED if size == length else LoadStatus.CORRUPT, "", e_tag)
 
     def _load_whole(self, item: LoadItem) -> LoadOutcome:
         return self._judge(item, lambda: [self._read(item, 0, item.hold.length)])
 
-    def _judge(self, item: LoadItem, read: Callable[[], Sequence[_Part | BaseException]]) -> LoadOutcome:
+    def _judge(self, item: LoadItem, read: Callable[[], Sequence[Part | BaseException]]) -> LoadOutcome:
         """Read a record's parts with `read`, and judge the record; remove a bad one. The hold ends in any case."""
         try:
             parts = []
@@ -457,10 +455,9 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _clear(self) -> int:
         removed = 0
-        for page in pages(self._store):
-            ours = [meta["path"] for meta in page if self._is_ours(meta["path"])]
+        for ours in pages(self._store, self._is_ours):
             if ours:
-                self._remove(ours)
+                self._remove([meta["path"] for meta in ours])
                 removed += len(ours)
         with self._counting:
             self._counted_s = None
@@ -472,9 +469,8 @@ class ObjectStoreAdapter(StorageAdapter):
                 return self._usage
         used_bytes = records = 0
         try:
-            for page in pages(self._store):
-                ours = [meta["size"] for meta in page if self._is_ours(meta["path"])]
-                used_bytes, records = used_bytes + sum(ours), records + len(ours)
+            for ours in pages(self._store, self._is_ours):
+                used_bytes, records = used_bytes + sum(meta["size"] for meta in ours), records + len(ours)
                 if records >= MAX_COUNTED:
                     break
         except _ERRORS as error:

@@ -107,9 +107,9 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     from kvstrata.storage.media.object_store.adapter import (
         DEFAULT_WORKERS,
         ObjectStoreAdapter,
-        ObjectStoreSettings,
     )
     from kvstrata.storage.media.object_store.failures import plain
+    from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
 
     url, wrong = "", AllWrong()
     store_options: dict[str, Any] = {}

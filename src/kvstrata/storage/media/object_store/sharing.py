@@ -10,12 +10,20 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
-from kvstrata.storage.base import LoadItem, PutItem
+from kvstrata.storage.base import LoadItem, LoadStatus, PutItem
 
 T = TypeVar("T")
 Item = TypeVar("Item", PutItem, LoadItem)
+
+
+class Part(NamedTuple):
+    """The outcome of reading one part of a record."""
+
+    status: LoadStatus
+    reason: str = ""
+    e_tag: str | None = None
 
 
 def refused(items: Sequence[PutItem] | Sequence[LoadItem], outcome: T) -> list[T]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,8 +67,8 @@ T = TypeVar("T")
 PIECE_BYTES = 16 << 20
 """Payload bytes of one piece of a batch."""
 SCAN_COUNT = 1000
-CLEAR_S = 120.0
-"""Longest time of a clear; a server may answer SCAN for ever."""
+CLEAR_S, WALK_S = 120.0, 3600.0
+"""Longest time of a clear and of a walk; a server may answer SCAN for ever."""
 ROOM_HOLDS_S = 0.5
 
 
@@ -173,6 +173,15 @@ class RespAdapter(StorageAdapter):
         if self._closed:
             return 0
         return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
+
+    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
+        """The records under our prefix, which SCAN finds."""
+        scan = self._scan(WALK_S) if not self._closed else iter(())
+        try:
+            while page := await self._work.own(self._in_lane(Lane.DELETE, lambda: next(scan, None))):
+                yield [bytes.fromhex(name[len(self._prefix) :].decode()) for name in page[1]]
+        except LinkLost as lost:
+            raise StorageError(f"{self.name}: not listed: {lost}", field=self.name) from None
 
     async def usage(self) -> Usage:
         """The memory that the servers use, its bound, and all keys of the database, those of other programs included.
@@ -382,30 +391,35 @@ class RespAdapter(StorageAdapter):
         wrong = [reply for reply in replies if isinstance(reply, ServerError)]
         return wrong[-1] if wrong else answer
 
-    def _clear(self) -> int:
+    def _scan(self, most_s: float) -> Iterator[tuple[Address, list[bytes]]]:
+        """The names of our records, in pages, each with its server. Raises LinkLost, also after `most_s`."""
         pattern = self._prefix + b"?" * (2 * KEY_BYTES)
         ours = re.compile(re.escape(self._prefix) + rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
+        until_s = time.monotonic() + most_s
+        for address in self._servers.masters():
+            cursor, seen = b"0", set[bytes]()
+            while cursor not in seen and time.monotonic() < until_s:
+                seen.add(cursor)
+                with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
+                    link.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)])
+                    reply = link.reply()
+                match reply:
+                    case [bytes() as cursor, list() as names]:
+                        pass
+                    case _:
+                        raise LinkLost(reason_of(reply), f"SCAN is answered with {reply!r:.80}")
+                yield address, [name for name in names if isinstance(name, bytes) and ours.fullmatch(name)]
+            if cursor != b"0":
+                why = f"did not end within {most_s:g} s" if cursor not in seen else "repeated a cursor"
+                raise LinkLost("protocol", f"incomplete: SCAN of {address} {why}")
+
+    def _clear(self) -> int:
         removed = 0
-        until_s = time.monotonic() + CLEAR_S
         try:
-            for address in self._servers.masters():
-                cursor, seen = b"0", set[bytes]()
-                while cursor not in seen and time.monotonic() < until_s:
-                    seen.add(cursor)
-                    with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
-                        link.send([command(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % SCAN_COUNT)])
-                        reply = link.reply()
-                        match reply:
-                            case [bytes() as cursor, list() as names]:
-                                pass
-                            case _:
-                                raise LinkLost(reason_of(reply), f"SCAN is answered with {reply!r:.80}")
-                        chosen = [name for name in names if isinstance(name, bytes) and ours.fullmatch(name)]
-                        link.send([command(b"UNLINK", name) for name in chosen])
-                        removed += sum(link.reply() == 1 for _ in chosen)
-                if cursor != b"0":
-                    why = f"did not end within {CLEAR_S:g} s" if cursor not in seen else "repeated a cursor"
-                    raise LinkLost("protocol", f"incomplete: SCAN of {address} {why}")
+            for address, chosen in self._scan(CLEAR_S):
+                with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
+                    link.send([command(b"UNLINK", name) for name in chosen])
+                    removed += sum(link.reply() == 1 for _ in chosen)
         except LinkLost as lost:
             raise StorageError(
                 f"{self.name}: not cleared: {removed} records were removed, then: {lost}", field=self.name

@@ -1,6 +1,7 @@
-"""The connector's settings: `kv_connector_extra_config`, then the environment, then a file; the first wins.
+"""A connector's settings: the engine's own option for it, then the environment, then a file; the first wins.
 
-- extra config: `lmcache.mp.*` as users of LMCache have it; our settings as `kvstrata.NAME`, `lmcache.NAME` or `NAME`;
+- the engine's option (vLLM's `kv_connector_extra_config`): `lmcache.mp.*` as users of LMCache have it; our settings as
+  `kvstrata.NAME`, `lmcache.NAME` or `NAME`;
 - environment: `KVSTRATA_NAME`, then `LMCACHE_NAME`;
 - file: the YAML in `KVSTRATA_CONFIG_FILE` or `LMCACHE_CONFIG_FILE`.
 
@@ -10,7 +11,6 @@ no effect here is logged once; an unknown or refused name stops the start with a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -34,8 +34,6 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.config.pod_links import pod_link_notes
 from kvstrata.errors import ConfigError, together
 
-logger = logging.getLogger("vllm.kvstrata")
-
 OWN = {field.name: bare_type(field.type) for field in msgspec.structs.fields(ClientSettings)}
 _SERVER_TOP = {field.name for field in msgspec.structs.fields(ServerSettings)} - set(OWN)
 _SERVER_ENVIRONMENT = {"KVSTRATA_" + key.upper().replace(".", "_") for key, _ in leaves(ServerSettings)} - {
@@ -48,9 +46,12 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 def load_settings(
-    extra: Mapping[str, Any], environment: Mapping[str, str]
+    extra: Mapping[str, Any], environment: Mapping[str, str], option: str = "kv_connector_extra_config"
 ) -> tuple[ClientSettings, list[str]]:
-    """The settings, and lines to log about names without effect. Raises ConfigError for all that is wrong."""
+    """The settings, and lines to log about names without effect. Raises ConfigError for all that is wrong.
+
+    `extra` comes from the engine's option of the name `option`.
+    """
     notes: list[str] = []
     merged: dict[str, Any] = {}
     wrong: list[ConfigError] = []
@@ -58,7 +59,7 @@ def load_settings(
     for source, read in (
         (path, partial(_from_file, path)),
         ("environment", partial(_from_environment, environment)),
-        ("kv_connector_extra_config", partial(_from_extra, extra)),
+        (option, partial(_from_extra, extra, option)),
     ):
         try:
             layer, names = read(notes)
@@ -119,7 +120,7 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> Layer
     return settings | own, names | {key: own_names[key] for key in own}
 
 
-def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> Layer:
+def _from_extra(extra: Mapping[str, Any], source: str, notes: list[str]) -> Layer:
     mp, plain = {}, {}
     for key, value in extra.items():
         if key.startswith("lmcache.mp."):
@@ -128,7 +129,6 @@ def _from_extra(extra: Mapping[str, Any], notes: list[str]) -> Layer:
             plain[key.split(".", 1)[1]] = value
         else:
             plain[key] = value
-    source = "kv_connector_extra_config"
     settings, said = translate(plain, source=source, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=OWN)
     notes.extend(said)
     over, said = translate(

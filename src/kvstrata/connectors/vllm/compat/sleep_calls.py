@@ -1,4 +1,4 @@
-"""Follows vLLM's sleep mode in versions that do not tell a connector when they sleep: 0.32 and before.
+"""Calls before and after vLLM's sleep: versions before 0.33 do not tell a connector when they sleep.
 
 Sleep unmaps the memory of the KV cache; a copy that touches that memory during sleep breaks the device for the whole
 process.  From 0.33 on vLLM calls `unregister_kv_caches` before sleep and `restore_kv_caches` after it.  In earlier
@@ -11,8 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-def follow_sleep(
+
+def follow_sleep(connector: Any, model_config: Any) -> None:
+    """If this vLLM never calls `unregister_kv_caches` and `restore_kv_caches`, let its sleep backend call them."""
+    if model_config.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        wrap_loader(
+            SleepModeBackendFactory._registry,
+            model_config.sleep_mode_backend,
+            connector.unregister_kv_caches,
+            connector.restore_kv_caches,
+        )
+
+
+def wrap_loader(
     registry: dict[str, Any], name: str, before: Callable[[], None], after: Callable[[], None]
 ) -> None:
     """Let the backend `name` call `before` before it takes KV memory away, and `after` once that memory is back.

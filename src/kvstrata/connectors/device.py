@@ -6,7 +6,7 @@
 
 Both begin after the work that is queued on the engine's stream at the time of the call: a store after the forward pass
 that computes its chunks, a load after everything that still reads, writes or zeroes its blocks.  No stream is ever
-synchronised: the engine's thread waits only for the end of loads that its step needs (`worker.WorkerSide`).
+synchronised: the engine's thread waits only for the end of loads that its step needs (`vllm.worker.WorkerSide`).
 
 After a sticky error of the driver nothing is copied any more: stores are refused, loads fail, and the engine computes
 the tokens.
@@ -19,23 +19,39 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from kvstrata.client import CacheClient, Identity
 from kvstrata.client.copies import Pages, device_copies
 from kvstrata.client.handles import LoadItem, LoadJob, StoreJob, StoreOutcome
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.kv_view import KvView
-from kvstrata.connectors.vllm.metadata import Store
+from kvstrata.connectors.mover import StoredChunks, begin_store
 from kvstrata.errors import ConfigError
+from kvstrata.native.copying import CopyPlan
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
 from kvstrata.rpc.wire import DeviceCopies
 from kvstrata.types import LeaseName
 
-logger = logging.getLogger("vllm.kvstrata")
+logger = logging.getLogger("kvstrata.connectors")
+
+
+class BlocksView(Protocol):
+    """An engine's blocks, as a copy engine is opened for them (vLLM's: `vllm.kv_view.KvView`)."""
+
+    @property
+    def record_blocks(self) -> int:
+        """Blocks in a record."""
+
+    @property
+    def rounding(self) -> tuple[int, int, int, int, int] | None:
+        """See `KvView.rounding`."""
+
+    def plan(self) -> CopyPlan:
+        """The plan of copies between the blocks and records."""
 
 
 def open_engine(
-    settings: ClientSettings, view: KvView, device: object, ordinal: int
+    settings: ClientSettings, view: BlocksView, device: object, ordinal: int
 ) -> tuple[CudaCopyEngine, CudaCopyPlan]:
     """Open the copy engine for these blocks; returns it with the plan of its copies.
 
@@ -56,7 +72,7 @@ def open_engine(
         raise ConfigError(f"{field}: KV of {device} cannot be copied: {error}", field=field) from error
     except ValueError as error:
         raise ConfigError(f"gpu_fp8: KV of {device} cannot be rounded: {error}", field="gpu_fp8") from error
-    section_bytes = plan.section_bytes(0, view.group.record_blocks)
+    section_bytes = plan.section_bytes(0, view.record_blocks)
     if view.rounding is not None and section_bytes > settings.gpu_staging_mb << 20:
         raise ConfigError(
             f"gpu_staging_mb: {settings.gpu_staging_mb} is too small: gpu_fp8 needs room for the {section_bytes} bytes "
@@ -110,14 +126,14 @@ class DeviceMover:
         self._counted: DeviceCopies | None = None
         self.sections = sections
 
-    def store(self, identity: Identity, store: Store, blocks: Sequence[Sequence[int]]) -> StoreJob:
+    def store(self, identity: Identity, store: StoredChunks, blocks: Sequence[Sequence[int]]) -> StoreJob:
         """Begins a store; it reads the blocks after the present work of the current stream."""
         plan = self._behind_now(self._plan)
         if plan is None:
             job = StoreJob(len(blocks), lambda job: None)
             job.refuse(StoreOutcome.UNAVAILABLE)
             return job
-        return self._client.store(identity, store.parent, store.chain, plan, blocks, probe=store.probe)
+        return begin_store(self._client, identity, store, plan, blocks)
 
     def load(self, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], *, sync: bool) -> LoadJob:
         """Begins a load, which writes after the present work of the current stream. `sync`: layer after layer."""

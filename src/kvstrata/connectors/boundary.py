@@ -1,12 +1,12 @@
-"""The boundary to vLLM: no exception of ours crosses it while the engine serves.
+"""The boundary to an engine: no exception of ours crosses it while the engine serves.
 
-vLLM does not expect its connector to raise: an exception of ours in its scheduler or in a worker ends the whole engine.
-Every method of ours that vLLM calls while it serves is therefore `guarded`: an unexpected exception is counted
-(`errors`) and logged (each kind the 1st, 10th, 100th … time), and vLLM gets the answer that a connector without a cache
-would give.  For most methods a recovery method gives that answer; it first gives leases back and makes sure that no
-block is freed or read while a copy still uses it.
+Engines do not expect a connector to raise: an exception of ours in vLLM's scheduler or in a worker ends the engine.
+Every method of ours that an engine calls while it serves is therefore `guarded`: an unexpected exception is counted
+(`errors`) and logged (each kind the 1st, 10th, 100th … time), and the engine gets the answer that a connector without
+a cache would give.  For most methods a recovery method gives that answer; it first gives leases back and makes sure
+that no block is freed or read while a copy still uses it.
 
-While an engine starts, exceptions reach vLLM: the operator sees them at once, and no request is served yet.
+While an engine starts, exceptions reach it: the operator sees them at once, and no request is served yet.
 
 This is the plugin boundary seen from the plugin's side: `except Exception` stands here and nowhere else in the
 connector.
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-logger = logging.getLogger("vllm.kvstrata")
+logger = logging.getLogger("kvstrata.connectors")
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ errors = Errors()
 def guarded(
     neutral: Any, recover: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorates a method that vLLM calls.
+    """Decorates a method that the engine calls.
 
     After an exception of the method, the answer is that of `recover`, called with the same arguments.  Without
     `recover`, or if it raises as well, the answer is `neutral`.

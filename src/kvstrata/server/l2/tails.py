@@ -1,0 +1,141 @@
+"""Tails in L2: a tail is put only once nothing has replaced it for a while, and deleted when something does.
+
+    committed ─▶ waiting ── `after_s` later, still in L1 ─▶ the tiers, by their policies ─▶ in L2
+                    └─ replaced ─▶ lingers while in use ─▶ gone                               └─ likewise, and deleted
+
+A conversation that goes on within `after_s` seconds leaves nothing in L2 but whole chunks.  Of tails in L2 the last
+REMEMBERED that were put or loaded are known; a tail that is not known any more stays in its tier until its cap evicts
+it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+
+from kvstrata.clock import Clock
+from kvstrata.keys.batch import split
+from kvstrata.native.pool import Pool
+from kvstrata.policy.store import RecentKeys
+from kvstrata.server.l2.store import StoreController
+from kvstrata.server.l2.tiers import Tier, TierSet
+from kvstrata.storage.base import log_broken_contract
+
+MAX_WAITING = 65_536
+"""Tails that may wait; of more, those that have waited longest are not put."""
+REMEMBERED = 65_536
+MAX_LINGERING = 4_096
+"""Replaced tails in use that are looked at again; of more, those replaced first stay until they are evicted."""
+KEYS_PER_ROUND = 64
+"""Tails offered to the tiers in one call of `offer_due`."""
+
+
+class TailPuts:
+    """The tails that wait for their time, and those that L2 has. Belongs to the event loop."""
+
+    def __init__(self, store: StoreController, tiers: TierSet, clock: Clock, after_s: float) -> None:
+        """`after_s`: seconds until a tail is put; below 0: never."""
+        self._store = store
+        self._tiers = tiers
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._clock = clock
+        self._after_s = after_s
+        self._waiting: collections.OrderedDict[bytes, tuple[float, Pool]] = collections.OrderedDict()
+        """By key: since when the tail waits, and its pool; the first has waited longest."""
+        self._lingering: collections.OrderedDict[bytes, Pool] = collections.OrderedDict()
+        """Tails that were replaced while somebody used them."""
+        self._in_l2 = RecentKeys(REMEMBERED)
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def committed(self, keys: Sequence[bytes], pool: Pool) -> None:
+        """Note tails that became visible in L1."""
+        self.counts["stored"] += len(keys)
+        for key in keys:
+            self._lingering.pop(key, None)
+        if self._after_s < 0:
+            return
+        now_s = self._clock.monotonic_s()
+        for key in keys:
+            self._waiting[key] = now_s, pool
+            self._waiting.move_to_end(key)
+        while len(self._waiting) > MAX_WAITING:
+            self._waiting.popitem(last=False)
+
+    def loaded(self, keys: Iterable[bytes]) -> None:
+        """Note tails that L2 turned out to have."""
+        for key in keys:
+            self._in_l2.add(key)
+
+    def replaced(self, keys: bytes, pool: Pool) -> None:
+        """Drop tails that are of no use any more; one that is in use leaves L1 soon after its last use has ended."""
+        replaced = split(keys)
+        for key in replaced:
+            self._waiting.pop(key, None)
+            self._lingering[key] = pool
+        self._drop_lingering(dict.fromkeys(replaced))
+        while len(self._lingering) > MAX_LINGERING:
+            self._lingering.popitem(last=False)
+
+    def _drop_lingering(self, keys: Iterable[bytes]) -> None:
+        """Drop those of these tails that nobody uses any more, in L2 too: no put of them is under way then."""
+        in_l2 = []
+        for key in keys:
+            pool = self._lingering[key]
+            if not pool.remove(key) and pool.peek(key):
+                continue
+            del self._lingering[key]
+            self.counts["replaced"] += 1
+            if key in self._in_l2:
+                in_l2.append(key)
+        if in_l2:
+            self._in_l2.discard(in_l2)
+            self.counts["replaced_in_l2"] += len(in_l2)
+            self._delete(in_l2)
+
+    def tick(self) -> None:
+        """Drop replaced tails that are free now, and offer those whose time has come. Housekeeping calls this."""
+        self._drop_lingering(list(itertools.islice(self._lingering, KEYS_PER_ROUND)))
+        self.offer_due()
+
+    def offer_due(self, *, all_of_them: bool = False) -> None:
+        """Offer to the tiers the tails whose time has come, or all."""
+        due_s = self._clock.monotonic_s() - self._after_s
+        for _ in range(len(self._waiting) if all_of_them else KEYS_PER_ROUND):
+            key = next(iter(self._waiting), None)
+            if key is None or (self._waiting[key][0] > due_s and not all_of_them):
+                return
+            _, pool = self._waiting.pop(key)
+            if pool.peek(key) and len(self._tiers):
+                self._in_l2.add(key)
+                self.counts["put"] += 1
+                self._store.committed([key], pool)
+
+    async def stop(self) -> None:
+        """Offer all tails that wait, and let deletions end."""
+        self.offer_due(all_of_them=True)
+        await asyncio.gather(*self._deletions)
+
+    def _delete(self, keys: list[bytes]) -> None:
+        """Begin to delete these tails from every tier that gets puts."""
+        for tier in self._tiers:
+            capabilities = tier.adapter.capabilities
+            if capabilities.takes_puts and capabilities.can_delete:
+                task = asyncio.create_task(self._delete_from(tier, keys), name=f"delete-tails-{tier.name}")
+                self._deletions.add(task)
+                task.add_done_callback(self._deletions.discard)
+
+    async def _delete_from(self, tier: Tier, keys: list[bytes]) -> None:
+        try:
+            await tier.adapter.delete(keys)
+        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
+            log_broken_contract(tier.name, "delete", error)
+        else:
+            self._store.dropped(tier.name, keys)
+
+    def stats(self) -> dict[str, int]:
+        """Numbers for status and metrics."""
+        names = ("stored", "replaced", "put", "replaced_in_l2")
+        counts = {name: self.counts[name] for name in names}
+        return {**counts, "waiting": len(self._waiting), "lingering": len(self._lingering)}

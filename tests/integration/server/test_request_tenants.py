@@ -1,0 +1,221 @@
+"""One engine speaks for two tenants: hits, quotas, explain and clears go by the tenant of each request.
+
+L2 has one tier of each kind that can be cleared of one tenant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.cli.asking import Ask, ask
+from kvstrata.errors import KvstrataError, NotPermitted
+from kvstrata.rpc import wire
+from tests.harness.http_read import read
+from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, until
+from tests.harness.server_process import ServerProcess
+from tests.harness.tenants import BLUE
+
+pytestmark = pytest.mark.integration
+
+BOTH = "secret-of-blue-and-green-01"
+CHUNKS = 5
+QUOTAS = "quotas_gb: {blue: 0.015625}\n"
+
+
+def tiers(folder: Path) -> list[dict[str, Any]]:
+    fs = {"type": "fs", "capacity_gb": 1}
+    return [
+        {**fs, "base_path": str(folder / "own")},
+        {**fs, "base_path": str(folder / "shared"), "shared": True},
+        {"type": "disk", "base_path": str(folder / "disk"), "capacity_gb": 0.25},
+        {"type": "object_store", "url": f"file://{folder / 'objects'}"},
+    ]
+
+
+def started(folder: Path, adapters: Sequence[dict[str, Any]], **environment: str) -> ServerProcess:
+    """A server with tokens: one opens blue alone, the other blue and green."""
+    tokens, config = folder / "tokens", folder / "server.yaml"
+    tokens.write_text(f"{BLUE} blue\n{BOTH} blue green\n")
+    tokens.chmod(0o600)
+    config.write_text(f"security: {{tenants_file: {tokens}}}\n{QUOTAS}")
+    flags = ["--config", str(config)]
+    for adapter in adapters:
+        flags += ["--l2-adapter", json.dumps(adapter)]
+    server = ServerProcess(folder / "server", l1_mb=64, l2="embedded", flags=tuple(flags))
+    server._environment |= environment
+    server.start()
+    return server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("tenants")
+    with started(folder, tiers(folder)) as server:
+        yield server
+
+
+@pytest.fixture
+def engine(server: ServerProcess) -> Iterator[RpcClient]:
+    with RpcClient(server.socket_dir, token=BOTH) as engine:
+        yield engine
+
+
+def stored(
+    engine: RpcClient, salt: str, n_chunks: int = CHUNKS
+) -> dict[str, tuple[wire.IdentifyReply, bytes]]:
+    """Store one prompt for blue and the same one for green, in L1 and in all tiers."""
+    prompts = {}
+    for tenant in ("blue", "green"):
+        identity = engine.identify(tenant=tenant, salt=salt)
+        prompts[tenant] = identity, chain_of(identity.root, n_chunks)
+        engine.store(*prompts[tenant])
+    until(engine, puts_have_ended)
+    return prompts
+
+
+def puts_have_ended(status: dict[str, Any]) -> bool:
+    """Whether each tier has an outcome for each chunk of L1."""
+    rows = status["l2_store"]["adapters"].values()
+    return all(not row["queued"] and not row["in_flight"] and not row["retrying"] for row in rows)
+
+
+def hits(engine: RpcClient, identity: wire.IdentifyReply, chain: bytes, request_id: str = "") -> int:
+    reply = engine.lookup(identity.identity_id, chain, request_id=request_id, deadline_ms=20_000)
+    engine.release([(engine.session, reply.seq)], group=True)
+    return reply.n_chunks
+
+
+def clear(server: ServerProcess, tier: str, tenant: str | None) -> dict[str, Any]:
+    return ask(server.url, Ask("/v1/clear", {"tier": tier, "tenant": tenant}, timeout_s=120))
+
+
+def files(folder: Path) -> int:
+    """Records in the tiers of one file for each record."""
+    return sum(1 for name in ("own", "shared", "objects") for _ in (folder / name).rglob("*.kvc"))
+
+
+def test_equal_prompts_of_two_tenants_on_one_engine_hit_apart(server, engine):
+    blue = engine.identify(tenant="blue", salt="apart")
+    green = engine.identify(tenant="green", salt="apart")
+    assert blue.root != green.root
+    chain = chain_of(blue.root, CHUNKS)
+    engine.store(blue, chain)
+    for keys in (chain, chain_of(green.root, CHUNKS)):
+        assert hits(engine, green, keys, "green asks") == 0
+        assert hits(engine, engine.identify(tenant="green", salt="new"), keys, "nobody knows") == 0
+        told = [engine.explain(name)["lookups"][-1]["first_miss"] for name in ("green asks", "nobody knows")]
+        assert {one["reason"] for one in told} == {"unknown_key"}
+        assert told[0]["detail"] == told[1]["detail"]
+    assert hits(engine, blue, chain) == CHUNKS
+
+
+@pytest.mark.parametrize("tenant", ["", "red", "Green", "green\0", "x" * 4097])
+def test_the_token_decides_which_tenants_an_engine_speaks_for(engine, tenant):
+    with pytest.raises((NotPermitted, RpcError)) as refused:
+        engine.identify(tenant=tenant)
+    assert getattr(refused.value, "code", "") in ("not_permitted", "bad_request")
+    assert len(str(refused.value)) < 400
+
+
+def test_explain_and_status_go_by_the_tenant_of_the_request(server, engine):
+    for tenant, (identity, chain) in stored(engine, "explained").items():
+        assert hits(engine, identity, chain, f"of {tenant}") == CHUNKS
+        assert engine.explain(f"of {tenant}")["lookups"][0]["tenant"] == tenant
+    assert {row["tenant"] for row in engine.status()["tenants"]} == {"blue", "green"}
+    pattern = r'kvstrata_tenant_(\w+)_total\{tenant="(\w+)"(,tier="l1")?\} (\d+)'
+    counted = re.findall(pattern, read(f"{server.url}/metrics").decode())
+    found = {tenant: float(count) for name, tenant, in_l1, count in counted if name == "hit_chunks" and in_l1}
+    asked = {tenant: float(count) for name, tenant, _, count in counted if name == "lookup_chunks"}
+    assert found.keys() == asked.keys() == {"blue", "green"}
+    assert all(CHUNKS <= found[tenant] <= asked[tenant] for tenant in found)
+    with RpcClient(server.socket_dir, token=BLUE) as blue:
+        assert blue.explain("of blue")["lookups"][0]["hits"]["l1"] == CHUNKS
+        assert blue.explain("of green") == {**blue.explain("nobody"), "request_id": "of green"}
+        assert [row["tenant"] for row in blue.status()["tenants"]] == ["blue"]
+
+
+def test_a_quota_counts_what_an_engine_stores_for_its_tenant(server, engine):
+    green = engine.identify(tenant="green", salt="quota")
+    theirs = chain_of(green.root, CHUNKS)
+    engine.store(green, theirs)
+    quota_bytes = int(0.015625 * (1 << 30))
+    for number in range(2 * quota_bytes // RECORD_BYTES // 50 + 1):
+        blue = engine.identify(tenant="blue", salt=f"quota {number}")
+        engine.store(blue, chain_of(blue.root, 50))
+        rows = {row["tenant"]: row["bytes"] for row in engine.status()["tenants"]}
+        assert rows["blue"] <= quota_bytes
+    assert rows["blue"] > quota_bytes // 2
+    assert hits(engine, green, theirs) == CHUNKS
+    until(engine, puts_have_ended)
+
+
+def test_l2_is_cleared_of_one_tenant_over_all_tiers_also_after_a_kill_and_without_its_engine(server):
+    clear(server, "all", None)
+    with RpcClient(server.socket_dir, token=BOTH) as engine:
+        prompts = stored(engine, "cleared")
+        assert files(server.folder.parent) == 3 * 2 * CHUNKS
+        assert clear(server, "l2", "blue") == {
+            "cleared": {"l2": 4 * CHUNKS},
+            "pending": {"held": 0, "leased": 0},
+            "kept": {"pinned": 0, "unknown": 0},
+        }
+        assert clear(server, "l1", None)["cleared"]["l1"] == 2 * CHUNKS
+        assert hits(engine, *prompts["blue"]) == 0
+        assert hits(engine, *prompts["green"]) == CHUNKS
+        assert clear(server, "l2", "nobody")["cleared"] == {"l2": 0}
+        # A process cannot make the server read all heads, whichever tenants its token opens.
+        for tenant in ("blue", None):
+            with pytest.raises(RpcError, match="tenant: a process may clear L2 only as a whole"):
+                engine.ask(
+                    wire.Clear(engine.session, engine.next_seq(), wire.ClearScope.L2, tenant), wire.Cleared
+                )
+    server.kill()
+    server.wipe_segment()
+    server.start()
+    assert clear(server, "all", "green")["cleared"]["l2"] == 4 * CHUNKS
+    assert files(server.folder.parent) == 0
+    assert clear(server, "l2", None)["cleared"] == {"l2": 0}
+
+
+def test_records_of_unknown_tenants_stay_and_are_counted(server):
+    clear(server, "all", None)
+    with RpcClient(server.socket_dir, token=BOTH) as engine:
+        stored(engine, "unknown")
+        server.kill()
+    server.wipe_segment()
+    for book in (server.folder / "state" / "kvstrata" / "identities").iterdir():
+        book.unlink()
+    server.start()
+    with RpcClient(server.socket_dir, token=BOTH) as engine:
+        blue = engine.identify(tenant="blue", salt="unknown")
+        done = clear(server, "l2", "blue")
+        assert (done["cleared"], done["kept"]["unknown"]) == ({"l2": 4 * CHUNKS}, 4 * CHUNKS)
+        assert hits(engine, blue, chain_of(blue.root, CHUNKS)) == 0
+        green = engine.identify(tenant="green", salt="unknown")
+        assert hits(engine, green, chain_of(green.root, CHUNKS)) == CHUNKS
+    clear(server, "all", None)
+
+
+def test_a_kill_in_the_middle_of_a_clear_costs_the_other_tenant_nothing_and_the_next_one_ends_it(tmp_path):
+    failpoint = {"KVSTRATA_TESTING": "1", "KVSTRATA_FAILPOINTS": "sweep.deleted=kill@2"}
+    with started(tmp_path, tiers(tmp_path)[:3], **failpoint) as server:
+        with RpcClient(server.socket_dir, token=BOTH) as engine:
+            stored(engine, "killed")
+            with pytest.raises(KvstrataError):
+                clear(server, "l2", "blue")
+            server.kill()
+        del server._environment["KVSTRATA_FAILPOINTS"]
+        server.wipe_segment()
+        server.start()
+        # Two tiers were cleared before the kill in part or as a whole, the third was not.
+        assert CHUNKS < clear(server, "l2", "blue")["cleared"]["l2"] < 3 * CHUNKS
+        with RpcClient(server.socket_dir, token=BOTH) as engine:
+            blue, green = (engine.identify(tenant=tenant, salt="killed") for tenant in ("blue", "green"))
+            assert hits(engine, blue, chain_of(blue.root, CHUNKS)) == 0
+            assert hits(engine, green, chain_of(green.root, CHUNKS)) == CHUNKS

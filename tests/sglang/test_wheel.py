@@ -1,0 +1,182 @@
+"""Our storage under SGLang's own code: its base class, host pools and cache controller, as its wheel has them.
+
+There is no model and no GPU: the pools of the device lie in host memory too, and the test plays the radix tree.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import vllm_env
+from tests.harness.cache_engine import eventually
+from tests.harness.child import ROOT, Child
+from tests.harness.server_process import ServerProcess
+from tests.sglang import engine_child
+from tests.sglang.engine_child import PAGE_TOKENS
+from tests.tools import sglang_python
+
+pytestmark = pytest.mark.sglang
+
+TIMEOUT_S = 2.0
+NAMES = [f"{number:064x}" for number in range(1, 7)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64) as server:
+        server.start()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    """A child with SGLang's wheel; importing it takes most of the time of these tests."""
+    wheel, python = sglang_python.find(), vllm_env.find()
+    if wheel is None or python is None:
+        pytest.skip("SGLang's wheel is not here; to fetch it (50 MB) and run these tests: make test-sglang")
+    variables = {
+        "KVSTRATA_SOCKET_DIR": str(server.socket_dir),
+        "KVSTRATA_LOOKUP_TIMEOUT_MS": str(round(1000 * TIMEOUT_S)),
+    }
+    with engine_child.child(python, wheel, tmp_path_factory.mktemp("sglang"), **variables) as child:
+        yield child
+
+
+def started(
+    engine: Child, kind: str = "mha", layout: str = "page_first", **more: object
+) -> dict[str, object]:
+    facts = engine.ask("start", kind=kind, layout=layout, **more)
+    engine.ask("wait_connected")
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "runs"),
+    [
+        ("mha", "layer_first", 6),
+        ("mha", "page_first", 2),
+        ("mha", "page_first_direct", 2),
+        ("mha", "page_head", 2),
+        ("mla", "layer_first", 3),
+        ("mla", "page_first", 1),
+        ("mla", "page_first_direct", 1),
+    ],
+)
+def test_pages_of_each_layout_come_back_as_they_were(engine, kind, layout, runs):
+    facts = started(engine, kind, layout)
+    assert facts["runs"] == runs
+    assert facts["zero_copy"] == "_page_get_zero_copy"
+    assert engine.ask("exists", names=NAMES) == 0, "the layouts and models share nothing"
+    assert engine.ask("set", names=NAMES[:4]) == [True] * 4
+    assert engine.ask("exists", names=NAMES) == 4
+    assert engine.ask("exists", names=[NAMES[5], *NAMES[:4]]) == 0, "it counts up to the first missing page"
+    assert engine.ask("get", names=NAMES[:5], first_page=20) == ["right"] * 4 + ["missing"]
+    assert engine.ask("get", names=[NAMES[5], NAMES[0]], first_page=20) == ["missing"] * 2
+    last = facts["pages"] - 1
+    assert engine.ask("set", names=[NAMES[4]], first_page=last) == [True]
+    assert engine.ask("get", names=[NAMES[4]], first_page=last) == ["right"]
+
+
+def test_pages_in_tensors_are_the_same_records(engine):
+    started(engine, arguments={"weight_version": "tensors"}, extra={})
+    flat = engine.ask("flat", names=NAMES[:3])
+    assert flat == {"stored": True, "same": [True] * 3, "missing": True}
+    assert engine.ask("get", names=NAMES[:3], first_page=9) == ["right"] * 3
+
+
+def test_the_threads_of_sglangs_controller_store_and_load_a_prompt(engine):
+    started(engine, arguments={"weight_version": "threads"})
+    tokens = list(range(8 * PAGE_TOKENS))
+    assert engine.ask("prefetch", tokens=tokens)["found"] == 0
+    assert engine.ask("backup", tokens=tokens) == 8 * PAGE_TOKENS
+    longer = [*tokens, *range(2 * PAGE_TOKENS)]
+    got = engine.ask("prefetch", tokens=longer)
+    assert got == {"found": 8 * PAGE_TOKENS, "loaded": 8 * PAGE_TOKENS, "verdicts": ["right"] * 8}
+    told = engine.ask("metrics")
+    assert told["prefetch_pgs"] == [8] and told["backup_pgs"] == [8]
+    assert len(told["prefetch_bandwidth"]) == len(told["backup_bandwidth"]) == 1
+    assert engine.ask("metrics")["backup_pgs"] == []
+
+
+def test_ranks_with_heads_of_their_own_share_nothing_and_ranks_with_latents_share_all(engine):
+    for kind, shared in (("mha", 0), ("mla", 3)):
+        version = {"weight_version": f"ranks of {kind}"}
+        started(engine, kind, tp=(0, 2), arguments=version)
+        assert engine.ask("set", names=NAMES[:3]) == [True] * 3
+        started(engine, kind, tp=(1, 2), arguments=version)
+        assert engine.ask("exists", names=NAMES[:3]) == shared
+        assert engine.ask("get", names=NAMES[:3]).count("right") == shared
+
+
+def test_several_pools_give_the_prefixes_that_all_of_them_have(engine):
+    started(engine, arguments={"weight_version": "pools"})
+    got = engine.ask("pools", names=NAMES[:5], states=[1, 3])
+    assert got == {
+        "set": [True] * 12,
+        "found": 4,
+        "restorable": [2, 4],
+        "got": [True] * 5,
+        "right": [True] * 5,
+    }
+
+
+def test_the_command_on_the_page_is_one_that_sglang_understands(engine):
+    page = (ROOT / "docs" / "engines.md").read_text()
+    command = page.partition("```\npython -m sglang.launch_server ")[2].partition("```")[0]
+    told = engine.ask("parsed", words=shlex.split(command.replace("\\\n", " ")))
+    assert (told["page_size"], told["layout"], told["storage"]) == (64, "page_first", "dynamic")
+    extra = told["extra"]
+    assert extra.pop("hicache_storage_pass_prefix_keys") is True
+    started(engine, extra=extra)
+
+
+def test_methods_have_the_parameters_of_the_base_class_and_clearing_is_refused(engine):
+    started(engine)
+    assert engine.ask("signatures") == []
+    assert "kvstrata ctl clear" in engine.ask("clear")
+
+
+def test_a_server_that_is_frozen_or_killed_means_misses_within_the_time_and_is_used_again(engine, server):
+    started(engine, arguments={"weight_version": "faults"})
+    assert engine.ask("set", names=NAMES[:2]) == [True] * 2
+    for stop, go_on in ((server.freeze, server.thaw), (server.kill, server.start)):
+        stop()
+        for op, answer in (
+            ("exists", (0, 2)),
+            ("get", (["missing"] * 2, ["right"] * 2)),
+            ("set", ([False] * 2, [True] * 2)),
+        ):
+            names = NAMES[2:4] if op == "set" else NAMES[:2]
+            got, took_s = engine.ask("timed", what=op, names=names)
+            assert got in answer
+            assert took_s < 2 * TIMEOUT_S + 1.0, "the settings bound the wait"
+        eventually("the server counts as silent", lambda: not engine.ask("connected"))
+        assert engine.ask("get", names=NAMES[:2]) == ["missing"] * 2
+        assert engine.ask("set", names=NAMES[2:4]) == [False] * 2
+        go_on()
+        engine.ask("wait_connected")
+        eventually(
+            "the server's pages are found again",
+            lambda: (
+                engine.ask("set", names=NAMES[:2]) == [True] * 2
+                and engine.ask("get", names=NAMES[:2]) == ["right"] * 2
+            ),
+        )
+
+
+def test_an_engine_killed_in_a_store_leaves_nothing_behind(engine, server):
+    """The last test of the module: it ends the child."""
+    started(engine, arguments={"weight_version": "killed"})
+    engine.ask("set", names=NAMES[:2])
+    engine.signal(signal.SIGKILL)
+    eventually("no process is attached", lambda: not server.get("/v1/status")["peers"])
+
+
+def test_the_folder_is_that_of_this_python() -> None:
+    assert sglang_python.folder().name.startswith(f"sglang-{sglang_python.VERSION}-cp3")
+    assert isinstance(sglang_python.folder(), Path)

@@ -1,0 +1,184 @@
+"""SGLang: where its pages lie, what their identity covers, and what is refused at the start."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import pytest
+
+from kvstrata.connectors.sglang.identity import layout_identity, pool_slice
+from kvstrata.connectors.sglang.pages import read_pages
+from kvstrata.errors import ConfigError, NotPermitted
+from kvstrata.native.copying import gather_record, scatter_record
+from kvstrata.native.record import RecordSpec, record_bytes
+from kvstrata.types import RequestIdentity, identity_root
+from tests.harness.sglang_double import Arguments, HostPool, Slots, StorageConfig, Transfer, modules
+
+
+@pytest.fixture(scope="module")
+def storage_class():
+    yield from modules(Arguments())
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_a_pages_runs_are_those_of_the_pool_in_the_order_of_addresses(layout, latent):
+    pool = HostPool(layout, layers=3, latent=latent)
+    runs = read_pages("kv", pool)
+    halves = 1 if latent else 2
+    assert len(runs.run_bytes) == (3 * halves if layout == "layer_first" else halves)
+    assert runs.page_bytes == pool.page_bytes
+    assert runs.bases == tuple(sorted(runs.bases))
+    last = pool.get_page_buffer_meta(pool.slots(runs.n_pages - 1))
+    assert sorted(last[0]) == [
+        b + s * (runs.n_pages - 1) for b, s in zip(runs.bases, runs.strides, strict=True)
+    ]
+    assert runs.plan().payload_bytes(1) == pool.page_bytes
+
+
+def test_a_flat_page_and_a_page_of_the_pool_have_the_same_record():
+    pool = HostPool("layer_first", layers=3)
+    runs = read_pages("kv", pool)
+    data = pool.fill(5, "five")
+    length = record_bytes(len(runs.run_bytes), runs.page_bytes)
+    extent = ctypes.create_string_buffer(length + 8)
+    address = -(-ctypes.addressof(extent) // 8) * 8
+    key, root = b"k" * 32, b"r" * 32
+    spec = RecordSpec(key=key, identity=root, slice_digest=b"s" * 32, parent_key=bytes(32), chunk_tokens=4)
+    gather_record(runs.plan(), [5], address, length, spec)
+    target = ctypes.create_string_buffer(runs.page_bytes)
+    plan = runs.flat_plan(ctypes.addressof(target))
+    assert scatter_record(plan, [0], address, length, key, root) == 0
+    assert target.raw == data
+
+
+def test_pools_whose_pages_cannot_be_found_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"host pool 'mamba' .*no_addresses.*--hicache-mem-layout"):
+        read_pages("mamba", HostPool("no_addresses"))
+
+    class Empty(HostPool):
+        def get_page_buffer_meta(self, indices):
+            return None
+
+    class Uneven(HostPool):
+        def get_page_buffer_meta(self, indices):
+            addresses, lengths = super().get_page_buffer_meta(indices)
+            return [a + (64 if indices[0] else 0) * indices[0] ** 2 for a in addresses], lengths
+
+    class Moving(HostPool):
+        shared_allocation_domain = object()
+
+    with pytest.raises(ConfigError, match="moves its pages about"):
+        read_pages("kv", Moving())
+    with pytest.raises(ConfigError, match="no bytes of its own"):
+        read_pages("kv", Empty())
+    with pytest.raises(ConfigError, match="equal distances"):
+        read_pages("kv", Uneven())
+
+
+def root_of(
+    arguments: Arguments, config: StorageConfig, pool: HostPool, version: str = "1"
+) -> tuple[bytes, bytes]:
+    part, facts = pool_slice("kv", pool, read_pages("kv", pool), config, version)
+    return identity_root(layout_identity(arguments, facts), RequestIdentity()), part.digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_path": "org/other"},
+        {"revision": "v2"},
+        {"tokenizer_path": "other"},
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"quantization": "fp8"},
+        {"weight_version": "2"},
+        {"load_format": "dummy"},
+        {"tp_size": 2},
+        {"tp_rank": 1},
+        {"pp_size": 2},
+        {"attn_cp_size": 2},
+        {"is_mla_model": True},
+        {"layout": "layer_first"},
+        {"heads": 2},
+        {"layers": 3},
+        {"version": "2"},
+    ],
+)
+def test_whatever_decides_the_meaning_of_a_page_is_in_its_identity(change):
+    def made(change):
+        rest = dict(change)
+        version = rest.pop("version", "1")
+        pool = HostPool(**{n: rest.pop(n) for n in ("layout", "heads", "layers") if n in rest})
+        of_config = {f.name for f in dataclasses.fields(StorageConfig)}
+        config = StorageConfig(**{n: v for n, v in rest.items() if n in of_config})
+        return root_of(
+            Arguments(**{n: v for n, v in rest.items() if n not in of_config}), config, pool, version
+        )
+
+    assert made({}) == made({}), "a restart finds its pages again"
+    assert made(change)[0] != made({})[0]
+
+
+def test_ranks_of_a_model_with_latents_have_one_slice_but_states_are_each_ranks_own(tmp_path):
+    pool = HostPool(latent=True)
+    configs = [StorageConfig(is_mla_model=True, tp_rank=rank, tp_size=4) for rank in (0, 3)]
+    assert len({root_of(Arguments(), config, pool) for config in configs}) == 1
+    runs = read_pages("mamba", pool)
+    assert len({pool_slice("mamba", pool, runs, config, "1")[0] for config in configs}) == 2
+
+
+def test_a_local_model_is_its_files_and_not_its_path(tmp_path):
+    roots = []
+    for folder, weights in (("a/model", b"1"), ("b/model", b"1"), ("c/model", b"2")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").write_bytes(weights)
+        roots.append(root_of(Arguments(model_path=str(tmp_path / folder)), StorageConfig(), HostPool()))
+    assert roots[0] == roots[1] != roots[2]
+
+
+def test_scales_of_a_file_are_in_the_identity_and_an_unreadable_file_stops_the_start(tmp_path):
+    path = tmp_path / "scales.json"
+    path.write_text("1")
+    one = root_of(Arguments(quantization_param_path=str(path)), StorageConfig(), HostPool())
+    path.write_text("2")
+    assert root_of(Arguments(quantization_param_path=str(path)), StorageConfig(), HostPool()) != one
+    with pytest.raises(ConfigError, match="quantization_param_path"):
+        root_of(Arguments(quantization_param_path=str(tmp_path / "absent")), StorageConfig(), HostPool())
+
+
+def test_settings_come_from_the_extra_config_and_wrong_ones_stop_the_start(storage_class):
+    extra = {
+        "backend_name": "kvstrata",
+        "module_path": "kvstrata.connectors.sglang",
+        "class_name": "HiCacheKvstrata",
+        "interface_v1": 1,
+        "kvstrata.lookup_timeout_ms": 7,
+    }
+    assert storage_class(StorageConfig(extra_config=extra), {})._settings.lookup_timeout_ms == 7
+    with pytest.raises(ConfigError, match=r"hicache-storage-backend-extra-config.*lookup_timout_ms"):
+        storage_class(StorageConfig(extra_config={"kvstrata.lookup_timout_ms": 7}))
+    with pytest.raises(ConfigError, match="dcp_size: 2"):
+        storage_class(StorageConfig(dcp_size=2))
+
+
+@pytest.mark.parametrize(
+    "caches", [{}, {"kv": object(), "mamba": object()}], ids=["no pools", "mistakes of ours"]
+)
+def test_without_pools_and_after_errors_everything_is_missing_and_nothing_is_raised(storage_class, caches):
+    storage = storage_class(StorageConfig())
+    storage._caches = dict(caches)
+    slots = Slots(range(8))
+    assert storage.batch_exists(["a", "b"]) == 0 and storage.exists("a") is False
+    assert storage.batch_get_v1(["a", "b"], slots) == [False, False]
+    assert storage.batch_set_v1(["a", "b"], slots) == [False, False]
+    assert storage.get("a") is None and storage.batch_get(["a"], [None]) == [None]
+    assert storage.set("a", None) is False and storage.batch_set(["a"], None) is False
+    assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
+    transfers = [Transfer("mamba", slots, ["a", "b"])]
+    assert storage.batch_get_v2(transfers) == storage.batch_set_v2(transfers) == {"mamba": [False, False]}
+    assert storage.get_stats() is None
+    storage.close()
+    with pytest.raises(NotPermitted, match="kvstrata ctl clear"):
+        storage.clear()

@@ -1,0 +1,117 @@
+"""Tails in a pool: extents of a chunk's size, the first victims, and what a restarted server knows of them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from kvstrata.native.pool import Pool
+from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.types import unpack_extents
+from tests.oracles.pool_index import PoolIndex
+from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, key, seal
+
+CHUNK = 4 * PAGE
+"""Length of a chunk's record; that of a tail's record is RECORD."""
+NO_TAILS = {"entries": 0, "record_bytes": 0, "extent_bytes": 0}
+
+
+def store(pool: Pool, name: bytes, parent: bytes = b"", *, tail: bool = False) -> int:
+    """Store a chunk or a tail; its offset, -1 if it was refused."""
+    length = RECORD if tail else CHUNK
+    ticket, outcomes, packed = pool.reserve(
+        name, parent, length, 0, IDENTITY, tail=tail, extent_bytes=CHUNK if tail else 0
+    )
+    if outcomes[0] != ReserveOutcome.RESERVED:
+        return -1
+    (extent,) = unpack_extents(packed)
+    assert extent.length_bytes == length
+    seal(pool, extent, name)
+    assert pool.commit(ticket, [0])[0] == CommitOutcome.COMMITTED
+    pool.validate()
+    return extent.offset_bytes
+
+
+@pytest.mark.parametrize("policy", ["LRU", "ARC", "S3FIFO"])
+def test_tails_leave_before_any_chunk_however_lately_they_were_used(files: Files, policy: str) -> None:
+    pool = files.create(policy=policy)
+    parent = key(0)
+    store(pool, parent)
+    tails = [key(100 + i) for i in range(3)]
+    for name in tails:
+        store(pool, name, parent, tail=True)
+    assert pool.stats()["tails"] == {
+        "entries": 3, "record_bytes": 3 * RECORD, "extent_bytes": 3 * CHUNK
+    }  # fmt: skip
+    chunks = [parent]
+    while pool.stats()["evicted_entries"] < 3:
+        ticket = pool.lease(tails[0], 1, [0])[0]
+        if ticket:
+            pool.release(ticket, -1)
+        chunks.append(key(len(chunks)))
+        assert store(pool, chunks[-1]) >= 0
+        assert len(chunks) <= pool.extents_bytes // CHUNK
+    assert pool.stats()["tails"] == NO_TAILS and len(chunks) == pool.extents_bytes // CHUNK
+    assert all(pool.peek(name) for name in chunks), "no chunk has left for a tail"
+
+
+def test_of_tails_the_one_used_longest_ago_leaves_first_but_none_in_use(files: Files) -> None:
+    pool = files.create()
+    tails = [key(i) for i in range(pool.extents_bytes // CHUNK)]
+    for name in tails:
+        store(pool, name, tail=True)
+    leased = pool.lease(tails[0], 1, [0])[0]
+    held = pool.hold(tails[1])
+    store(pool, key(900))
+    store(pool, key(901))
+    assert [pool.peek(name) for name in tails[:5]] == [1, 1, 0, 0, 1]
+    pool.release(leased, -1)
+    del held
+
+
+def test_a_tail_of_a_tenant_at_its_quota_leaves_before_its_older_chunks(files: Files) -> None:
+    pool = files.create()
+    pool.set_quota(0, 3 * CHUNK)
+    for number in (0, 1):
+        store(pool, key(number))
+    store(pool, key(2), tail=True)
+    store(pool, key(3))
+    assert [pool.peek(key(number)) for number in range(4)] == [1, 1, 0, 1]
+
+
+def test_a_restarted_server_knows_its_tails_and_where_they_lie(files: Files) -> None:
+    pool = files.create()
+    store(pool, key(0))
+    offsets = [store(pool, key(i), key(0), tail=True) for i in (1, 2)]
+    pool.heartbeat()
+    index = PoolIndex(os.pread(files.index, os.fstat(files.index).st_size, 0))
+    found = [index.find(key(number)) for number in range(3)]
+    assert [entry is not None and entry.tail for entry in found] == [False, True, True]
+    before = pool.stats()["tails"]
+    pool.close()
+    again = Pool.adopt(files.index, files.extents)
+    again.validate()
+    assert again.stats()["adopted_entries"] == 3 and again.stats()["tails"] == before
+    assert again.verify(b"".join(key(i) for i in range(3))) == (3, 0)
+    assert [again.is_tail(key(i)) for i in range(4)] == [False, True, True, False]
+    ticket, n, packed = again.lease(key(0) + key(2), 1, [0])[:3]
+    assert n == 2 and [e.offset_bytes for e in unpack_extents(packed)][1] == offsets[1]
+    again.release(ticket, -1)
+    while again.stats()["evicted_entries"] < 2:
+        store(again, key(int(again.stats()["inserted_entries"]) + 50))
+    assert again.stats()["tails"] == NO_TAILS
+
+
+def test_a_tail_is_not_among_the_victims_that_are_put_to_l2_ahead(files: Files) -> None:
+    pool = files.create()
+    store(pool, key(0))
+    store(pool, key(1), key(0), tail=True)
+    assert pool.victims_preview(pool.extents_bytes) == [key(0)]
+
+
+def test_a_tail_longer_than_a_chunk_gets_an_extent_of_its_own_size(files: Files) -> None:
+    pool = files.create()
+    _, outcomes, packed = pool.reserve(key(0), b"", CHUNK, 0, IDENTITY, tail=True, extent_bytes=RECORD)
+    assert outcomes[0] == ReserveOutcome.RESERVED and unpack_extents(packed)[0].length_bytes == CHUNK
+    pool.validate()
