@@ -339,7 +339,7 @@ def check_errors(folder: Path) -> Iterator[dict[str, Any]]:
             "side": engine.side,
             "lookups": engine.side._lookups,
             "keys": engine.side._keys,
-            "stores": engine.side._stores,
+            "stores": engine.side.stores,
             "client": engine.client,
             "worker": engine.runner.connector._worker,
             "group": engine.runner.connector._worker._groups[0],
