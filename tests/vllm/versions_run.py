@@ -269,7 +269,7 @@ SCHEDULER_INTERNALS = (
     ("side", "heard"),
     ("stores", "_stored"),
     ("side", "finished"),
-    ("side", "take_events"),
+    ("stores", "take_events"),
     ("side", "take_counts"),
     ("client", "peek"),
     ("client", "lookup"),
