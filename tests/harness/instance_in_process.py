@@ -81,7 +81,7 @@ class InstanceInProcess:
         self.ground.readiness.set()
         self.tables = make_tables(self.ground, lambda address, frame: self.send(address, frame))
         self.l2 = make_l2(self.ground, TierSet(), News(), peer_tier="")
-        self.requests = make_requests(self.ground, self.tables, TenantTokens())
+        self.requests = make_requests(self.ground, self.tables, self.tiers, TenantTokens())
         self.admin = make_admin(self.ground, self.tables, self.l2)
         self.answer_with()
         self._rows: dict[bytes, SessionRow] = {}

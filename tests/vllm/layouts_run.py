@@ -37,7 +37,7 @@ from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.keys.recut import Part, plan_recut
 from kvstrata.native.copying import buffer_address, gather_record, scatter_record
 from kvstrata.native.record import RecordSpec, record_header
-from kvstrata.testing.recut_record import recut_record
+from kvstrata.server.recuts.record import recut_record
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups

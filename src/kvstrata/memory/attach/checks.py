@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
+from kvstrata.keys.recut import CannotRecut, Part, plan_recut
 from kvstrata.memory import linux
 from kvstrata.native.message import Scan
 from kvstrata.rpc.attach_wire import AttachRequest
@@ -116,15 +117,17 @@ def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> No
     """Checks a request against those of the other living sessions of the same tenants.
 
     Raises BadRequest when its own group declared something else, LayoutRefused when a session with the same part of
-    the KV has other facts.  Sessions with the same part agree already, so the first one found stands for all.
+    the KV has other facts, unless the records of one can be recut for the other: then only their geometry differs.
     """
     part = None if request.slice is None else _part(request)
     for other in others:
         if other.group == request.group:
             _check_same(request, other, ("layout", "engine_slices"), "another process of the same group")
         if part is not None and other.slice is not None and _part(other) == part:
-            _check_facts(request.facts or {}, other.facts or {})
-            part = None
+            if request.slice == other.slice:
+                part = None  # sessions with the same part agree already
+            elif not _differ_in_geometry(request, other):
+                _check_facts(request.facts or {}, other.facts or {})
 
 
 def check_resumed(request: AttachRequest, earlier: AttachRequest) -> None:
@@ -147,6 +150,15 @@ def _check_same(request: AttachRequest, other: AttachRequest, fields: tuple[str,
 def _part(request: AttachRequest) -> tuple[object, ...]:
     assert request.slice is not None
     return request.layout, request.slice.layers, request.slice.kv_heads, request.slice.group
+
+
+def _differ_in_geometry(request: AttachRequest, other: AttachRequest) -> bool:
+    assert request.slice is not None and other.slice is not None
+    try:
+        plan_recut([Part(other.slice, other.facts or {})], Part(request.slice, request.facts or {}))
+    except CannotRecut:
+        return False
+    return True
 
 
 def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
