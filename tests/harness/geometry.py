@@ -211,9 +211,8 @@ class GeometryEngine:
 
     def connect(self) -> GeometryEngine:
         """Wait until all workers are attached, and know of each other."""
-        for rank in self.ranks:
-            eventually("a worker is attached", lambda: rank.client.connected)
-            eventually("the identity is ready", lambda: rank.identity.ready)
+        eventually("all workers are attached", lambda: all(rank.client.connected for rank in self.ranks))
+        eventually("the identity is ready", lambda: all(rank.identity.ready for rank in self.ranks))
         return self
 
     def hasher(self, tokens: Sequence[int]) -> ChunkHasher:

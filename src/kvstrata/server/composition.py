@@ -277,7 +277,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
     )
 
 
-def make_requests(ground: Ground, tables: Tables, tiers: TierSet, tokens: TenantTokens) -> Requests:
+def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) -> Requests:
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
     settings = ground.settings
     for tenant in sorted(
@@ -295,7 +295,9 @@ def make_requests(ground: Ground, tables: Tables, tiers: TierSet, tokens: Tenant
         tables.send,
     )
     running = Running(ground.loop, ground.supervisor, tables.sessions, effects, tables.replies)
-    recuts = Recuts(ground.recut_lane, ground.clock, tiers, ground.pools, enabled=settings.l1.recut)
+    recuts = Recuts(
+        ground.recut_lane, ground.clock, l2.tiers, l2.prefetch, ground.pools, enabled=settings.l1.recut
+    )
     ground.board.put("recuts", recuts.status)
     security = ground.settings.security
     hooks = Processes(

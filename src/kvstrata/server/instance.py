@@ -185,7 +185,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     await _open_tiers(plan, peer, control, port, shell.log)
 
     # 3. Requests, processes, and the operations of admins.
-    requests = make_requests(ground, tables, tiers, plan.tokens)
+    requests = make_requests(ground, tables, l2, plan.tokens)
     attach = AttachServer(
         directory / ATTACH_SOCKET,
         pool,

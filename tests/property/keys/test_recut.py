@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
 from kvstrata.native import copying
 from kvstrata.native.record import CopyOutcome, RecordSpec
-from kvstrata.server.recuts.record import record_bytes, recut_record
+from kvstrata.server.recuts.record import record_length, recut_record
 from tests.harness.geometry import CHUNK, DIM, ORDERS, Cache, Geometry, view_of
 
 KEY = b"k" * 32
@@ -70,7 +70,7 @@ def kv_of(layers: int, heads: int) -> KV:
 
 def recut(sources: Sequence[Stored], target: Part) -> tuple[Recut, bytearray]:
     made = plan_recut([source.part for source in sources], target)
-    record = bytearray(record_bytes(made))
+    record = bytearray(record_length(made.target_sections))
     outcome = recut_record(
         made,
         [source.place for source in sources],
@@ -273,7 +273,7 @@ def test_a_corrupt_source_is_not_recut() -> None:
     made = plan_recut([source.part for source in sources], target.part)
 
     def outcome(key: bytes = KEY) -> CopyOutcome:
-        record = bytearray(b"\xa5" * record_bytes(made))
+        record = bytearray(b"\xa5" * record_length(made.target_sections))
         address = copying.buffer_address(record, writable=True)
         places = [(*source.place[:2], key) for source in sources]
         found = recut_record(made, places, address, len(record), SPEC)

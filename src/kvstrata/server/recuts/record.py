@@ -10,9 +10,9 @@ from kvstrata.native import record as native_record
 from kvstrata.native.record import CopyOutcome, RecordSpec
 
 
-def record_bytes(recut: Recut) -> int:
-    """Bytes that an extent for the recut record needs."""
-    return native_record.record_bytes(len(recut.target_sections), sum(recut.target_sections))
+def record_length(sections: Sequence[int]) -> int:
+    """The length of a record whose sections have these lengths."""
+    return native_record.record_bytes(len(sections), sum(sections))
 
 
 def recut_record(
@@ -26,8 +26,9 @@ def recut_record(
     during the call; the target overlaps no source.  Raises ValueError for an extent that is too small.  Bytes move
     without the GIL, but the call takes as long as the copy, so make it in a lane.
     """
-    if length < record_bytes(recut):
-        raise ValueError(f"length: {length} bytes are too few for a record of {record_bytes(recut)}")
+    needed = record_length(recut.target_sections)
+    if length < needed:
+        raise ValueError(f"length: {length} bytes are too few for a record of {needed}")
     payloads = [(at, 0) for at, _, _ in sources]
     for used in sorted({copy.source for copy in recut.copies}):
         at, source_length, key = sources[used]
@@ -39,7 +40,7 @@ def recut_record(
             return CopyOutcome.MISMATCH
         payloads[used] = (at + header.header_bytes, header.payload_bytes)
     payload_bytes = sum(recut.target_sections)
-    header_bytes = record_bytes(recut) - payload_bytes
+    header_bytes = needed - payload_bytes
     copying.copy_strided(address + header_bytes, payload_bytes, payloads, recut.copies)
     native_record.seal_record(address, length, spec, recut.target_sections)
     return CopyOutcome.OK

@@ -32,9 +32,10 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.policy.processes import AttachedProcess
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
-from kvstrata.server.recuts.record import record_bytes, recut_record
+from kvstrata.server.recuts.record import record_length, recut_record
 from kvstrata.types import LayoutIdentity, Slice
 
 SERVER_ROW = 0
@@ -55,13 +56,21 @@ class Recuts:
     """See the module. Belongs to the event loop."""
 
     def __init__(
-        self, lane: PoolLane, clock: Clock, tiers: TierSet, pools: Sequence[Pool], *, enabled: bool
+        self,
+        lane: PoolLane,
+        clock: Clock,
+        tiers: TierSet,
+        prefetch: PrefetchController,
+        pools: Sequence[Pool],
+        *,
+        enabled: bool,
     ) -> None:
         """`lane` is for this work alone. `pools`: all pools, whose readers learn that more than L1's index may hit."""
         self._geometries = Geometries()
         self._lane = lane
         self._clock = clock
         self._tiers = tiers
+        self._prefetch = prefetch
         self._pools = pools
         self._enabled = enabled
         self._chunks = 0
@@ -123,11 +132,14 @@ class Recuts:
         """The plans for an engine with these slices; empty: none of its chunks can be recut."""
         return self._geometries.plans(layout, slices)
 
-    async def make(self, plans: Sequence[Plan], wanted: Wanted) -> int:
+    async def make(self, plans: Sequence[Plan], wanted: Wanted, *, of_l2: bool = False) -> int:
         """Make as many of the wanted chunks as L1 has in another geometry; returns how many, from the first one on.
 
+        `of_l2`: the records are loaded from L2 into L1 first, of the first geometry of which L2 has any.
         Cancelling ends the work after the chunk under way.
         """
+        if of_l2 and not await self._loaded(plans, wanted):
+            return 0
         stop = threading.Event()
         try:
             future = self._lane.run(_make, plans, wanted, self._clock, stop)
@@ -144,6 +156,29 @@ class Recuts:
         if made.ended:
             self._ended[made.ended] += 1
         return made.n_chunks
+
+    async def _loaded(self, plans: Sequence[Plan], wanted: Wanted) -> bool:
+        """Load the wanted chunks in another geometry from L2, as far as it has them; whether there is any."""
+        keys, first = wanted.keys, wanted.first
+        for one in plans:
+            slices = one.source.slices
+            try:
+                rest = self._lane.run(storage_keys, keys.root, part(keys.chain, first, keys.n_chunks), slices)
+            except Refused:
+                return False
+            fetched = await self._prefetch.fetch(
+                await asyncio.shield(rest),
+                len(one.source.parts),
+                pool=wanted.pool,
+                identity=keys.root,
+                tenant=wanted.tenant,
+                parent=storage_keys(keys.root, nth(keys.chain, first - 1), slices) if first else b"",
+                deadline_s=wanted.deadline_s,
+                lengths=[frozenset((record_length(sections),)) for sections in one.recuts[0].source_sections],
+            )
+            if fetched.n_chunks:
+                return True
+        return False
 
 
 class _Made(NamedTuple):
@@ -227,7 +262,7 @@ def _make_record(
     """Make one record, unless L1 has it; "" or a word for what was in the way."""
     pool = wanted.pool
     ticket, outcomes, _ = pool.reserve(
-        spec.key, parent, record_bytes(recut), SERVER_ROW, wanted.keys.root, wanted.tenant
+        spec.key, parent, record_length(recut.target_sections), SERVER_ROW, wanted.keys.root, wanted.tenant
     )
     if outcomes[0] == ReserveOutcome.PRESENT:
         return ""

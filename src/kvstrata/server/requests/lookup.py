@@ -268,7 +268,7 @@ class Lookups:
                 )
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
-                if fetched.n_chunks:
+                if fetched.n_chunks or await self._recut(asked, held, of_l2=True):
                     held = await self._lease_again(asked, held)
             if not held.tail_tokens and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
@@ -294,14 +294,14 @@ class Lookups:
         _give_up(asked, held)
         return again
 
-    async def _recut(self, asked: Asked, held: Granted) -> int:
-        """Make chunks behind these of records of other geometries in L1; how many."""
+    async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
+        """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
         keys, group = asked.keys, asked.process.group
         plans = self._recuts.plans(group.layout, keys.slices)
         if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
             return 0
         wanted = Wanted(asked.pool, keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
-        return await self._recuts.make(plans, wanted)
+        return await self._recuts.make(plans, wanted, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
         """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
