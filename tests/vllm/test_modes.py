@@ -102,7 +102,9 @@ def test_an_answers_chunks_and_its_tail_are_stored_and_hit_by_the_next_turn(rig)
     first = rig.vllm.generate(prompt, max_tokens=410)
     turn = [*prompt, *first["tokens"][:-1], 5, 6, 7]
     expected = rig.again(turn, salt="reference")["tokens"]
-    again = until(lambda: full_hit(rig, turn, 896), "storing the answer: two chunks, and a block of the third")
+    again = until(
+        lambda: full_hit(rig, turn, 896), "storing the answer: two chunks, and a block of the third"
+    )
     assert again["tokens"] == expected
 
 
