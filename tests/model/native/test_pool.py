@@ -17,7 +17,8 @@ from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.types import PoolEvent, unpack_extents
-from tests.oracles.pool import PAGE, SERVER_ROW, Chunk, PoolModel
+from tests.oracles.pool import SERVER_ROW, PoolModel
+from tests.oracles.pool_chunk import PAGE, Chunk
 
 IDENTITY = hashlib.sha256(b"identity").digest()
 PROMPTS, CHUNKS = 6, 5
