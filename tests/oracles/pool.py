@@ -6,7 +6,7 @@ choice was allowed:
 
 - bytes that a process or an operation may touch are not handed out;
 - only unused chunks are evicted, never one that has descendants, never one of the chain that is being stored;
-- no chunk is evicted while an unused tail in an extent of the same size could be;
+- no chunk is evicted for another one of its size while an unused tail in such an extent could be;
 - nothing is evicted for a chunk whose parent is missing, unless L2 may have the parent;
 - a key is READY exactly from its commit (or its verification) until it is evicted, dropped or removed;
 - a refusal names a true reason.
@@ -214,8 +214,12 @@ class PoolModel:
 
     # reservations
 
-    def evicted(self, keys: Iterable[bytes], protected: set[bytes]) -> None:
-        """Take the keys that the pool evicted during a call, in their order."""
+    def evicted(self, keys: Iterable[bytes], protected: set[bytes], extent_bytes: int = 0) -> None:
+        """Take the keys that the pool evicted during a call, in their order.
+
+        `extent_bytes`: size of the extents that the call needed; 0 if it needed none.  For extents of another size than
+        a chunk's, neighbours may leave together, wherever tails lie.
+        """
         for key in keys:
             chunk = self.index.get(key)
             assert chunk is not None, "an event names a key that the index did not have"
@@ -223,7 +227,7 @@ class PoolModel:
             assert key not in protected, "evicted its own chain"
             children = [other.key for other in self.index.values() if other.parent == key]
             assert not children, "evicted before its descendants"
-            if not chunk.tail_bytes:
+            if not chunk.tail_bytes and extent_bytes in (0, chunk.bytes):
                 for other in self.index.values():
                     # A quota, which makes one tenant's chunks leave, knows that tenant's tails only.
                     spared = other.tail_bytes == chunk.bytes and other.tenant == chunk.tenant
@@ -252,8 +256,8 @@ class PoolModel:
         orphan = parent is not None and parent not in self.index
         refused_before = orphan and row != SERVER_ROW and parent in self.refused
         assert not (orphan and evicted and (refused_before or not self.has_l2)), "evicted for an orphan"
-        self.evicted(evicted, own)
         extent_bytes = max(round_up(record_bytes), round_up(tail_bytes))
+        self.evicted(evicted, own, extent_bytes)
         items: dict[int, Chunk] = {}
         previous = parent if parent in self.index else None
         refusal = None
