@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
 from kvstrata.native import copying
 from kvstrata.native.record import CopyOutcome, RecordSpec
-from kvstrata.server.recuts.record import record_length, recut_record
+from kvstrata.server.recuts.record import Place, record_length, recut_records
 from tests.harness.geometry import CHUNK, DIM, ORDERS, Cache, Geometry, view_of
 
 KEY = b"k" * 32
@@ -71,13 +71,8 @@ def kv_of(layers: int, heads: int) -> KV:
 def recut(sources: Sequence[Stored], target: Part) -> tuple[Recut, bytearray]:
     made = plan_recut([source.part for source in sources], target)
     record = bytearray(record_length(made.target_sections))
-    outcome = recut_record(
-        made,
-        [source.place for source in sources],
-        copying.buffer_address(record, writable=True),
-        len(record),
-        SPEC,
-    )
+    place = Place(made, copying.buffer_address(record, writable=True), len(record), SPEC)
+    outcome = recut_records([source.place for source in sources], [place])
     assert outcome is CopyOutcome.OK
     return made, record
 
@@ -276,7 +271,7 @@ def test_a_corrupt_source_is_not_recut() -> None:
         record = bytearray(b"\xa5" * record_length(made.target_sections))
         address = copying.buffer_address(record, writable=True)
         places = [(*source.place[:2], key) for source in sources]
-        found = recut_record(made, places, address, len(record), SPEC)
+        found = recut_records(places, [Place(made, address, len(record), SPEC)])
         assert (record == target.record) if found is CopyOutcome.OK else set(record) == {0xA5}
         return found
 
@@ -289,7 +284,8 @@ def test_a_corrupt_source_is_not_recut() -> None:
     assert outcome() is CopyOutcome.MISMATCH
     sources[1] = kept
     with pytest.raises(ValueError, match=r"length: .* too few"):
-        recut_record(made, [source.place for source in sources], sources[0].place[0], 8, SPEC)
+        place = Place(made, sources[0].place[0], 8, SPEC)
+        recut_records([source.place for source in sources], [place])
 
 
 @pytest.mark.parametrize(

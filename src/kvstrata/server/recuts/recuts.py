@@ -24,7 +24,7 @@ from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
 from kvstrata.keys.prompt_keys import PromptKeys
-from kvstrata.keys.recut import CannotRecut, Recut
+from kvstrata.keys.recut import CannotRecut
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.native.record import CopyOutcome, RecordSpec
@@ -35,7 +35,7 @@ from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
-from kvstrata.server.recuts.record import record_length, recut_record
+from kvstrata.server.recuts.record import Place, record_length, recut_records
 from kvstrata.types import LayoutIdentity, Slice
 
 SERVER_ROW = 0
@@ -221,66 +221,63 @@ def _make(plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.E
 
 
 def _make_chunk(plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
-    """Make all records of one chunk; returns their bytes, and "" or a word for what was in the way."""
+    """Make all records of one chunk that L1 lacks; returns their bytes, and "" or a word for what was in the way."""
     pool, keys = wanted.pool, wanted.keys
-    chain_key = nth(keys.chain, number)
-    targets = split(storage_keys(keys.root, chain_key, keys.slices))
-    parents = (
-        split(storage_keys(keys.root, nth(keys.chain, number - 1), keys.slices))
-        if number
-        else [b""] * len(targets)
-    )
     sources: list[Hold] = []
-    made_bytes = 0
+    targets: list[_Target] = []
+    made = False
     try:
-        for key in split(storage_keys(keys.root, chain_key, plan.source.slices)):
+        for key in split(storage_keys(keys.root, nth(keys.chain, number), plan.source.slices)):
             hold = pool.hold(key, identity=keys.root)
             if hold is None:
                 return 0, "absent"
             sources.append(hold)
-        for target, recut in enumerate(plan.recuts):
-            spec = RecordSpec(
-                targets[target],
-                keys.root,
-                nth(keys.slices, target),
-                parents[target],
-                plan.chunk_tokens,
-            )
-            why = _make_record(recut, sources, spec, parents[target], wanted)
-            if why:
-                return 0, why
-            made_bytes += sum(recut.target_sections)
+        if why := _reserve(plan, wanted, number, targets):
+            return 0, why
+        places = [(hold.address, hold.length, hold.key) for hold in sources]
+        outcome = recut_records(places, [target.place for target in targets])
+        made = outcome is CopyOutcome.OK
+        if not made:
+            for hold in sources:
+                pool.mark_bad(hold.key)  # checks the record, and drops it if it is damaged
+            return 0, "corrupt"
     finally:
-        for hold in sources:
+        for hold in (*sources, *(target.hold for target in targets)):
             hold.drop()
-    return made_bytes, ""
+        if not made:
+            for target in targets:
+                pool.abort(target.ticket)
+    outcomes = [pool.commit(target.ticket, [0])[0] for target in targets]
+    if any(outcome != CommitOutcome.COMMITTED for outcome in outcomes):
+        return 0, "refused"
+    return sum(target.place.length for target in targets), ""
 
 
-def _make_record(
-    recut: Recut, sources: Sequence[Hold], spec: RecordSpec, parent: bytes, wanted: Wanted
-) -> str:
-    """Make one record, unless L1 has it; "" or a word for what was in the way."""
-    pool = wanted.pool
-    ticket, outcomes, _ = pool.reserve(
-        spec.key, parent, record_length(recut.target_sections), SERVER_ROW, wanted.keys.root, wanted.tenant
-    )
-    if outcomes[0] == ReserveOutcome.PRESENT:
-        return ""
-    if outcomes[0] != ReserveOutcome.RESERVED:
-        return ReserveOutcome(outcomes[0]).name.lower()
-    made = CopyOutcome.MISMATCH
-    try:
-        target = pool.hold(None, ticket, 0)
-        assert target is not None, "an item just reserved has a hold"
-        with target:
-            places = [(hold.address, hold.length, hold.key) for hold in sources]
-            made = recut_record(recut, places, target.address, target.length, spec)
-    finally:
-        if made is not CopyOutcome.OK:
-            pool.abort(ticket, [0])
-    if made is not CopyOutcome.OK:
-        for hold in sources:
-            pool.mark_bad(hold.key)  # checks the record, and drops it if it is damaged
-        return "corrupt"
-    committed = pool.commit(ticket, [0])[0] == CommitOutcome.COMMITTED
-    return "" if committed else "refused"
+class _Target(NamedTuple):
+    """A record that is being made, in a reservation of its own."""
+
+    ticket: int
+    hold: Hold
+    place: Place
+
+
+def _reserve(plan: Plan, wanted: Wanted, number: int, targets: list[_Target]) -> str:
+    """Reserve the records of a chunk that L1 lacks, and add them to `targets`; "" or a word for what was in the way."""
+    pool, keys = wanted.pool, wanted.keys
+    of_chunk = split(storage_keys(keys.root, nth(keys.chain, number), keys.slices))
+    parents = [b""] * len(of_chunk)
+    if number:
+        parents = split(storage_keys(keys.root, nth(keys.chain, number - 1), keys.slices))
+    digests = split(keys.slices)
+    for key, parent, digest, recut in zip(of_chunk, parents, digests, plan.recuts, strict=True):
+        length = record_length(recut.target_sections)
+        ticket, (outcome,), _ = pool.reserve(key, parent, length, SERVER_ROW, keys.root, wanted.tenant)
+        if outcome == ReserveOutcome.PRESENT:
+            continue
+        if outcome != ReserveOutcome.RESERVED:
+            return ReserveOutcome(outcome).name.lower()
+        hold = pool.hold(None, ticket, 0)
+        assert hold is not None, "an item just reserved has a hold"
+        spec = RecordSpec(key, keys.root, digest, parent, plan.chunk_tokens)
+        targets.append(_Target(ticket, hold, Place(recut, hold.address, hold.length, spec)))
+    return ""
