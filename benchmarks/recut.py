@@ -1,12 +1,12 @@
 """`recut`: making records of one geometry of those of another, as a lookup in the server does, beside plain copies.
 
 A chunk of 256 tokens of a model of 32 layers, 8 KV heads of 128 numbers in bfloat16 has 32 MiB.  Its records lie in
-buffers that are larger than the cache, are verified, copied by strides and sealed, by one thread.  The plain copy of as
-many bytes is that of a server that takes the same records over as they are: verified, copied in one run, sealed.  libc's
-memcpy of as many bytes is reported too.  All take turns.
+buffers that are larger than the cache, are verified, copied by strides and sealed, by one thread.  The plain copy takes
+over as many bytes of records as they are: verified, copied in one run, sealed.  libc's memcpy of as many bytes is
+reported too.  All take turns.
 
-Sketch: each of the three steps reads or writes all bytes once, and a run has at least 256 bytes (one head and token), so a
-recut costs as much as the plain copy, apart from the shorter runs.
+Sketch: each of the three steps reads or writes all bytes once, and a run has at least 512 bytes (K and V of one head
+and token), so a recut costs as much as the plain copy, apart from the shorter runs.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from kvstrata.types import Slice
 
 MAX_LOOPS = 8
 """Most nested loops of one copy."""
-MAX_COPIES = 1 << 18
+MAX_COPIES = 1 << 16
 """Most copies of one record; facts come from other processes, and could ask for any number."""
 SAME_FACTS = ("format", "dtype", "stored_dtype", "quantisation", "element_bytes", "chunk_tokens")
 """Facts that must be equal on both sides: a recut moves bytes and converts nothing."""

@@ -98,11 +98,11 @@ def stored_in_l2(server: ServerProcess) -> int:
 
 
 def test_a_damaged_record_ends_the_hit_before_it_and_is_dropped(server: ServerProcess) -> None:
+    planned = recuts(server)["plans"]
     with (
         GeometryEngine(server.socket_dir, model="damaged", heads_by=2) as first,
         GeometryEngine(server.socket_dir, model="damaged") as second,
     ):
-        planned = recuts(server)["plans"]
         first.connect()
         second.connect()
         eventually("it is planned", lambda: recuts(server)["plans"] >= planned + 2)

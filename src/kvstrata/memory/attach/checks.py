@@ -3,7 +3,8 @@
 1. A session is one process: its request comes with a pidfd of the very process that sent it.
 2. All processes of one group declare one layout and one number of slices.
 3. All living sessions of the same tenants with the same part of the KV (layout identity, layers, kv heads, object
-   group) have the same layout facts; a process with other facts is refused and told the first fact that differs.
+   group) have the same layout facts, apart from GEOMETRY; a process with other facts is refused and told the first
+   fact that differs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 import msgspec
 
 from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
-from kvstrata.keys.recut import CannotRecut, Part, plan_recut
 from kvstrata.memory import linux
 from kvstrata.native.message import Scan
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
 from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role, canonical_json, facts_digest
 
+GEOMETRY = frozenset({"axes", "block_tokens"})
+"""Facts in which engines of one model may differ: their records can be recut (server/recuts), or are kept apart."""
 MAX_ATTACH_BYTES = 64 << 10
 """Length of one message on the attach socket, either way."""
 
@@ -117,17 +119,16 @@ def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> No
     """Checks a request against those of the other living sessions of the same tenants.
 
     Raises BadRequest when its own group declared something else, LayoutRefused when a session with the same part of
-    the KV has other facts, unless the records of one can be recut for the other: then only their geometry differs.
+    the KV has other facts, apart from GEOMETRY.  Sessions with the same part agree already, so the first one found
+    stands for all.
     """
     part = None if request.slice is None else _part(request)
     for other in others:
         if other.group == request.group:
             _check_same(request, other, ("layout", "engine_slices"), "another process of the same group")
         if part is not None and other.slice is not None and _part(other) == part:
-            if request.slice == other.slice:
-                part = None  # sessions with the same part agree already
-            elif not _differ_in_geometry(request, other):
-                _check_facts(request.facts or {}, other.facts or {})
+            _check_facts(request.facts or {}, other.facts or {})
+            part = None
 
 
 def check_resumed(request: AttachRequest, earlier: AttachRequest) -> None:
@@ -152,18 +153,9 @@ def _part(request: AttachRequest) -> tuple[object, ...]:
     return request.layout, request.slice.layers, request.slice.kv_heads, request.slice.group
 
 
-def _differ_in_geometry(request: AttachRequest, other: AttachRequest) -> bool:
-    assert request.slice is not None and other.slice is not None
-    try:
-        plan_recut([Part(other.slice, other.facts or {})], Part(request.slice, request.facts or {}))
-    except CannotRecut:
-        return False
-    return True
-
-
 def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
     absent = object()
-    for name in sorted(facts.keys() | earlier.keys()):
+    for name in sorted((facts.keys() | earlier.keys()) - GEOMETRY):
         mine, theirs = facts.get(name, absent), earlier.get(name, absent)
         if mine is absent or theirs is absent or canonical_json(mine) != canonical_json(theirs):
             shown = ["absent" if value is absent else repr(value) for value in (mine, theirs)]

@@ -30,9 +30,9 @@ def recut_records(sources: Sequence[tuple[int, int, bytes]], targets: Sequence[P
 
     `sources` are (address, length, key) of the records, in the order in which `plan_recut` got their slices for each
     target.  The records that are used are verified first.  If one of them is not sound, its outcome is returned; if one
-    has another shape, MISMATCH is returned; nothing is written then.  The caller owns all memory, which must stay mapped
-    during the call.  Raises ValueError for an extent that is too small.  Bytes move without the GIL, but the call takes
-    as long as the copy, so make it in a lane.
+    has another shape, MISMATCH is returned; nothing is written then.  The caller owns all memory, which must stay
+    mapped during the call.  Raises ValueError for an extent that is too small.  Bytes move without the GIL, but the
+    call takes as long as the copy, so make it in a lane.
     """
     for recut, _, length, _ in targets:
         needed = record_length(recut.target_sections)
