@@ -119,6 +119,10 @@ EXTENT = struct.Struct("<QIIII")
 """Packed extent in replies: offset, length, entry, generation, zero (24 bytes)."""
 
 
+NO_EXTENT = Extent(0, 0, 0, 0)
+"""Stands in replies for a record that is not leased."""
+
+
 def unpack_extents(packed: bytes) -> list[Extent]:
     """The extents of a reply, in order."""
     return [Extent(o, n, e, g) for o, n, e, g, _ in EXTENT.iter_unpack(packed)]

@@ -39,6 +39,8 @@ MORE: dict[str, dict[str, Any]] = {
 OUTPUT_TOKENS = 8
 LOOKUP_MS = 30_000
 """Chunks that are loaded by this time are hits; so long a slow machine may take for all of them."""
+PEER_SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": str(LOOKUP_MS // 2)}
+"""The first lookup at a peer also connects to it, for which the default of 250 ms is too short on a busy machine."""
 
 
 @dataclasses.dataclass
@@ -175,7 +177,7 @@ def all_put(server: ServerProcess) -> bool:
 
 def from_a_peer(family: Family) -> list[Way]:
     """From the L1 of another instance of the cluster."""
-    with Cluster(family.folder / "cluster", l1_mb=256) as cluster:
+    with Cluster(family.folder / "cluster", l1_mb=256, settings=PEER_SETTINGS) as cluster:
         with family.engine(cluster.servers[0]) as one:
             family.compute(one)
         cluster.until_known(0)

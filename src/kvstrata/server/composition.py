@@ -248,8 +248,11 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
 
     peer_reads = PeerReads(peer_tier, tiers.stack, ground.counters)
 
-    def asks(tier: str, keys: Sequence[bytes], pool: Pool) -> None:
-        peer_reads.belongs(tier, keys, ground.own.tenant_of(pool))
+    def asks(tier: str, keys: Sequence[bytes], pool_of_keys: Pool, scattered: Sequence[bytes]) -> None:
+        if pool_of_keys is not pool:
+            peer_reads.belongs(tier, keys, ground.own.tenant_of(pool_of_keys))
+        if scattered:
+            peer_reads.scatter(tier, scattered)
 
     limits = PrefetchLimits(
         in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
