@@ -16,16 +16,14 @@ import argparse
 import collections
 import hashlib
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import figure, sized
-from benchmarks.policies import EXTENT_BYTES, IDENTITY, POLICIES
+from benchmarks.policies import EXTENT_BYTES, IDENTITY, POLICIES, empty_pool
 from kvstrata.keys.batch import nth
 from kvstrata.measure.workloads import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
-from kvstrata.native.pool import Pool
 
 REQUESTS = 6_000
 DROP_EVERY = 50
@@ -46,20 +44,7 @@ class Hybrid:
     """A pool of `capacity` records, and what is known of the prompts that it has served."""
 
     def __init__(self, capacity: int, policy: str, windows: int) -> None:
-        index_fd = os.memfd_create("policies-index", os.MFD_CLOEXEC)
-        extents_fd = os.memfd_create("policies-extents", os.MFD_CLOEXEC)
-        try:
-            self.pool = Pool.create(
-                index_fd,
-                extents_fd,
-                extents_bytes=capacity * EXTENT_BYTES,
-                entry_capacity=capacity,
-                policy=policy,
-                max_session_share=1,
-            )
-        finally:
-            os.close(index_fd)
-            os.close(extents_fd)
+        self.pool = empty_pool(capacity, policy)
         self._slices = range(1 + windows)
         self._spans = (0,) + (1,) * windows
         self._paths: dict[tuple[int, ...], None] = {}

@@ -169,7 +169,10 @@ class Finder:
         if self._pacer.delay_s(shared.now_s()) * 1000 > shared.settings.load_timeout_ms / 2:
             return Asked(THROTTLED)
         named = self._named.of(keys[0])
-        left, reason = (keys, "") if named is None else await self._lease_each([named], keys, ends_s)
+        left, reason = keys, ""
+        if named is not None:
+            left, word = await self._lease_each([named], keys, ends_s)
+            reason = reason or word
         if not left:
             return Asked()
         owners = self._directory.recall(question, shared.now_s())
@@ -182,8 +185,9 @@ class Finder:
         if shared.owners.skipped(owners, shared.now_s()):
             reason = reason or PEER_SKIPPED
         now = shared.owners.in_order(owners, shared.now_s())[:ATTEMPTS]
-        left, why = await self._lease_each(now, left, ends_s)
-        return Asked(reason or why) if left else Asked()
+        left, word = await self._lease_each(now, left, ends_s)
+        reason = reason or word
+        return Asked(reason) if left else Asked()
 
     async def _lease_each(
         self, owners: Sequence[Owner], keys: list[bytes], ends_s: float
@@ -196,7 +200,9 @@ class Finder:
             word = PEER_SKIPPED
             if shared.owners.admit(owner.instance, shared.now_s()):
                 _, word = await self._lease_at(owner, keys, ends_s, each=True)
-            reason = reason or (THROTTLED if word == LIMIT else word)
+            if word == LIMIT:
+                word = THROTTLED
+            reason = reason or word
             keys = [key for key in keys if shared.leases.standing(key, shared.now_s()) is None]
         return keys, reason
 

@@ -47,8 +47,12 @@ def until_put(server: ServerProcess) -> None:
 
 
 def start_empty(server: ServerProcess, groups: Groups) -> None:
-    """Kill the server and start it with an empty pool."""
+    """Kill the server when it has put all, and start it with an empty pool."""
     until_put(server)
+    kill_and_start_empty(server, groups)
+
+
+def kill_and_start_empty(server: ServerProcess, groups: Groups) -> None:
     server.kill()
     for engine in groups:
         eventually("the client notices", lambda engine=engine: not engine.client.connected)
@@ -205,12 +209,7 @@ def test_windows_that_a_full_disk_did_not_take_are_a_shorter_hit_and_never_wrong
                 return bool(set(adapter["outcomes"]) - {"stored", "exists"})
 
             eventually("puts have failed", failed)
-            server.kill()
-            for engine in groups:
-                eventually("the client notices", lambda engine=engine: not engine.client.connected)
-            server.wipe_segment()
-            server.start()
-            groups.connect()
+            kill_and_start_empty(server, groups)
             result = groups.whole.looked_up(prompt(8))
             assert (result.n_chunks, groups.windows_of(result)) == (2, [0, 1])
             groups.load(8, result)
