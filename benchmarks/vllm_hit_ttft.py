@@ -7,8 +7,8 @@ several times as our hit, with its own cache emptied before, and as vLLM's own h
 that of its two medians; the figure is the median over the lengths, and names the worst.  An engine without tails
 (`save_unfull_chunk` off) does the same.
 
-Sketch: vLLM's time for a prompt in its own cache, and copies of 4 KiB a token (5 GB/s into blocks that were used
-before).
+Sketch: vLLM's time for a prompt in its own cache, and a copy of the prompt's KV.  The floor is that: vLLM's own hit and
+a bare memcpy of the hit's bytes, measured in the same turn; nobody who keeps KV outside of vLLM's blocks does better.
 
 The same run counts the records and bytes that a prompt takes with tails (`save_unfull_chunk`) and without them.
 """
@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from tests.harness import vllm_env, vllm_model
@@ -85,6 +88,7 @@ def store_all(
     record_bytes = max(one["extent_bytes"] for one in pool["classes"])
     chunks = pool["entries"]["ready"] - tails["entries"]
     return answers, {
+        "record_bytes": record_bytes,
         "records": pool["entries"]["ready"],
         "tails": tails["entries"],
         "chunk_bytes": chunks * record_bytes,
@@ -100,19 +104,42 @@ class Hits(NamedTuple):
     hit_tokens: int
     hit_s: float
     own_s: float
+    copy_s: float
+    """A bare copy of the hit's bytes."""
 
     @property
     def ratio(self) -> float:
         """Our hit against vLLM's own."""
         return self.hit_s / self.own_s
 
+    @property
+    def floor(self) -> float:
+        """A hit that costs nothing but its copy, against vLLM's own."""
+        return (self.own_s + self.copy_s) / self.own_s
 
-def measure(vllm: VllmProcess, tokens: list[int], answer: list[int], *, tails: bool) -> Hits:
+
+class Memory:
+    """Buffers of one prompt's size at most, for bare copies."""
+
+    def __init__(self, token_bytes: int) -> None:
+        self._token_bytes = token_bytes
+        self._source = np.ones(LONGEST * token_bytes, np.uint8)
+        self._target = np.zeros_like(self._source)
+
+    def copy_s(self, tokens: int) -> float:
+        """Copy the KV of so many tokens; return the seconds."""
+        n = tokens * self._token_bytes
+        begun_s = time.perf_counter()
+        np.copyto(self._target[:n], self._source[:n])
+        return time.perf_counter() - begun_s
+
+
+def measure(vllm: VllmProcess, memory: Memory, tokens: list[int], answer: list[int], *, tails: bool) -> Hits:
     """Measure our hits of a prompt and vLLM's own, in turns.
 
     Raises RuntimeError if a hit gives other tokens or, with `tails`, is shorter than vLLM's own.
     """
-    ours, own = [], []
+    ours, own, copies = [], [], []
     hit_tokens = 0
     for _ in range(REPEATS):
         wait_until(lambda: forgotten(vllm), "emptying vLLM's cache")
@@ -127,13 +154,16 @@ def measure(vllm: VllmProcess, tokens: list[int], answer: list[int], *, tails: b
         ours.append(hit["ttft_s"])
         own.append(again["ttft_s"])
         hit_tokens = hit["cached_tokens"]
-    return Hits(len(tokens), hit_tokens, median_spread(ours)[0], median_spread(own)[0])
+        copies.append(memory.copy_s(hit_tokens))
+    medians = (median_spread(seconds)[0] for seconds in (ours, own, copies))
+    return Hits(len(tokens), hit_tokens, *medians)
 
 
 def measure_all(
     model: Path,
     state: Path,
     server: ServerProcess,
+    memory: Memory,
     prompts: list[list[int]],
     answers: list[list[int]],
     *,
@@ -147,11 +177,12 @@ def measure_all(
         for number in range(3):
             vllm.generate(prompt(1_000 + number, LONGEST), max_tokens=4)
         for tokens, answer in zip(prompts, answers, strict=True):
-            row = measure(vllm, tokens, answer, tails=tails)
+            row = measure(vllm, memory, tokens, answer, tails=tails)
             rows.append(row)
             print(
                 f"   {row.tokens:5} tokens, {row.hit_tokens:5} hit: {row.hit_s * 1e3:6.1f} ms, own "
-                f"{row.own_s * 1e3:6.1f} ms, {row.ratio:.2f} ×{'' if tails else ', without tails'}",
+                f"{row.own_s * 1e3:6.1f} ms, {row.ratio:.2f} ×, floor {row.floor:.2f} ×"
+                f"{'' if tails else ', without tails'}",
                 flush=True,
             )
         vllm.quit()
@@ -174,10 +205,12 @@ def run() -> list[dict[str, Any]]:
     ):
         server.start()
         answers, held = store_all(model, folder / "cold", server, prompts)
-        rows = measure_all(model, folder / "hits", server, prompts, answers, tails=True)
-        without = measure_all(model, folder / "without", server, prompts, answers, tails=False)
+        memory = Memory(held["record_bytes"] // CHUNK_TOKENS)
+        rows = measure_all(model, folder / "hits", server, memory, prompts, answers, tails=True)
+        without = measure_all(model, folder / "without", server, memory, prompts, answers, tails=False)
     ratio, ratio_spread = median_spread([row.ratio for row in rows])
     plain_ratio, plain_spread = median_spread([row.ratio for row in without])
+    floor, floor_spread = median_spread([row.floor for row in rows])
     value, spread = median_spread([row.hit_s for row in rows])
     mb = 1e6 * len(lengths)
     return [
@@ -191,6 +224,8 @@ def run() -> list[dict[str, Any]]:
             spread=spread,
             ratio_to="vLLM's own prefix hit in the same process",
             ratio_spread=ratio_spread,
+            floor_ratio=floor,
+            floor_spread=floor_spread,
             seed=seed,
             ratio_without_tails=plain_ratio,
             ratio_spread_without_tails=plain_spread,

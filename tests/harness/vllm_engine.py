@@ -361,7 +361,7 @@ class Engine:
                     outcome = name.removeprefix("store_").removesuffix("_chunks")
                     outcomes[outcome] = outcomes.get(outcome, 0) + count
         return {
-            "in_flight": len(self.scheduler().connector._scheduler._stores._in_flight),
+            "in_flight": len(self.scheduler().connector._scheduler.stores._in_flight),
             "outcomes": outcomes,
             "stored": [of_group.get("store_stored_chunks", 0) for of_group in counts],
         }

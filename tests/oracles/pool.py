@@ -6,6 +6,7 @@ choice was allowed:
 
 - bytes that a process or an operation may touch are not handed out;
 - only unused chunks are evicted, never one that has descendants, never one of the chain that is being stored;
+- no chunk is evicted for another one of its size while an unused tail in such an extent could be;
 - nothing is evicted for a chunk whose parent is missing, unless L2 may have the parent;
 - a key is READY exactly from its commit (or its verification) until it is evicted, dropped or removed;
 - a refusal names a true reason.
@@ -15,59 +16,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.types import Extent
+from tests.oracles.pool_chunk import PAGE, Chunk, round_up
 
-PAGE = 4096
 SERVER_ROW = 0
-
-
-def round_up(size: int) -> int:
-    return -(-size // PAGE) * PAGE
-
-
-@dataclass
-class Chunk:
-    """An extent that is not free; the index has its `key` unless it is quarantined."""
-
-    key: bytes
-    extent: Extent
-    state: str
-    parent: bytes | None
-    tenant: int
-    owner: int | None = None
-    """The row that is charged for it: while it is reserved, and while it is quarantined after that."""
-    content: bytes | None = field(default=None, repr=False)
-    """The record; set by the commit."""
-    sound: bool = True
-    """Whether the bytes are still those of the commit (tests damage them)."""
-    leases: dict[int, int] = field(default_factory=dict)
-    """How often each ticket leases it."""
-    recorded_rows: set[int] = field(default_factory=set)
-    """Rows that have had a lease since it last had none. After a restart the pool may wait for all of them."""
-    holds: set[int] = field(default_factory=set)
-    old_readers: set[int] = field(default_factory=set)
-    old_writers: set[int] = field(default_factory=set)
-
-    @property
-    def bytes(self) -> int:
-        return round_up(self.extent.length_bytes)
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.extent.offset_bytes, self.extent.offset_bytes + self.bytes
-
-    @property
-    def in_use(self) -> bool:
-        return (
-            self.state in ("reserved", "quarantined")
-            or bool(self.leases)
-            or bool(self.holds)
-            or bool(self.old_readers)
-            or bool(self.old_writers)
-        )
 
 
 @dataclass
@@ -130,6 +85,15 @@ class PoolModel:
 
     def state_bytes(self, state: str) -> int:
         return sum(chunk.bytes for chunk in self.chunks() if chunk.state == state)
+
+    def tails(self) -> dict[str, int]:
+        """What the pool counts of tails."""
+        tails = [chunk for chunk in self.chunks() if chunk.tail_bytes]
+        return {
+            "entries": len(tails),
+            "record_bytes": sum(chunk.extent.length_bytes for chunk in tails),
+            "extent_bytes": sum(chunk.bytes for chunk in tails),
+        }
 
     def ancestors(self, key: bytes | None) -> list[bytes]:
         """Return `key` and its ancestors, as far as the index has them."""
@@ -250,8 +214,12 @@ class PoolModel:
 
     # reservations
 
-    def evicted(self, keys: Iterable[bytes], protected: set[bytes]) -> None:
-        """Take the keys that the pool evicted during a call, in their order."""
+    def evicted(self, keys: Iterable[bytes], protected: set[bytes], extent_bytes: int = 0) -> None:
+        """Take the keys that the pool evicted during a call, in their order.
+
+        `extent_bytes`: size of the extents that the call needed; 0 if it needed none.  For extents of another size than
+        a chunk's, neighbours may leave together, wherever tails lie.
+        """
         for key in keys:
             chunk = self.index.get(key)
             assert chunk is not None, "an event names a key that the index did not have"
@@ -259,6 +227,11 @@ class PoolModel:
             assert key not in protected, "evicted its own chain"
             children = [other.key for other in self.index.values() if other.parent == key]
             assert not children, "evicted before its descendants"
+            if not chunk.tail_bytes and extent_bytes in (0, chunk.bytes):
+                for other in self.index.values():
+                    # A quota, which makes one tenant's chunks leave, knows that tenant's tails only.
+                    spared = other.tail_bytes == chunk.bytes and other.tenant == chunk.tenant
+                    assert not spared or other.in_use, f"evicted before {other}"
             del self.index[key]
 
     def own_chain(self, keys: Sequence[bytes], parent: bytes | None) -> set[bytes]:
@@ -274,15 +247,17 @@ class PoolModel:
         tenant: int,
         evicted: Sequence[bytes],
         answer: tuple[int, bytes, Sequence[Extent]],
+        tail_bytes: int = 0,
     ) -> None:
+        """`tail_bytes`: what the caller asked for as the size of a tail's extent; 0 if the keys are those of chunks."""
         ticket, outcomes, extents = answer
         present_before = set(self.index)
         own = self.own_chain(keys, parent)
         orphan = parent is not None and parent not in self.index
         refused_before = orphan and row != SERVER_ROW and parent in self.refused
         assert not (orphan and evicted and (refused_before or not self.has_l2)), "evicted for an orphan"
-        self.evicted(evicted, own)
-        extent_bytes = round_up(record_bytes)
+        extent_bytes = max(round_up(record_bytes), round_up(tail_bytes))
+        self.evicted(evicted, own, extent_bytes)
         items: dict[int, Chunk] = {}
         previous = parent if parent in self.index else None
         refusal = None
@@ -306,6 +281,7 @@ class PoolModel:
                 assert not refused_before, "reserved behind a refused chunk"
                 self.refused.discard(key)
                 chunk = Chunk(key, extents[i], "reserved", previous, tenant, owner=row)
+                chunk.tail_bytes = extent_bytes if tail_bytes else 0
                 self._check_extent(chunk, extent_bytes, record_bytes)
                 self._check_admission(row, tenant, extent_bytes)
                 self.index[key] = chunk

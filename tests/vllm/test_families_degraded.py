@@ -45,7 +45,7 @@ def settle(rig: Rig) -> None:
     """Wait until all stores have ended and vLLM has all its blocks back."""
 
     def ended() -> bool:
-        rig.vllm.ask("idle_steps", n=1)
+        rig.vllm.ask("idle_steps", n=1)  # does nothing once vLLM has heard of the end of all stores
         return not rig.vllm.ask("stores")["in_flight"] and rig.forget()
 
     until(ended, "ending all stores")
@@ -64,8 +64,13 @@ def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_ba
     settle(rig)
     again = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
     assert [found["tokens"] for found in again] == alone
-    assert sum(found["cached_tokens"] > 0 for found in again) == len(LENGTHS)
     settle(rig)
+    for prompt, found, tokens in zip(prompts, again, alone, strict=True):
+        if not found["cached_tokens"]:  # preempted before its windows could be read, so they were not stored
+            assert rig.vllm.generate(prompt, max_tokens=140)["tokens"] == tokens
+            settle(rig)
+            assert rig.vllm.generate(prompt, max_tokens=140)["cached_tokens"] > 0
+            settle(rig)
     assert rig.vllm.ask("free_blocks") == free
     until(lambda: rig.server.get("/v1/status")["pool"]["leased_bytes"] == 0, "giving all leases back")
 

@@ -97,12 +97,14 @@ def test_abort_around_an_asynchronous_load_leaks_nothing(rig, steps):
     assert rig.vllm.ask("free_blocks") == BLOCKS - 1, "all blocks are free again, but the null block"
 
 
-def test_generated_chunks_are_stored_and_hit_by_the_next_turn(rig):
+def test_an_answers_chunks_and_its_tail_are_stored_and_hit_by_the_next_turn(rig):
     prompt = rig.fresh_prompt(500)
-    first = rig.vllm.generate(prompt, max_tokens=280)
+    first = rig.vllm.generate(prompt, max_tokens=410)
     turn = [*prompt, *first["tokens"][:-1], 5, 6, 7]
     expected = rig.again(turn, salt="reference")["tokens"]
-    again = until(lambda: full_hit(rig, turn, 768), "storing the generated chunks")
+    again = until(
+        lambda: full_hit(rig, turn, 896), "storing the answer: two chunks, and a block of the third"
+    )
     assert again["tokens"] == expected
 
 

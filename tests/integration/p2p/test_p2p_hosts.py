@@ -207,6 +207,7 @@ def test_a_server_stops_while_it_has_two_engines(rig: Rig) -> None:
 
 
 def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> None:
+    """A device that comes back is no new one. If no read succeeds in 10 s, an engine is opened for that reason."""
     prompts, host, enough = (
         [rig.known(seed) for seed in range(2, 2 + FLAPS)],
         rig.network.hosts[0],
@@ -230,7 +231,7 @@ def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> N
         thread.join()
     rig.goes_on(seed=50)
     rig.freed()
-    assert rig.reopened(0) == rig.reopened(1) == {"devices": 0, "unreachable": 0}
+    assert rig.reopened(0)["devices"] == rig.reopened(1)["devices"] == 0
 
 
 @pytest.mark.parametrize("rig", ["ucx"], indirect=True)

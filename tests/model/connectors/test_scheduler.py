@@ -183,7 +183,7 @@ class Scheduling(RuleBasedStateMachine):
             assert self.rests_on[store.request_id] == self.generations[store.identity.adapter]
         self.kept -= plan.awaited
         self.unreported.append(plan)
-        assert not (plan.awaited & {s.request_id for s in self.side._stores.of_finished})
+        assert not (plan.awaited & {s.request_id for s in self.side.stores.of_finished})
 
     def end(self, request):
         kept = self.side.finished(request, [list(range(1, 40))])

@@ -17,7 +17,8 @@ from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.types import PoolEvent, unpack_extents
-from tests.oracles.pool import PAGE, SERVER_ROW, Chunk, PoolModel
+from tests.oracles.pool import SERVER_ROW, PoolModel
+from tests.oracles.pool_chunk import PAGE, Chunk
 
 IDENTITY = hashlib.sha256(b"identity").digest()
 PROMPTS, CHUNKS = 6, 5
@@ -148,6 +149,35 @@ class PoolMachine(RuleBasedStateMachine):
         evicted = self.take_events().get(PoolEvent.EVICTED, [])
         extents = unpack_extents(packed)
         self.model.reserved(keys, parent, size, row, tenant, evicted, (ticket, outcomes, extents))
+
+    @rule(
+        session=sessions,
+        prompt=prompts,
+        chunk=st.integers(0, CHUNKS),
+        blocks=st.integers(1, 3),
+        size=st.sampled_from(SIZES),
+        tenant=st.integers(0, 1),
+    )
+    def store_tail(self, session: int, prompt: int, chunk: int, blocks: int, size: int, tenant: int) -> None:
+        """Store the first blocks of a chunk, in an extent of a chunk's size."""
+        key = hashlib.sha256(key_of(prompt, chunk) + bytes([blocks])).digest()
+        parent = key_of(prompt, chunk - 1) if chunk else None
+        row, record_bytes = (
+            self.row_of(session),
+            size - 4 * PAGE // blocks if size > 4 * PAGE else size - PAGE // 2,
+        )
+        answer = self.pool.reserve(
+            key, parent or b"", record_bytes, row, IDENTITY, tenant, tail=True, extent_bytes=size
+        )
+        evicted = self.take_events().get(PoolEvent.EVICTED, [])
+        extents = unpack_extents(answer[2])
+        self.model.reserved(
+            [key], parent, record_bytes, row, tenant, evicted, (*answer[:2], extents), tail_bytes=size
+        )
+        for ticket in {answer[0]} - {0}:
+            content = self.write(self.model.reservations[ticket].items[0])
+            self.model.committed(ticket, [0], [content], self.pool.commit(ticket, [0]))
+        self.take_events()
 
     @precondition(lambda self: self.model.reservations)
     @rule(
@@ -379,6 +409,7 @@ class PoolMachine(RuleBasedStateMachine):
         for state in ("reserved", "ready", "unverified", "quarantined"):
             assert stats["bytes"][state] == self.model.state_bytes(state), state
         assert stats["leased_bytes"] == self.model.leased_bytes()
+        assert stats["tails"] == self.model.tails()
         assert {row["row"]: row["old"] for row in self.pool.rows()} == {
             row: info.old for row, info in self.model.rows.items()
         }

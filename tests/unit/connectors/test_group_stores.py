@@ -220,7 +220,7 @@ def test_a_report_that_cannot_be_applied_still_undoes_the_pins():
     for broken in ("confirm", "_stored"):
         side, pool = make_grouped(FULL, window_group(16))
         _, window = stored_window(side)
-        setattr(side._stores, broken, planted)
+        setattr(side.stores, broken, planted)
         GuardedSide(side).heard([said(window)], [], [])
         assert pool.pinned == {}, broken
 

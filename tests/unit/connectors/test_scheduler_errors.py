@@ -112,7 +112,7 @@ def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
     request = make_request(40)
     side.on_new_request(request)
     [_] = step(side, [(request, 0, 40)]).stores
-    side.side._stores.plan = None
+    side.side.stores.plan = None
     assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
 
 

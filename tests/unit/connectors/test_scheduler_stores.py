@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
-from kvstrata.connectors.vllm.store_table import UNCONFIRMED_STEPS
+from kvstrata.connectors.vllm.store_table import AWAITED_S, UNCONFIRMED_STEPS
 from tests.harness.scheduler_side import (
     BLOCK,
     CHUNK,
@@ -231,14 +231,14 @@ def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():
     side.on_new_request(request)
     (store,) = step(side, [(request, 0, 40)]).stores
     side.heard([WorkerReport(1, stored=[(store.store_id, 0b11011)])], [], [])
-    assert side.take_events() == []
+    assert side.stores.take_events() == []
     side.heard([WorkerReport(1, stored=[(store.store_id, 0b01111)])], [], [])
     keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
-    assert side.take_events() == [
+    assert side.stores.take_events() == [
         (list(range(16)), b"", keys[:2], None),
         (list(range(24, 32)), keys[2], keys[3:4], None),
     ]
-    assert side.take_events() == []
+    assert side.stores.take_events() == []
 
 
 def test_chunks_that_left_l1_are_announced_as_removed_once():
@@ -251,11 +251,27 @@ def test_chunks_that_left_l1_are_announced_as_removed_once():
     (store,) = step(side, [(request, 0, 40)]).stores
     keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
     side.heard([WorkerReport(1, gathered=[store.store_id], stored=[(store.store_id, 0b01111)])], [], [])
-    assert side.take_events() == [("stored", keys[:4])]
+    assert side.stores.take_events() == [("stored", keys[:4])]
     client.evicted = {keys[1], keys[3], keys[4]}
     clock.now_s += 20
-    assert side.take_events() == [("removed", [keys[1], keys[3]])], (
+    assert side.stores.take_events() == [("removed", [keys[1], keys[3]])], (
         "the last chunk was never announced as stored"
     )
     clock.now_s += 20
-    assert side.take_events() == []
+    assert side.stores.take_events() == []
+
+
+def test_an_engine_without_requests_steps_until_it_has_heard_of_its_stores_or_the_report_is_lost():
+    clock = Clock()
+    side = make_side(clock=clock)
+    assert not side.stores.awaits_news
+    for lost in (False, True):
+        request = make_request(40, request_id=f"lost {lost}")
+        side.on_new_request(request)
+        (store,) = step(side, [(request, 0, 40)]).stores
+        side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
+        assert side.stores.awaits_news
+        if not lost:
+            side.heard([WorkerReport(2, stored=[(store.store_id, 0b11111)])], [], [])
+        clock.now_s += AWAITED_S if lost else 0.0
+        assert not side.stores.awaits_news

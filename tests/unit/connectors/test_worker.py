@@ -109,6 +109,17 @@ def test_stores_are_reported_once_they_are_done(fake, side):
     assert report.gathered == [1] and report.stored == [(1, 0b101)] and report.dropped == []
 
 
+def test_blocks_are_reported_as_read_once_before_the_server_has_confirmed_the_store(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1)]))
+    fake.stores[0][2].gathered.set()
+    report, _, _, _ = step(side, StepPlan(2))
+    assert (report.gathered, report.stored) == ([1], [])
+    assert step(side, StepPlan(3))[0] is None
+    fake.stores[0][2].done.set()
+    report, _, _, _ = step(side, StepPlan(4))
+    assert (report.gathered, report.stored) == ([], [(1, 0b11)])
+
+
 def test_blocks_of_a_finished_request_are_freed_once_no_store_reads_them(fake, side):
     step(side, StepPlan(1, stores=[store_of(1)]))
     _, sent, _, _ = step(side, StepPlan(2, awaited={"r", "done-before"}))

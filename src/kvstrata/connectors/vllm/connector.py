@@ -246,7 +246,12 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(())
     def take_events(self) -> Iterable[Any]:
         """KV events about chunks that were stored in L1 or have left it."""
-        return self._scheduler.take_events() if self._scheduler is not None else ()
+        return self._scheduler.stores.take_events() if self._scheduler is not None else ()
+
+    @guarded(False)
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must go on stepping to hear of stores: pinned blocks, and events for routers, wait for it."""
+        return self._scheduler is not None and self._scheduler.stores.awaits_news
 
     @guarded(False, lambda self: (self._scheduler.turn_off(), True)[1])
     def reset_cache(self) -> bool:

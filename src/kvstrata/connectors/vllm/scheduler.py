@@ -103,7 +103,7 @@ class SchedulerSide:
             chunk_tokens=self._chunk_tokens,
             prefix_cache=prefix_cache,
         )
-        self._stores = StoreTable(
+        self.stores = StoreTable(
             self._lookups.tracked,
             self._keys,
             Announced(client.pool.present, now),
@@ -114,6 +114,7 @@ class SchedulerSide:
             make_event=events,
             make_removal=removal,
             pins=pins or BlockPins(),
+            now=now,
         )
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
@@ -227,7 +228,7 @@ class SchedulerSide:
         plan = self._planned = self._new_plan(output)
         plan.weigh = self._weights.take_question()
         plan.loads, self._loads = self._loads, []
-        self._stores.await_reports(plan)
+        self.stores.await_reports(plan)
         self._lookups.next_step()
         # After a reset of vLLM's cache, a preempted request may get new blocks and a load into them in the same step.
         reloaded = {load.request_id for load in plan.loads}
@@ -241,10 +242,10 @@ class SchedulerSide:
                 tracked.loaded_chunks = {}
                 self._lookups.forget(tracked)
         if self._may_store:
-            self._stores.plan(output, plan)
+            self.stores.plan(output, plan)
         # A worker that has no store of an awaited request reports the request as sent at once.  So a request whose
         # deferred stores are not planned yet is awaited only from a later step on.
-        later = {store.request_id for store in self._stores.of_finished}
+        later = {store.request_id for store in self.stores.of_finished}
         plan.awaited, self._awaited = self._awaited - later, self._awaited & later
         self._planned = None
         return plan
@@ -260,7 +261,7 @@ class SchedulerSide:
         loads have failed, and, where a hit is of use only as a whole, requests of which a load has failed."""
         # First, before anything that can fail: a report must be counted exactly once.
         for report in reports:
-            self._stores.confirm(report)
+            self.stores.confirm(report)
             self._hear_weights(report)
         self._ended_loads(received)
         for request_id in not_loaded:
@@ -281,7 +282,7 @@ class SchedulerSide:
                     tracked.loaded_chunks = {}
                     tracked.no_load = True
             # KV of requests that ended in the failing step may be computed from the bad blocks.
-            self._stores.of_finished.clear()
+            self.stores.of_finished.clear()
         for report in reports:
             if report.broken and (self._may_load or self._may_store):
                 logger.error(
@@ -289,7 +290,7 @@ class SchedulerSide:
                     "its log"
                 )
                 self._may_load = self._may_store = False
-            self._stores.heard(report)
+            self.stores.heard(report)
 
     def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
         """End a request. Returns whether its blocks must be kept until the workers report it as sent."""
@@ -302,15 +303,11 @@ class SchedulerSide:
             # vLLM keeps the blocks by itself until the load is reported.
             return False
         if self._may_store:
-            self._stores.finish(tracked, tables)
+            self.stores.finish(tracked, tables)
         if not tracked.stores:
             return False
         self._awaited.add(request.request_id)
         return True
-
-    def take_events(self) -> list[Any]:
-        """Events about chunks stored and removed since the last call."""
-        return self._stores.take_events()
 
     def take_counts(self) -> dict[str, int]:
         """Counts since the last call."""
@@ -374,14 +371,14 @@ class SchedulerSide:
         plan.weigh = plan.weigh or self._weights.take_question()
         plan.loads += self._loads
         self._loads = []
-        self._stores.await_reports(plan)
-        for store in (*plan.stores, *self._stores.of_finished):
-            self._stores.never_sent(store.store_id)
-        plan.stores, self._stores.of_finished = [], []
-        if self._stores.planning is not None:
+        self.stores.await_reports(plan)
+        for store in (*plan.stores, *self.stores.of_finished):
+            self.stores.never_sent(store.store_id)
+        plan.stores, self.stores.of_finished = [], []
+        if self.stores.planning is not None:
             # Planning this request's stores again would only fail again, and drop the stores of all requests each time.
-            self._lookups.skip(self._stores.planning, "error")
-            self._stores.planning = None
+            self._lookups.skip(self.stores.planning, "error")
+            self.stores.planning = None
         plan.awaited |= self._awaited
         self._awaited = set()
         for request_id in plan.preempted:
@@ -397,10 +394,10 @@ class SchedulerSide:
         Outcomes of stores are lost, so some events are missing.
         """
         self._ended_loads(received)
-        self._stores.of_finished.clear()  # their blocks may have failed to load
+        self.stores.of_finished.clear()  # their blocks may have failed to load
         for report in reports:
             self._hear_weights(report)
-            self._stores.heard_failed(report)
+            self.stores.heard_failed(report)
 
     def finished_failed(self, request: Any) -> bool:
         """After `finished`: keep the blocks until the workers say that no store reads them."""
@@ -415,14 +412,14 @@ class SchedulerSide:
     def turn_off(self) -> None:
         """After `reset`: load and store nothing any more, because the weights behind older KV are unknown."""
         self._may_load = self._may_store = False
-        self._stores.of_finished.clear()
+        self.stores.of_finished.clear()
         for tracked in self._lookups.tracked.values():
             self._lookups.skip(tracked, "error")
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _new_plan(self, output: Any) -> StepPlan:
-        plan = StepPlan(step=next(self._step), failures_seen=self._stores.failures_seen)
+        plan = StepPlan(step=next(self._step), failures_seen=self.stores.failures_seen)
         plan.preempted = set(output.preempted_req_ids or ())
         plan.computes = bool(output.num_scheduled_tokens)
         return plan

@@ -31,6 +31,8 @@ from kvstrata.keys.tails import Tail
 logger = logging.getLogger("vllm.kvstrata")
 
 REMEMBERED_STORES = 4096
+AWAITED_S = 10.0
+"""An engine without requests waits so long for the outcome of its last store: a report may be lost."""
 UNCONFIRMED_STEPS = 64
 """After this many later steps a report counts as lost; vLLM has 1 or 2 more steps under way than pipeline stages."""
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
@@ -57,6 +59,7 @@ class StoreTable:
         make_event: MakeEvent | None,
         make_removal: MakeRemoval | None,
         pins: BlockPins,
+        now: Callable[[], float],
     ) -> None:
         """`tracked` are the lookup table's requests; see `SchedulerSide` for the other arguments."""
         self._tracked = tracked
@@ -74,6 +77,8 @@ class StoreTable:
         self._save_decode_cache = save_decode_cache
         self._make_event = make_event
         self._make_removal = make_removal
+        self._now = now
+        self._awaited_until_s = 0.0
         self._store_ids = itertools.count(1)
         self._in_flight: OrderedDict[int, _StoreRecord] = OrderedDict()
         self._unconfirmed: dict[int, int] = {}
@@ -92,6 +97,11 @@ class StoreTable:
     def must_wait(self) -> bool:
         """Whether stores wait for loads: with several workers, one cannot tell that another's load failed."""
         return self._world_size > 1 and bool(self._unconfirmed)
+
+    @property
+    def awaits_news(self) -> bool:
+        """Whether vLLM should go on stepping without requests, since only a step brings the news of stores."""
+        return bool(self._in_flight) and self._now() < self._awaited_until_s
 
     def await_reports(self, plan: StepPlan) -> None:
         """Remember the step if it has synchronous loads; give up on steps whose reports are lost.
@@ -325,6 +335,7 @@ class StoreTable:
         if self._make_event is not None and group is self._whole_of_events and tail is None:
             record.keep_for_events(tracked.request, tracked.identity.root, store, self._chunk_tokens)
         self._in_flight[store.store_id] = record
+        self._awaited_until_s = self._now() + AWAITED_S
         while len(self._in_flight) > REMEMBERED_STORES:
             self._in_flight.popitem(last=False)
         stores.append(store)

@@ -25,7 +25,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from kvstrata.client import LoadItem, LoadJob, StoreJob
 from kvstrata.connectors.vllm.group_side import GroupSide
@@ -44,9 +43,14 @@ CLOSE_WAIT_S = 2.0
 """Time that stores get to end at shutdown."""
 
 
-class _Stored(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Stored:
     store: Store
     job: StoreJob
+    read: bool = False
+    """The report says, or said, that the blocks are not read any more."""
+    settled: bool = False
+    """The report has the outcome."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -353,11 +357,15 @@ class WorkerSide:
         self._loads = running
         received -= self._still_loading()
         self._not_loaded -= received
-        ended = [entry.store.store_id for entry in self._stores if entry.job.done.is_set()]
-        unnamed = [store_id for store_id in ended if store_id not in self._report.gathered]
-        self._report.gathered += unnamed
-        self._report.dropped += unnamed
-        self._stores = [entry for entry in self._stores if entry.store.store_id not in ended]
+        left = []
+        for entry in self._stores:
+            if not entry.job.done.is_set():
+                left.append(entry)
+                continue
+            self._report_read(entry)
+            if not entry.settled:
+                self._report.dropped.append(entry.store.store_id)
+        self._stores = left
         sent = self._awaited - {entry.store.request_id for entry in self._stores}
         self._awaited -= sent
         return sent, received
@@ -443,27 +451,34 @@ class WorkerSide:
         reading = set()
         left = []
         for entry in self._stores:
-            store, job = entry
-            if not job.gathered.is_set():
-                reading.add(store.request_id)
-            elif job.done.is_set():
-                self._report.gathered.append(store.store_id)
-                self._settle(store, job)
-                continue
+            if entry.job.gathered.is_set():
+                self._report_read(entry)
+                if entry.job.done.is_set():
+                    self._settle(entry)
+                    continue
+            else:
+                reading.add(entry.store.request_id)
             left.append(entry)
         self._stores = left
         return reading
 
-    def _settle(self, store: Store, job: StoreJob) -> None:
-        outcomes = [str(outcome) for outcome in job.outcomes]
+    def _report_read(self, entry: _Stored) -> None:
+        """Report, once, that the store's blocks are not read any more."""
+        if not entry.read:
+            entry.read = True
+            self._report.gathered.append(entry.store.store_id)
+
+    def _settle(self, entry: _Stored) -> None:
+        store, outcomes = entry.store, [str(outcome) for outcome in entry.job.outcomes]
         if "cancelled" in outcomes:
             self._report.dropped.append(store.store_id)
         else:
             mask = sum(1 << at for at, outcome in enumerate(outcomes) if outcome in IN_L1)
             self._report.stored.append((store.store_id, mask))
+        entry.settled = True
         for outcome in outcomes:
             self._count("store_" + outcome + "_chunks")
-        self._count("stored_bytes", job.bytes)
+        self._count("stored_bytes", entry.job.bytes)
 
     def _failed(self, load: Load, blocks: Iterable[int]) -> None:
         """Note that these blocks of a load were not filled."""
