@@ -27,6 +27,7 @@ from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
+from kvstrata.connectors.vllm.other_loads import OtherLoads
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.request_tenants import RequestTenants
 from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
@@ -116,6 +117,7 @@ class SchedulerSide:
             pins=pins or BlockPins(),
             now=now,
         )
+        self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
         """The plan that is being made."""
@@ -146,8 +148,7 @@ class SchedulerSide:
         lookup and one lease at a time.
         """
         tracked = self._lookups.track(request)
-        # The request holds no blocks at this point, so it builds only on KV that vLLM has just found, or that we load.
-        tracked.stale = self._keys.engine_stale and computed_tokens > 0
+        self._other_loads.asked(tracked, computed_tokens)
         now = self._now()
         if (self._may_load or self._may_store) and not (tracked.skipped or self._keys.know_weights()):
             # Without keys the request can be neither looked up nor stored.
@@ -219,6 +220,7 @@ class SchedulerSide:
             tracked.loading = tracked.asynchronous
             self._counts["loads_async" if tracked.asynchronous else "loads_sync"] += 1
             self._counts["lookup_hit_tokens"] += external_tokens
+            tracked.known_tokens += external_tokens
         self._lookups.taken(tracked, loads=external_tokens > 0)
         if external_tokens > 0:
             self._client.release([hit.lease], group=not whole)
@@ -228,6 +230,7 @@ class SchedulerSide:
         plan = self._planned = self._new_plan(output)
         plan.weigh = self._weights.take_question()
         plan.loads, self._loads = self._loads, []
+        plan.others_load = self._other_loads.in_step(output)
         self.stores.await_reports(plan)
         self._lookups.next_step()
         # After a reset of vLLM's cache, a preempted request may get new blocks and a load into them in the same step.
@@ -263,13 +266,13 @@ class SchedulerSide:
         for report in reports:
             self.stores.confirm(report)
             self._hear_weights(report)
+        # The load may have been that of another connector.
+        ours = [each for each in map(self._lookups.tracked.get, not_loaded) if each and each.loading]
         self._ended_loads(received)
-        for request_id in not_loaded:
-            tracked = self._lookups.tracked.get(request_id)
-            if tracked is not None:
-                tracked.next_store = tracked.windows_next = tracked.tail_end = 0
-                tracked.loaded_chunks = {}
-                tracked.no_load = True
+        for tracked in ours:
+            tracked.next_store = tracked.windows_next = tracked.tail_end = 0
+            tracked.loaded_chunks = {}
+            tracked.no_load = True
         failed = set(invalid_blocks)
         if failed:
             for tracked in self._lookups.tracked.values():
