@@ -104,7 +104,9 @@ def test_a_hit_that_another_connector_serves_is_no_hit_of_ours_and_is_not_stored
 
 @pytest.mark.parametrize("tokens", [6, TOKENS, TOKENS + 6])
 def test_abort_while_another_connector_loads_stores_nothing(tokens):
-    side = make_side(settings={"save_unfull_chunk": True})
+    client = FakeClient()
+    client.present = lambda chunks: [False] * len(chunks)
+    side = make_side(client, settings={"save_unfull_chunk": True})
     request = make_request(tokens)
     side.on_new_request(request)
     ask(side, request)
