@@ -250,6 +250,7 @@ class Engine:
                             "wall_s": now - record["begun"],
                             "waited_s": times.scheduled_ts - times.queued_ts if times else None,
                             "finish": output.outputs[0].finish_reason if output.outputs else None,
+                            "transfer": output.kv_transfer_params,
                         }
                     )
         return finished

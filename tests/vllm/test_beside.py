@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess, transfer
 from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, until
@@ -20,6 +22,15 @@ NOT_OURS = {"lmcache.max_offload_tokens": 0}
 ONLY_OURS = {"max_load_tokens": 0}
 """`OffloadingConnector` loads nothing for a request with these parameters."""
 
+THEIR_SETTINGS = {
+    "lmcache.mp.host": "tcp://localhost",
+    "lmcache.mp.mq_timeout": 300,
+    "lmcache.mp.port": "5555",
+}
+
+
+SEEDS = itertools.count(10_000, 1_000)
+
 
 class BesideRig(Rig):
     """A server and an engine with two connectors; `switch` is a file that makes the other one's loads fail or hang."""
@@ -27,9 +38,7 @@ class BesideRig(Rig):
     def __init__(self, server: ServerProcess, vllm: VllmProcess, switch: Path, *, first: bool) -> None:
         super().__init__(server, vllm)
         self.switch, self.first = switch, first
-        self.seeds = iter(
-            range(10_000 if first else 20_000, 30_000)
-        )  # engines of both orders share the server
+        self.seeds = itertools.count(next(SEEDS))  # the engines share a server
         self.counted: dict[str, float] = {}
 
     def news(self) -> dict[str, float]:
@@ -56,17 +65,25 @@ class BesideRig(Rig):
 
 
 def engine(
-    server: ServerProcess, model: Path, folder: Path, other: dict[str, Any], *, first: bool, **options: Any
+    server: ServerProcess,
+    model: Path,
+    folder: Path,
+    other: dict[str, Any],
+    *,
+    first: bool,
+    environment: dict[str, str] | None = None,
+    **options: Any,
 ) -> VllmProcess:
     """Start an engine with our connector, `first` or second, and the other one."""
-    ours = transfer(server.connector_config())
+    ours = transfer(server.connector_config(**THEIR_SETTINGS), bare_name=True)
+    ours["kv_connector"] = "LMCacheMPConnector"
     del ours["kv_load_failure_policy"]  # vLLM reads the outer one
     both = [ours, other] if first else [other, ours]
     outer = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": both},
+        "kv_connector_extra_config": {"connectors": both, "lmcache.mp.port": 1},
     }
     options = {
         "dtype": EXACT,
@@ -76,7 +93,7 @@ def engine(
         "kv_transfer_config": outer,
         "kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"},
     } | options
-    return VllmProcess(model, folder, extra=None, options=options)
+    return VllmProcess(model, folder, extra=None, options=options, environment=environment)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ours-first", "ours-second"])
@@ -111,7 +128,7 @@ def offloading(
 
 @pytest.fixture(scope="module")
 def example(
-    first: bool, server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
+    server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[BesideRig]:
     """Beside `ExampleConnector`, whose loads are part of a step."""
     folder = tmp_path_factory.mktemp("example")
@@ -125,8 +142,15 @@ def example(
         },
     }
     whole = {"max_num_batched_tokens": 4096}  # it keeps the first piece of a prompt only
-    with engine(server, small_model, folder / "vllm", other, first=first, **whole) as vllm:
-        yield BesideRig(server, vllm, folder / "fail", first=first)
+    with engine(server, small_model, folder / "vllm", other, first=False, **whole) as vllm:
+        yield BesideRig(server, vllm, folder / "fail", first=False)
+
+
+def test_settings_are_read_from_our_entry_and_the_policy_from_the_outer_configuration(offloading):
+    log = offloading.vllm.log_text()
+    assert "kv_connector_extra_config: lmcache.mp.mq_timeout has no effect" in log
+    assert "kv_connector_extra_config of MultiConnector: lmcache.mp.port has no effect there" in log
+    assert "kv_load_failure_policy is" not in log
 
 
 def test_whoever_serves_the_hit_our_counts_events_and_leases_are_right(offloading):
@@ -227,3 +251,58 @@ def test_kv_of_a_load_that_fails_within_its_step_is_never_stored(example):
     assert (ours["tokens"], ours["cached_tokens"]) == (cold["tokens"], 896)
     until(rig.forget, "letting all blocks go")
     assert rig.vllm.ask("free_blocks") == free
+
+
+def test_prefill_and_decode_over_nixl_in_both_orders_with_windows(
+    server, vllm_model_folder, nixl_environment, tmp_path, tmp_path_factory
+):
+    """Each engine prefills for the other one; each has a server of its own, so that only NIXL can bring a hit."""
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    model = vllm_model_folder("gemma3")
+
+    def start(server: ServerProcess, name: str, *, first: bool) -> BesideRig:
+        variables = {
+            "PYTHONPATH": nixl_environment["PYTHONPATH"],
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        }
+        vllm = engine(server, model, tmp_path / name, nixl, first=first, environment=variables)
+        return BesideRig(server, vllm, tmp_path / "unused", first=first)
+
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=96) as another:
+        another.start()
+        one = start(server, "one", first=True)
+        with one.vllm:
+            two = start(another, "two", first=False)
+            with two.vllm:
+                for prefills, decodes in ((one, two), (two, one)):
+                    hand_over(prefills, decodes)
+
+
+def hand_over(prefills: BesideRig, decodes: BesideRig) -> None:
+    """Let one engine prefill a prompt that the other one decodes, which stores what it got; then it hits that."""
+    prompt = prefills.fresh_prompt(1_100)
+    cold = prefills.vllm.generate(prompt)
+    until(prefills.forget, "letting all blocks go")
+    decodes.news()
+    free = [rig.vllm.ask("free_blocks") for rig in (prefills, decodes)]
+    before = chunks_in_l1(decodes.server)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    prefilled = prefills.vllm.generate(prompt, max_tokens=1, transfer=asked)
+    decodes.vllm.ask("submit", prompt=prompt, transfer=prefilled["transfer"])
+
+    def decoded() -> Any:
+        prefills.vllm.ask("idle_steps", n=1)
+        return decodes.vllm.ask("step", n=1)
+
+    [warm] = until(decoded, "decoding")
+    assert warm["tokens"] == cold["tokens"] and warm["cached_tokens"] >= 1_024
+    news = decodes.news()
+    assert not {"lookup_hit_tokens", "loads_async"} & news.keys()
+    assert chunks_in_l1(decodes.server) == before + news["store_stored_chunks"] > before
+    ours = decodes.again(prompt)
+    assert (ours["tokens"], ours["cached_tokens"]) == (cold["tokens"], 1_024)
+    for rig, blocks in zip((prefills, decodes), free, strict=True):
+        until(lambda rig=rig: rig.forget(), "letting all blocks go")
+        rig.idle()
+        assert rig.vllm.ask("free_blocks") == blocks
