@@ -161,6 +161,7 @@ class Engine:
         self.count = 0
         self.live: dict[str, dict[str, Any]] = {}
         self.preempted = 0
+        self.drafted: dict[str, int] = {}
         self.published: list[dict[str, Any]] = []
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
             self._listen()
@@ -335,6 +336,20 @@ class Engine:
             for metric in self.llm.get_metrics()
             if metric.name.startswith("vllm:kvstrata_")
         }
+
+    def drafts(self) -> dict[str, int]:
+        """Return how many drafts vLLM has made, and how many tokens of them it has accepted, since the last call.
+
+        It needs the option `disable_log_stats` False.
+        """
+        names = {
+            f"vllm:spec_decode_num_{what}": what for what in ("drafts", "draft_tokens", "accepted_tokens")
+        }
+        now = {
+            names[metric.name]: int(metric.value) for metric in self.llm.get_metrics() if metric.name in names
+        }
+        before, self.drafted = self.drafted, now
+        return {name: count - before.get(name, 0) for name, count in now.items()}
 
     def take_calls(self) -> dict[str, Any]:
         """Return and reset the records of the connector's calls, see `Calls.take`; in process only."""

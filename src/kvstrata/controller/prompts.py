@@ -79,7 +79,7 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> 
             field="model",
         )
     root = identity_root(kind.layout, request)
-    hasher = ChunkHasher(root, kind.layout.chunk_tokens)
+    hasher = ChunkHasher(root, kind.layout.chunk_tokens, lookahead_tokens=kind.layout.lookahead)
     hasher.feed(tokens)
     keys = hasher.storage_keys(kind.slices)
     return Named(keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens)

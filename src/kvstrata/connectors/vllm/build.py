@@ -166,6 +166,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         may_store=transfer.is_kv_producer and not unusable,
         engine=setup.group.hex(),
         media_are_counted=counted,
+        lookahead_tokens=setup.layout.lookahead,
         sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
         events=partial(_stored_event, settings.chunk_size) if wants_events else None,
         removal=_removed_event,

@@ -87,11 +87,11 @@ class RequestKeys:
             self._lookups.skip(tracked, "tenant_refused")
             return False
         assert tracked.hasher is not None
-        start = tracked.hasher.n_chunks * self._chunk_tokens
-        if request.num_tokens - start >= self._chunk_tokens:
-            end = start + max(HASH_TOKENS_PER_CALL, self._chunk_tokens)
+        start, ahead = tracked.hasher.n_chunks * self._chunk_tokens, tracked.hasher.lookahead_tokens
+        if request.num_tokens - start >= self._chunk_tokens + ahead:
+            end = start + max(HASH_TOKENS_PER_CALL, self._chunk_tokens) + ahead
             tracked.hasher.feed(request.all_token_ids[start:end], start)
-        return bool(request.num_tokens // self._chunk_tokens <= tracked.hasher.n_chunks)
+        return bool((request.num_tokens - ahead) // self._chunk_tokens <= tracked.hasher.n_chunks)
 
     def identity(self, wanted: RequestIdentity) -> Identity:
         """The client's identity for requests like `wanted`; the last REMEMBERED_IDENTITIES are kept."""

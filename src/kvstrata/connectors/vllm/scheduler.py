@@ -46,9 +46,9 @@ class SchedulerSide:
 
     The caller starts `client`; `close` closes it.  `chunk_bytes`: bytes that one worker moves per chunk; `world_size`:
     number of workers that report.  `may_load` and `may_store` follow vLLM's kv_role.  `engine` names this start of the
-    engine; with `media_are_counted` vLLM's identifiers of media are not hashes of their content.  `prefix_cache`
-    returns an object that vLLM replaces when it empties its own cache.  `server_seen` tells whether a server seems to
-    run.
+    engine; with `media_are_counted` vLLM's identifiers of media are not hashes of their content; `lookahead_tokens` is
+    the layout's.  `prefix_cache` returns an object that vLLM replaces when it empties its own cache.  `server_seen`
+    tells whether a server seems to run.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class SchedulerSide:
         may_store: bool = True,
         engine: str = "",
         media_are_counted: bool = False,
+        lookahead_tokens: int = 0,
         sync_load_bytes: int = SYNC_LOAD_BYTES,
         events: MakeEvent | None = None,
         removal: MakeRemoval | None = None,
@@ -78,6 +79,7 @@ class SchedulerSide:
         self._exact = whole_hits(groups)
         """A hit ends with a chunk and is loaded as a whole, asynchronously."""
         self._chunk_bytes = chunk_bytes
+        self._lookahead_tokens = lookahead_tokens
         self._may_load, self._may_store = may_load, may_store
         self._sync_load_bytes = sync_load_bytes
         self._now = now
@@ -111,6 +113,7 @@ class SchedulerSide:
             tails=self._tails,
             world_size=world_size,
             save_decode_cache=settings.save_decode_cache,
+            lookahead_tokens=lookahead_tokens,
             make_event=events,
             make_removal=removal,
             pins=pins or BlockPins(),
@@ -482,7 +485,7 @@ class SchedulerSide:
         if self._exact:
             return int((tokens - 1) // self._chunk_tokens * self._chunk_tokens) - computed_tokens
         step = self._tails.step_tokens
-        return int(min(tokens // step * step, tokens - 1)) - computed_tokens
+        return int(min((tokens - self._lookahead_tokens) // step * step, tokens - 1)) - computed_tokens
 
     def _asynchronous(self, tokens: int) -> bool:
         if self._exact:

@@ -1,7 +1,8 @@
 """Plans which chunks are stored in which step, and follows each store to its outcome.
 
 Invariants
-1. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes.  While any
+1. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes.  With draft
+   layers, the tokens that the KV of these layers depends on must be known as well (`lookahead_tokens`).  While any
    synchronous load is unconfirmed, nothing is stored, unless the engine has a single worker, which knows by itself
    whether the load failed.
 2. A store that was dropped or not confirmed is planned again when its chunks are next complete.
@@ -56,12 +57,14 @@ class StoreTable:
         tails: PromptTails,
         world_size: int,
         save_decode_cache: bool,
+        lookahead_tokens: int,
         make_event: MakeEvent | None,
         make_removal: MakeRemoval | None,
         pins: BlockPins,
         now: Callable[[], float],
     ) -> None:
-        """`tracked` are the lookup table's requests; see `SchedulerSide` for the other arguments."""
+        """`tracked` are the lookup table's requests, `lookahead_tokens` is the layout's; see `SchedulerSide` for the
+        other arguments."""
         self._tracked = tracked
         self._keys = keys
         self._announced = announced
@@ -75,6 +78,7 @@ class StoreTable:
         self._pins = pins
         self._world_size = world_size
         self._save_decode_cache = save_decode_cache
+        self._lookahead_tokens = lookahead_tokens
         self._make_event = make_event
         self._make_removal = make_removal
         self._now = now
@@ -177,7 +181,8 @@ class StoreTable:
         request = tracked.request
         # The last token was sampled, not computed.
         end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
-        if tracked.deferred:
+        if tracked.deferred or self._lookahead_tokens:
+            # The token behind the last chunk may have been sampled only now.
             chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
         if request.num_computed_tokens >= request.num_prompt_tokens and self._tail_is_due(tracked, end):
@@ -189,8 +194,9 @@ class StoreTable:
 
     def _complete_tokens(self, tracked: Tracked, computed_tokens: int) -> int:
         """Number of tokens that may be stored after `computed_tokens` tokens."""
-        request = tracked.request
-        tokens = min(computed_tokens, request.num_tokens)
+        request, ahead = tracked.request, self._lookahead_tokens
+        # A chain of draft layers has not read the last tokens to its end: it is given these tokens again.
+        tokens = min(computed_tokens - max(0, ahead - 1), request.num_tokens - ahead)
         if not self._save_decode_cache:
             tokens = min(tokens, request.num_prompt_tokens)
         params = request.kv_transfer_params

@@ -71,6 +71,11 @@ class Processes:
                 f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
                 field="layout.chunk_tokens",
             )
+        if request.layout.lookahead < 0:
+            raise BadRequest(
+                f"layout.lookahead_tokens: must be at least 0, found {request.layout.lookahead_tokens}",
+                field="layout.lookahead_tokens",
+            )
 
     def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
         """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
