@@ -34,12 +34,12 @@ def key_of(block: int) -> bytes:
     return hashlib.sha256(block.to_bytes(8, "little")).digest()
 
 
-def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> float:
-    """Return the share of the tokens that a pool of `capacity` blocks serves. The pool's extents are never written."""
+def empty_pool(capacity: int, policy: str) -> Pool:
+    """Return a pool that has room for `capacity` extents of EXTENT_BYTES."""
     index_fd = os.memfd_create("policies-index", os.MFD_CLOEXEC)
     extents_fd = os.memfd_create("policies-extents", os.MFD_CLOEXEC)
     try:
-        pool = Pool.create(
+        return Pool.create(
             index_fd,
             extents_fd,
             extents_bytes=capacity * EXTENT_BYTES,
@@ -50,6 +50,11 @@ def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> fl
     finally:
         os.close(index_fd)
         os.close(extents_fd)
+
+
+def pool_hits(prompts: Sequence[TraceRequest], capacity: int, policy: str) -> float:
+    """Return the share of the tokens that a pool of `capacity` blocks serves. The pool's extents are never written."""
+    pool = empty_pool(capacity, policy)
     hit_tokens = 0
     for prompt in prompts:
         keys = b"".join(key_of(block) for block in prompt.blocks)

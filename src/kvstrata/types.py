@@ -53,7 +53,17 @@ class LayoutIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     fidelity: str = "lossless"
     """`lossless`, or the name of the lossy codec."""
     chunk_tokens: int
+    lookahead_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """The keys of a record cover so many tokens behind its own, because the KV of draft layers depends on them.
+
+    Unset stands for 0, so the identities of engines without draft layers have no such field.
+    """
     format_version: int = FORMAT_VERSION
+
+    @property
+    def lookahead(self) -> int:
+        """`lookahead_tokens`, 0 if it is unset."""
+        return self.lookahead_tokens or 0
 
 
 class RequestIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,6 +127,10 @@ class Extent(NamedTuple):
 
 EXTENT = struct.Struct("<QIIII")
 """Packed extent in replies: offset, length, entry, generation, zero (24 bytes)."""
+
+
+NO_EXTENT = Extent(0, 0, 0, 0)
+"""Stands in replies for a record that is not leased."""
 
 
 def unpack_extents(packed: bytes) -> list[Extent]:

@@ -89,7 +89,10 @@ class Directory(Endpoint):
         tags = [request.tags[at : at + 8] for at in range(0, len(request.tags), 8)]
         owners = []
         for entry, held in self.holds.values():
-            n_keys = next((i for i, tag in enumerate(tags) if tag not in held), len(tags))
+            if request.each:
+                n_keys = len(tags) - next((i for i, tag in enumerate(tags) if tag in held), len(tags))
+            else:
+                n_keys = next((i for i, tag in enumerate(tags) if tag not in held), len(tags))
             if n_keys:
                 owners.append(
                     Owner(

@@ -50,6 +50,7 @@ class InstanceInProcess:
         os.close(extents)
         self.supervisor = Supervisor(self.loop)
         self.lane = PoolLane(self.loop)
+        self.recut_lane = PoolLane(self.loop, threads=1)
         self.own_lane = PoolLane(self.loop, threads=1, queue=None)
         self.sent: list[tuple[Any, bytes]] = []
         self.send: Any = lambda address, frame: self.sent.append((address, frame))
@@ -74,6 +75,7 @@ class InstanceInProcess:
             self.loop,
             self.supervisor,
             self.lane,
+            self.recut_lane,
             self.own_lane,
             clock,
             explainer or Explainer(),
@@ -81,7 +83,7 @@ class InstanceInProcess:
         self.ground.readiness.set()
         self.tables = make_tables(self.ground, lambda address, frame: self.send(address, frame))
         self.l2 = make_l2(self.ground, TierSet(), News(), peer_tier="")
-        self.requests = make_requests(self.ground, self.tables, TenantTokens())
+        self.requests = make_requests(self.ground, self.tables, self.l2, TenantTokens())
         self.admin = make_admin(self.ground, self.tables, self.l2)
         self.answer_with()
         self._rows: dict[bytes, SessionRow] = {}

@@ -64,7 +64,7 @@ class FakeClient:
     """A client that keeps account of its leases.
 
     `forbidden`: tenants that the server refuses.  `hits`: chunks that lookups find; `whole`: chunks that L1 has in the
-    slices that are needed in every chunk.
+    slices that are needed in every chunk.  `ahead`: tokens behind a chunk that its key covers.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
 
@@ -78,6 +78,7 @@ class FakeClient:
         self.fails = ""
         self.evicted = set()
         self.forbidden = set()
+        self.ahead = 0
         self.whole = 0
 
     def may_fail(self, method):
@@ -95,7 +96,7 @@ class FakeClient:
             root=root,
             slices=self.slices,
             forbidden=request.tenant in self.forbidden,
-            hasher=lambda media=(): ChunkHasher(root, CHUNK, media),
+            hasher=lambda media=(): ChunkHasher(root, self.chunk_tokens, media, lookahead_tokens=self.ahead),
         )
 
     def peek(self, identity, hasher):

@@ -141,6 +141,12 @@ class Calls:
         return {"methods": taken, "cpu_s": cpu_s}
 
 
+def ours(connector: Any) -> Any:
+    """Return our connector, which may be one of several in vLLM's `MultiConnector`."""
+    each = getattr(connector, "sub_connectors", [connector])
+    return next(one for one in each if type(one).__name__ == "LMCacheConnectorV1")
+
+
 class Engine:
     """The child's `LLM`; its public methods are the operations that the parent can ask for."""
 
@@ -161,6 +167,7 @@ class Engine:
         self.count = 0
         self.live: dict[str, dict[str, Any]] = {}
         self.preempted = 0
+        self.drafted: dict[str, int] = {}
         self.published: list[dict[str, Any]] = []
         if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":
             self._listen()
@@ -244,6 +251,7 @@ class Engine:
                             "wall_s": now - record["begun"],
                             "waited_s": times.scheduled_ts - times.queued_ts if times else None,
                             "finish": output.outputs[0].finish_reason if output.outputs else None,
+                            "transfer": output.kv_transfer_params,
                         }
                     )
         return finished
@@ -281,6 +289,14 @@ class Engine:
     def scheduler(self) -> Any:
         """Return the engine's scheduler; in process only."""
         return self.core.engine_core.engine_core.scheduler
+
+    def scheduler_side(self) -> Any:
+        """Return our connector's side in the scheduler; in process only."""
+        return ours(self.scheduler().connector)._scheduler
+
+    def pinned_blocks(self) -> int:
+        """Count the blocks that our stores have pinned; in process only."""
+        return sum(len(blocks) for blocks, _ in self.scheduler_side().stores._pins._pinned.values())
 
     def free_blocks(self) -> int:
         """Count the blocks that no request holds."""
@@ -336,6 +352,20 @@ class Engine:
             if metric.name.startswith("vllm:kvstrata_")
         }
 
+    def drafts(self) -> dict[str, int]:
+        """Return how many drafts vLLM has made, and how many tokens of them it has accepted, since the last call.
+
+        It needs the option `disable_log_stats` False.
+        """
+        names = {
+            f"vllm:spec_decode_num_{what}": what for what in ("drafts", "draft_tokens", "accepted_tokens")
+        }
+        now = {
+            names[metric.name]: int(metric.value) for metric in self.llm.get_metrics() if metric.name in names
+        }
+        before, self.drafted = self.drafted, now
+        return {name: count - before.get(name, 0) for name, count in now.items()}
+
     def take_calls(self) -> dict[str, Any]:
         """Return and reset the records of the connector's calls, see `Calls.take`; in process only."""
         return self.calls.take()
@@ -344,8 +374,8 @@ class Engine:
         """Return the counters of the scheduler's and the worker's client; in process only."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = get_kv_transfer_group()._worker
-        scheduler = self.core.engine_core.engine_core.scheduler.connector._scheduler
+        worker = ours(get_kv_transfer_group())._worker
+        scheduler = self.scheduler_side()
         return {"worker": worker._groups[0].client.stats(), "scheduler": scheduler._client.stats()}
 
     def stores(self) -> dict[str, Any]:
@@ -354,14 +384,14 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         outcomes: dict[str, int] = {}
-        counts = [group.client.stats() for group in get_kv_transfer_group()._worker._groups]
+        counts = [group.client.stats() for group in ours(get_kv_transfer_group())._worker._groups]
         for of_group in counts:
             for name, count in of_group.items():
                 if name.startswith("store_") and name.endswith("_chunks") and count:
                     outcome = name.removeprefix("store_").removesuffix("_chunks")
                     outcomes[outcome] = outcomes.get(outcome, 0) + count
         return {
-            "in_flight": len(self.scheduler().connector._scheduler.stores._in_flight),
+            "in_flight": len(self.scheduler_side().stores._in_flight),
             "outcomes": outcomes,
             "stored": [of_group.get("store_stored_chunks", 0) for of_group in counts],
         }
@@ -389,16 +419,16 @@ class Engine:
         """Return whether the clients of the scheduler and of all groups of the worker are attached; in process only."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        clients = [group.client for group in get_kv_transfer_group()._worker._groups]
-        return all(client.connected for client in (*clients, self.scheduler().connector._scheduler._client))
+        clients = [group.client for group in ours(get_kv_transfer_group())._worker._groups]
+        return all(client.connected for client in (*clients, self.scheduler_side()._client))
 
     def chunk_tokens(self) -> int:
         """Return the size of a chunk; in process only."""
-        return int(self.scheduler().connector._setup.settings.chunk_size)
+        return int(ours(self.scheduler().connector)._setup.settings.chunk_size)
 
     def hit_step_tokens(self) -> int:
         """Return the number of tokens of which every hit has a multiple; in process only."""
-        return int(self.scheduler().connector._scheduler._tails.step_tokens)
+        return int(self.scheduler_side()._tails.step_tokens)
 
 
 def main(options: dict[str, Any]) -> None:

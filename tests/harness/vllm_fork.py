@@ -211,6 +211,10 @@ def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoRetu
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(request["variables"])
+        # Python read the variable before the fork.
+        sys.path += [
+            each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path
+        ]
         os.chdir(request["folder"])
         if "module" in request:
             sys.argv = request["module"]

@@ -47,8 +47,15 @@ SIZES = {
 FAMILIES = ("gemma3", "gpt-oss", "mistral", "llama4", "deepseek-v3", "qwen3-next")
 """Families of models whose KV is not that of a Llama: `family_model` makes a small one of each."""
 
+DRAFTED = "drafted"
+"""A Llama of one layer with an EAGLE draft that imitates it, in the folder `DRAFT` of the model: `drafted_model`."""
+DRAFT = "draft"
+
 NEEDS_BFLOAT16 = ("deepseek-v3", "qwen3-next")
 """Families that vLLM computes in bfloat16 only, on a CPU."""
+
+
+NAMES = (*SIZES, *FAMILIES, DRAFTED)
 
 
 def dtype_of(name: str) -> str:
@@ -61,13 +68,13 @@ def dtype_of(name: str) -> str:
 
 
 def ensure_model(size: str) -> Path:
-    """Return the folder of a Llama of this size, or of a family's model, made on the first call.
+    """Return the folder of a Llama of this size, of a family's model, or of `DRAFTED`; made on the first call.
 
     Processes may call this at once.  Raises ValueError for another name, vllm_env.Unavailable without a vLLM
     environment, and provision.StepFailed when torch or transformers fail.
     """
-    if size not in (*SIZES, *FAMILIES):
-        raise ValueError(f"model {size!r}: use one of {', '.join((*SIZES, *FAMILIES))}")
+    if size not in NAMES:
+        raise ValueError(f"model {size!r}: use one of {', '.join(NAMES)}")
     name = f"llama-{size}" if size in SIZES else size
     folder = vllm_env.root_folder().parent / "models" / f"{name}-{SEED}"
     if (folder / "config.json").exists():
@@ -107,6 +114,9 @@ def make_model(folder: Path, size: str) -> None:
     if size in FAMILIES:
         family_model(size).to(torch.bfloat16).save_pretrained(folder)
         return
+    if size == DRAFTED:
+        drafted_model(folder)
+        return
     shape = SIZES[size]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -124,6 +134,52 @@ def make_model(folder: Path, size: str) -> None:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     json.loads((folder / "config.json").read_text())
+
+
+def drafted_model(folder: Path) -> None:
+    """Write a Llama of one layer, and an EAGLE draft that proposes what this Llama samples.
+
+    The draft's layer is the model's, and its first projection passes the embedding on and leaves the hidden state out.
+    EAGLE has no norm before its layer, so each embedding has the norm that the model's would give it.  At each position
+    the draft computes what the model computes one position later, from all tokens but the first: it differs from the
+    model by one token of the context, and by one more for each position whose KV is that of another token.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2_048,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    embeddings = model.model.embed_tokens.weight.data
+    embeddings /= embeddings.pow(2).mean(-1, keepdim=True).sqrt()
+    model.save_pretrained(folder)
+    parts = {name.removeprefix("model."): value for name, value in model.state_dict().items()}
+    kept = {
+        name: value
+        for name, value in parts.items()
+        if name.startswith("layers.0.") and "input_layernorm" not in name
+    }
+    size = config.hidden_size
+    kept |= {"embed_tokens.weight": embeddings, "fc.weight": torch.eye(size, 2 * size)}
+    draft = folder / DRAFT
+    draft.mkdir()
+    copies = {name: value.clone().contiguous() for name, value in kept.items()}
+    save_file(copies, str(draft / "model.safetensors"), metadata={"format": "pt"})
+    described = json.loads((folder / "config.json").read_text())
+    described["architectures"] = ["EagleLlamaForCausalLM"]
+    (draft / "config.json").write_text(json.dumps(described))
 
 
 def family_model(family: str) -> Any:
@@ -186,7 +242,7 @@ def family_model(family: str) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--make", required=True, choices=(*SIZES, *FAMILIES))
+    parser.add_argument("--make", required=True, choices=NAMES)
     parser.add_argument("--folder", required=True, type=Path)
     arguments = parser.parse_args()
     make_model(arguments.folder, arguments.make)

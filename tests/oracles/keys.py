@@ -12,6 +12,11 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
+def lookahead(tokens: Sequence[int]) -> bytes:
+    """Return what the tokens behind a chunk without media add to its key."""
+    return hashlib.sha256(token_bytes(tokens)).digest()
+
+
 def chain_keys(
     start: bytes,
     tokens: Sequence[int],

@@ -37,7 +37,7 @@ from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.keys.recut import Part, plan_recut
 from kvstrata.native.copying import buffer_address, gather_record, scatter_record
 from kvstrata.native.record import RecordSpec, record_header
-from kvstrata.testing.recut_record import recut_record
+from kvstrata.server.recuts.record import Place, recut_records
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
@@ -316,7 +316,8 @@ def recuts() -> Iterator[dict[str, Any]]:
         )
         record = bytearray(len(records[-1]))
         places = [(buffer_address(r, writable=True), len(r), KEY) for r in records[:2]]
-        outcome = recut_record(made, places, buffer_address(record, writable=True), len(record), SPEC)
+        place = Place(made, buffer_address(record, writable=True), len(record), SPEC)
+        outcome = recut_records(places, [place])
         yield {
             "recut": f"{case.backend} {layout.name} -> {other.backend} {other_layout.name}",
             "outcome": int(outcome),

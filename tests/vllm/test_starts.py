@@ -170,7 +170,7 @@ def complete(url, model, prompt, salt):
 
 
 def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_model, tmp_path):
-    """Two workers, two slices: a prompt hits only where both have stored."""
+    """Two workers, two slices: a prompt hits only where both have stored. One worker hits what the two have stored."""
     options = {"dtype": EXACT, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     prompt = make_prompt(503, 1_500)
     with VllmProcess(
@@ -194,6 +194,14 @@ def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_mo
         roles = sorted(peer["role"] for peer in server.get("/v1/status")["peers"])
         assert roles == ["scheduler", "worker", "worker"]
         vllm.quit()
+    with VllmProcess(
+        small_model, tmp_path / "one", extra=server.connector_config(), options={"dtype": EXACT}
+    ) as one:
+        until(lambda: server.get("/v1/status")["recuts"]["plans"] == 2, "planning how to recut")
+        until(lambda: one.ask("connected"), "connecting")
+        found = one.generate(prompt)
+        assert (found["cached_tokens"], found["tokens"]) == (1_280, cold["tokens"])
+        assert server.get("/v1/status")["recuts"]["chunks"] == 5
 
 
 @pytest.mark.parametrize(

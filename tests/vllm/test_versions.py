@@ -282,4 +282,9 @@ def test_arrangements_have_one_name_in_two_versions_exactly_if_both_pack_alike(r
     alike, again = packing["alike"]
     assert alike == again and alike.startswith("#") and packing["turned"] not in (alike, "@0.99")
     assert packing["not_asked"] == ["@0.98", "@0.99"]
-    assert packing["asked"] == [1, 1], "layers that are alike are asked once"
+    assert packing["asked"] == [3, 3], (
+        "layers that are alike are asked once: for all heads, the first and the last"
+    )
+    (whole, half), mixed = packing["half"]
+    assert whole == half == alike, "ranks with fewer heads, each packed by itself"
+    assert len({alike, *mixed}) == 3, "here the heads are not packed by themselves"

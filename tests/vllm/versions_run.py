@@ -6,6 +6,7 @@ configuration. Prints one line of JSON per result: {"check": name, ...}; test_ve
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import json
@@ -224,28 +225,37 @@ def check_digests() -> Iterator[dict[str, Any]]:
 
 
 class Packs:
-    """An attention layer that packs the K and V of each head, with K's tokens turned by `turned`."""
+    """An attention layer that packs the K and V of each head, with K's tokens turned by `turned`.
+
+    With `mixed` it puts the heads in the opposite order.
+    """
 
     isa = "vec"
 
-    def __init__(self, turned: int = 0) -> None:
-        self.impl, self.turned, self.asked = self, turned, 0
+    def __init__(self, turned: int = 0, *, mixed: bool = False) -> None:
+        self.impl, self.turned, self.mixed, self.asked = self, turned, mixed, 0
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
         self.asked += 1
-        cache[slots[0] // BLOCK] = torch.cat([key.roll(self.turned, 0), value], -1).transpose(0, 1)
+        packed = torch.cat([key.roll(self.turned, 0), value], -1).transpose(0, 1)
+        cache[slots[0] // BLOCK] = packed.flip(0) if self.mixed else packed
 
 
 def check_packing() -> Iterator[dict[str, Any]]:
     """How arrangements are named of layers that pack alike, otherwise, or cannot be asked, in two versions of vLLM."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=4, head_size=32, dtype=torch.float32)
+    half = dataclasses.replace(spec, num_kv_heads=2)
     one, other = arrangement_namer("0.98"), arrangement_namer("0.99")
     layer = Packs()
     yield {
         "check": "packing",
         "alike": [one("CPU_ATTN", spec, layer), other("CPU_ATTN", spec, Packs())],
+        "half": [
+            [arrangement_namer("0.99")("CPU_ATTN", each, Packs(mixed=mixed)) for each in (spec, half)]
+            for mixed in (False, True)
+        ],
         "turned": arrangement_namer("0.99")("CPU_ATTN", spec, Packs(turned=1)),
         "not_asked": [one("CPU_ATTN", spec, SimpleNamespace()), other("SOMETHING", spec, Packs())],
         "asked": [one("CPU_ATTN", spec, layer) and layer.asked, layer.asked],

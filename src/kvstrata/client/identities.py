@@ -99,7 +99,9 @@ class Identity:
 
     def hasher(self, media: Iterable[MediaItem] = ()) -> ChunkHasher:
         """A hasher for one request of this identity."""
-        return ChunkHasher(self.root, self._layout.chunk_tokens, media)
+        return ChunkHasher(
+            self.root, self._layout.chunk_tokens, media, lookahead_tokens=self._layout.lookahead
+        )
 
 
 class IdentityTable:

@@ -75,6 +75,8 @@ def server_parser() -> argparse.ArgumentParser:
     )
     add("--l1-numa", dest="l1.numa", metavar="NODES",
         help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
+    add("--no-recut", dest="l1.recut", action="store_false",
+        help="use no chunk of engines with other parallel sizes, block sizes or orders of axes")  # fmt: skip
     add("--forget-on-exit", dest="l1.forget_on_exit", action="store_true",
         help="remove the pool from shared memory at a clean exit; otherwise the next server adopts it")  # fmt: skip
     add("--eviction-policy", dest="l1.eviction_policy", metavar="NAME", help="LRU, ARC, S3FIFO or noop (LRU)")

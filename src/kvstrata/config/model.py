@@ -64,6 +64,13 @@ class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "list of nodes, such as `'0'`, `'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
         ),
     ] = "default"
+    recut: Annotated[
+        bool,
+        Meta(
+            description="Serve an engine from chunks that an engine of the same model with other tensor- or pipeline-"
+            "parallel sizes, another block size or another order of axes has stored in L1."
+        ),
+    ] = True
     forget_on_exit: Annotated[
         bool,
         Meta(

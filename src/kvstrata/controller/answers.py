@@ -22,6 +22,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import (
     EVENTS,
     HEARTBEATS,
+    MAX_PEER_KEYS,
     REPLY_REQUESTS,
     TAG_BYTES,
     Beat,
@@ -71,9 +72,9 @@ class Answers:
         except UNREADABLE as error:
             self._sockets.answer(address, self._bad("reply", error))
             return
-        if isinstance(request, Where) and len(request.tags) % (TAG_BYTES * request.n_slices):
+        if isinstance(request, Where) and _odd_tags(request):
             self._sockets.answer(address, self._bad_tags(request))
-        elif isinstance(request, Where) and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
+        elif isinstance(request, Where) and not request.each and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
             owners = self._cluster.ranking.where_now(request)
             self._sockets.answer(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
             self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
@@ -172,10 +173,7 @@ class Answers:
     def _bad_tags(self, request: Where) -> bytes:
         return self._failure(
             request.seq,
-            BadRequest(
-                f"tags: {len(request.tags)} bytes are not a multiple of {TAG_BYTES} × n_slices ({request.n_slices})",
-                field="tags",
-            ),
+            BadRequest(_odd_tags(request), field="tags"),
         )
 
     def _wrong_frames(self, name: str, count: int) -> bytes:
@@ -195,3 +193,13 @@ class Answers:
                 error.retry_after_ms,
             )
         )
+
+
+def _odd_tags(request: Where) -> str:
+    """What is wrong with the tags of a question; empty if nothing is."""
+    n_tags, rest = divmod(len(request.tags), TAG_BYTES)
+    if request.each and (request.n_slices != 1 or n_tags > MAX_PEER_KEYS):
+        return f"tags: {n_tags} single tags in {request.n_slices} slices; ask for at most {MAX_PEER_KEYS} in 1 slice"
+    if rest or n_tags % request.n_slices:
+        return f"tags: {len(request.tags)} bytes are not a multiple of {TAG_BYTES} × n_slices ({request.n_slices})"
+    return ""

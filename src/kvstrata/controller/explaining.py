@@ -17,6 +17,7 @@ from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.operations import Placement
 from kvstrata.errors import KvstrataError
+from kvstrata.keys.batch import nth
 from kvstrata.rpc.cluster_wire import MAX_EXPLAINED_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, MissReason
 
@@ -82,11 +83,15 @@ class Told(NamedTuple):
 
 
 class Miss(NamedTuple):
-    """One chunk that, as far as the directory knows, no instance has with all slices."""
+    """One chunk that, as far as the directory knows, no instance has with all slices that a hit needs."""
 
     chunk: int
     key: bytes
-    """Storage key of its first slice."""
+    """Storage key of its first slice that no instance has."""
+    slice: bytes
+    """Digest of that slice; empty if the request named keys."""
+    window: bool
+    """A hit needs that slice at its end only: it has a window or a state."""
     told: list[Told]
     """The most informative answer first."""
 
@@ -125,12 +130,10 @@ async def of_chunks(
 ) -> tuple[list[Miss], Answers]:
     """Why the directory does not find some of the chunks: the first missing ones, as many as a command may name."""
     n_slices, keys = found.named.n_slices, found.named.keys
-    absent = [index for index, places in enumerate(found.places) if not places]
-    absent = absent[: MAX_EXPLAINED_KEYS // n_slices]
+    absent = found.absent[: MAX_EXPLAINED_KEYS // n_slices]
     if not absent:
         return [], Answers({}, {})
-    step = n_slices * KEY_BYTES
-    asked = b"".join(keys[index * step : (index + 1) * step] for index in absent)
+    asked = b"".join(nth(keys, number) for _, numbers in absent for number in numbers)
     answers = await _ask(cluster, members, {"keys": asked}, wait_s)
     said: dict[str, list[_Row]] = {}
     for instance, body in list(answers.told.items()):
@@ -140,16 +143,27 @@ async def of_chunks(
                 raise ValueError(f"{len(said.pop(instance))} keys instead of {len(asked) // KEY_BYTES}")
         except ValueError as error:
             answers.reject(instance, error)
-    misses = []
-    for number, index in enumerate(absent):
+    misses, end = [], 0
+    for index, numbers in absent:
+        first, end = end, end + len(numbers)
         told = []
         for instance, all_rows in said.items():
             # A chunk counts only with all of its slices, so the missing slice gives the reason.
-            rows = all_rows[number * n_slices : (number + 1) * n_slices]
+            rows = all_rows[first:end]
             row = min(rows, key=lambda row: (bool(row.tier), _RANK.get(row.reason, len(_RANK))))
             told.append(Told(instance, row.tier, row.reason, row.detail))
         told.sort(key=lambda one: (not one.tier, _RANK.get(one.reason, len(_RANK)), one.instance))
-        misses.append(Miss(index, keys[index * step : index * step + KEY_BYTES], told))
+        number = numbers[0] % n_slices
+        named = found.named
+        misses.append(
+            Miss(
+                index,
+                nth(keys, numbers[0]),
+                named.slices[number] if named.slices else b"",
+                bool(named.spans) and named.spans[number] > 0,
+                told,
+            )
+        )
     return misses, answers
 
 

@@ -8,17 +8,24 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import heapq
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from typing_extensions import Buffer
 
+from kvstrata.keys.spans import longest, of_slices
 from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry
+from kvstrata.rpc.cluster_wire import tags_of
 
 INLINE_TAGS = 512
 """Most tags that the loop itself looks up, or changes while no change waits; they take about 50 µs."""
 MASK_BYTES = 8_192
+SPAN_CANDIDATES = 64
+"""Groups whose windows and states are looked at for one prompt."""
 
 
 class Place(NamedTuple):
@@ -127,6 +134,71 @@ class Lookups:
         return await self._loop.run_in_executor(
             self._readers, self.longest, tags, n_slices, except_group, best, allowed
         )
+
+    async def hits(
+        self, keys: bytes, spans: Sequence[int], except_group: int | None, best: int
+    ) -> list[Found]:
+        """As `longest_on_thread`, of the hits that each group could serve with its windows and states in L1 too.
+
+        `keys` are storage keys, `spans` as in keys/spans.py.  Only the SPAN_CANDIDATES groups with the longest prefixes
+        in the slices without a span are looked at.
+        """
+        if not any(spans):
+            return await self.longest_on_thread(tags_of(keys), len(spans) or 1, except_group, best)
+        allowed, places = bytes(self._readable), dict(self._places)
+        work = functools.partial(self._hits, keys, spans, except_group, allowed, places)
+        found = await self._loop.run_in_executor(self._readers, work)
+        return heapq.nlargest(best, found, key=lambda one: one.n_chunks)
+
+    def _hits(
+        self,
+        keys: bytes,
+        spans: Sequence[int],
+        except_group: int | None,
+        allowed: bytes,
+        places: Mapping[int, Place],
+    ) -> list[Found]:
+        n_slices = len(spans)
+        whole = [number for number, span in enumerate(spans) if not span]
+        windows = [number for number, span in enumerate(spans) if span]
+        rows = self._registry.holders(tags_of(of_slices(keys, n_slices, windows)))
+        at = [
+            {places[slot].group for slot in row if slot in places and allowed[slot >> 3] >> (slot & 7) & 1}
+            for row in rows
+        ]
+        if whole:
+            tags = tags_of(of_slices(keys, n_slices, whole))
+            prefixes = self.longest(tags, len(whole), except_group, SPAN_CANDIDATES, allowed)
+        else:
+            n_chunks = len(rows) // len(windows)
+            prefixes = [Found(group, n_chunks) for group in set().union(*at) if group != except_group]
+        place_of = {number: place for place, number in enumerate(windows)}
+
+        def hit(group: int, n_chunks: int) -> int:
+            def there(chunk: int, number: int) -> bool:
+                return group in at[chunk * len(windows) + place_of[number]]
+
+            return longest(n_chunks, spans, there)
+
+        found = [Found(group, hit(group, n_chunks)) for group, n_chunks in prefixes]
+        return [one for one in found if one.n_chunks]
+
+    async def nearest(self, tags: bytes, except_group: int | None, best: int) -> list[Found]:
+        """At most `best` readable groups with the earliest of these tags in L1, the earliest first.
+
+        `n_chunks` of each counts from its first tag to the end.
+        """
+        allowed = bytes(self._readable)
+        rows = await self._loop.run_in_executor(self._readers, self._registry.holders, tags)
+        first = {slot: at for at in reversed(range(len(rows))) for slot in rows[at]}
+        found = [
+            Found(place.group, len(rows) - at)
+            for slot, at in first.items()
+            if (place := self._places.get(slot)) is not None
+            and place.group != except_group
+            and allowed[slot >> 3] >> (slot & 7) & 1
+        ]
+        return heapq.nlargest(best, found, key=lambda one: one.n_chunks)
 
     async def holders(self, tags: bytes) -> list[list[Place]]:
         """For each tag, the places that have it."""

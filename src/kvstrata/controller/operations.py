@@ -20,6 +20,8 @@ from kvstrata.controller.member import CommandState, Issued, Member, MemberState
 from kvstrata.controller.orders import Pin
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError, NotFound, Unavailable
+from kvstrata.keys.batch import count
+from kvstrata.keys.spans import longest, of_slices
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, CommandKind, tags_of
 from kvstrata.types import KEY_BYTES, RequestIdentity
@@ -42,14 +44,45 @@ class Placement(NamedTuple):
 
     named: Named
     longest: list[Found]
-    """Groups that peers may read and that hold a prefix of the chunks, the longest first."""
+    """Groups that peers may read and that could serve a hit of these chunks, the longest first."""
     places: list[list[Place]]
-    """For each chunk, the places that have all of its slices."""
+    """For each chunk, the places that have all of its slices; slices with a span are left out, if others are there."""
+    held_chunks: int
+    """Chunks of the longest hit of which some place has each part."""
+    absent: list[tuple[int, list[int]]]
+    """Each chunk that ends or follows that hit, with the numbers of its keys that no place has: of slices with a span
+    only those that a hit of all chunks that the other slices have would need."""
 
-    @property
-    def held_chunks(self) -> int:
-        """Number of leading chunks that at least one place has."""
-        return next((index for index, places in enumerate(self.places) if not places), len(self.places))
+
+def _placement(named: Named, longest_hits: list[Found], rows: list[list[Place]]) -> Placement:
+    """`rows`: for each key the places that have it."""
+    n_slices, spans = named.n_slices, named.spans
+    whole = [number for number in range(n_slices) if not (spans and spans[number])] or list(range(n_slices))
+    places = []
+    for first in range(0, len(rows), n_slices):
+        common = set(rows[first + whole[0]])
+        for number in whole[1:]:
+            common.intersection_update(rows[first + number])
+        places.append(sorted(common, key=lambda place: (place.tier != "l1", place)))
+    absent = [
+        (chunk, [chunk * n_slices + number for number in whole])
+        for chunk, there in enumerate(places)
+        if not there
+    ]
+    if not any(spans):
+        return Placement(named, longest_hits, places, absent[0][0] if absent else len(places), absent)
+    if all(spans):
+        absent = []
+    prefix = absent[0][0] if absent else len(places)
+    held = longest(prefix, spans, lambda chunk, number: bool(rows[chunk * n_slices + number]))
+    if held < prefix:
+        gaps: dict[int, list[int]] = {}
+        for number, span in enumerate(spans):
+            for chunk in range(max(0, prefix - span), prefix if span else 0):
+                if not rows[chunk * n_slices + number]:
+                    gaps.setdefault(chunk, []).append(chunk * n_slices + number)
+        absent = [*sorted(gaps.items()), *absent]
+    return Placement(named, longest_hits, places, held, absent)
 
 
 class Operations:
@@ -89,17 +122,8 @@ class Operations:
 
     async def find(self, named: Named) -> Placement:
         """Find the places that have the named chunks."""
-        tags = tags_of(named.keys)
-        lookups, n_slices = self._cluster.lookups, named.n_slices
-        longest = await lookups.longest_on_thread(tags, n_slices, None, MAX_LONGEST)
-        rows = await lookups.holders(tags)
-        places = []
-        for first in range(0, len(rows), n_slices):
-            common = set(rows[first])
-            for row in rows[first + 1 : first + n_slices]:
-                common.intersection_update(row)
-            places.append(sorted(common, key=lambda place: (place.tier != "l1", place)))
-        return Placement(named, longest, places)
+        hits = await self._hits(named, None)
+        return _placement(named, hits, await self._cluster.lookups.holders(tags_of(named.keys)))
 
     # --- instances ------------------------------------------------------------------------------------------
 
@@ -252,12 +276,13 @@ class Operations:
         arguments = [
             {
                 "keys": part,
-                "n_slices": named.n_slices,
+                "n_slices": len(spans) or named.n_slices,
+                "spans": list(spans) if any(spans) else [],
                 "identity": named.root,
                 "tenant": named.tenant,
                 "owner": {**told, "n_keys": len(part) // KEY_BYTES},
             }
-            for part in _batches(keys, named.n_slices)
+            for part, spans in _pulls(keys, named.n_slices, named.spans)
         ]
         commands = self._cluster.issue_all(target, CommandKind.PULL, arguments)
         task = self._supervisor.spawn(self._copied(commands, owner if move else None, keys), "copy of chunks")
@@ -332,13 +357,15 @@ class Operations:
     def _live_or_named(self, instances: Sequence[str] | None) -> list[Member]:
         return self._cluster.live() if instances is None else self.named(instances)
 
+    async def _hits(self, named: Named, but: int | None) -> list[Found]:
+        """The groups, other than `but`, with the longest hits."""
+        spans = named.spans or (0,) * named.n_slices
+        return await self._cluster.lookups.hits(named.keys, spans, but, MAX_LONGEST)
+
     async def _longest(self, named: Named, but: Member | None) -> tuple[Member, int]:
         """The live member, other than `but`, with the longest prefix, and its chunks. Raises NotFound."""
         group = but.group if but is not None else None
-        found = await self._cluster.lookups.longest_on_thread(
-            tags_of(named.keys), named.n_slices, group, MAX_LONGEST
-        )
-        for one in found:
+        for one in await self._hits(named, group):
             member = self._cluster.members.of_group(one.group)
             if member is not None and member.state is MemberState.LIVE:
                 return member, one.n_chunks
@@ -349,6 +376,23 @@ def _batches(keys: bytes, n_slices: int) -> list[bytes]:
     """The keys, cut between chunks into parts that one command may name."""
     step = max(1, MAX_PEER_KEYS // n_slices) * n_slices * KEY_BYTES
     return [keys[at : at + step] for at in range(0, len(keys), step)]
+
+
+def _pulls(keys: bytes, n_slices: int, spans: Sequence[int]) -> list[tuple[bytes, Sequence[int]]]:
+    """The keys of each PULL, and the spans of its slices (() for none).
+
+    Only the last command brings slices with a span, since a hit needs them at its end alone; it names as many of the
+    last chunks as it may.
+    """
+    if not any(spans):
+        return [(part, ()) for part in _batches(keys, n_slices)]
+    last = max(0, count(keys, n_slices) - max(1, MAX_PEER_KEYS // n_slices))
+    whole = [number for number, span in enumerate(spans) if not span]
+    before = of_slices(keys[: last * n_slices * KEY_BYTES], n_slices, whole) if whole else b""
+    return [
+        *((part, (0,) * len(whole)) for part in _batches(before, len(whole) or 1)),
+        (keys[last * n_slices * KEY_BYTES :], spans),
+    ]
 
 
 def _drops(keys: bytes) -> list[dict[str, Any]]:

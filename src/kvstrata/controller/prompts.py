@@ -20,6 +20,8 @@ class Kind(NamedTuple):
     layout: LayoutIdentity
     slices: tuple[bytes, ...]
     instances: tuple[str, ...]
+    spans: tuple[int, ...] = ()
+    """For each slice how many of a hit's last chunks are needed, 0: all; () if all are in each."""
 
 
 class Named(NamedTuple):
@@ -32,6 +34,10 @@ class Named(NamedTuple):
     """Root of their identity; empty if the request named keys."""
     tenant: str
     chunk_tokens: int
+    slices: tuple[bytes, ...] = ()
+    """Digests of the slices; empty if the request named keys."""
+    spans: tuple[int, ...] = ()
+    """See Kind."""
 
     @property
     def n_chunks(self) -> int:
@@ -41,13 +47,14 @@ class Named(NamedTuple):
 
 def kinds(members: Members) -> list[Kind]:
     """The kinds of KV that engines at live instances have, in a stable order."""
-    found: dict[tuple[LayoutIdentity, tuple[bytes, ...]], list[str]] = {}
+    found: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], list[str]] = {}
     for member in members:
         if member.state is MemberState.LIVE:
             for model in member.models:
-                found.setdefault((model.layout, tuple(model.slices)), []).append(member.id)
-    rows = [Kind(layout, slices, tuple(names)) for (layout, slices), names in found.items()]
-    return sorted(rows, key=lambda kind: (kind.layout.model, repr(kind.layout), kind.slices))
+                spans = tuple(model.spans) if len(model.spans) == len(model.slices) else ()
+                found.setdefault((model.layout, tuple(model.slices), spans), []).append(member.id)
+    rows = [Kind(layout, slices, tuple(names), spans) for (layout, slices, spans), names in found.items()]
+    return sorted(rows, key=lambda kind: (kind.layout.model, repr(kind.layout), kind.slices, kind.spans))
 
 
 def choose(all_kinds: Sequence[Kind], model: str, number: int | None) -> Kind:
@@ -79,10 +86,12 @@ def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> 
             field="model",
         )
     root = identity_root(kind.layout, request)
-    hasher = ChunkHasher(root, kind.layout.chunk_tokens)
+    hasher = ChunkHasher(root, kind.layout.chunk_tokens, lookahead_tokens=kind.layout.lookahead)
     hasher.feed(tokens)
     keys = hasher.storage_keys(kind.slices)
-    return Named(keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens)
+    return Named(
+        keys, len(kind.slices), root, request.tenant, kind.layout.chunk_tokens, kind.slices, kind.spans
+    )
 
 
 def from_keys(texts: Sequence[str], tenant: str) -> Named:

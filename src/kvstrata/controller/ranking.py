@@ -43,7 +43,10 @@ class Ranking:
         """As `where_now`, but looks up on a thread."""
         asker = self._members.get(told.asker)
         group = asker.group if asker is not None else None
-        found = await self._lookups.longest_on_thread(told.tags, told.n_slices, group, CANDIDATES)
+        if told.each:
+            found = await self._lookups.nearest(told.tags, group, CANDIDATES)
+        else:
+            found = await self._lookups.longest_on_thread(told.tags, told.n_slices, group, CANDIDATES)
         return self._ranked(told, asker, found)
 
     def forget_referred(self, instance: str) -> None:

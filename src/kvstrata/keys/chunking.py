@@ -1,7 +1,8 @@
 """Chain and storage keys of one growing request; every token is hashed once.
 
 Invariants
-1. `chain` holds one key for each full chunk of the tokens fed so far; keys are only appended.
+1. `chain` holds one key for each full chunk of the tokens fed so far; keys are only appended.  Keys that look ahead
+   cover the first `lookahead_tokens` tokens behind their chunk too, so these must be fed before the chunk has a key.
 2. The storage keys of a tuple of slices grow with the chain; each is derived once, until other slices are asked for.
 """
 
@@ -27,17 +28,34 @@ class ChunkHasher:
     It keeps no tokens: `feed` reads the new tokens in the caller's list.
     """
 
-    __slots__ = ("_chain", "_chunk_tokens", "_media", "_root", "_storage", "_storage_slices", "probe")
+    __slots__ = (
+        "_chain",
+        "_chunk_tokens",
+        "_media",
+        "_root",
+        "_storage",
+        "_storage_slices",
+        "lookahead_tokens",
+        "probe",
+    )
 
-    def __init__(self, root: bytes, chunk_tokens: int, media: Iterable[MediaItem] = ()) -> None:
-        """`root` is the identity's root (32 bytes). Raises ValueError for another length, for `chunk_tokens` below 1,
-        and for invalid media."""
+    def __init__(
+        self, root: bytes, chunk_tokens: int, media: Iterable[MediaItem] = (), *, lookahead_tokens: int = 0
+    ) -> None:
+        """`root` is the identity's root (32 bytes), and `lookahead_tokens` is the layout's.
+
+        Raises ValueError for a root of another length, for `chunk_tokens` below 1, for `lookahead_tokens` below 0, and
+        for invalid media.
+        """
         if len(root) != KEY_BYTES:
             raise ValueError(f"root has {len(root)} bytes, but an identity root has {KEY_BYTES}")
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}, but must be at least 1")
+        if lookahead_tokens < 0:
+            raise ValueError(f"lookahead_tokens is {lookahead_tokens}, but must be at least 0")
         self._root = root
         self._chunk_tokens = chunk_tokens
+        self.lookahead_tokens = lookahead_tokens
         self._media = check_media(media)
         self._chain = b""
         self._storage = b""
@@ -68,6 +86,8 @@ class ChunkHasher:
         """
         new = check_media(items)
         hashed_tokens = self.n_chunks * self._chunk_tokens
+        if hashed_tokens:
+            hashed_tokens += self.lookahead_tokens
         for item in new:
             if item.offset_tokens < hashed_tokens:
                 raise ValueError(
@@ -88,31 +108,51 @@ class ChunkHasher:
         done_tokens = done_chunks * size
         if not 0 <= start <= done_tokens:
             raise ValueError(f"start is {start}, but the next token to hash is {done_tokens}")
-        new_chunks = (start + len(tokens) - done_tokens) // size
+        new_chunks = (start + len(tokens) - done_tokens - self.lookahead_tokens) // size
         if new_chunks <= 0:
             return 0
-        extras: dict[int, bytes] | None = None
-        if self._media:
-            extras = {}
-            for position in range(new_chunks):
-                extra = media_extra(self._media, done_tokens + position * size, size)
-                if extra:
-                    extras[position] = extra
+        extras = self._extras(tokens, start, new_chunks)
         previous = self._chain[-KEY_BYTES:] or self._root
         numbers = tokens if isinstance(tokens, list | array) else list(tokens)
-        new = chain_keys(previous, numbers, size, extras, done_tokens - start)
+        # Keys that look ahead may lack tokens of a last full chunk.
+        new = chain_keys(previous, numbers, size, extras, done_tokens - start)[: new_chunks * KEY_BYTES]
         if not self._chain:
             self.probe = _probe(tokens[:size])
         self._chain += new
         return new_chunks
 
+    def _extras(self, tokens: Sequence[int], start: int, new_chunks: int) -> dict[int, bytes] | None:
+        """What enters the keys of the next chunks besides their tokens, by position; arguments as of `feed`."""
+        size, ahead = self._chunk_tokens, self.lookahead_tokens
+        if not self._media and not ahead:
+            return None
+        extras = {}
+        for position in range(new_chunks):
+            first = (self.n_chunks + position) * size
+            extra = media_extra(self._media, first, size + ahead) if self._media else b""
+            if ahead:
+                end = first + size - start
+                extra = lookahead_extra(tokens[end : end + ahead], extra)
+            if extra:
+                extras[position] = extra
+        return extras
+
     def tail_keys(self, chunk: int, tokens: Sequence[int], block_tokens: int) -> list[bytes]:
         """The keys of the tails of a chunk (see `keys.tails`), of which `tokens` are the leading tokens.
+
+        Keys that look ahead need the tokens behind a tail as well, which may lie behind the chunk.
 
         Raises IndexError when the chunk before is not hashed yet.
         """
         before = self.key(chunk - 1) if chunk else self._root
-        return tail_keys(before, tokens, block_tokens, self._media, chunk * self._chunk_tokens)
+        return tail_keys(
+            before,
+            tokens,
+            block_tokens,
+            self._media,
+            chunk * self._chunk_tokens,
+            lookahead_tokens=self.lookahead_tokens,
+        )
 
     def storage_keys(self, slices: tuple[bytes, ...]) -> bytes:
         """Storage keys of all chunks, chunk-major: chunk 0 in each slice, then chunk 1 in each slice, …
@@ -126,6 +166,17 @@ class ChunkHasher:
         if derived < len(self._chain):
             self._storage += storage_keys(self._root, self._chain[derived:], b"".join(slices))
         return self._storage
+
+
+def lookahead_extra(ahead: Sequence[int], media: bytes) -> bytes:
+    """The 32 bytes that the tokens behind a chunk add to its hash; `media` are those that media add, b"" for none.
+
+    Raises ValueError for a token outside 0..2**32-1.
+    """
+    try:
+        return hashlib.sha256(struct.pack(f"<{len(ahead)}I", *ahead) + media).digest()
+    except struct.error as error:
+        raise ValueError(f"tokens must be numbers from 0 to 2**32 - 1: {error}") from None
 
 
 def _probe(tokens: Sequence[int]) -> bytes:

@@ -1,9 +1,9 @@
-"""Recutting makes the record that another geometry would have stored, from existing records.  Only tests use it.
+"""Recutting makes the record that another geometry would have stored, from existing records.
 
 A record holds one slice of a chunk: some layers and KV heads, in blocks of a certain size.  Its facts
 (`docs/layouts.md`) name the axes of a block in their order.  So for a slice under another tensor-parallel size, block
 size or order of axes, `plan_recut` can compute where each byte lies in the records of other slices.  It returns strided
-copies, which the owner of the bytes makes (`testing/recut_record.py`).  This module is pure arithmetic and touches no
+copies, which the owner of the bytes makes (`server/recuts/record.py`).  This module is pure arithmetic and touches no
 record.
 
 Records are cut along layers and the axes `tokens` and `kv_heads`.  The axes `kv` and `dim` may change places.  Only the
@@ -23,6 +23,8 @@ from kvstrata.types import Slice
 
 MAX_LOOPS = 8
 """Most nested loops of one copy."""
+MAX_COPIES = 1 << 16
+"""Most copies of one record; facts come from other processes, and could ask for any number."""
 SAME_FACTS = ("format", "dtype", "stored_dtype", "quantisation", "element_bytes", "chunk_tokens")
 """Facts that must be equal on both sides: a recut moves bytes and converts nothing."""
 FREE_AXES = ("tokens", "kv_heads", "kv", "dim")
@@ -126,11 +128,16 @@ def plan_recut(sources: Sequence[Part], target: Part) -> Recut:
                     f"{part.facts.get(name)!r} stored, {target.facts.get(name)!r} wanted",
                 )
         _check_axes(record, wanted)
-    found = [
+    each = (
         copy
         for key, section in wanted.sections.items()
         for copy in _section_copies(there, wanted, key, section)
-    ]
+    )
+    found = list(itertools.islice(each, MAX_COPIES + 1))
+    if len(found) > MAX_COPIES:
+        raise CannotRecut(
+            RecutReason.ARRANGEMENT, "axes", f"a record would be made by more than {MAX_COPIES} copies"
+        )
     same_place = _join(
         found,
         lambda copy: (
@@ -153,6 +160,12 @@ def _read(part: Part) -> _Record:
             lossy,
             "a lossy codec rounded the record in groups of its own geometry; only lossless records can be recut",
         )
+    if "rule" in facts:
+        raise CannotRecut(
+            RecutReason.ARRANGEMENT,
+            "rule",
+            "it has only the last window or state of a chunk; only records of whole chunks can be recut",
+        )
     if "makes" in facts:
         raise CannotRecut(
             RecutReason.ARRANGEMENT,
@@ -165,7 +178,7 @@ def _read(part: Part) -> _Record:
         blocks, rest = divmod(int(facts["chunk_tokens"]), int(facts["block_tokens"]))
         scales = [[str(scale) for scale in section] for section in facts["scales"]]
         section_bytes = int(facts["section_bytes"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CannotRecut(RecutReason.FACTS, "facts", f"do not describe paged blocks: {error!r}") from None
     names = [name for name, _ in named]
     named.insert(0, ("tokens" if "tokens" in names else "blocks", blocks))

@@ -117,6 +117,21 @@ STATUS_NUMBERS: dict[str, Number] = {
     "pool.prefault_error": Number(
         "pool_prefault_error", "The errno that ended prefaulting early; 0 if none did."
     ),
+    "recuts.geometries": Number(
+        "recut_geometries",
+        "Geometries of engines (parallel sizes, block size, order of axes) that are known.",
+    ),
+    "recuts.plans": Number(
+        "recut_plans", "Pairs of geometries of which one can be made of the other's records."
+    ),
+    "recuts.impossible": Number("recut_impossible_plans", "Pairs of geometries of which none can be made."),
+    "recuts.chunks": Number("recut_chunks_total", "Chunks made for lookups of records of another geometry."),
+    "recuts.bytes": Number("recut_bytes_total", "Bytes of these chunks."),
+    "recuts.ended.WORD": Number(
+        "recuts_ended_total",
+        "Lookups for which fewer chunks were made than were missing, by what was in the way.",
+        label="reason",
+    ),
     "sessions.attached": Number("sessions_attached", "Attached processes."),
     "sessions.detached": Number(
         "sessions_detached", "Processes that are alive but whose attach connection is closed."

@@ -14,7 +14,7 @@ from kvstrata.errors import ClusterFailure, TransferError, Unavailable
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.leases import Lease
-from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, question_of
+from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, ScatteredKeys, question_of
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.breaker import Breaker
@@ -31,7 +31,7 @@ from kvstrata.policy.reasons import (
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Owner, PeerLease, PeerLeased, Where, WhereReply, tags_of
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.storage.base import HEAD_BYTES, Found, Presence
-from kvstrata.types import EXTENT, Extent, unpack_extents
+from kvstrata.types import EXTENT, NO_EXTENT, Extent, unpack_extents
 
 STANDS_S = 1.0
 """A lookup asks for a new lease on keys whose lease has less time left than this.
@@ -65,6 +65,7 @@ class Finder:
         controllers: Sequence[tuple[AskLink, Breaker]],
         pacer: Pacer,
         destinations: Destinations,
+        scattered: ScatteredKeys,
     ) -> None:
         """`controllers` are asked in this order until one answers."""
         self._shared = shared
@@ -74,6 +75,7 @@ class Finder:
         self._controllers = controllers
         self._pacer = pacer
         self._destinations = destinations
+        self._scattered = scattered
         settings = shared.settings
         self._directory = DirectoryCache(
             ttl_s=settings.remember_ms / 1000, negative_ttl_s=settings.remember_none_ms / 1000
@@ -81,7 +83,12 @@ class Finder:
         self._asking: dict[Question, asyncio.Task[Asked]] = {}
 
     async def find(self, keys: list[bytes]) -> list[Found]:
-        """Lease the leading keys that some owner has, and answer for all keys as `StorageAdapter.exists` does."""
+        """Lease the leading keys that some owner has, and answer for all keys as `StorageAdapter.exists` does.
+
+        Of scattered keys, each that one of `ATTEMPTS` owners has is leased.
+        """
+        if keys[0] in self._scattered:
+            return await self._find_each(keys)
         first = len(self._shared.leases.leading(keys, self._shared.now_s() + STANDS_S))
         asked = Asked()
         if first < len(keys):
@@ -93,15 +100,26 @@ class Finder:
         rest = Found(Presence.UNKNOWN, 0, asked.reason) if asked.reason else _ABSENT
         return found + [rest] * (len(keys) - len(found))
 
+    async def _find_each(self, keys: list[bytes]) -> list[Found]:
+        leases, now_s = self._shared.leases, self._shared.now_s
+        until_s = now_s() + STANDS_S
+        missing = [key for key in keys if leases.standing(key, until_s) is None]
+        asked = await self.lease(missing[:MAX_PEER_KEYS]) if missing else Asked()
+        rest = Found(Presence.UNKNOWN, 0, asked.reason) if asked.reason else _ABSENT
+        extents = [leases.standing(key, now_s()) for key in keys]
+        return [rest if extent is None else _present(extent.length_bytes) for extent in extents]
+
     async def lease(self, keys: list[bytes]) -> Asked:
-        """Lease the leading keys of this run at some owner; callers with the same question share one task.
+        """Lease the leading keys of this run, or each of scattered ones; callers with the same question share one task.
 
         If a call is cancelled, the task still runs to its end.
         """
-        question = question_of(keys)
+        each = keys[0] in self._scattered
+        question = question_of(keys, each=each)
         task = self._asking.get(question)
         if task is None:
-            task = asyncio.create_task(self._ask(question, keys), name=f"{self._shared.name}-ask")
+            work = self._ask_each(question, keys) if each else self._ask(question, keys)
+            task = asyncio.create_task(work, name=f"{self._shared.name}-ask")
             self._asking[question] = task
             self._shared.work.keep(task)
             task.add_done_callback(lambda _: self._asking.pop(question, None))
@@ -144,6 +162,50 @@ class Finder:
             self._directory.wrong(question)
         return Asked(reason, more)
 
+    async def _ask_each(self, question: Question, keys: list[bytes]) -> Asked:
+        """Lease single keys: at the owner that is named for them, and what it lacks at up to `ATTEMPTS` others."""
+        shared = self._shared
+        ends_s = shared.now_s() + shared.settings.lookup_timeout_ms / 1000
+        if self._pacer.delay_s(shared.now_s()) * 1000 > shared.settings.load_timeout_ms / 2:
+            return Asked(THROTTLED)
+        named = self._named.of(keys[0])
+        left, reason = keys, ""
+        if named is not None:
+            left, word = await self._lease_each([named], keys, ends_s)
+            reason = reason or word
+        if not left:
+            return Asked()
+        owners = self._directory.recall(question, shared.now_s())
+        if owners is None:
+            owners = await self._ask_directory(question, left, ends_s, each=True)
+            if owners is None:
+                return Asked(reason or CONTROLLER_DOWN)
+        else:
+            shared.counts["recalled"] += 1
+        if shared.owners.skipped(owners, shared.now_s()):
+            reason = reason or PEER_SKIPPED
+        now = shared.owners.in_order(owners, shared.now_s())[:ATTEMPTS]
+        left, word = await self._lease_each(now, left, ends_s)
+        reason = reason or word
+        return Asked(reason) if left else Asked()
+
+    async def _lease_each(
+        self, owners: Sequence[Owner], keys: list[bytes], ends_s: float
+    ) -> tuple[list[bytes], str]:
+        """Lease these single keys at the owners in turn; returns the keys that are not leased, and why ("": absent)."""
+        shared, reason = self._shared, ""
+        for owner in owners:
+            if not keys:
+                break
+            word = PEER_SKIPPED
+            if shared.owners.admit(owner.instance, shared.now_s()):
+                _, word = await self._lease_at(owner, keys, ends_s, each=True)
+            if word == LIMIT:
+                word = THROTTLED
+            reason = reason or word
+            keys = [key for key in keys if shared.leases.standing(key, shared.now_s()) is None]
+        return keys, reason
+
     async def _ask_named(self, owner: Owner, keys: list[bytes], ends_s: float) -> tuple[Asked | None, str]:
         """Lease at the owner that was named for these keys.
 
@@ -164,10 +226,10 @@ class Finder:
         return None, THROTTLED if word == LIMIT else word
 
     async def _ask_directory(
-        self, question: Question, keys: list[bytes], ends_s: float
+        self, question: Question, keys: list[bytes], ends_s: float, *, each: bool = False
     ) -> list[Owner] | None:
         asked_s = self._shared.now_s()
-        request = Where(0, self._shared.instance_id, tags_of(b"".join(keys)), 1)
+        request = Where(0, self._shared.instance_id, tags_of(b"".join(keys)), 1, each=each)
         reply = None
         for controller, breaker in self._controllers:
             left_s = ends_s - self._shared.now_s()
@@ -188,7 +250,9 @@ class Finder:
         self._directory.learn(question, owners, asked_s)
         return owners
 
-    async def _lease_at(self, owner: Owner, keys: list[bytes], ends_s: float) -> tuple[int, str]:
+    async def _lease_at(
+        self, owner: Owner, keys: list[bytes], ends_s: float, *, each: bool = False
+    ) -> tuple[int, str]:
         """Ask an owner to lease these keys; returns how many it leases now, and a short reason or "".
 
         The reason is "" if the owner has none of these keys, LIMIT if it leases no more for now, PEER_DEADLINE if no
@@ -214,6 +278,7 @@ class Finder:
             1,
             ttl_ms=self._shared.settings.lease_ms,
             tenant=tenant,
+            each=each,
         )
         asked_s = now_s()
         try:
@@ -227,7 +292,7 @@ class Finder:
             self._shared.tell_once(f"{owner.instance} leases nothing: {refused}")
             return 0, PEER_FAILED
         try:
-            extents = _extents_of(leased, len(keys), peer.extents_bytes)
+            extents = _extents_of(leased, keys, peer.extents_bytes, each)
         except ValueError as error:
             self._shared.owners.failed(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} answered with an impossible lease: {error}")
@@ -245,7 +310,7 @@ class Finder:
             owner.instance,
             leased.lease,
             leased.epoch,
-            dict(zip(keys, extents, strict=False)),
+            extents,
             asked_s + leased.ttl_ms / 1000,
             now_s(),
             region=leased.region,
@@ -261,15 +326,25 @@ def _present(record_bytes: int) -> Found:
     return Found(Presence.PRESENT, record_bytes)
 
 
-def _extents_of(leased: PeerLeased, n_keys: int, region_bytes: Sequence[int]) -> list[Extent]:
-    """Unpack the leased extents and check them against the lengths of the owner's regions. Raises ValueError."""
+def _extents_of(
+    leased: PeerLeased, keys: Sequence[bytes], region_bytes: Sequence[int], each: bool
+) -> dict[bytes, Extent]:
+    """The leased extents by key, checked against the lengths of the owner's regions. Raises ValueError.
+
+    With `each`, an extent that is zero stands for a key that is not leased.
+    """
+    n_keys = len(keys)
     if not 0 <= leased.region < len(region_bytes):
         raise ValueError(f"region {leased.region} of {len(region_bytes)}")
     extents_bytes = region_bytes[leased.region]
     if len(leased.extents) % EXTENT.size or len(leased.extents) > n_keys * EXTENT.size:
         raise ValueError(f"{len(leased.extents)} bytes of extents for {n_keys} keys")
-    extents = unpack_extents(leased.extents)
-    for extent in extents:
+    extents = {
+        key: extent
+        for key, extent in zip(keys, unpack_extents(leased.extents), strict=False)
+        if extent != NO_EXTENT or not each
+    }
+    for extent in extents.values():
         if extent.length_bytes < HEAD_BYTES or extent.offset_bytes + extent.length_bytes > extents_bytes:
             raise ValueError(f"{extent} in a pool of {extents_bytes} bytes")
     if extents and not leased.lease:

@@ -120,14 +120,15 @@ class LeaseBook:
         """Bytes that are leased from an owner and are not yet read, replaced or lost."""
         return self._bytes[owner]
 
+    def standing(self, key: bytes, until_s: float) -> Extent | None:
+        """The extent of a key whose lease stands until `until_s`."""
+        lease = self._by_key.get(key)
+        return lease.unread[key] if lease is not None and lease.until_s >= until_s else None
+
     def leading(self, keys: Iterable[bytes], until_s: float) -> list[Extent]:
         """The extents of the leading keys whose leases stand until `until_s`."""
 
-        def standing(key: bytes) -> Extent | None:
-            lease = self._by_key.get(key)
-            return lease.unread[key] if lease is not None and lease.until_s >= until_s else None
-
-        found = map(standing, keys)
+        found = (self.standing(key, until_s) for key in keys)
         return [extent for extent in itertools.takewhile(lambda one: one is not None, found) if extent]
 
     def take(self, keys: Sequence[bytes], now_s: float) -> dict[Lease, list[tuple[int, Extent]]]:

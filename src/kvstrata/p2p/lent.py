@@ -5,6 +5,7 @@ Belongs to the event loop; no I/O.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import BadRequest
@@ -86,6 +87,17 @@ class LentPool:
             share[0] += 1
         entries = [entry for entry, _ in records]
         return Taken(ticket, entries, extents, sum(length for _, length in records)), reason
+
+    def take_each(self, keys: Sequence[bytes]) -> tuple[Taken | None, str, bytes]:
+        """As `take`, of each key that is there; the last item has an extent for each key, zero for those not leased."""
+        there = [number for number, key in enumerate(keys) if self._pool.peek(key)]
+        taken, reason = self.take(b"".join(keys[number] for number in there), 1) if there else (None, ABSENT)
+        if taken is None:
+            return None, reason, b""
+        extents = [bytes(EXTENT.size)] * len(keys)
+        for number, extent in zip(there, split_extents(taken.extents), strict=False):
+            extents[number] = extent
+        return taken, reason or (ABSENT if len(there) < len(keys) else ""), b"".join(extents)
 
     def give_back(self, taken: Taken) -> None:
         """Let the pool do with these records what it likes. Called once for each `take`."""

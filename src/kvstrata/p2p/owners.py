@@ -9,6 +9,7 @@ get all requests of all readers at once.
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import msgspec
 
 from kvstrata.policy.breaker import Breaker
 from kvstrata.rpc.cluster_wire import Owner
+from kvstrata.types import KEY_BYTES
 
 MB = 1 << 20
 
@@ -149,7 +151,7 @@ class OwnerBook:
 class Question(NamedTuple):
     """A run of keys, identified by its first key, last key and length.
 
-    These suffice, since a storage key stands for all tokens before it.
+    These suffice, since a storage key stands for all tokens before it.  Of single keys, `first` is a digest of all.
     """
 
     first: bytes
@@ -157,9 +159,10 @@ class Question(NamedTuple):
     n_keys: int
 
 
-def question_of(keys: Sequence[bytes]) -> Question:
-    """The question for this run of keys. REQUIRES at least one key."""
-    return Question(keys[0], keys[-1], len(keys))
+def question_of(keys: Sequence[bytes], *, each: bool = False) -> Question:
+    """The question for this run of keys, or with `each` for these single keys. REQUIRES at least one key."""
+    first = hashlib.blake2b(b"".join(keys), digest_size=KEY_BYTES).digest() if each else keys[0]
+    return Question(first, keys[-1], len(keys))
 
 
 class DirectoryCache:
@@ -218,6 +221,27 @@ class NamedOwners:
     def of(self, key: bytes) -> Owner | None:
         """The owner that is named for a run that begins with this key; None: no owner is named."""
         return self._owners.get(key)
+
+
+class ScatteredKeys:
+    """Keys of which each is answered for by itself; at least the last `max_keys` are remembered.
+
+    A key of a window, a state or a tail stays one, so forgetting it costs a miss and nothing else.
+    """
+
+    def __init__(self, *, max_keys: int = 65_536) -> None:
+        self._max_keys = max_keys
+        self._keys: set[bytes] = set()
+        self._older: set[bytes] = set()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys or key in self._older
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Remember these keys."""
+        if len(self._keys) >= self._max_keys:
+            self._older, self._keys = self._keys, set()
+        self._keys.update(keys)
 
 
 class Pacer:

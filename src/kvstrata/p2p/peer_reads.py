@@ -34,6 +34,11 @@ class PeerReads:
         if tier == self._name and (stack := self._stack(tier)) is not None and stack.tenants is not None:
             stack.tenants.belongs(keys, tenant)
 
+    def scatter(self, tier: str, keys: Sequence[bytes]) -> None:
+        """A lookup is about to ask this tier for these keys, of which each may be needed by itself."""
+        if tier == self._name and (peers := self._peers()) is not None:
+            peers.scatter(keys)
+
     def loads(self) -> tuple[int, int]:
         """Records and bytes that were read from peers since the start."""
         counted = self._counters.l2.get((self._name, "load"))

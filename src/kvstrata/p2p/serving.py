@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
+from kvstrata.keys.batch import split
 from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
@@ -101,19 +102,31 @@ class PeerLeases:
         """Bytes of the distinct records that are leased or pinned, in all pools."""
         return sum(lent.leased_bytes for lent in self._lent.values())
 
-    def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float, tenant: str = SHARED) -> Leased:
+    def lease(
+        self,
+        keys: bytes,
+        n_slices: int,
+        ttl_s: float,
+        now_s: float,
+        tenant: str = SHARED,
+        *,
+        each: bool = False,
+    ) -> Leased:
         """Lease the leading chunks that are wholly in a pool, as many as the limits allow.
 
         `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.  Only the tenant's own pool is
-        looked into, or with SHARED the shared one, whose bytes readers put into their own shared pool.
+        looked into, or with SHARED the shared one, whose bytes readers put into their own shared pool.  With `each`
+        every key that is there is leased, and `extents` has one for each key, zero for those that are not leased.
         """
-        lent, taken = self._lent.get(tenant), None
+        lent, taken, extents = self._lent.get(tenant), None, b""
         if self.draining:
             reason = DRAINING
         elif lent is None:
             reason = ABSENT
         elif len(self._leases) >= MAX_LEASES or lent.n_leases >= self._most_of_one:
             reason = LIMIT
+        elif each:
+            taken, reason, extents = lent.take_each(split(keys))
         else:
             taken, reason = lent.take(keys, n_slices)
         if reason:
@@ -122,7 +135,7 @@ class PeerLeases:
             return Leased(0, b"", reason)
         self.counts["granted"] += 1
         number = self._add(LentRecords(lent, [taken], now_s + ttl_s))
-        return Leased(number, taken.extents, reason, lent.region)
+        return Leased(number, extents or taken.extents, reason, lent.region)
 
     def release(self, number: int, keep_s: float, now_s: float, read_bytes: int = 0) -> bool:
         """End a reader's lease, or keep it for `keep_s` from now; returns whether it stood until now."""
@@ -389,7 +402,12 @@ class PeerServer:
                 field="keys",
             )
         leased = self.leases.lease(
-            request.keys, request.n_slices, request.ttl_ms / 1000, now_s, request.tenant
+            request.keys,
+            request.n_slices,
+            request.ttl_ms / 1000,
+            now_s,
+            request.tenant,
+            each=request.each,
         )
         self._look_later()
         return PeerLeased(

@@ -47,7 +47,7 @@ from kvstrata.p2p.engines.base import TransferEngine
 from kvstrata.p2p.engines.links import Devices, find_devices
 from kvstrata.p2p.finding import Finder
 from kvstrata.p2p.mac import THREADS
-from kvstrata.p2p.owners import NamedOwners, Pacer
+from kvstrata.p2p.owners import NamedOwners, Pacer, ScatteredKeys
 from kvstrata.p2p.reading import Reader
 from kvstrata.p2p.reopening import PeerEngine
 from kvstrata.p2p.returns import Returns
@@ -122,6 +122,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         self._engines = PeerEngine(name, make_engine, linger_s=settings.load_timeout_ms / 1000, look=look)
         self._named = NamedOwners()
         self._destinations = Destinations()
+        self._scattered = ScatteredKeys()
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._lanes = Lanes(name, num_workers=THREADS if settings.mac else 1)
         self._parts: _Parts | None = None
@@ -166,7 +167,9 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         pacer = Pacer(self._settings.max_bytes_per_s)
         connections = Connections(shared, links, keys, self._engines)
         returns = Returns(shared, connections)
-        finder = Finder(shared, connections, returns, self._named, controllers, pacer, self._destinations)
+        finder = Finder(
+            shared, connections, returns, self._named, controllers, pacer, self._destinations, self._scattered
+        )
         reader = Reader(
             shared,
             connections,
@@ -242,6 +245,10 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         """`source` is an Owner in msgpack (peer_reads.py). Raises msgspec.MsgspecError for anything else."""
         self._named.name(keys, _OWNER.decode(source) if source else None)
 
+    def scatter(self, keys: Sequence[bytes]) -> None:
+        """See ReadsPeers."""
+        self._scattered.add(keys)
+
     def belongs(self, keys: Sequence[bytes], tenant: str) -> None:
         """See TellsTenants."""
         self._destinations.belongs(keys, tenant)
@@ -284,7 +291,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
                 self.belongs(keys, destination.tenant)
             asked = await parts.finder.lease(keys)
             reason = asked.reason
-            if not parts.shared.leases.leading(keys[:1], now_s()):
+            if not any(parts.shared.leases.standing(key, now_s()) for key in keys):
                 reason = reason or (THROTTLED if asked.more else "")
                 hopeless = not asked.more or not await parts.returns.other_lease_ends(ends_s)
         for place in wanted:

@@ -98,12 +98,6 @@ class EngineGroup:
         return self._ordered()[3]
 
     @property
-    def whole_slices(self) -> list[bytes]:
-        """Those of `slices` that are needed in every chunk of a hit; all, if none is."""
-        whole = [digest for digest, span in zip(self.slices, self.spans, strict=False) if not span]
-        return whole or self.slices
-
-    @property
     def lengths(self) -> list[frozenset[int]]:
         """For each of `slices` the lengths that its records may have; an empty set: not known."""
         of: dict[bytes, set[int]] = {digest: set() for digest in self.slices}

@@ -33,8 +33,8 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     slice: Slice | None = None
     """The slice that this process reads and writes; nil for a scheduler."""
     facts: dict[str, Any] | None = None
-    """Layout facts from which `slice.layout` is derived. The same identity with other facts is refused; the error names
-    the first fact that differs."""
+    """Layout facts from which `slice.layout` is derived. The same identity with other facts, apart from `axes` and
+    `block_tokens`, is refused; the error names the first fact that differs."""
     old_epoch: int = 0
     """Epoch of the previous attachment, 0 for none."""
     registers_memory: bool = False

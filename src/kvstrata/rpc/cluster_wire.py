@@ -105,6 +105,8 @@ class KvKind(msgspec.Struct, array_like=True, frozen=True):
     layout: LayoutIdentity
     slices: list[bytes]
     """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
+    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)] = []
+    """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
 
 
 class Register(ClusterRequest, frozen=True, tag="register"):
@@ -203,6 +205,9 @@ class Where(ClusterRequest, frozen=True, tag="where"):
     """Tags of the storage keys, chunk by chunk."""
     n_slices: Annotated[int, Meta(ge=1, le=4096)]
     max_owners: Annotated[int, Meta(ge=1, le=MAX_OWNERS)] = 2
+    each: bool = False
+    """The keys are no prefix: each is useful by itself, the first ones most, and `n_slices` is 1.  Owners that hold an
+    earlier one come first, and their `n_keys` counts from the first one that they hold to the end."""
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
@@ -275,9 +280,9 @@ class CommandKind(enum.StrEnum):
     UNPIN = "unpin"
     """{"claim": str}: end this pin."""
     PULL = "pull"
-    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}}: read these chunks into
-    L1, from the owner if it leases them, else from other peers. Used by replicate, and by move, which then sends the
-    owner an EVICT."""
+    """{"keys": bytes, "n_slices": int, "identity": bytes, "tenant": str, "owner": {…as Owner…}, "spans": [int]}: read
+    these chunks into L1, from the owner if it leases them, else from other peers; of slices with a span (see KvKind)
+    only what the longest hit needs. Used by replicate, and by move, which then sends the owner an EVICT."""
     DRAIN = "drain"
     """{"on": bool}: if true, lease nothing more to peers; if false, lease to them again."""
     EXPLAIN = "explain"
@@ -399,6 +404,8 @@ class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
     tenant: TenantName = ""
     """Tenant whose own pool the reader reads into, so only that tenant's own pool is looked into; empty: the shared
     one."""
+    each: bool = False
+    """Lease each of the keys that is there, not only leading ones."""
 
 
 class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
@@ -407,7 +414,8 @@ class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
     lease: int
     """Number of the lease; 0 if nothing is leased."""
     extents: bytes
-    """Packed extents of the leading keys, as in an engine's lookup; only whole chunks."""
+    """Packed extents of the leading keys, as in an engine's lookup; only whole chunks.  With `each`: those of all keys,
+    zero for a key that is not leased."""
     ttl_ms: int
     reason: str
     """Why not all records are leased: `absent`, `limit` (`p2p.max_leased_share`), `draining`; empty if all are."""

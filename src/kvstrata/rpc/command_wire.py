@@ -108,6 +108,10 @@ class PullArgument(Argument, frozen=True, kw_only=True):
     n_slices: Annotated[int, _number(1, MAX_SLICES)] = 1
     tenant: str = ""
     owner: Annotated[NamedOwner | None, Meta(extra={"must": "an Owner"})] = None
+    spans: Annotated[
+        list[Annotated[int, _number(0, 2**32 - 1)]],
+        Meta(max_length=MAX_SLICES, extra={"must": "a number for each slice, or empty"}),
+    ] = []
 
 
 class DrainArgument(Argument, frozen=True, kw_only=True):

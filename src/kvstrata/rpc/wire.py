@@ -91,7 +91,7 @@ class HelloReply(Reply, frozen=True, tag="hello"):
     max_message_bytes: int
     """Longest frame that the server takes."""
     has_l2: bool
-    """The server has L2, so a miss in L1 may still be a hit."""
+    """The server has L2, or knows engines of another geometry, so a miss in L1 may still be a hit."""
     max_reserved_bytes: int
     """Maximum number of bytes that one session may have reserved at a time; a larger store takes several reserves."""
 

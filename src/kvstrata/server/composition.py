@@ -52,6 +52,7 @@ from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.readiness import Readiness, StoreFreeze
+from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.boundary import Boundary
 from kvstrata.server.requests.effects import Effects, Send
 from kvstrata.server.requests.handlers import Handlers
@@ -79,6 +80,8 @@ class Ground(NamedTuple):
     supervisor: Supervisor
     lane: PoolLane
     """For requests of clients; refuses work when its queue is full."""
+    recut_lane: PoolLane
+    """For recuts; refuses work when its queue is full."""
     own_lane: PoolLane
     """For housekeeping, admins and controllers; never refuses work."""
     clock: Clock
@@ -127,6 +130,7 @@ class Requests(NamedTuple):
 
     effects: Effects
     running: Running
+    recuts: Recuts
     hooks: Processes
 
 
@@ -146,6 +150,7 @@ def lay_ground(
     loop: asyncio.AbstractEventLoop,
     supervisor: Supervisor,
     lane: PoolLane,
+    recut_lane: PoolLane,
     own_lane: PoolLane,
     clock: Clock,
     explainer: Explainer,
@@ -179,6 +184,7 @@ def lay_ground(
         loop=loop,
         supervisor=supervisor,
         lane=lane,
+        recut_lane=recut_lane,
         own_lane=own_lane,
         clock=clock,
         counters=counters,
@@ -248,8 +254,11 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
 
     peer_reads = PeerReads(peer_tier, tiers.stack, ground.counters)
 
-    def asks(tier: str, keys: Sequence[bytes], pool: Pool) -> None:
-        peer_reads.belongs(tier, keys, ground.own.tenant_of(pool))
+    def asks(tier: str, keys: Sequence[bytes], pool_of_keys: Pool, scattered: Sequence[bytes]) -> None:
+        if pool_of_keys is not pool:
+            peer_reads.belongs(tier, keys, ground.own.tenant_of(pool_of_keys))
+        if scattered:
+            peer_reads.scatter(tier, scattered)
 
     limits = PrefetchLimits(
         in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
@@ -271,7 +280,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
     )
 
 
-def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Requests:
+def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) -> Requests:
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
     settings = ground.settings
     for tenant in sorted(
@@ -289,6 +298,10 @@ def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Reque
         tables.send,
     )
     running = Running(ground.loop, ground.supervisor, tables.sessions, effects, tables.replies)
+    recuts = Recuts(
+        ground.recut_lane, ground.clock, l2.tiers, l2.prefetch, ground.pools, enabled=settings.l1.recut
+    )
+    ground.board.put("recuts", recuts.status)
     security = ground.settings.security
     hooks = Processes(
         tables.processes,
@@ -300,8 +313,9 @@ def make_requests(ground: Ground, tables: Tables, tokens: TenantTokens) -> Reque
         SessionLimits(security.sessions_per_process, security.sessions_per_token),
         ground.readiness,
         ground.own,
+        recuts,
     )
-    return Requests(effects, running, hooks)
+    return Requests(effects, running, recuts, hooks)
 
 
 def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
@@ -345,6 +359,7 @@ def make_boundary(
         prefetch=l2.prefetch,
         store=l2.store,
         tails=l2.tails,
+        recuts=requests.recuts,
         events=l2.events,
         explainer=ground.explainer,
         savings=ground.savings,

@@ -84,6 +84,9 @@ from kvstrata.types import NOT_IN_A_NAME
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+RECUTS_WAITING = 16
+"""Most lookups whose missing chunks wait to be made of records of other geometries; one is at work at a time."""
+
 
 class Shell(NamedTuple):
     """What the server process gives its instance."""
@@ -149,7 +152,8 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         started_s=shell.started_s,
     )
     lane, own_lane = PoolLane(shell.loop), PoolLane(shell.loop, threads=1, queue=None, name="kv-own")
-    closers += [soon(lane.close), soon(own_lane.close)]
+    recut_lane = PoolLane(shell.loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
+    closers += [soon(lane.close), soon(recut_lane.close), soon(own_lane.close)]
     ground = lay_ground(
         settings,
         facts,
@@ -157,6 +161,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         shell.loop,
         shell.supervisor,
         lane,
+        recut_lane,
         own_lane,
         SystemClock(),
         Explainer(),
@@ -180,7 +185,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     await _open_tiers(plan, peer, control, port, shell.log)
 
     # 3. Requests, processes, and the operations of admins.
-    requests = make_requests(ground, tables, plan.tokens)
+    requests = make_requests(ground, tables, l2, plan.tokens)
     attach = AttachServer(
         directory / ATTACH_SOCKET,
         pool,

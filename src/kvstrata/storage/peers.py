@@ -26,6 +26,13 @@ class ReadsPeers(ABC):
         Only the medium understands `source`.
         """
 
+    @abstractmethod
+    def scatter(self, keys: Sequence[bytes]) -> None:
+        """Answer for each of these keys by itself, since a hit may need it without those before it.
+
+        Called before `exists` of such keys.  Of other keys only a leading part is useful.
+        """
+
 
 class TellsTenants(ABC):
     """A medium that has registered tenants' own pools, and moves bytes between the pools of one tenant only."""

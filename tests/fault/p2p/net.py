@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
+from kvstrata.keys.batch import split
 from kvstrata.native.pool import Pool
 from kvstrata.p2p.engines.base import (
     CANCELLED,
@@ -23,6 +24,7 @@ from kvstrata.p2p.engines.base import (
     unpack_metadata,
 )
 from kvstrata.p2p.engines.links import Devices
+from kvstrata.p2p.lent import split_extents
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
 from kvstrata.rpc.cluster_wire import (
@@ -45,7 +47,7 @@ from kvstrata.testing.strategies import (
     payload_of,
     watched,
 )
-from kvstrata.types import KEY_BYTES
+from kvstrata.types import EXTENT, KEY_BYTES
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1, RECORD, SIZE, chain
 from tests.harness.waiting import until
@@ -158,6 +160,8 @@ class TestOwner(Endpoint):
         self.kept = 0
         """How many releases prolonged their lease."""
         self.lies = False
+        self.each_answer: Callable[[PeerLease], bytes] | None = None
+        """The extents that it claims for single keys; None: those that it has."""
         self.max_leased = 1 << 20
         """Most records that are leased at the same time."""
         self.refuses: dict[str, str] = {}
@@ -177,6 +181,10 @@ class TestOwner(Endpoint):
         if isinstance(request, PeerLease):
             if self.lies:
                 return PeerLeased(seq, epoch, 1, b"\xff" * 24, 1_000, "")
+            if self.each_answer is not None and request.each:
+                return PeerLeased(seq, epoch, 1, self.each_answer(request), request.ttl_ms, "")
+            if request.each:
+                return self._lease_each(request)
             room = self.max_leased - sum(self.leases.values())
             keys = request.keys[: room * KEY_BYTES]
             ticket, n_chunks, extents, _, _ = self.pool.lease(keys, request.n_slices, [self.row])
@@ -192,6 +200,16 @@ class TestOwner(Endpoint):
         elif stood:
             self.expire(request.lease)
         return PeerReleased(seq, epoch, stood)
+
+    def _lease_each(self, request: PeerLease) -> PeerLeased:
+        keys = split(request.keys)
+        there = [key for key in keys if self.pool.peek(key)]
+        ticket, n_leased, extents, _, _ = self.pool.lease(b"".join(there), 1, [self.row])
+        if ticket:
+            self.leases[ticket] = n_leased
+        of_key = dict(zip(there, split_extents(extents), strict=True))
+        all_extents = b"".join(of_key.get(key, bytes(EXTENT.size)) for key in keys)
+        return PeerLeased(request.seq, self.epoch, ticket, all_extents, request.ttl_ms, "")
 
     def expire(self, lease: int) -> None:
         """End a lease."""

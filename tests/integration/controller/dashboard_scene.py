@@ -42,7 +42,8 @@ def twelve() -> Cluster:
 def miss(chunk: int, reason: str, detail: str) -> dict[str, Any]:
     """A chunk that nobody has, as one instance explains it."""
     told = [{"instance": "a-0", "tier": "", "reason": reason, "detail": detail}]
-    return {"chunk": chunk, "key": "cd" * 32, "reason": reason, "told": told}
+    key = {"key": "cd" * 32, "slice": "ab" * 32, "window": False}
+    return {"chunk": chunk, **key, "reason": reason, "told": told}
 
 
 def lookup(n_chunks: int, holders: dict[str, int]) -> dict[str, Any]:

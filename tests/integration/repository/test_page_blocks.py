@@ -47,6 +47,7 @@ BLOCKS = {
         "curl": "test_versions gives its body to vLLM's own protocol classes",
     },
     "docs/engines.md": {
+        "vllm serve MODEL": "needs NIXL and a model; tests/vllm/test_beside.py has both connectors in one engine",
         "python -m sglang": "tests/sglang gives its flags to SGLang's own parser",
         "kv_connector_config": "TensorRT-LLM was never run; test_tensorrt_llm makes both classes",
     },

@@ -4,53 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from kvstrata.client import LookupResult
-from kvstrata.types import MissReason, unpack_extents
-from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from kvstrata.types import MissReason
+from tests.harness.cache_engine import CHUNK_TOKENS, eventually, prompt
+from tests.harness.engine_groups import SPAN, Groups, open_groups
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
-
-SPAN = 2
-
-
-class Groups(NamedTuple):
-    """The two clients of the engine."""
-
-    whole: CacheEngine
-    windowed: CacheEngine
-
-    def connect(self) -> None:
-        for engine in self:
-            engine.connect()
-
-    def store(self, n_chunks: int, windows: list[tuple[int, int]], seed: int = 0) -> None:
-        """Store a prompt, and of the second group these ranges of its chunks."""
-        assert self.whole.stored(prompt(n_chunks, seed)) == ["stored"] * n_chunks
-        for first, end in windows:
-            assert self.windowed.stored(prompt(end, seed), first) == ["stored"] * (end - first)
-
-    def peek(self, n_chunks: int, seed: int = 0) -> int:
-        engine = self.whole
-        return engine.client.peek(engine.identity(), engine.hasher(prompt(n_chunks, seed)))
-
-    def load(self, n_chunks: int, result: LookupResult, seed: int = 0) -> None:
-        """Load a lookup's result in both groups, checking each byte."""
-        for engine in self:
-            assert engine.check_load(prompt(n_chunks, seed), result, sync=True) == set()
-
-    def windows_of(self, result: LookupResult) -> list[int]:
-        """The chunks of the second group that were leased."""
-        slices = self.whole.client.slices
-        mine = unpack_extents(result.extents)[slices.index(self.windowed.client.slice_digest) :: len(slices)]
-        return [chunk for chunk, extent in enumerate(mine) if extent.length_bytes]
 
 
 @pytest.fixture
@@ -66,12 +34,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def groups(server: ServerProcess) -> Iterator[Groups]:
-    with (
-        CacheEngine(server.socket_dir, rank=0, ranks=2) as whole,
-        CacheEngine(server.socket_dir, rank=1, ranks=2, span=SPAN) as windowed,
-    ):
-        groups = Groups(whole, windowed)
-        groups.connect()
+    with open_groups(server) as groups:
         yield groups
 
 
@@ -84,8 +47,12 @@ def until_put(server: ServerProcess) -> None:
 
 
 def start_empty(server: ServerProcess, groups: Groups) -> None:
-    """Kill the server and start it with an empty pool."""
+    """Kill the server when it has put all, and start it with an empty pool."""
     until_put(server)
+    kill_and_start_empty(server, groups)
+
+
+def kill_and_start_empty(server: ServerProcess, groups: Groups) -> None:
     server.kill()
     for engine in groups:
         eventually("the client notices", lambda engine=engine: not engine.client.connected)
@@ -206,3 +173,43 @@ def test_explain_names_the_slice_that_ended_the_hit(server: ServerProcess, group
     result, miss = explained(5, seed=1)
     assert result.n_chunks == 3
     assert miss["detail"].startswith(f"slice {shown[groups.whole]}… (group 0) at chunk 3 is absent: ")
+
+
+def test_a_server_that_stops_in_the_middle_of_a_load_costs_the_deadline_and_its_windows_are_whole(
+    server: ServerProcess, groups: Groups
+) -> None:
+    groups.store(8, [(6, 8)])
+    server._environment |= {"KVSTRATA_TESTING": "1", "KVSTRATA_FAILPOINTS": "load.read=stop"}
+    start_empty(server, groups)
+    call = groups.whole.lookup(prompt(8), deadline_ms=1_000)
+    assert call.wait(30), "the lookup never ended"
+    assert (call.result.n_chunks, call.result.lease) == (0, None)
+    eventually("the server stops while it loads", server.halted)
+    server.thaw()
+    eventually("the prompt is a hit", lambda: groups.peek(8) == 8)
+    groups.connect()
+    result = groups.whole.looked_up(prompt(8))
+    assert (result.n_chunks, groups.windows_of(result)) == (8, [6, 7])
+    groups.load(8, result)
+
+
+def test_windows_that_a_full_disk_did_not_take_are_a_shorter_hit_and_never_wrong(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "fs", l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS) as server:
+        server.start()
+        with open_groups(server) as groups:
+            groups.store(8, [(0, 2)])
+            until_put(server)
+            # From now on each write fails, as on a disk without space.
+            resource.prlimit(server.ready["pid"], resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+            assert groups.windowed.stored(prompt(8), 6) == ["stored"] * 2
+            assert groups.whole.hit(prompt(8)) == 8, "L1 has the windows"
+
+            def failed() -> bool:
+                [adapter] = server.get("/v1/status")["l2_store"]["adapters"].values()
+                return bool(set(adapter["outcomes"]) - {"stored", "exists"})
+
+            eventually("puts have failed", failed)
+            kill_and_start_empty(server, groups)
+            result = groups.whole.looked_up(prompt(8))
+            assert (result.n_chunks, groups.windows_of(result)) == (2, [0, 1])
+            groups.load(8, result)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ layouts = st.builds(
     kv_scales=NAMES,
     fidelity=NAMES,
     chunk_tokens=st.integers(1, 5),
+    lookahead_tokens=st.just(msgspec.UNSET) | st.integers(1, 3),
     format_version=st.integers(1, 2),
 )
 requests = st.builds(RequestIdentity, adapter=NAMES, tenant=NAMES, salt=NAMES)
@@ -44,9 +46,14 @@ media = st.lists(
 prompts = st.tuples(layouts, requests, st.lists(TOKENS, max_size=14), media)
 
 
+def hasher_of(layout, request, items):
+    root = identity_root(layout, request)
+    return ChunkHasher(root, layout.chunk_tokens, items, lookahead_tokens=layout.lookahead)
+
+
 def chain(prompt) -> list[bytes]:
     layout, request, tokens, items = prompt
-    hasher = ChunkHasher(identity_root(layout, request), layout.chunk_tokens, items)
+    hasher = hasher_of(layout, request, items)
     hasher.feed(tokens)
     return [hasher.key(i) for i in range(hasher.n_chunks)]
 
@@ -54,14 +61,15 @@ def chain(prompt) -> list[bytes]:
 def meaning(prompt, chunk: int) -> tuple:
     """Return all values that decide the meaning of a chunk's KV bytes, to be compared without a hash."""
     layout, request, tokens, items = prompt
-    end = (chunk + 1) * layout.chunk_tokens
+    ahead = layout.lookahead
+    end = (chunk + 1) * layout.chunk_tokens + ahead
     seen = sorted(item for item in items if item.offset_tokens < end)
     # An item's length follows from its content id and needs no place here; the chunks into which it reaches do.
     reach = sorted(
         (item.offset_tokens, item.content_id, i)
         for item in seen
         for i in range(chunk + 1)
-        if item.offset_tokens < (i + 1) * layout.chunk_tokens
+        if item.offset_tokens < (i + 1) * layout.chunk_tokens + ahead
         and item.offset_tokens + item.length_tokens > i * layout.chunk_tokens
     )
     return (layout, request, tuple(tokens[:end]), tuple(reach))
@@ -82,13 +90,15 @@ def test_chunks_share_a_key_exactly_when_they_mean_the_same(one, two):
 @given(prompts, st.data())
 def test_each_field_of_the_identity_changes_every_key(prompt, data):
     layout, request, tokens, items = prompt
-    assume(len(tokens) >= layout.chunk_tokens)
+    assume(len(tokens) >= layout.chunk_tokens + layout.lookahead)
     other_layout, other_request = layout, request
     field = data.draw(
         st.sampled_from([*LayoutIdentity.__struct_fields__, *RequestIdentity.__struct_fields__])
     )
     if field in RequestIdentity.__struct_fields__:
         other_request = RequestIdentity(**{**_fields(request), field: getattr(request, field) + "!"})
+    elif field == "lookahead_tokens":
+        other_layout = LayoutIdentity(**{**_fields(layout), field: layout.lookahead + 1})
     elif isinstance(getattr(layout, field), int):
         assume(field != "chunk_tokens" or len(tokens) > layout.chunk_tokens)
         other_layout = LayoutIdentity(**{**_fields(layout), field: getattr(layout, field) + 1})
@@ -100,7 +110,7 @@ def test_each_field_of_the_identity_changes_every_key(prompt, data):
 @given(prompts, slices, slices)
 def test_slices_share_no_storage_key(prompt, one, two):
     layout, request, tokens, items = prompt
-    hasher = ChunkHasher(identity_root(layout, request), layout.chunk_tokens, items)
+    hasher = hasher_of(layout, request, items)
     hasher.feed(tokens)
     first, second = hasher.storage_keys((one.digest(),)), hasher.storage_keys((two.digest(),))
     if one == two:
@@ -110,18 +120,26 @@ def test_slices_share_no_storage_key(prompt, one, two):
         assert not split & {second[i : i + 32] for i in range(0, len(second), 32)}
 
 
-@given(st.lists(TOKENS, max_size=60), st.integers(1, 7), st.lists(st.integers(0, 60), max_size=5), media)
-def test_any_way_of_feeding_gives_the_oracle_chain(tokens, size, cuts, items):
+@given(
+    st.lists(TOKENS, max_size=60),
+    st.integers(1, 7),
+    st.lists(st.integers(0, 60), max_size=5),
+    media,
+    st.integers(0, 3) | st.just(20),
+)
+def test_any_way_of_feeding_gives_the_oracle_chain(tokens, size, cuts, items, ahead):
     root = identity_root(LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=size), RequestIdentity())
-    hasher = ChunkHasher(root, size, items)
-    whole = ChunkHasher(root, size, items)
+    hasher = ChunkHasher(root, size, items, lookahead_tokens=ahead)
+    whole = ChunkHasher(root, size, items, lookahead_tokens=ahead)
     for cut in [*sorted(cuts), 60]:
         start = hasher.n_chunks * size
         hasher.feed(tokens[start:cut] if cut % 2 else tokens[:cut], start if cut % 2 else 0)
     whole.feed(tokens)
     assert hasher.chain == whole.chain
     if not items:
-        assert hasher.chain == oracle.chain_keys(root, tokens, size)
+        n_chunks = max(0, len(tokens) - ahead) // size
+        extras = {i: oracle.lookahead(tokens[(i + 1) * size :][:ahead]) for i in range(n_chunks) if ahead}
+        assert hasher.chain == oracle.chain_keys(root, tokens[: n_chunks * size], size, extras)
 
 
 PRINT_KEYS = """

@@ -13,107 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.connectors.vllm.groups import whole_group
-from kvstrata.connectors.vllm.kv_view import Heads, KvView, build_view
-from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.keys.recut import CannotRecut, Part, Recut, RecutReason, plan_recut
 from kvstrata.native import copying
 from kvstrata.native.record import CopyOutcome, RecordSpec
-from kvstrata.testing.recut_record import record_bytes, recut_record
+from kvstrata.server.recuts.record import Place, record_length, recut_records
+from tests.harness.geometry import CHUNK, DIM, ORDERS, Cache, Geometry, view_of
 
-CHUNK, DIM = 96, 4
 KEY = b"k" * 32
-ORDERS = {
-    # vLLM's layouts as the order of (layer, block, head, token, content) in memory.
-    "LBHNC": (0, 1, 2, 3, 4),
-    "LBNHC": (0, 1, 3, 2, 4),
-    "LHBNC": (0, 2, 1, 3, 4),
-    "BLHNC": (1, 0, 2, 3, 4),
-    "BLNHC": (1, 0, 3, 2, 4),
-    "BHLNC": (1, 2, 0, 3, 4),
-}
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A worker's layers and KV heads, and the layout of its blocks."""
-
-    layers: tuple[int, int]
-    heads: tuple[int, int]
-    block_tokens: int
-    kernel_tokens: int
-    layout: str
-    scales: tuple[str, ...] = ()
-    content: str = "k+v"
-
-
-class Tensor:
-    """The part of a torch tensor that is read: one layer of (blocks, heads, tokens, content), 16-bit numbers."""
-
-    dtype = "torch.bfloat16"
-
-    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self.address, self.shape, self.strides = address, tuple(shape), tuple(strides)
-
-    def stride(self) -> tuple[int, ...]:
-        return self.strides
-
-    def element_size(self) -> int:
-        return 2
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-class Cache:
-    """The blocks of one worker, full of noise, and the tensors that it registers for its layers."""
-
-    def __init__(self, geometry: Geometry, blocks: int, seed: int) -> None:
-        self.geometry, self.blocks = geometry, blocks
-        first, end = geometry.layers
-        pieces = geometry.block_tokens // geometry.kernel_tokens
-        heads = geometry.heads[1] - geometry.heads[0]
-        self.shape = (end - first, blocks * pieces, heads, geometry.kernel_tokens, 2 * DIM)
-        self.strides, step = [0] * 5, 1
-        for axis in reversed(ORDERS[geometry.layout]):
-            self.strides[axis] = step
-            step *= self.shape[axis]
-        self.memory = bytearray(random.Random(seed).randbytes(step * 2))
-        self.tensors = {
-            f"model.layers.{first + i}.attn": Tensor(
-                copying.buffer_address(self.memory, writable=True) + i * self.strides[0] * 2,
-                self.shape[1:],
-                self.strides[1:],
-            )
-            for i in range(end - first)
-        }
-
-    def write(self, layer: int, kernel_block: int, head: int, token: int, content: bytes) -> None:
-        at = 2 * sum(
-            i * stride for i, stride in zip((layer, kernel_block, head, token), self.strides, strict=False)
-        )
-        self.memory[at : at + len(content)] = content
-
-
-def view_of(geometry: Geometry, tensors: dict[str, Tensor], blocks: int) -> KvView:
-    heads = geometry.heads[1] - geometry.heads[0]
-    kind = LayerKind(
-        heads=heads,
-        block_tokens=geometry.block_tokens,
-        page_bytes=heads * geometry.block_tokens * 2 * DIM * 2,
-        axes=("kv_heads", "tokens", geometry.content),
-        quantisation="NONE",
-        latent=False,
-        scales=geometry.scales,
-    )
-    return build_view(
-        tensors,
-        num_blocks=blocks,
-        group=whole_group(geometry.block_tokens, CHUNK),
-        heads=Heads(geometry.layers, geometry.heads, 1),
-        dtype="bfloat16",
-        kinds=dict.fromkeys(tensors, kind),
-    )
 
 
 @dataclass
@@ -141,19 +47,11 @@ def store(kv: KV, geometry: Geometry, seed: int) -> Stored:
     used = CHUNK // geometry.block_tokens
     cache = Cache(geometry, used + 3, seed)
     table = draw.sample(range(cache.blocks), used)
-    pieces = geometry.block_tokens // geometry.kernel_tokens
     for layer, head, token in itertools.product(
         range(*geometry.layers), range(*geometry.heads), range(CHUNK)
     ):
-        kernel_block = table[token // geometry.block_tokens] * pieces
-        kernel_block += token % geometry.block_tokens // geometry.kernel_tokens
-        cache.write(
-            layer - geometry.layers[0],
-            kernel_block,
-            head - geometry.heads[0],
-            token % geometry.kernel_tokens,
-            kv[layer, head, token],
-        )
+        block, rest = divmod(token, geometry.block_tokens)
+        cache.memory[cache.place(layer, table[block], head, rest)] = kv[layer, head, token]
     view = view_of(geometry, cache.tensors, cache.blocks)
     plan = view.plan()
     record = bytearray(plan.record_bytes(used))
@@ -172,14 +70,9 @@ def kv_of(layers: int, heads: int) -> KV:
 
 def recut(sources: Sequence[Stored], target: Part) -> tuple[Recut, bytearray]:
     made = plan_recut([source.part for source in sources], target)
-    record = bytearray(record_bytes(made))
-    outcome = recut_record(
-        made,
-        [source.place for source in sources],
-        copying.buffer_address(record, writable=True),
-        len(record),
-        SPEC,
-    )
+    record = bytearray(record_length(made.target_sections))
+    place = Place(made, copying.buffer_address(record, writable=True), len(record), SPEC)
+    outcome = recut_records([source.place for source in sources], [place])
     assert outcome is CopyOutcome.OK
     return made, record
 
@@ -375,10 +268,10 @@ def test_a_corrupt_source_is_not_recut() -> None:
     made = plan_recut([source.part for source in sources], target.part)
 
     def outcome(key: bytes = KEY) -> CopyOutcome:
-        record = bytearray(b"\xa5" * record_bytes(made))
+        record = bytearray(b"\xa5" * record_length(made.target_sections))
         address = copying.buffer_address(record, writable=True)
         places = [(*source.place[:2], key) for source in sources]
-        found = recut_record(made, places, address, len(record), SPEC)
+        found = recut_records(places, [Place(made, address, len(record), SPEC)])
         assert (record == target.record) if found is CopyOutcome.OK else set(record) == {0xA5}
         return found
 
@@ -391,7 +284,8 @@ def test_a_corrupt_source_is_not_recut() -> None:
     assert outcome() is CopyOutcome.MISMATCH
     sources[1] = kept
     with pytest.raises(ValueError, match=r"length: .* too few"):
-        recut_record(made, [source.place for source in sources], sources[0].place[0], 8, SPEC)
+        place = Place(made, sources[0].place[0], 8, SPEC)
+        recut_records([source.place for source in sources], [place])
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,16 @@ TOKENS = st.integers(0, 2**32 - 1)
 @given(
     tokens=st.lists(TOKENS, max_size=40),
     media=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=3),
+    ahead=st.integers(0, 5),
 )
 def test_each_key_is_the_hash_that_formats_md_describes(
-    tokens: list[int], media: list[tuple[int, int]]
+    tokens: list[int], media: list[tuple[int, int]], ahead: int
 ) -> None:
     items = [MediaItem(at, length, f"id {at}") for at, length in media]
-    made = tail_keys(ROOT, tokens, BLOCK, items, first_token=8)
-    assert len(made) == len(tokens) // BLOCK
+    made = tail_keys(ROOT, tokens, BLOCK, items, first_token=8, lookahead_tokens=ahead)
+    assert len(made) == max(0, len(tokens) - ahead) // BLOCK
     for number, key in enumerate(made, 1):
-        leading = tokens[: number * BLOCK]
+        leading = tokens[: number * BLOCK + ahead]
         extra = media_extra(items, 8, len(leading)) or bytes(32)
         assert (
             key == hashlib.sha256(DOMAIN + ROOT + extra + struct.pack(f"<{len(leading)}I", *leading)).digest()
@@ -39,20 +40,23 @@ def test_each_key_is_the_hash_that_formats_md_describes(
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=6),
     chunk_blocks=st.integers(1, 5),
+    ahead=st.integers(0, 2),
 )
 def test_equal_keys_mean_equal_tokens_and_no_tail_is_a_chunk(
-    prompts: list[list[int]], chunk_blocks: int
+    prompts: list[list[int]], chunk_blocks: int, ahead: int
 ) -> None:
     chunk = chunk_blocks * BLOCK
     seen: dict[bytes, tuple[bool, tuple[int, ...]]] = {}
     for prompt in prompts:
-        hasher = ChunkHasher(ROOT, chunk)
+        hasher = ChunkHasher(ROOT, chunk, lookahead_tokens=ahead)
         hasher.feed(prompt)
-        named = [(hasher.key(i), (False, tuple(prompt[: (i + 1) * chunk]))) for i in range(hasher.n_chunks)]
+        named = [
+            (hasher.key(i), (False, tuple(prompt[: (i + 1) * chunk + ahead]))) for i in range(hasher.n_chunks)
+        ]
         for number in range(hasher.n_chunks + 1):
-            leading = prompt[number * chunk : (number + 1) * chunk]
+            leading = prompt[number * chunk : (number + 1) * chunk + ahead]
             for blocks, key in enumerate(hasher.tail_keys(number, leading, BLOCK), 1):
-                named.append((key, (True, tuple(prompt[: number * chunk + blocks * BLOCK]))))
+                named.append((key, (True, tuple(prompt[: number * chunk + blocks * BLOCK + ahead]))))
         for key, meaning in named:
             assert seen.setdefault(key, meaning) == meaning
 

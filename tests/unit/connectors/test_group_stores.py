@@ -154,6 +154,16 @@ def test_states_are_stored_when_vllm_offers_them_at_the_end_of_a_chunk():
     assert pool.pinned == {700: 1, 702: 1}
 
 
+def test_states_of_a_step_in_which_another_connector_loads_are_left():
+    side, pool = make_grouped(FULL, STATES)
+    request = make_request(30)
+    side.on_new_request(request)
+    ask(side, request)
+    tables = {request.request_id: (table_of(30, 100), [0, 0, 704, 705])}
+    plan = step(side, [(request, 8, 22)], tables=tables, states={request.request_id: OFFERS})
+    assert plan.others_load and plan.stores == [] and pool.pinned == {}
+
+
 @pytest.mark.parametrize("how", ["preempted", "unknown", "skipped"])
 def test_states_of_a_request_that_is_not_stored_are_left(how):
     side, pool = make_grouped(FULL, STATES)

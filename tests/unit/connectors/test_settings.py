@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvstrata.config.client_model import ClientSettings
@@ -255,6 +257,46 @@ def test_retrained_weights_under_the_same_name_are_another_identity(folder):
 )
 def test_what_changes_kv_changes_the_identity(folder, changes):
     assert layout(config_of(folder, **changes)) != layout(config_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("method", "told", "lookahead"),
+    [
+        ("eagle", None, 1),
+        ("mtp", 1, 1),
+        ("mtp", 3, 3),
+        ("draft_model", None, 0),
+        ("ngram", None, 0),
+        ("draft_model", 0, 0),
+    ],
+)
+def test_keys_look_as_far_ahead_as_the_draft_layers(folder, method, told, lookahead):
+    changes = {} if told is None else {"num_prefill_lookahead_tokens": told}
+    speculative = SimpleNamespace(model="d", method=method)
+    made = layout(config_of(folder, speculative_config=speculative, **changes))
+    assert made.lookahead == lookahead
+    assert ("lookahead_tokens" in msgspec.to_builtins(made)) is (lookahead > 0)
+
+
+def test_drafts_that_keep_no_kv_share_the_identity_of_engines_without_drafts(folder):
+    ngram = SimpleNamespace(model="ngram", method="ngram")
+    assert layout(config_of(folder, speculative_config=ngram)) == layout(config_of(folder))
+
+
+def test_a_draft_elsewhere_is_the_same_identity_and_a_retrained_one_is_another(folder, tmp_path):
+    def of_draft(place):
+        return layout(config_of(folder, speculative_config=SimpleNamespace(model=str(place), method="eagle")))
+
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    weights = draft / "model.safetensors"
+    weights.write_bytes(bytes(1_000))
+    before = of_draft(draft)
+    moved = tmp_path / "deep" / "draft"
+    shutil.copytree(draft, moved)
+    assert of_draft(moved) == before
+    weights.write_bytes(bytes([1]) * 1_000)
+    assert of_draft(draft) != before
 
 
 def test_versions_of_libraries_are_no_part_of_the_identity(folder):

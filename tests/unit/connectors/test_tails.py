@@ -69,11 +69,6 @@ class Client(FakeClient):
     def peek(self, identity, chain):
         return leading(keys_of(chain), self.chunks)
 
-    def identity(self, request):
-        made = super().identity(request)
-        made.hasher = lambda media=(): ChunkHasher(made.root, CHUNK, media)
-        return made
-
     def present(self, chunks):
         return [key in self.tails for _, key in chunks]
 
@@ -98,7 +93,10 @@ class Client(FakeClient):
 
 def side_of(client, **settings):
     return make_side(
-        client, groups=GROUPS, settings={"chunk_size": CHUNK, "save_unfull_chunk": True, **settings}
+        client,
+        groups=GROUPS,
+        settings={"chunk_size": CHUNK, "save_unfull_chunk": True, **settings},
+        lookahead_tokens=client.ahead,
     )
 
 
@@ -128,9 +126,17 @@ def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block(tokens, stored
         assert store.blocks == list(range(1 + first, 1 + first + blocks))
 
 
-@pytest.mark.parametrize("tokens", [5, 16, 20, 31, 37, 47, 48])
-def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(tokens):
+def drafting_client(ahead):
+    """A cache of engines whose draft layers read so many tokens ahead."""
     client = Client()
+    client.ahead = ahead
+    return client
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("tokens", [5, 16, 17, 18, 20, 31, 37, 47, 48])
+def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(tokens, ahead):
+    client = drafting_client(ahead)
     side = side_of(client)
     first = make_request(tokens)
     side.on_new_request(first)
@@ -138,9 +144,63 @@ def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(token
     again = make_request(tokens)
     side.on_new_request(again)
     hit, _ = ask(side, again)
-    assert hit == min(tokens // BLOCK * BLOCK, tokens - 1)
-    side.allocated(again, [list(range(1, 30))], hit)
+    assert hit == min((tokens - ahead) // BLOCK * BLOCK, tokens - 1)
+    if hit:
+        side.allocated(again, [list(range(1, 30))], hit)
     assert compute(side, client, again, hit) == []
+
+
+@pytest.mark.parametrize(
+    ("ahead", "same", "hit"),
+    [(0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 34, 16), (3, 35, 32), (1, 36, 32), (1, 37, 36)],
+)
+def test_with_draft_layers_a_hit_needs_the_tokens_behind_it(ahead, same, hit):
+    """The draft layers' KV at the last position of a record depends on the token behind it."""
+    client = drafting_client(ahead)
+    side = side_of(client)
+    first = make_request(40)
+    side.on_new_request(first)
+    compute(side, client, first)
+    branch = make_request(40, all_token_ids=[*range(same), *range(100, 140 - same)])
+    side.on_new_request(branch)
+    assert ask(side, branch)[0] == hit
+
+
+def test_with_draft_layers_a_chunk_is_stored_when_the_token_behind_it_is_sampled():
+    client = drafting_client(1)
+    side = side_of(client)
+    request = make_request(32)
+    side.on_new_request(request)
+    chunk, tail = compute(side, client, request)
+    assert (batch.count(chunk.chain), chunk.tail_tokens, tail.tail_tokens) == (1, 0, 12)
+    request.all_token_ids.append(7)
+    (store,) = compute(side, client, request, 32)
+    assert (store.blocks, store.replaces) == ([5, 6, 7, 8], tail.chain)
+    other = make_request(33, all_token_ids=[*range(32), 8])
+    side.on_new_request(other)
+    assert ask(side, other)[0] == 16, "another token was sampled there"
+
+
+def test_with_draft_layers_the_last_chunk_of_a_request_that_ends_at_once_is_stored():
+    client = drafting_client(1)
+    side = side_of(client)
+    request = make_request(32)
+    side.on_new_request(request)
+    compute(side, client, request)
+    request.all_token_ids.append(7)
+    assert side.finished(request, [list(range(1, 9))]), "its blocks are kept"
+    (store,) = step(side).stores
+    assert store.blocks == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(("ahead", "stored_tokens"), [(1, 32), (2, 16)])
+def test_tokens_that_a_chain_of_draft_layers_reads_again_are_not_stored(ahead, stored_tokens):
+    client = drafting_client(ahead)
+    side = side_of(client, save_unfull_chunk=False)
+    request = make_request(60)
+    side.on_new_request(request)
+    (store,) = step(side, [(request, 0, 32)]).stores
+    assert len(store.blocks) * BLOCK == stored_tokens
 
 
 def test_a_hit_loads_the_blocks_of_its_tail_and_no_more():

@@ -173,6 +173,11 @@ def test_steps_with_synchronous_loads_are_always_confirmed(fake, side):
     assert report.step == 7 and report.failures == 0
 
 
+def test_steps_in_which_another_connector_loads_are_confirmed(side):
+    report, _, _, _ = step(side, StepPlan(7, others_load=True))
+    assert report.step == 7
+
+
 def test_closing_waits_briefly_for_stores_and_not_for_loads(fake, side):
     step(side, StepPlan(1, stores=[store_of(1)], loads=[load_of("x", asynchronous=True)]))
     fake.loads[0][2].done.takes_s = None

@@ -202,6 +202,8 @@ THROUGH: dict[tuple[str, str], list[Any]] = {
     ("p2p/finding.py", "asked.reason"): [partial(given, "Asked", 0, "reason", "p2p/finding.py")],
     ("p2p/finding.py", "reason"): [
         partial(assigned, "reason", "p2p/finding.py", "_ask"), partial(returned, "_ask_named", "p2p/finding.py", 1),
+        partial(assigned, "reason", "p2p/finding.py", "_ask_each"),
+        partial(assigned, "reason", "p2p/finding.py", "_lease_each"),
     ],
     ("p2p/finding.py", "word"): [
         partial(assigned, "word", "p2p/finding.py"), partial(returned, "_lease_at", "p2p/finding.py", 1),

@@ -38,6 +38,7 @@ from kvstrata.connectors.vllm.kv_view import (
     layers_of_groups,
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
+from kvstrata.connectors.vllm.outer import misplaced_notes, outer_transfer
 from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
@@ -85,7 +86,7 @@ class Setup(NamedTuple):
 def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup:
     """Read and check the configuration that both roles need. Logs settings without effect. Raises ConfigError."""
     settings, notes = load_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ)
-    for note in notes:
+    for note in (*notes, *misplaced_notes(vllm_config)):
         logger.warning("%s", note)
     groups = read_groups(kv_cache_config.kv_cache_groups, settings.chunk_size, ClientSettings().chunk_size)
     if groups[0].chunk_tokens != settings.chunk_size:
@@ -123,11 +124,12 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     """Make the scheduler's side and start its client. See `SchedulerSide` for `prefix_cache`."""
     config, settings = setup.vllm_config, setup.settings
     transfer, parallel = config.kv_transfer_config, config.parallel_config
-    if transfer.kv_load_failure_policy != "recompute":
+    policy = outer_transfer(config).kv_load_failure_policy
+    if policy != "recompute":
         logger.warning(
             "kv_load_failure_policy is %r: a request whose cached KV turns out to be bad will fail; set it to "
             '"recompute" in --kv-transfer-config to have it computed instead',
-            transfer.kv_load_failure_policy,
+            policy,
         )
     client = CacheClient(
         settings,
@@ -166,6 +168,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         may_store=transfer.is_kv_producer and not unusable,
         engine=setup.group.hex(),
         media_are_counted=counted,
+        lookahead_tokens=setup.layout.lookahead,
         sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
         events=partial(_stored_event, settings.chunk_size) if wants_events else None,
         removal=_removed_event,

@@ -14,6 +14,8 @@ from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvstrata.connectors.fingerprint import fingerprint
 from kvstrata.connectors.vllm.kv_view import ENCODING
 from kvstrata.errors import ConfigError
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from kvstrata.config.client_model import ClientSettings
 
 ADAPTERS_REMEMBERED = 1024
+_DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+"""Methods of speculative decoding that keep no KV of their own."""
+_DRAFTS_WITHOUT_LOOKAHEAD = ("draft_model", "extract_hidden_states", "custom_class")
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_attn_implementation_autoset", "_commit_hash")
 
 
@@ -64,9 +69,9 @@ def layout_identity(
     if "dummy" in load_format:
         # Dummy weights depend on the seed, and no engine with real weights may share them.
         weights["dummy_seed"] = int(getattr(model, "seed", 0) or 0)
-    speculative = getattr(vllm_config, "speculative_config", None)
-    if speculative is not None:
-        weights["draft"] = [str(getattr(speculative, "model", "")), str(getattr(speculative, "method", ""))]
+    draft = _draft(vllm_config)
+    if draft is not None:
+        weights["draft"] = draft
     scales = ""
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         scales = f"calculated by engine {engine_group(vllm_config).hex()}"
@@ -79,7 +84,35 @@ def layout_identity(
         kv_scales=scales,
         fidelity=fidelity,
         chunk_tokens=chunk_tokens,
+        lookahead_tokens=lookahead_tokens(vllm_config) or msgspec.UNSET,
     )
+
+
+def lookahead_tokens(vllm_config: Any) -> int:
+    """How many tokens behind a position the draft layers' KV at this position depends on; 0 without such layers.
+
+    EAGLE and MTP layers are given, with the hidden state of each position, the token that follows it.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return 0
+    told = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
+    if told is not None:
+        return int(told)
+    # Versions of vLLM that do not tell it have no chains of draft layers.
+    return 0 if speculative.method in (*_DRAFTS_WITHOUT_KV, *_DRAFTS_WITHOUT_LOOKAHEAD) else 1
+
+
+def _draft(vllm_config: Any) -> list[str] | None:
+    """The facts that tell draft layers apart; None without such layers. Raises ConfigError if files cannot be read."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = str(getattr(speculative, "method", ""))
+    if speculative is None or method in _DRAFTS_WITHOUT_KV:
+        return None
+    path = str(getattr(speculative, "model", ""))
+    if not (os.path.isdir(path) or os.path.isfile(path)):
+        return [path, method, str(getattr(speculative, "revision", None) or "")]
+    return [os.path.basename(path.rstrip("/")), method, fingerprint(path)]
 
 
 def _plain(value: Any) -> Any:

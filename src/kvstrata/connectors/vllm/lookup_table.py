@@ -116,6 +116,7 @@ class Tracked:
         "hit",
         "identity",
         "junction",
+        "known_tokens",
         "loaded_chunks",
         "loading",
         "miss",
@@ -125,6 +126,7 @@ class Tracked:
         "request",
         "revoked_s",
         "salt",
+        "scheduled",
         "skipped",
         "stale",
         "state",
@@ -134,6 +136,7 @@ class Tracked:
         "tails_after",
         "tails_asked",
         "tenant",
+        "untrusted",
         "waits_s",
         "windows_next",
     )
@@ -163,6 +166,12 @@ class Tracked:
         """Time when the request's lease was last revoked while it waited."""
         self.computed_tokens = 0
         """Tokens that vLLM's own cache had when vLLM last asked."""
+        self.known_tokens = 0
+        """Tokens of which vLLM has KV since it last asked: from its own cache and from us."""
+        self.scheduled = False
+        """Whether a step has computed tokens of this request since vLLM last asked."""
+        self.untrusted = False
+        """The request builds on KV from another connector that may be of earlier weights: none of it is stored."""
         self.asynchronous = False
         """Whether vLLM was promised an asynchronous load."""
         self.loading = False

@@ -74,6 +74,8 @@ class StepPlan:
     """Number of steps with failed loads that the scheduler knew of when it planned this step."""
     weigh: int = 0
     """Number of the question about the worker's present weights; 0 without a question."""
+    others_load: bool = False
+    """Another connector loads before this step's forward pass, see `StoreTable.must_wait`: workers report the step."""
     computes: bool = True
     """Whether the step computes tokens. vLLM 0.30 does not call `wait_for_save` in other steps."""
 

@@ -51,6 +51,8 @@ class RequestKeys:
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
         self._mark = ""
         """The mark (`WeightsVersion.mark`) of the weights for which identities were last made."""
+        self._weights_changed = False
+        """Whether this engine has had other weights than now."""
         self._prefix_cache = prefix_cache
         self._prefix_cache_seen = prefix_cache()
         self.engine_stale = False
@@ -87,11 +89,11 @@ class RequestKeys:
             self._lookups.skip(tracked, "tenant_refused")
             return False
         assert tracked.hasher is not None
-        start = tracked.hasher.n_chunks * self._chunk_tokens
-        if request.num_tokens - start >= self._chunk_tokens:
-            end = start + max(HASH_TOKENS_PER_CALL, self._chunk_tokens)
+        start, ahead = tracked.hasher.n_chunks * self._chunk_tokens, tracked.hasher.lookahead_tokens
+        if request.num_tokens - start >= self._chunk_tokens + ahead:
+            end = start + max(HASH_TOKENS_PER_CALL, self._chunk_tokens) + ahead
             tracked.hasher.feed(request.all_token_ids[start:end], start)
-        return bool(request.num_tokens // self._chunk_tokens <= tracked.hasher.n_chunks)
+        return bool((request.num_tokens - ahead) // self._chunk_tokens <= tracked.hasher.n_chunks)
 
     def identity(self, wanted: RequestIdentity) -> Identity:
         """The client's identity for requests like `wanted`; the last REMEMBERED_IDENTITIES are kept."""
@@ -124,6 +126,7 @@ class RequestKeys:
             return False
         if self._weights.mark != self._mark:
             self._mark = self._weights.mark
+            self._weights_changed = True
             self._identities.clear()
         elif self._stale_before is False:
             # The weights are the same as at a time when nothing was stale.
@@ -163,6 +166,11 @@ class RequestKeys:
             self._stale_before = True
         for tracked in self._lookups.tracked.values():
             tracked.stale = True
+
+    @property
+    def others_trusted(self) -> bool:
+        """Whether KV that another connector loads is of the present weights: it may have kept KV of earlier ones."""
+        return not (self.engine_stale or self._weights_changed)
 
     def close(self) -> None:
         """Stop reading adapters."""

@@ -27,6 +27,7 @@ from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
+from kvstrata.connectors.vllm.other_loads import OtherLoads
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.request_tenants import RequestTenants
 from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
@@ -46,9 +47,9 @@ class SchedulerSide:
 
     The caller starts `client`; `close` closes it.  `chunk_bytes`: bytes that one worker moves per chunk; `world_size`:
     number of workers that report.  `may_load` and `may_store` follow vLLM's kv_role.  `engine` names this start of the
-    engine; with `media_are_counted` vLLM's identifiers of media are not hashes of their content.  `prefix_cache`
-    returns an object that vLLM replaces when it empties its own cache.  `server_seen` tells whether a server seems to
-    run.
+    engine; with `media_are_counted` vLLM's identifiers of media are not hashes of their content; `lookahead_tokens` is
+    the layout's.  `prefix_cache` returns an object that vLLM replaces when it empties its own cache.  `server_seen`
+    tells whether a server seems to run.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class SchedulerSide:
         may_store: bool = True,
         engine: str = "",
         media_are_counted: bool = False,
+        lookahead_tokens: int = 0,
         sync_load_bytes: int = SYNC_LOAD_BYTES,
         events: MakeEvent | None = None,
         removal: MakeRemoval | None = None,
@@ -78,6 +80,7 @@ class SchedulerSide:
         self._exact = whole_hits(groups)
         """A hit ends with a chunk and is loaded as a whole, asynchronously."""
         self._chunk_bytes = chunk_bytes
+        self._lookahead_tokens = lookahead_tokens
         self._may_load, self._may_store = may_load, may_store
         self._sync_load_bytes = sync_load_bytes
         self._now = now
@@ -111,11 +114,13 @@ class SchedulerSide:
             tails=self._tails,
             world_size=world_size,
             save_decode_cache=settings.save_decode_cache,
+            lookahead_tokens=lookahead_tokens,
             make_event=events,
             make_removal=removal,
             pins=pins or BlockPins(),
             now=now,
         )
+        self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
         """The plan that is being made."""
@@ -133,7 +138,9 @@ class SchedulerSide:
         tracked = self._lookups.track(request)
         if tracked.skipped or not self._may_load:
             return
-        if _skips_reading(request):
+        if (
+            request.skip_reading_prefix_cache
+        ):  # it needs the activations of its whole prompt (prompt logprobs)
             self._counts["lookups_left_out"] += 1
             return
         if self._keys.prepare(tracked):
@@ -146,8 +153,7 @@ class SchedulerSide:
         lookup and one lease at a time.
         """
         tracked = self._lookups.track(request)
-        # The request holds no blocks at this point, so it builds only on KV that vLLM has just found, or that we load.
-        tracked.stale = self._keys.engine_stale and computed_tokens > 0
+        self._other_loads.asked(tracked, computed_tokens)
         now = self._now()
         if (self._may_load or self._may_store) and not (tracked.skipped or self._keys.know_weights()):
             # Without keys the request can be neither looked up nor stored.
@@ -157,7 +163,7 @@ class SchedulerSide:
                 return None, False
             self._lookups.count_miss(tracked, MissReason.DEADLINE)
             return 0, False
-        if tracked.skipped or tracked.no_load or not self._may_load or _skips_reading(request):
+        if tracked.skipped or tracked.no_load or not self._may_load or request.skip_reading_prefix_cache:
             return 0, False
         tracked.computed_tokens = computed_tokens
         self._lookups.begin_round(tracked, now)
@@ -219,6 +225,7 @@ class SchedulerSide:
             tracked.loading = tracked.asynchronous
             self._counts["loads_async" if tracked.asynchronous else "loads_sync"] += 1
             self._counts["lookup_hit_tokens"] += external_tokens
+            tracked.known_tokens += external_tokens
         self._lookups.taken(tracked, loads=external_tokens > 0)
         if external_tokens > 0:
             self._client.release([hit.lease], group=not whole)
@@ -228,6 +235,7 @@ class SchedulerSide:
         plan = self._planned = self._new_plan(output)
         plan.weigh = self._weights.take_question()
         plan.loads, self._loads = self._loads, []
+        plan.others_load = self._other_loads.in_step(output)
         self.stores.await_reports(plan)
         self._lookups.next_step()
         # After a reset of vLLM's cache, a preempted request may get new blocks and a load into them in the same step.
@@ -263,13 +271,13 @@ class SchedulerSide:
         for report in reports:
             self.stores.confirm(report)
             self._hear_weights(report)
+        # The load may have been that of another connector.
+        ours = [each for each in map(self._lookups.tracked.get, not_loaded) if each and each.loading]
         self._ended_loads(received)
-        for request_id in not_loaded:
-            tracked = self._lookups.tracked.get(request_id)
-            if tracked is not None:
-                tracked.next_store = tracked.windows_next = tracked.tail_end = 0
-                tracked.loaded_chunks = {}
-                tracked.no_load = True
+        for tracked in ours:
+            tracked.next_store = tracked.windows_next = tracked.tail_end = 0
+            tracked.loaded_chunks = {}
+            tracked.no_load = True
         failed = set(invalid_blocks)
         if failed:
             for tracked in self._lookups.tracked.values():
@@ -482,7 +490,7 @@ class SchedulerSide:
         if self._exact:
             return int((tokens - 1) // self._chunk_tokens * self._chunk_tokens) - computed_tokens
         step = self._tails.step_tokens
-        return int(min(tokens // step * step, tokens - 1)) - computed_tokens
+        return int(min((tokens - self._lookahead_tokens) // step * step, tokens - 1)) - computed_tokens
 
     def _asynchronous(self, tokens: int) -> bool:
         if self._exact:
@@ -490,8 +498,3 @@ class SchedulerSide:
         if self._settings.load_mode != "auto":
             return self._settings.load_mode == "async"
         return -(-tokens // self._chunk_tokens) * self._chunk_bytes > self._sync_load_bytes
-
-
-def _skips_reading(request: Any) -> bool:
-    """Whether a request must not be loaded, because it needs the activations of its whole prompt (prompt logprobs)."""
-    return bool(request.skip_reading_prefix_cache)

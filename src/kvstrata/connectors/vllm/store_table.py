@@ -1,9 +1,10 @@
 """Plans which chunks are stored in which step, and follows each store to its outcome.
 
 Invariants
-1. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes.  While any
-   synchronous load is unconfirmed, nothing is stored, unless the engine has a single worker, which knows by itself
-   whether the load failed.
+1. A chunk is stored only from blocks whose tokens are known and whose KV the planned step completes.  With draft
+   layers, the tokens that the KV of these layers depends on must be known as well (`lookahead_tokens`).  While any
+   synchronous load is unconfirmed, nothing is stored, unless the load is ours and the engine has a single worker, which
+   knows by itself whether it failed.
 2. A store that was dropped or not confirmed is planned again when its chunks are next complete.
 3. Of groups with a window, only the windows at the prompt's end and where it parts from another prompt are stored
    (and, with `save_decode_cache`, those of the answer); of groups with a state, only the states that vLLM offers.
@@ -16,13 +17,14 @@ import itertools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvstrata.connectors.vllm.announced import Announced
 from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
+from kvstrata.connectors.vllm.other_loads import computed_before
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.keys import batch
@@ -56,12 +58,14 @@ class StoreTable:
         tails: PromptTails,
         world_size: int,
         save_decode_cache: bool,
+        lookahead_tokens: int,
         make_event: MakeEvent | None,
         make_removal: MakeRemoval | None,
         pins: BlockPins,
         now: Callable[[], float],
     ) -> None:
-        """`tracked` are the lookup table's requests; see `SchedulerSide` for the other arguments."""
+        """`tracked` are the lookup table's requests, `lookahead_tokens` is the layout's; see `SchedulerSide` for the
+        other arguments."""
         self._tracked = tracked
         self._keys = keys
         self._announced = announced
@@ -75,6 +79,7 @@ class StoreTable:
         self._pins = pins
         self._world_size = world_size
         self._save_decode_cache = save_decode_cache
+        self._lookahead_tokens = lookahead_tokens
         self._make_event = make_event
         self._make_removal = make_removal
         self._now = now
@@ -83,6 +88,8 @@ class StoreTable:
         self._in_flight: OrderedDict[int, _StoreRecord] = OrderedDict()
         self._unconfirmed: dict[int, int] = {}
         """Step with synchronous loads of unknown outcome → number of workers that have not reported the step."""
+        self._others_load: set[int] = set()
+        """The steps among these in which another connector loads."""
         self.failures_seen = 0
         """Number of steps with failed loads that the workers have reported."""
         self.of_finished: list[Store] = []
@@ -95,8 +102,8 @@ class StoreTable:
 
     @property
     def must_wait(self) -> bool:
-        """Whether stores wait for loads: with several workers, one cannot tell that another's load failed."""
-        return self._world_size > 1 and bool(self._unconfirmed)
+        """Whether stores wait for loads: no worker can tell that a load of another worker, or connector, failed."""
+        return bool(self._unconfirmed) and (self._world_size > 1 or bool(self._others_load))
 
     @property
     def awaits_news(self) -> bool:
@@ -116,11 +123,13 @@ class StoreTable:
                 len(lost),
             )
             for step in lost:
-                del self._unconfirmed[step]
+                self._forget_step(step)
             # vLLM was told of no bad block, so it may keep bad blocks and share them with other requests.
             self._keys.distrust_engine()
             self.of_finished.clear()
-        if any(not load.asynchronous for load in plan.loads):
+        if plan.others_load:
+            self._others_load.add(plan.step)
+        if plan.others_load or any(not load.asynchronous for load in plan.loads):
             self._unconfirmed[plan.step] = self._world_size
 
     def confirm(self, report: WorkerReport) -> None:
@@ -130,7 +139,11 @@ class StoreTable:
         if missing > 1:
             self._unconfirmed[report.step] = missing - 1
         elif missing:
-            del self._unconfirmed[report.step]
+            self._forget_step(report.step)
+
+    def _forget_step(self, step: int) -> None:
+        del self._unconfirmed[step]
+        self._others_load.discard(step)
 
     # -- planning --------------------------------------------------------------------------------------------
 
@@ -138,13 +151,10 @@ class StoreTable:
         """Add the stores of the step that vLLM's SchedulerOutput describes."""
         if not self.must_wait:
             plan.stores, self.of_finished = self.of_finished, []
-        scheduled = output.num_scheduled_tokens
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled, computed = output.num_scheduled_tokens, computed_before(output)
         for request_id, tokens in scheduled.items():
             tracked = self.planning = self._tracked.get(request_id)
-            if tracked is None or tracked.skipped or tracked.stale or request_id not in computed:
+            if not _may_store(tracked) or request_id not in computed:
                 continue
             end = self._complete_tokens(tracked, computed[request_id] + tokens)
             chunks = end // self._chunk_tokens
@@ -165,19 +175,22 @@ class StoreTable:
                 self._add_stores(tracked, tables, chunks, plan.stores)
                 if more_tail:
                     self._add_tail(tracked, tables, tail_end, plan.stores)
-        if self._states:
+        if self._states and not self.must_wait:
             self._plan_states(output, plan)
         self.planning = None
 
     def finish(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
         """Keep a finished request's deferred chunks, and its tail, to store them with a later step. `tables`: of each
         group."""
-        if not tables or not tables[0] or tracked.skipped or tracked.stale:
+        if not tables or not tables[0] or not _may_store(tracked):
             return
+        if not tracked.scheduled:
+            return  # another connector may still be loading into the blocks
         request = tracked.request
         # The last token was sampled, not computed.
         end = self._complete_tokens(tracked, min(request.num_computed_tokens, request.num_tokens - 1))
-        if tracked.deferred:
+        if tracked.deferred or self._lookahead_tokens:
+            # The token behind the last chunk may have been sampled only now.
             chunks = self._complete_chunks(tracked, request.num_computed_tokens)
             self._add_stores(tracked, tables, chunks, self.of_finished)
         if request.num_computed_tokens >= request.num_prompt_tokens and self._tail_is_due(tracked, end):
@@ -189,8 +202,9 @@ class StoreTable:
 
     def _complete_tokens(self, tracked: Tracked, computed_tokens: int) -> int:
         """Number of tokens that may be stored after `computed_tokens` tokens."""
-        request = tracked.request
-        tokens = min(computed_tokens, request.num_tokens)
+        request, ahead = tracked.request, self._lookahead_tokens
+        # A chain of draft layers has not read the last tokens to its end: it is given these tokens again.
+        tokens = min(computed_tokens - max(0, ahead - 1), request.num_tokens - ahead)
         if not self._save_decode_cache:
             tokens = min(tokens, request.num_prompt_tokens)
         params = request.kv_transfer_params
@@ -204,7 +218,7 @@ class StoreTable:
         gone = output.finished_req_ids | (output.preempted_req_ids or set())
         for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
             tracked = self.planning = self._tracked.get(request_id)
-            if tracked is None or tracked.skipped or tracked.stale or request_id in gone:
+            if not _may_store(tracked) or request_id in gone:
                 continue
             for number, block, tokens in offers:
                 chunks, rest = divmod(tokens, self._chunk_tokens)
@@ -410,6 +424,10 @@ class StoreTable:
     def _removed(self, keys: Sequence[bytes]) -> None:
         if keys and self._make_removal is not None:
             self._events.append(self._make_removal(keys))
+
+
+def _may_store(tracked: Tracked | None) -> TypeGuard[Tracked]:
+    return tracked is not None and not (tracked.skipped or tracked.stale or tracked.untrusted)
 
 
 class _StoreRecord:

@@ -105,12 +105,14 @@ class PromptTails:
         """The keys of all tails of a chunk as far as its tokens are known, the shortest first."""
         request, hasher = tracked.request, tracked.hasher
         assert hasher is not None
-        start = chunk * self._chunk_tokens
-        known = min(request.num_tokens - start, self._chunk_tokens - self._block_tokens)
+        start, ahead = chunk * self._chunk_tokens, hasher.lookahead_tokens
+        known = min(request.num_tokens - ahead - start, self._chunk_tokens - self._block_tokens)
         made, keys = tracked.tail_keys
         if made == chunk and len(keys) >= known // self._block_tokens:
             return keys
-        keys = hasher.tail_keys(chunk, request.all_token_ids[start : start + known], self._block_tokens)
+        keys = hasher.tail_keys(
+            chunk, request.all_token_ids[start : start + known + ahead], self._block_tokens
+        )
         tracked.tail_keys = chunk, keys
         return keys
 

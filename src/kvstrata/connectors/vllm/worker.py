@@ -253,7 +253,7 @@ class WorkerSide:
         report = self._report
         report.failures = self._failures
         report.broken = any(group.mover.broken for group in self._groups)
-        confirms = any(not load.asynchronous for load in self._step.loads)
+        confirms = self._step.others_load or any(not load.asynchronous for load in self._step.loads)
         if not confirms and not report.says_something():
             return None
         self._report = WorkerReport(report.step)

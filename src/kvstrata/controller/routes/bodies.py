@@ -332,11 +332,13 @@ class ChunkPlaces(BaseModel):
 
     index: int
     keys: list[str] = Field(description="Its storage keys, one for each slice.")
-    places: list[PlaceBody] = Field(description="Places that have all of its slices.")
+    places: list[PlaceBody] = Field(
+        description="Places that have all of its slices that each hit needs, so without windows and states."
+    )
 
 
 class HolderBody(BaseModel):
-    """An instance that has a prefix of the chunks in L1, where peers can read it."""
+    """An instance that could serve a hit of these chunks from L1, where peers can read it."""
 
     instance: str
     chunks: int
@@ -351,7 +353,9 @@ class PlacementBody(BaseModel):
     n_slices: int
     chunk_tokens: int
     identity: str = Field(description="Root of their identity, for /v1/evict; empty if keys were named.")
-    held_chunks: int = Field(description="Leading chunks that some instance has, in any tier.")
+    held_chunks: int = Field(
+        description="Chunks of the longest hit whose parts some instances have, in any tier."
+    )
     longest: list[HolderBody] = Field(description="Best first.")
     chunks: list[ChunkPlaces]
 
@@ -370,10 +374,14 @@ class ToldBody(BaseModel):
 
 
 class MissBody(BaseModel):
-    """A chunk that, as far as the directory knows, no instance has with all slices."""
+    """A chunk that, as far as the directory knows, no instance has with all slices that a hit needs."""
 
     chunk: int
-    key: str = Field(description="Storage key of its first slice.")
+    key: str = Field(description="Storage key of its first absent slice.")
+    slice: str = Field(description="Digest of that slice; empty if keys were named.")
+    window: bool = Field(
+        description="A hit needs that slice only at its end, and the windows or states there ended the prefix."
+    )
     reason: str = Field(
         description="The most informative reason; empty if some instance has the chunk, or none answered."
     )

@@ -389,6 +389,8 @@ def explained(
             bodies.MissBody(
                 chunk=miss.chunk,
                 key=miss.key.hex(),
+                slice=miss.slice.hex(),
+                window=miss.window,
                 reason=miss.told[0].reason if miss.told else "",
                 told=[bodies.ToldBody(**one._asdict()) for one in miss.told],
             )

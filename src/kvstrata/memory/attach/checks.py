@@ -3,7 +3,8 @@
 1. A session is one process: its request comes with a pidfd of the very process that sent it.
 2. All processes of one group declare one layout and one number of slices.
 3. All living sessions of the same tenants with the same part of the KV (layout identity, layers, kv heads, object
-   group) have the same layout facts; a process with other facts is refused and told the first fact that differs.
+   group) have the same layout facts, apart from GEOMETRY; a process with other facts is refused and told the first
+   fact that differs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
 from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role, canonical_json, facts_digest
 
+GEOMETRY = frozenset({"axes", "block_tokens"})
+"""Facts in which engines of one model may differ: their records can be recut (server/recuts), or are kept apart."""
 MAX_ATTACH_BYTES = 64 << 10
 """Length of one message on the attach socket, either way."""
 
@@ -116,7 +119,8 @@ def check_company(request: AttachRequest, others: Iterable[AttachRequest]) -> No
     """Checks a request against those of the other living sessions of the same tenants.
 
     Raises BadRequest when its own group declared something else, LayoutRefused when a session with the same part of
-    the KV has other facts.  Sessions with the same part agree already, so the first one found stands for all.
+    the KV has other facts, apart from GEOMETRY.  Sessions with the same part agree already, so the first one found
+    stands for all.
     """
     part = None if request.slice is None else _part(request)
     for other in others:
@@ -151,7 +155,7 @@ def _part(request: AttachRequest) -> tuple[object, ...]:
 
 def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
     absent = object()
-    for name in sorted(facts.keys() | earlier.keys()):
+    for name in sorted((facts.keys() | earlier.keys()) - GEOMETRY):
         mine, theirs = facts.get(name, absent), earlier.get(name, absent)
         if mine is absent or theirs is absent or canonical_json(mine) != canonical_json(theirs):
             shown = ["absent" if value is absent else repr(value) for value in (mine, theirs)]

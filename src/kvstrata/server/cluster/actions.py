@@ -15,7 +15,9 @@ from typing import Any
 
 from kvstrata.clock import Clock
 from kvstrata.config.shown_environment import shown_environment
+from kvstrata.errors import BadRequest
 from kvstrata.keys.batch import before, count, part, split
+from kvstrata.keys.spans import peek
 from kvstrata.native.pool import Pool
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.destinations import SHARED
@@ -140,12 +142,16 @@ class Actions:
 
         They stay in L1 even where chunks read from peers do not.
         """
-        keys, n_slices = pull.keys, pull.n_slices
+        keys, n_slices, spans = pull.keys, pull.n_slices, pull.spans
+        if spans and len(spans) != n_slices:
+            raise BadRequest(
+                f"spans: found {len(spans)} for {n_slices} slices; send one for each", field="spans"
+            )
         pool = self._own.get(pull.tenant) or self._pool
         names = split(keys)
         reason, loaded = "", 0
         async with self._borrowed.keeping(names):
-            n_there, n_chunks = pool.peek(keys, n_slices), count(keys, n_slices)
+            n_there, n_chunks = peek(pool, keys, n_slices, spans), count(keys, n_slices)
             if n_there < n_chunks:
                 self._peer_reads.prefer(names, None if pull.owner is None else pull.owner.owner())
                 try:
@@ -158,12 +164,13 @@ class Actions:
                         parent=before(keys, n_there, n_slices=n_slices),
                         deadline_s=self._clock.monotonic_s() + PULL_S,
                         lengths=[self._processes.lengths_of(pull.identity)] * n_slices,
+                        spans=spans,
                     )
                 finally:
                     self._peer_reads.prefer(names, None)
                 loaded, reason = fetched.l2_chunks, str(fetched.reason)
         # Counted at the very end: a move drops the chunks at their source only if this number covers them.
-        return {"count": pool.peek(keys, n_slices), "loaded": loaded, "reason": reason}
+        return {"count": peek(pool, keys, n_slices, spans), "loaded": loaded, "reason": reason}
 
     def _runtime(self) -> dict[str, Any]:
         status = dict(

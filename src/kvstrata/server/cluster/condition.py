@@ -93,11 +93,11 @@ class Condition:
         )
 
     def models(self) -> list[KvKind]:
-        """Models whose engines are attached with all of their slices.
-
-        A controller counts the leading chunks that are in all slices, so slices of windows and states are left out.
-        """
+        """Models whose engines are attached with all of their slices."""
         found = {
             (group.layout, group.packed_slices): group for group in self._processes.groups if group.complete
         }
-        return [KvKind(group.layout, group.whole_slices) for group in list(found.values())[:MAX_MODELS]]
+        return [
+            KvKind(group.layout, group.slices, list(group.spans))
+            for group in list(found.values())[:MAX_MODELS]
+        ]

@@ -124,6 +124,10 @@ class Fetch:
         """The least length of the extent for this key, 0 for that of its record: a tail gets one of a chunk's size."""
         return max(self.lengths[number % self.n_slices], default=0) if self.tails and self.lengths else 0
 
+    def span_of(self, number: int) -> int:
+        """The span of this key's slice."""
+        return self.spans[number % self.n_slices] if self.spans else 0
+
     def in_l1(self, key: bytes) -> bool:
         """Whether the chunk is in the pool now."""
         return self.pool.peek(key, 1) == 1

@@ -45,7 +45,7 @@ from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
 from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
-from kvstrata.server.l2.questions import Questions
+from kvstrata.server.l2.questions import Asks, Questions
 from kvstrata.server.l2.tiers import REMOVED, Tier, TierSet
 from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence, log_broken_contract
 
@@ -81,11 +81,10 @@ class PrefetchController:
         clock: Clock,
         lost: Callable[[str, Sequence[bytes]], None],
         found: Callable[[str, int, Sequence[tuple[bytes, int]]], None] = lambda name, tenant, records: None,
-        asks: Callable[[str, Sequence[bytes], Pool], None] = lambda name, keys, pool: None,
+        asks: Asks = lambda name, keys, pool, scattered: None,
     ) -> None:
         """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
-        tenant, records)` with records (key, bytes) that were loaded for a tenant; `asks(tier, keys, pool)` before a
-        tier is asked for keys of a tenant's own pool."""
+        tenant, records)` with records (key, bytes) that were loaded for a tenant; for `asks` see questions.py."""
         self.limits = limits
         self._lost = lost
         self._found = found

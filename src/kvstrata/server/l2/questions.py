@@ -21,6 +21,9 @@ EXISTS_BATCH = 1024
 """Keys in one call of `exists`."""
 WINDOW_CHUNKS = 128
 """Chunks whose windows are asked for at a time, from the end of the prefix towards its start."""
+Asks = Callable[[str, Sequence[bytes], Pool, Sequence[bytes]], None]
+"""`asks(tier, keys, pool, scattered)` is called before a tier is asked for keys of a pool.  Each key in `scattered` is
+useful without those before it: those of windows, states and tails."""
 
 
 class Questions:
@@ -35,9 +38,9 @@ class Questions:
         clock: Clock,
         foreign: ForeignValues,
         counts: collections.Counter[str],
-        asks: Callable[[str, Sequence[bytes], Pool], None],
+        asks: Asks,
     ) -> None:
-        """`loaders` and `counts` are the prefetch controller's; see it for `asks`."""
+        """`loaders` and `counts` are the prefetch controller's."""
         self._pool = pool
         self._tiers = tiers
         self._loaders = loaders
@@ -95,8 +98,9 @@ class Questions:
         last = number == len(fetch.sources) - 1
         patience_s = left_s if last else min(left_s * self._limits.patience_share, self._limits.patience_s)
         loader.asking += 1
-        if fetch.pool is not self._pool:
-            self._asks(loader.name, keys, fetch.pool)
+        scattered = [key for i, key in names.items() if fetch.tails or fetch.span_of(i)]
+        if scattered or fetch.pool is not self._pool:
+            self._asks(loader.name, keys, fetch.pool, scattered)
         try:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
             checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)
@@ -146,10 +150,10 @@ class Questions:
             return i in sources or fetch.in_l1(keys[i])
 
         async def ask(chunks: range, hit: int | None = None) -> None:
-            """Ask for these chunks; with `hit`, only for what a hit of so many chunks needs."""
+            """Ask for these chunks, the last ones first; with `hit`, only for what a hit of so many chunks needs."""
             absent = [
                 chunk * n_slices + number
-                for chunk in chunks
+                for chunk in reversed(chunks)
                 for number, span in enumerate(spans)
                 if span and (hit is None or chunk + span >= hit) and not there(chunk, number)
             ]
@@ -157,12 +161,10 @@ class Questions:
                 await self._ask_all(fetch, absent[at : at + EXISTS_BATCH], sources, unknown)
 
         longest_span = max(spans)
-        # The prompt that stored this prefix ended with it or a chunk later.  A tier may answer for leading keys only,
-        # as peers do, so these two windows are asked for by themselves.
-        for end in range(n_chunks, max(0, n_chunks - 2), -1):
-            await ask(range(max(0, end - longest_span), end), hit=end)
-            if longest(end, spans, there) == end and not shorter_too:
-                return
+        # Most prefixes end where the prompt that stored them did.
+        await ask(range(max(0, n_chunks - longest_span), n_chunks), hit=n_chunks)
+        if longest(n_chunks, spans, there) == n_chunks and not shorter_too:
+            return
         end = n_chunks
         while end > 0:
             begin = max(0, end - WINDOW_CHUNKS)

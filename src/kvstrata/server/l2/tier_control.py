@@ -382,7 +382,7 @@ class TierControl:
 
     def _changed(self) -> None:
         for pool in self._pools:
-            pool.set_has_l2(self._tiers.take_loads)
+            pool.set_has_l2(self._tiers.hit_beyond_l1)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -110,6 +110,8 @@ class TierSet:
 
     def __init__(self, opened: Iterable[Stack] = ()) -> None:
         self._tiers = [Tier(configured) for configured in opened]
+        self.recuts = False
+        """Whether records of one geometry can be made of those of another."""
 
     def __iter__(self) -> Iterator[Tier]:
         """All tiers, nearest first, including those that are being removed."""
@@ -127,6 +129,11 @@ class TierSet:
     def take_loads(self) -> bool:
         """Whether a lookup may find something behind L1."""
         return any(tier.takes_loads for tier in self._tiers)
+
+    @property
+    def hit_beyond_l1(self) -> bool:
+        """Whether a lookup may hit chunks that L1's index lacks: in a tier, or in L1 in another geometry."""
+        return self.recuts or self.take_loads
 
     def get(self, name: str) -> Tier | None:
         """The tier with this name; None if the set has none."""

@@ -119,7 +119,7 @@ class Handlers:
             chunk_tokens=facts.chunk_tokens,
             socket_dir=str(facts.socket_dir),
             max_message_bytes=MAX_MESSAGE_BYTES,
-            has_l2=self._tiers.take_loads,
+            has_l2=self._tiers.hit_beyond_l1,
             max_reserved_bytes=own.limit_bytes // MAX_SESSION_SHARE if own else facts.max_reserved_bytes,
         )
 

@@ -2,6 +2,7 @@
 
     lease ── all chunks are in L1 ──▶ reply
       │ the next chunks are adopted and not verified yet     verify them on a lane, lease again
+      │ L1 has the next chunks in another geometry           recut them (server/recuts), lease again
       │ the next chunks are not in L1, and there is an L2    load until the deadline, lease again
       ▼
     reply with the chunks leased by then
@@ -41,6 +42,7 @@ from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.pool_events import PoolEvents
+from kvstrata.server.recuts.recuts import Recuts, Wanted
 from kvstrata.server.requests.checks import check_probe, check_tails, whole_keys
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import InFlight, Lease
@@ -152,6 +154,7 @@ class Lookups:
         prefetch: PrefetchController,
         store: StoreController,
         tails: TailPuts,
+        recuts: Recuts,
         events: PoolEvents,
         explainer: Explainer,
         savings: Savings,
@@ -170,6 +173,7 @@ class Lookups:
         self._prefetch = prefetch
         self._store = store
         self._tail_puts = tails
+        self._recuts = recuts
         self._events = events
         self._explainer = explainer
         self._savings = savings
@@ -203,7 +207,7 @@ class Lookups:
         if granted is None:
             return self._on_lane(asked)
         whole = granted.n_chunks == n_chunks and (granted.tail_tokens or not asked.tails.in_l2(n_chunks))
-        if whole or not (granted.unverified or self._tiers.take_loads):
+        if whole or not (granted.unverified or self._tiers.hit_beyond_l1):
             return self._answer(asked, granted, granted.n_chunks)
         return self._more(asked, granted)
 
@@ -244,6 +248,8 @@ class Lookups:
                 with contextlib.suppress(Refused):
                     await self._until_deadline(asked, self._lane.run(asked.pool.verify, beyond))
                 held = await self._lease_again(asked, held)
+            if await self._recut(asked, held):
+                held = await self._lease_again(asked, held)
             l1_chunks = held.n_chunks
             beyond_l1 = self._tiers.take_loads and held.n_chunks < asked.n_chunks and not self._late(asked)
             if beyond_l1:
@@ -262,7 +268,7 @@ class Lookups:
                 )
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
-                if fetched.n_chunks:
+                if fetched.n_chunks or await self._recut(asked, held, of_l2=True):
                     held = await self._lease_again(asked, held)
             if not held.tail_tokens and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
@@ -287,6 +293,15 @@ class Lookups:
                 return held
         _give_up(asked, held)
         return again
+
+    async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
+        """Make chunks behind these of records of other geometries in L1, or in L2; how many."""
+        keys, group = asked.keys, asked.process.group
+        plans = self._recuts.plans(group.layout, keys.slices)
+        if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
+            return 0
+        wanted = Wanted(asked.pool, keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
+        return await self._recuts.make(plans, wanted, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
         """Bring the most wanted tail behind these chunks that L2 has into L1; whether there is one now."""
@@ -429,28 +444,13 @@ class Lookups:
             missing_key = missing_key or keys.nth(n * keys.n_slices)
         self._unnoted.append(
             Answered(
-                asked,
-                n,
-                granted.tail_tokens,
-                l1_chunks,
-                reason,
-                detail,
-                missing_key,
-                self._clock.monotonic_s(),
+                asked, n, granted.tail_tokens, l1_chunks, reason, detail, missing_key, self._clock.monotonic_s()
             )
-        )
+        )  # fmt: skip
         extents, of_tail = split_extents(granted.extents, keys.n_slices, granted.tail_tokens)
         reply = LookupReply(
-            call.seq,
-            self._epoch,
-            n,
-            extents,
-            l1_chunks,
-            n - l1_chunks,
-            str(reason),
-            granted.tail_tokens,
-            of_tail,
-        )
+            call.seq, self._epoch, n, extents, l1_chunks, n - l1_chunks, str(reason), granted.tail_tokens, of_tail
+        )  # fmt: skip
         return reply, effect
 
     def note_answered(self) -> None:

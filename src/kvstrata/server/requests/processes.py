@@ -24,6 +24,7 @@ from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.record_lengths import declared_record_bytes
 from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.readiness import Readiness
+from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import Lease
 from kvstrata.server.requests.running import Running
@@ -44,6 +45,7 @@ class Processes:
         limits: SessionLimits,
         readiness: Readiness,
         own: OwnPools,
+        recuts: Recuts,
     ) -> None:
         self._table = table
         self._payload_kinds = payload_kinds
@@ -54,6 +56,7 @@ class Processes:
         self._limits = limits
         self._readiness = readiness
         self._own = own
+        self._recuts = recuts
         self._log = EventLog("instance")
 
     def admit(self, request: AttachRequest) -> None:
@@ -71,6 +74,11 @@ class Processes:
                 f"layout.chunk_tokens: must be at least 1, found {request.layout.chunk_tokens}",
                 field="layout.chunk_tokens",
             )
+        if request.layout.lookahead < 0:
+            raise BadRequest(
+                f"layout.lookahead_tokens: must be at least 0, found {request.layout.lookahead_tokens}",
+                field="layout.lookahead_tokens",
+            )
 
     def tenants_of(self, credentials: SocketCredentials, request: AttachRequest) -> frozenset[str] | None:
         """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
@@ -83,7 +91,7 @@ class Processes:
         """Requests of this session are valid from now on. Raises NotPermitted if another tenant has its id or group."""
         request = session.request
         assert request is not None
-        self._table.attach(
+        process = self._table.attach(
             session.session,
             group=session.group,
             role=request.role,
@@ -99,6 +107,7 @@ class Processes:
             own_pool=self._own.get(only_tenant(session.tenants)),
         )
         self._payload_kinds.attached(request.slice, request.facts)
+        self._recuts.attached(process, request.slice, request.facts)
         self._sessions.open(session.session)
         self._log.debug(
             "attached", session=shown_name(session.session), group=shown_name(session.group), role=request.role,

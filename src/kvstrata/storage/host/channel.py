@@ -8,6 +8,7 @@
     PUT, LOAD        count × (key, u64 offset, u32 length)   PUT_ENDED; LOAD_ENDED
     KINDS            count × (identity root, slice digest, u16 element bytes, 6 × u32 fp8)   no answer; request is 0
     PREFER           count × key, source               no answer; request is 0
+    SCATTER          count × key                       no answer; request is 0
     LIST             u64 cursor, u32 most              LISTED
     CLEAR, USAGE     nothing                           COUNTED; USED
     LEVEL            u8 number of the log level        no answer; request is 0
@@ -103,6 +104,7 @@ class Kind(enum.IntEnum):
     PREFER = 10
     LIST = 11
     LEVEL = 12
+    SCATTER = 13
 
     OPENED = 65
     REFUSED = 66
@@ -237,6 +239,11 @@ def prefer(keys: bytes, source: bytes) -> bytes:
     return _head(Kind.PREFER, len(keys) // KEY_BYTES, 0) + keys + source
 
 
+def scatter(keys: bytes) -> bytes:
+    """SCATTER of packed keys. REQUIRES at most MAX_ITEMS of them."""
+    return _head(Kind.SCATTER, len(keys) // KEY_BYTES, 0) + keys
+
+
 def list_keys(number: int, cursor: int, most: int) -> bytes:
     """LIST. REQUIRES `most` ≤ MAX_ITEMS."""
     return _head(Kind.LIST, 0, number) + _LIST.pack(cursor, most)
@@ -262,7 +269,7 @@ def read_request(frame: bytes) -> Request:
     config = None
     kinds: list[tuple[bytes, PayloadKind | None]] = []
     source, cursor, most, level = b"", 0, 0, 0
-    if kind in (Kind.EXISTS, Kind.DELETE):
+    if kind in (Kind.EXISTS, Kind.DELETE, Kind.SCATTER):
         keys = split_keys(body)
     elif kind in (Kind.PUT, Kind.LOAD):
         items = [Item(*fields) for fields in _ITEM.iter_unpack(body)]

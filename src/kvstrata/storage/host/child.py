@@ -193,8 +193,8 @@ class Host:
             if request.kind is Kind.KINDS:
                 self._kinds.learn(request.kinds)
                 continue
-            if request.kind is Kind.PREFER:
-                self._prefer(request)
+            if request.kind in (Kind.PREFER, Kind.SCATTER):
+                self._tell_reader(request)
                 continue
             if request.kind is Kind.LEVEL:
                 logging.getLogger().setLevel(request.level)
@@ -203,12 +203,17 @@ class Host:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _prefer(self, request: Request) -> None:
+    def _tell_reader(self, request: Request) -> None:
+        """Pass on what a medium that reads peers is to know of these keys."""
         try:
-            if self._peers is not None:
+            if self._peers is None:
+                return
+            if request.kind is Kind.PREFER:
                 self._peers.prefer(request.keys, request.source)
+            else:
+                self._peers.scatter(request.keys)
         except Exception as error:  # the plugin boundary
-            log_broken_contract(self._config.name, "prefer", error)
+            log_broken_contract(self._config.name, request.kind.name.lower(), error)
 
     async def _answer(self, request: Request) -> None:
         assert self._adapter is not None

@@ -98,6 +98,12 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
             for part in host_channel.parts_of(keys):
                 self._life.send(host_channel.prefer(pack_keys(part), source))
 
+    def scatter(self, keys: Sequence[bytes]) -> None:
+        """Pass this on to the child, as `prefer` does."""
+        if self._life.is_up and not self._life.is_full:
+            for part in host_channel.parts_of(keys):
+                self._life.send(host_channel.scatter(pack_keys(part)))
+
     # --- the contract ------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:

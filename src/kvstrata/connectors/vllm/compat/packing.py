@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -57,20 +57,41 @@ def _name(spec: Any, module: Any, version: str) -> str:
 
 
 def _packed(spec: Any, module: Any) -> bytes:
-    """The bytes of a block that this layer's vLLM fills with the same numbers in every process."""
+    """The bytes of a block that this layer's vLLM fills with the same numbers in every process.
+
+    Where each head is packed as if it were alone, they are those of the first head: ranks with other numbers of heads
+    then name their arrangement alike, and their records can be recut.
+    """
+    last = spec.num_kv_heads - 1
+    packed = _pack(spec, module, range(last + 1))
+    try:
+        alone = [_pack(spec, module, [head])[0] for head in (0, last)]
+    except (RuntimeError, TypeError, ValueError):
+        return b"".join(packed)
+    return alone[0] if [packed[0], packed[last]] == alone else b"".join(packed)
+
+
+def _pack(spec: Any, module: Any, heads: Sequence[int]) -> list[bytes]:
+    """The bytes of each of these heads in a block that has no others."""
     import torch
 
-    heads, tokens, size = spec.num_kv_heads, spec.block_size, spec.head_size
-    # Thousands of unlike numbers between 2^-15 and 2^15, which float16 can hold, in no order.
-    draw = torch.Generator().manual_seed(1)
-    count = 2 * heads * tokens * size
-    bits = torch.randint(0x3800, 0x4700, (count,), generator=draw, dtype=torch.int32).to(torch.int16)
-    numbers = bits.view(torch.bfloat16).to(_dtype(spec)).view(2, tokens, heads, size)
+    tokens, size = spec.block_size, spec.head_size
+    numbers = torch.stack([_numbers(head, 2 * tokens * size) for head in heads])
+    numbers = numbers.to(_dtype(spec)).view(len(heads), 2, tokens, size).permute(1, 2, 0, 3).contiguous()
     # Block 0 stands for "no block" in vLLM.
-    cache = torch.zeros(2, heads, tokens, 2 * size, dtype=spec.dtype)
+    cache = torch.zeros(2, len(heads), tokens, 2 * size, dtype=spec.dtype)
     slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64)
     module.impl.do_kv_cache_update(module, numbers[0], numbers[1], cache, slots)
-    return bytes(cache[1].contiguous().view(torch.uint8).numpy().tobytes())
+    return [bytes(head.contiguous().view(torch.uint8).numpy().tobytes()) for head in cache[1]]
+
+
+def _numbers(seed: int, count: int) -> Any:
+    """Thousands of unlike numbers between 2^-15 and 2^15, which float16 can hold, in no order."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1 + seed)
+    bits = torch.randint(0x3800, 0x4700, (count,), generator=draw, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16)
 
 
 def _dtype(spec: Any) -> Any:

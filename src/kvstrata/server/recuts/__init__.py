@@ -1,0 +1,1 @@
+"""Serves engines from records of another geometry of the same model."""

@@ -1,0 +1,283 @@
+"""Makes the chunks that a lookup misses of records that engines of another geometry have stored.
+
+    a lookup's hit ends in L1 ──▶ which geometry's records go on longest? ──▶ recut chunk by chunk ──▶ lease again
+
+Rules
+1. A record is made only of whole, verified records of the same chunk and the same identity, all of which are held
+   meanwhile; of anything else nothing is made, and the lookup goes on as if there were nothing.
+2. All work is done on a lane of its own with one thread.  It ends at the lookup's deadline, or when the lookup is
+   cancelled; what was made by then stays in L1, and a later lookup finds it.
+3. New records count for the tenant whose engine asks, and take room in L1 as chunks loaded from L2 do.  What cannot be
+   made is no error: the hit is shorter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvstrata.clock import Clock
+from kvstrata.errors import Refused
+from kvstrata.keys.batch import nth, part, split
+from kvstrata.keys.prompt_keys import PromptKeys
+from kvstrata.keys.recut import CannotRecut
+from kvstrata.native.hashing import storage_keys
+from kvstrata.native.pool import Hold, Pool
+from kvstrata.native.record import CopyOutcome, RecordSpec
+from kvstrata.observability.logging import EventLog
+from kvstrata.policy.processes import AttachedProcess
+from kvstrata.process.lane import PoolLane
+from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
+from kvstrata.server.l2.prefetch import PrefetchController
+from kvstrata.server.l2.tiers import TierSet
+from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
+from kvstrata.server.recuts.record import Place, record_length, recut_records
+from kvstrata.types import LayoutIdentity, Slice
+
+SERVER_ROW = 0
+"""Row of the pool that owns the server's own reservations."""
+
+
+class Wanted(NamedTuple):
+    """The chunks that a lookup misses: those of `keys` from number `first` on."""
+
+    pool: Pool
+    keys: PromptKeys
+    first: int
+    tenant: int
+    deadline_s: float
+
+
+class Recuts:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        lane: PoolLane,
+        clock: Clock,
+        tiers: TierSet,
+        prefetch: PrefetchController,
+        pools: Sequence[Pool],
+        *,
+        enabled: bool,
+    ) -> None:
+        """`lane` is for this work alone. `pools`: all pools, whose readers learn that more than L1's index may hit."""
+        self._geometries = Geometries()
+        self._lane = lane
+        self._clock = clock
+        self._tiers = tiers
+        self._prefetch = prefetch
+        self._pools = pools
+        self._enabled = enabled
+        self._chunks = 0
+        self._bytes = 0
+        self._ended: collections.Counter[str] = collections.Counter()
+        """What ended the work for a lookup before all that it missed was made."""
+        self._log = EventLog("recut")
+
+    # -- geometries ----------------------------------------------------------------------------------------
+
+    def attached(self, process: AttachedProcess, part: Slice | None, facts: Mapping[str, Any] | None) -> None:
+        """Note the slice that a process has declared; with an engine's last one, plan what can be made of what."""
+        if not self._enabled or part is None or facts is None:
+            return
+        group = process.group
+        self._geometries.declared(group.layout, part, facts)
+        if not group.complete:
+            return
+        for source, target in self._geometries.complete(group.layout, group.slices):
+            try:
+                made = self._lane.run(_plan, source, target)
+            except Refused:
+                self._ended["not_planned"] += 1
+                continue
+            made.add_done_callback(functools.partial(self._planned, group.layout, source, target))
+
+    def _planned(
+        self,
+        layout: LayoutIdentity,
+        source: Geometry,
+        target: Geometry,
+        done: asyncio.Future[Plan | CannotRecut],
+    ) -> None:
+        if done.cancelled():
+            return
+        made = done.result()
+        self._geometries.planned(layout, source, target, made)
+        sizes = {"model": layout.model, "slices": len(target.parts), "of_slices": len(source.parts)}
+        if isinstance(made, CannotRecut):
+            self._log.info("impossible", **sizes, reason=made.reason, why=str(made))
+            return
+        self._log.info("planned", **sizes, note="engines of this model use each other's records")
+        self._tiers.recuts = True
+        for pool in self._pools:
+            pool.set_has_l2(True)
+
+    def status(self) -> dict[str, Any]:
+        """What is known and what was done, for the status document."""
+        return {
+            **self._geometries.document(),
+            "chunks": self._chunks,
+            "bytes": self._bytes,
+            "ended": dict(self._ended),
+        }
+
+    # -- lookups -------------------------------------------------------------------------------------------
+
+    def plans(self, layout: LayoutIdentity, slices: bytes) -> list[Plan]:
+        """The plans for an engine with these slices; empty: none of its chunks can be recut."""
+        return self._geometries.plans(layout, slices)
+
+    async def make(self, plans: Sequence[Plan], wanted: Wanted, *, of_l2: bool = False) -> int:
+        """Make as many of the wanted chunks as L1 has in another geometry; returns how many, from the first one on.
+
+        `of_l2`: the records are loaded from L2 into L1 first, of the first geometry of which L2 has any.
+        Cancelling ends the work after the chunk under way.
+        """
+        if of_l2 and not await self._loaded(plans, wanted):
+            return 0
+        stop = threading.Event()
+        try:
+            future = self._lane.run(_make, plans, wanted, self._clock, stop)
+        except Refused:
+            self._ended["busy"] += 1
+            return 0
+        try:
+            made = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+        self._chunks += made.n_chunks
+        self._bytes += made.n_bytes
+        if made.ended:
+            self._ended[made.ended] += 1
+        return made.n_chunks
+
+    async def _loaded(self, plans: Sequence[Plan], wanted: Wanted) -> bool:
+        """Load the wanted chunks in another geometry from L2, as far as it has them; whether there is any."""
+        keys, first = wanted.keys, wanted.first
+        for one in plans:
+            slices = one.source.slices
+            try:
+                rest = self._lane.run(storage_keys, keys.root, part(keys.chain, first, keys.n_chunks), slices)
+            except Refused:
+                return False
+            fetched = await self._prefetch.fetch(
+                await asyncio.shield(rest),
+                len(one.source.parts),
+                pool=wanted.pool,
+                identity=keys.root,
+                tenant=wanted.tenant,
+                parent=storage_keys(keys.root, nth(keys.chain, first - 1), slices) if first else b"",
+                deadline_s=wanted.deadline_s,
+                lengths=[frozenset((record_length(sections),)) for sections in one.recuts[0].source_sections],
+            )
+            if fetched.n_chunks:
+                return True
+        return False
+
+
+class _Made(NamedTuple):
+    n_chunks: int
+    n_bytes: int
+    ended: str
+    """A word for what was in the way of more; "": nothing was."""
+
+
+def _plan(source: Geometry, target: Geometry) -> Plan | CannotRecut:
+    try:
+        return plan(source, target)
+    except CannotRecut as error:
+        return error
+
+
+def _longest(plans: Sequence[Plan], wanted: Wanted) -> tuple[int, Plan]:
+    """How many of the wanted chunks L1 has in the geometry that has the most, and its plan."""
+    chain = part(wanted.keys.chain, wanted.first, wanted.keys.n_chunks)
+    found = []
+    for one in plans:
+        keys = storage_keys(wanted.keys.root, chain, one.source.slices)
+        found.append((wanted.pool.peek(keys, len(one.source.parts)), one))
+    return max(found, key=lambda pair: pair[0])
+
+
+def _make(plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.Event) -> _Made:
+    """See `Recuts.make`; on a lane."""
+    n_chunks, chosen = _longest(plans, wanted)
+    made_bytes = 0
+    for number in range(n_chunks):
+        if stop.is_set() or clock.monotonic_s() >= wanted.deadline_s:
+            return _Made(number, made_bytes, "late")
+        made, why = _make_chunk(chosen, wanted, wanted.first + number)
+        if why:
+            return _Made(number, made_bytes, why)
+        made_bytes += made
+    missed = wanted.keys.n_chunks - wanted.first
+    return _Made(n_chunks, made_bytes, "" if n_chunks == missed else "absent")
+
+
+def _make_chunk(plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
+    """Make all records of one chunk that L1 lacks; returns their bytes, and "" or a word for what was in the way."""
+    pool, keys = wanted.pool, wanted.keys
+    sources: list[Hold] = []
+    targets: list[_Target] = []
+    made = False
+    try:
+        for key in split(storage_keys(keys.root, nth(keys.chain, number), plan.source.slices)):
+            hold = pool.hold(key, identity=keys.root)
+            if hold is None:
+                return 0, "absent"
+            sources.append(hold)
+        if why := _reserve(plan, wanted, number, targets):
+            return 0, why
+        places = [(hold.address, hold.length, hold.key) for hold in sources]
+        outcome = recut_records(places, [target.place for target in targets])
+        made = outcome is CopyOutcome.OK
+        if not made:
+            for hold in sources:
+                pool.mark_bad(hold.key)  # checks the record, and drops it if it is damaged
+            return 0, "corrupt"
+    finally:
+        for hold in (*sources, *(target.hold for target in targets)):
+            hold.drop()
+        if not made:
+            for target in targets:
+                pool.abort(target.ticket)
+    outcomes = [pool.commit(target.ticket, [0])[0] for target in targets]
+    if any(outcome != CommitOutcome.COMMITTED for outcome in outcomes):
+        return 0, "refused"
+    return sum(target.place.length for target in targets), ""
+
+
+class _Target(NamedTuple):
+    """A record that is being made, in a reservation of its own."""
+
+    ticket: int
+    hold: Hold
+    place: Place
+
+
+def _reserve(plan: Plan, wanted: Wanted, number: int, targets: list[_Target]) -> str:
+    """Reserve the records of a chunk that L1 lacks, and add them to `targets`; "" or a word for what was in the way."""
+    pool, keys = wanted.pool, wanted.keys
+    of_chunk = split(storage_keys(keys.root, nth(keys.chain, number), keys.slices))
+    parents = [b""] * len(of_chunk)
+    if number:
+        parents = split(storage_keys(keys.root, nth(keys.chain, number - 1), keys.slices))
+    digests = split(keys.slices)
+    for key, parent, digest, recut in zip(of_chunk, parents, digests, plan.recuts, strict=True):
+        length = record_length(recut.target_sections)
+        ticket, (outcome,), _ = pool.reserve(key, parent, length, SERVER_ROW, keys.root, wanted.tenant)
+        if outcome == ReserveOutcome.PRESENT:
+            continue
+        if outcome != ReserveOutcome.RESERVED:
+            return ReserveOutcome(outcome).name.lower()
+        hold = pool.hold(None, ticket, 0)
+        assert hold is not None, "an item just reserved has a hold"
+        spec = RecordSpec(key, keys.root, digest, parent, plan.chunk_tokens)
+        targets.append(_Target(ticket, hold, Place(recut, hold.address, hold.length, spec)))
+    return ""

@@ -1,0 +1,187 @@
+"""Engines of one model with unlike geometries hit each other's chunks, through a real server."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.native.hashing import storage_keys
+from tests.harness.cache_engine import eventually
+from tests.harness.geometry import CHUNK, GeometryEngine
+from tests.harness.records import Extents
+from tests.harness.server_process import ServerProcess
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, chunk_tokens=CHUNK) as server:
+        server.start()
+        yield server
+
+
+def recuts(server: ServerProcess) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/v1/status")["recuts"]
+    return found
+
+
+def prompt(chunks: int) -> list[int]:
+    return [random.randrange(1 << 30) for _ in range(chunks * CHUNK + 5)]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ({"heads_by": 1}, {"heads_by": 2}),
+        ({"heads_by": 2}, {"heads_by": 1}),
+        ({"heads_by": 4}, {"heads_by": 2}),
+        ({"layers_by": 1}, {"layers_by": 2}),
+        ({"layers_by": 2}, {"layers_by": 1, "heads_by": 2}),
+        ({"block_tokens": 16}, {"block_tokens": 48}),
+        ({"block_tokens": 48}, {"block_tokens": 32}),
+        ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
+        ({"layout": "LBNHC", "heads_by": 2, "block_tokens": 16}, {"layout": "LBHNC", "block_tokens": 96}),
+    ],
+    ids=str,
+)
+def test_an_engine_hits_what_one_of_another_geometry_has_stored(
+    server: ServerProcess, request: pytest.FixtureRequest, stored: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    model, before = request.node.name, recuts(server)
+    with GeometryEngine(server.socket_dir, model=model, **stored) as first:
+        first.connect()
+        tokens = prompt(4)
+        assert set(first.stored(tokens)) == {"stored"}
+    with GeometryEngine(server.socket_dir, model=model, **wanted) as second:
+        second.connect()
+        eventually("it is planned", lambda: recuts(server)["plans"] >= before["plans"] + 2)
+        assert second.hit(tokens) == 4
+        assert recuts(server)["chunks"] == before["chunks"] + 4
+        # From now on these are chunks like any others, and can be continued.
+        longer = [*tokens[: 4 * CHUNK], *prompt(2)]
+        assert second.hit(longer) == 4
+        assert set(second.stored(longer)) <= {"stored", "present"}
+        assert second.hit(longer) == 6
+        assert recuts(server)["chunks"] == before["chunks"] + 4
+
+
+def test_records_in_l2_are_loaded_and_recut_also_by_a_server_that_has_just_started(tmp_path: Path) -> None:
+    tokens, longer = prompt(3), prompt(2)
+    with ServerProcess(tmp_path, l1_mb=32, chunk_tokens=CHUNK, l2="fs") as server:
+        server.start()
+        with GeometryEngine(server.socket_dir, heads_by=2) as first:
+            first.connect()
+            first.stored(tokens)
+            first.stored(longer)
+            eventually("all is on disk", lambda: stored_in_l2(server) == 2 * 5)
+        server.kill()
+        server.wipe_segment()
+        server.start()
+        with GeometryEngine(server.socket_dir, block_tokens=48) as second:
+            second.connect()
+            assert second.hit(tokens) == 0, "the server cannot know of the other geometry yet"
+            with GeometryEngine(server.socket_dir, heads_by=2) as again:
+                again.connect()
+                eventually("it is planned", lambda: recuts(server)["plans"] == 2)
+            assert second.hit(tokens) == 3
+            assert second.hit(longer) == 2
+
+
+def stored_in_l2(server: ServerProcess) -> int:
+    (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
+    return int(adapter["outcomes"].get("stored", 0))
+
+
+def test_a_damaged_record_ends_the_hit_before_it_and_is_dropped(server: ServerProcess) -> None:
+    planned = recuts(server)["plans"]
+    with (
+        GeometryEngine(server.socket_dir, model="damaged", heads_by=2) as first,
+        GeometryEngine(server.socket_dir, model="damaged") as second,
+    ):
+        first.connect()
+        second.connect()
+        eventually("it is planned", lambda: recuts(server)["plans"] >= planned + 2)
+        tokens = prompt(4)
+        extents = Extents(server.segment_dir)
+        before = {header.key for header in extents.records().values()}
+        first.stored(tokens)
+        key = first.hasher(tokens).key(2)
+        identity = first.ranks[1].identity
+        damaged = storage_keys(identity.root, key, first.ranks[1].client.slice_digest)
+        (at, header), *others = [
+            (at, header) for at, header in extents.records().items() if header.key == damaged
+        ]
+        assert damaged not in before and not others
+        extents.flip_a_byte(at, header)
+        extents.close()
+        assert second.hit(tokens) == 2
+        assert recuts(server)["ended"]["corrupt"] == 1
+        assert first.hit(tokens) == 2, "the damaged record is gone"
+        first.stored(tokens)
+        assert second.hit(tokens) == 4
+
+
+def test_other_salts_models_and_scales_share_nothing(server: ServerProcess) -> None:
+    tokens = prompt(3)
+    with GeometryEngine(server.socket_dir, model="apart") as first:
+        first.connect()
+        first.stored(tokens)
+        planned = recuts(server)
+        others = ({"model": "another"}, {"salt": "s"}, {"scales": ("0x1p+0", "0x1p+1")})
+        for other in others:
+            with GeometryEngine(server.socket_dir, **{"model": "apart", "heads_by": 2, **other}) as second:
+                second.connect()
+                assert second.hit(tokens) == 0
+        eventually("it is refused", lambda: recuts(server)["impossible"] == planned["impossible"] + 4)
+
+
+def test_a_lookup_without_time_gets_none_or_some_and_a_later_one_all(server: ServerProcess) -> None:
+    tokens = prompt(6)
+    with (
+        GeometryEngine(server.socket_dir, model="late") as first,
+        GeometryEngine(server.socket_dir, model="late", heads_by=4) as second,
+    ):
+        first.connect()
+        second.connect()
+        first.stored(tokens)
+        assert second.hit(tokens, deadline_ms=5) <= 6
+        assert second.hit(tokens) == 6
+
+
+def test_a_server_that_may_not_recut_does_not(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK, flags=("--no-recut",)) as server:
+        server.start()
+        with (
+            GeometryEngine(server.socket_dir) as first,
+            GeometryEngine(server.socket_dir, heads_by=2) as second,
+        ):
+            first.connect()
+            second.connect()
+            tokens = prompt(2)
+            first.stored(tokens)
+            assert second.hit(tokens) == 0
+        assert recuts(server)["geometries"] == 0
+
+
+def test_a_recut_for_which_l1_has_no_room_gives_the_leading_chunks(tmp_path: Path) -> None:
+    """What is made takes the place of the sources of later chunks, and of nothing that is being read."""
+    with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK) as server:
+        server.start()
+        with (
+            GeometryEngine(server.socket_dir, chunks=200) as first,
+            GeometryEngine(server.socket_dir, chunks=200, heads_by=2) as second,
+        ):
+            first.connect()
+            second.connect()
+            tokens = prompt(200)
+            assert set(first.stored(tokens)) == {"stored"}
+            found = second.hit(tokens)
+            assert 50 < found < 200
+            assert 1 <= first.hit(tokens) < 200
+            assert second.hit(tokens) >= 1
+        eventually("all leases are given back", lambda: server.get("/v1/status")["pool"]["leased_bytes"] == 0)

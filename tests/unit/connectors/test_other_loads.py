@@ -1,0 +1,145 @@
+"""Requests that another connector of vLLM's `MultiConnector` loads: what of them is stored, and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.connectors.vllm.metadata import WorkerReport
+from tests.harness.scheduler_side import FakeClient, ask, make_request, make_side, step
+
+CHUNKS = 5
+TOKENS, LOADED = 40, 16
+TABLE = [list(range(1, 20))]
+
+
+def loaded_by_another(side, *, asynchronous=False):
+    """A request that missed here, and of which another connector loads LOADED tokens."""
+    request = make_request(TOKENS)
+    side.on_new_request(request)
+    assert ask(side, request) == (0, False)
+    side.allocated(request, TABLE, 0)
+    if asynchronous:
+        step(side)
+    return request
+
+
+def stored_chunks(plan):
+    return sum(len(store.chain) // 32 for store in plan.stores)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nothing_is_stored_until_a_load_within_a_step_is_known_to_have_succeeded(workers):
+    side = make_side(world_size=workers)
+    request, other = loaded_by_another(side), make_request(TOKENS)
+    side.on_new_request(other)
+    ask(side, other)
+    # Requests of the same step may share the blocks that are loaded.
+    plan = step(side, [(request, LOADED, TOKENS - LOADED), (other, 0, TOKENS)])
+    assert plan.others_load and not plan.stores
+    later = step(side, [(request, TOKENS, 1), (other, TOKENS, 1)])
+    assert not later.others_load and not later.stores, "planned before the outcome was known"
+    for _ in range(workers):
+        assert not step(side, [(request, TOKENS, 1)]).stores
+        side.heard([WorkerReport(plan.step)], [], [])
+    assert stored_chunks(step(side, [(request, TOKENS, 1), (other, TOKENS, 1)])) == 2 * CHUNKS
+
+
+def test_after_a_load_that_failed_all_is_stored_as_computed_again():
+    side = make_side()
+    request = loaded_by_another(side)
+    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
+    side.heard([WorkerReport(plan.step)], [], {1, 2})
+    again = step(side, [(request, 0, TOKENS)])
+    assert stored_chunks(again) == CHUNKS and not again.others_load
+
+
+def test_what_finishes_in_the_step_of_a_failed_load_is_not_stored():
+    side = make_side()
+    request = loaded_by_another(side)
+    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
+    side.finished(request, TABLE)
+    side.heard([WorkerReport(plan.step)], [], {1})
+    assert not step(side).stores
+
+
+def test_what_finishes_in_the_step_of_a_load_is_stored_after_it():
+    side = make_side()
+    request = loaded_by_another(side)
+    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
+    assert side.finished(request, TABLE) is True
+    side.heard([WorkerReport(plan.step)], [], [])
+    assert stored_chunks(step(side)) == CHUNKS
+
+
+def test_an_asynchronous_load_has_ended_when_its_request_is_scheduled():
+    side = make_side()
+    request = loaded_by_another(side, asynchronous=True)
+    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
+    assert stored_chunks(plan) == CHUNKS and not plan.others_load
+
+
+def test_a_load_of_ours_is_not_taken_for_one_of_another_connector():
+    side = make_side(FakeClient(hits=2))
+    request = make_request(TOKENS)
+    side.on_new_request(request)
+    tokens, _ = ask(side, request)
+    side.allocated(request, TABLE, tokens)
+    plan = step(side, [(request, tokens, TOKENS - tokens)])
+    assert plan.loads and not plan.others_load and stored_chunks(plan) == CHUNKS - 2
+
+
+def test_a_hit_that_another_connector_serves_is_no_hit_of_ours_and_is_not_stored_again():
+    client = FakeClient(hits=2)
+    side = make_side(client)
+    request = make_request(TOKENS)
+    side.on_new_request(request)
+    assert ask(side, request)[0] == LOADED
+    side.allocated(request, TABLE, 0)
+    assert not client.leases and not client.handed_on
+    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
+    side.heard([WorkerReport(plan.step)], [], [])
+    assert not plan.loads and stored_chunks(step(side, [(request, TOKENS, 1)])) == CHUNKS - 2
+    assert side.take_counts() == {"lookups": 1}
+
+
+@pytest.mark.parametrize("tokens", [6, TOKENS, TOKENS + 6])
+def test_abort_while_another_connector_loads_stores_nothing(tokens):
+    client = FakeClient()
+    client.present = lambda chunks: [False] * len(chunks)
+    side = make_side(client, settings={"save_unfull_chunk": True})
+    request = make_request(tokens)
+    side.on_new_request(request)
+    ask(side, request)
+    side.allocated(request, TABLE, 0)
+    step(side)
+    # vLLM counts tokens as computed while they are still being loaded.
+    assert side.finished(request, TABLE) is False
+    assert not step(side).stores
+
+
+def test_after_a_load_of_another_connector_has_failed_ours_may_serve():
+    client = FakeClient()
+    side = make_side(client)
+    request = loaded_by_another(side, asynchronous=True)
+    side.heard([], [request.request_id], [], [request.request_id])
+    client.hits = 2
+    side._now.now_s += 1
+    assert ask(side, request)[0] == LOADED
+
+
+@pytest.mark.parametrize("engine_empty", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_kv_that_another_connector_may_have_kept_over_a_change_of_weights_is_not_stored(
+    engine_empty, asynchronous
+):
+    side = make_side()
+    side.reset(engine_empty=engine_empty)
+    request = loaded_by_another(side, asynchronous=asynchronous)
+    plan = step(side, [(request, LOADED, TOKENS - LOADED)])
+    side.heard([WorkerReport(plan.step)], [], [])
+    assert not step(side, [(request, TOKENS, 1)]).stores
+    assert side.finished(request, TABLE) is False
+    computed = make_request(TOKENS)
+    side.on_new_request(computed)
+    ask(side, computed)
+    assert stored_chunks(step(side, [(computed, 0, TOKENS)])) == CHUNKS

@@ -1,0 +1,115 @@
+"""Which geometries are known, and what can be made of what; the facts come from processes that may say anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.recut import HEADS_OUTSIDE, TOKENS_OUTSIDE, geometry
+from kvstrata.keys.recut import CannotRecut, Part, RecutReason, plan_recut
+from kvstrata.server.recuts.geometries import MAX_GEOMETRIES, MAX_LAYOUTS, Geometries, Geometry, plan
+from kvstrata.types import LayoutIdentity
+
+
+def layout(model: str = "m") -> LayoutIdentity:
+    return LayoutIdentity(model=model, kv_dtype="bf16", chunk_tokens=256)
+
+
+def attached(known: Geometries, engine: Geometry, model: str = "m") -> list[tuple[Geometry, Geometry]]:
+    """All workers of an engine attach, in any order; return what is to be planned."""
+    for part in reversed(engine.parts):
+        known.declared(layout(model), part.slice, part.facts)
+    return known.complete(layout(model), sorted(part.slice.digest() for part in engine.parts))
+
+
+def made(known: Geometries, pairs: list[tuple[Geometry, Geometry]], model: str = "m") -> None:
+    for source, target in pairs:
+        known.planned(layout(model), source, target, plan(source, target))
+
+
+ONE, TWO = geometry(1, 16, TOKENS_OUTSIDE), geometry(2, 16, TOKENS_OUTSIDE)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def test_two_geometries_of_a_model_are_planned_both_ways_once() -> None:
+    known = Geometries()
+    assert known.plans(layout(), ONE.slices) == []
+    assert attached(known, ONE) == []
+    pairs = attached(known, TWO)
+    assert [(source.slices, target.slices) for source, target in pairs] == [
+        (ONE.slices, TWO.slices),
+        (TWO.slices, ONE.slices),
+    ]
+    made(known, pairs)
+    assert [one.source.slices for one in known.plans(layout(), ONE.slices)] == [TWO.slices]
+    assert known.plans(layout("other"), ONE.slices) == []
+    assert attached(known, TWO) == attached(known, ONE) == []
+    assert attached(known, TWO, "other") == []
+
+
+def test_a_reason_is_no_plan() -> None:
+    known = Geometries()
+    attached(known, ONE)
+    (source, target), _ = attached(known, TWO)
+    known.planned(layout(), source, target, CannotRecut(RecutReason.SCALES, "scales", "other ones"))
+    assert known.plans(layout(), TWO.slices) == []
+    assert known.document() == {"geometries": 2, "plans": 0, "impossible": 1}
+
+
+def test_more_geometries_or_models_than_are_kept_push_out_the_first() -> None:
+    known = Geometries()
+    for number, size in enumerate(SIZES[: MAX_GEOMETRIES + 1]):
+        pairs = attached(known, geometry(1, size, HEADS_OUTSIDE))
+        assert len(pairs) == 2 * min(number, MAX_GEOMETRIES - 1)
+        made(known, pairs)
+    assert known.document()["plans"] == MAX_GEOMETRIES * (MAX_GEOMETRIES - 1)
+    assert known.plans(layout(), geometry(1, 1, HEADS_OUTSIDE).slices) == []
+    for number in range(MAX_LAYOUTS):
+        attached(known, ONE, f"model {number}")
+    assert known.document() == {"geometries": MAX_LAYOUTS, "plans": 0, "impossible": 0}
+
+
+def test_a_plan_that_comes_after_its_geometry_was_forgotten_is_dropped() -> None:
+    known = Geometries()
+    attached(known, ONE)
+    pairs = attached(known, TWO)
+    for number in range(MAX_LAYOUTS):
+        attached(known, ONE, f"model {number}")
+    made(known, pairs)
+    assert known.document()["plans"] == 0
+
+
+def test_an_engine_of_which_a_worker_was_never_seen_has_no_geometry() -> None:
+    known = Geometries()
+    attached(known, ONE)
+    known.declared(layout(), TWO.parts[0].slice, TWO.parts[0].facts)
+    digests = sorted(part.slice.digest() for part in TWO.parts)
+    assert known.complete(layout(), digests) == []
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"chunk_tokens": 6 << 40, "block_tokens": 2 << 40, "axes": [["tokens", 2 << 40]]},
+        {"layers": [float("1e308")]},
+        {"axes": [["tokens", 1e308]]},
+        {"rule": ["last_window", 100]},
+        {"axes": {}},
+    ],
+    ids=str,
+)
+def test_facts_that_make_no_sense_or_too_much_work_are_a_reason(facts: dict[str, object]) -> None:
+    source, target = ONE.parts[0], geometry(1, 48, HEADS_OUTSIDE).parts[0]
+    spoilt = Part(source.slice, {**source.facts, **facts})
+    for pair in ((spoilt, source), (source, spoilt), (spoilt, target)):
+        with pytest.raises(CannotRecut):
+            plan_recut([pair[0]], pair[1])
+
+
+def test_a_plan_of_too_many_copies_is_refused_before_they_are_made() -> None:
+    tokens = 3 << 30
+    sizes = {"chunk_tokens": tokens, "axes": [["tokens", 3]], "block_tokens": 3, "section_bytes": 2 * tokens}
+    facts = {**ONE.parts[0].facts, **sizes, "layers": [0]}
+    other = {**facts, "axes": [["tokens", 2]], "block_tokens": 2}
+    part = ONE.parts[0].slice
+    with pytest.raises(CannotRecut, match="more than 65536 copies"):
+        plan_recut([Part(part, facts)], Part(part, other))

@@ -1,0 +1,100 @@
+"""Connectors that stand beside ours in vLLM's `MultiConnector`; vLLM's engine process imports this module.
+
+Both are vLLM's own, with what a test needs: `HostSpec` lets `OffloadingConnector` copy on the CPU, where vLLM's spec
+only copies from GPUs; `FailingConnector` is the `ExampleConnector` whose loads may fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+
+class HostSpec(CPUOffloadingSpec):
+    """vLLM's spec of offloading to the CPU, for KV that is in the memory of the CPU already.
+
+    While the file `hold_file` of its extra config exists, no load ends.
+    """
+
+    def get_worker(self, kv_caches: Any) -> OffloadingWorker:
+        """Make the worker that copies."""
+        return HostWorker(kv_caches, Path(self.extra_config["hold_file"]))
+
+
+class HostWorker(OffloadingWorker):
+    """Copies at once; loads are reported, and written, when no `hold` file exists."""
+
+    def __init__(self, kv_caches: Any, hold: Path) -> None:
+        self._caches, self._hold = kv_caches, hold
+        self._kept: dict[int, list[Any]] = {}
+        """Chunk → what its block holds in each tensor of its group."""
+        self._ended: list[TransferResult] = []
+        self._loads: list[tuple[int, list[tuple[int, int, int]]]] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy blocks to chunks."""
+        for group, block, chunk in _pairs(src_spec, dst_spec):
+            self._kept[chunk] = [tensor[block].clone() for tensor in self._tensors(group)]
+        self._ended.append(TransferResult(job_id, True))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy chunks to blocks, as soon as no file holds it up."""
+        self._loads.append((job_id, _pairs(dst_spec, src_spec)))
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the transfers that have ended since the last call."""
+        if not self._hold.exists():
+            loads, self._loads = self._loads, []
+            for job_id, pairs in loads:
+                for group, block, chunk in pairs:
+                    for tensor, kept in zip(self._tensors(group), self._kept[chunk], strict=True):
+                        tensor[block] = kept
+                self._ended.append(TransferResult(job_id, True))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Do nothing: stores have ended when they are submitted."""
+
+    def _tensors(self, group: int) -> list[Any]:
+        references = self._caches.group_data_refs[group]
+        return [self._caches.tensors[each.tensor_idx].tensor for each in references]
+
+
+def _pairs(blocks: Any, chunks: Any) -> list[tuple[int, int, int]]:
+    """(group, block, chunk) of a transfer; a chunk has one block."""
+    groups = [group for group, size in enumerate(blocks.group_sizes) for _ in range(size)]
+    each = zip(groups, blocks.block_ids, chunks.block_ids, strict=True)
+    return [(group, int(block), int(chunk)) for group, block, chunk in each]
+
+
+class FailingConnector(ExampleConnector):
+    """While the file `fail_file` of the extra config exists, loads write wrong KV and report their blocks as failed."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._fail = Path(self._kv_transfer_config.get_from_extra_config("fail_file", ""))
+        self._bad: set[int] = set()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load, or fail."""
+        super().start_load_kv(forward_context, **kwargs)
+        if not self._fail.exists() or forward_context.attn_metadata is None:
+            return
+        for request in self._get_connector_metadata().requests:
+            if not request.is_store:
+                self._bad |= set((request.slot_mapping // self._block_size).tolist())
+        for layer in forward_context.no_compile_layers.values():
+            if getattr(layer, "kv_cache", None) is not None and self._bad:
+                layer.kv_cache[sorted(self._bad)] = 7
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks whose loads have failed since the last call."""
+        bad, self._bad = self._bad, set()
+        return bad

@@ -1,0 +1,120 @@
+"""Speculative decoding with a draft that keeps KV: a hit costs no acceptance, whatever follows the chunks that it has.
+
+The draft imitates the model, and chunks are small, so one position of the draft's KV that belongs to another token
+shows in the number of accepted tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import vllm_model
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_run import VllmProcess
+from tests.vllm.conftest import EXACT, until
+
+pytestmark = pytest.mark.vllm
+
+BLOCK, CHUNK = 32, 64
+ANSWER_TOKENS = 32
+LENGTHS = (200, 230, 255, 256, 258, 300)
+"""None leaves a single token: vLLM pads it with placeholders, and counts these as drafted."""
+
+
+class Engine:
+    """An engine with an EAGLE draft."""
+
+    def __init__(self, vllm: VllmProcess) -> None:
+        self.vllm = vllm
+        until(lambda: vllm.ask("connected"), "attaching")
+        vllm.generate([5, 6, 7])  # the first request waits for the workers' report of their weights
+
+    def answer(self, prompts: list[list[int]], salt: str | None = None) -> tuple[list[Any], list[int]]:
+        """For each prompt tokens, drafts and accepted tokens; and the tokens that hit."""
+        seen, hits = [], []
+        for prompt in prompts:
+            self.vllm.ask("drafts")
+            answer = self.vllm.generate(prompt, max_tokens=ANSWER_TOKENS, salt=salt)
+            seen.append((answer["tokens"], self.vllm.ask("drafts")))
+            hits.append(answer["cached_tokens"])
+        self.vllm.ask("idle_steps", n=1)
+        until(lambda: self.idle() and not self.vllm.ask("stores")["in_flight"], "storing")
+        return seen, hits
+
+    def idle(self) -> bool:
+        """Empty vLLM's own cache; False while a block is in use."""
+        self.vllm.ask("idle_steps", n=1)
+        return bool(self.vllm.ask("reset_prefix_cache"))
+
+
+@pytest.fixture(scope="module")
+def engines_of_one_server(
+    vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine]]:
+    """Two processes with the same model and draft."""
+    model = vllm_model_folder(vllm_model.DRAFTED)
+    draft = {"method": "eagle", "model": str(model / vllm_model.DRAFT), "num_speculative_tokens": 3}
+    options = {
+        "dtype": EXACT,
+        "max_model_len": 1_024,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": 256,
+        "disable_log_stats": False,
+        "speculative_config": draft,
+    }
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=96, chunk_tokens=CHUNK) as server:
+        server.start()
+        first, second = (
+            VllmProcess(
+                model,
+                tmp_path_factory.mktemp(name),
+                extra=server.connector_config(**{"kvstrata.chunk_size": CHUNK}),
+                options=options,
+            )
+            for name in ("first", "second")
+        )
+        with first, second:
+            yield Engine(first), Engine(second)
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(3, vllm_model.VOCABULARY) for _ in range(count)]
+
+
+def test_a_hit_from_another_process_has_the_tokens_and_the_acceptance_of_a_cold_prompt(
+    engines_of_one_server: tuple[Engine, Engine],
+) -> None:
+    first, second = engines_of_one_server
+    draw = random.Random(1)
+    prompts = [tokens(draw, length) for length in LENGTHS]
+    cold, hits = first.answer(prompts)
+    assert hits == [0] * len(prompts)
+    accepted = sum(drafts["accepted_tokens"] for _, drafts in cold)
+    assert accepted > 0.8 * sum(drafts["draft_tokens"] for _, drafts in cold), "the draft imitates the model"
+    warm, hits = second.answer(prompts)
+    # The record that ends with a prompt of 256 tokens has the sampled token in its key.
+    assert hits == [192, 224, 224, 224, 256, 288]
+    assert warm == cold
+
+
+def test_a_record_in_front_of_another_token_is_not_served(
+    engines_of_one_server: tuple[Engine, Engine],
+) -> None:
+    first, second = engines_of_one_server
+    draw = random.Random(2)
+    shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 3, 4)]
+    branches = [prompt + tokens(draw, 20) for prompt in shared]
+    cold, _ = second.answer(branches, salt="cold")
+    first.answer([prompt + tokens(draw, 20) for prompt in shared])
+    # Whatever is hit of the other continuation, the draft must not attend to its next token.
+    warm, hits = second.answer(branches)
+    assert warm == cold
+    assert hits == [len(prompt) - CHUNK for prompt in shared]
+    again, hits = first.answer(branches)
+    assert again == cold
+    assert hits == [len(prompt) for prompt in shared]
