@@ -203,8 +203,10 @@ def _read(part: Part) -> _Record:
     if any(name.startswith("axis") for name in names):
         raise CannotRecut(RecutReason.ARRANGEMENT, "axes", "the facts do not say what these axes mean")
     sections: dict[tuple[int, int], int] = {}
+    seen: dict[int, int] = {}
     for section, layer in enumerate(layers):
-        sections[layer, sum(1 for number, _ in sections if number == layer)] = section
+        number = seen[layer] = seen.get(layer, -1) + 1
+        sections[layer, number] = section
     return _Record(
         axes=axes,
         element_bytes=element_bytes,
