@@ -236,7 +236,10 @@ def test_a_killed_server_serves_again_by_itself_and_its_keeper_stays_small(tmp_p
 
         eventually("it serves again", lambda: "process" in status())
         assert status()["process"] == {"restarts": 1, "last_end": "SIGKILL"}
-        assert "process_ended" in server.log_tail() and "cause=SIGKILL" in server.log_tail()
+        eventually(
+            "the log tells the cause",
+            lambda: "process_ended" in server.log_tail() and "cause=SIGKILL" in server.log_tail(),
+        )
         assert server.stop() == 0
     assert not server.socket_dir.exists()
 

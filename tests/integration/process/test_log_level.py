@@ -65,7 +65,7 @@ def test_an_adapter_host_follows_the_level_of_its_server(tmp_path: Path) -> None
         assert "changed=log_level" in eventually("the line", lambda: line(server.log, "reloaded"))
         assert ctl("--url", server.url, "log-level").split() == ["level", "info"]
         assert change("warning") == "warning"
-        assert "level=warning was=info" in server.log.read_text()
+        eventually("the line", lambda: "level=warning was=info" in server.log.read_text())
         known = details()
         settings.write_text("log_level: debug\n")
         server.signal(signal.SIGHUP)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvstrata.cli import ctl
+from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import check_and_release, clear_l1
 from tests.harness.rpc_client import RpcClient, chain_of, until
 from tests.harness.server_process import ServerProcess
@@ -28,7 +29,7 @@ def test_puts_go_on_after_one_has_crashed(tmp_path: Path, capsys: pytest.Capture
             identity = client.identify()
             client.store(identity, chain_of(identity.root, 1))
             until(client, lambda status: puts_of(status)["outcomes"].get("worker_crashed") == 1)
-            assert "put-fs-0-0 crashed" in server.log.read_text()
+            eventually("the log says so", lambda: "put-fs-0-0 crashed" in server.log.read_text())
             assert client.status()["pool"]["holds"] == 0
             until(client, lambda status: puts_of(status)["workers"] == "well")
             chain = chain_of(identity.root, 2, first_token=1_000)

@@ -105,7 +105,7 @@ def test_ctl_lists_and_frees_extents_that_a_device_may_still_write(tmp_path: Pat
         assert pool["quarantined_bytes"] >= 3 * RECORD_BYTES
         with urllib.request.urlopen(f"{server.url}/metrics") as page:
             assert f"kvstrata_attach_stranded_bytes {float(row['kept_bytes'])}" in page.read().decode()
-        assert session in server.log_tail()
+        eventually("the log names it", lambda: session in server.log_tail())
         for wrong in ("ab" * 16, "x", "ab"):
             assert f"session: '{wrong}' is not stranded" in ctl(server, "clear", wrong)
         assert ctl(server, "clear", "all") == {"cleared": [row]}

@@ -50,13 +50,18 @@ def test_a_scan_is_what_its_twin_says(message: bytes, given_limits: tuple[int, i
 
 
 @given(values)
+@example(msgspec.msgpack.Ext(-1, b""))  # a timestamp: whether it is one that exists is not for a scan to say
 def test_a_message_without_a_fault_can_be_decoded_and_begins_as_the_scan_says(value: object) -> None:
     message = msgspec.msgpack.encode(value)
     _, op, session, seq, fault = Scan(depth=64, elements=10_000, text_bytes=10_000, binary_bytes=10_000)(
         message
     )
     assert not fault
-    found = msgspec.msgpack.decode(message)
+    try:
+        found = msgspec.msgpack.decode(message)
+    except msgspec.ValidationError as error:
+        assert "timestamp" in str(error)
+        return
     if isinstance(found, list) and len(found) > 2 and type(found[2]) is int and 0 <= found[2] < 1 << 63:
         assert seq == found[2]
     if isinstance(found, list) and found and isinstance(found[0], str):
