@@ -68,7 +68,7 @@ class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool,
         Meta(
             description="Serve an engine from chunks that an engine of the same model with other tensor- or pipeline-"
-            "parallel sizes, another block size or another order of axes has stored in L1."
+            "parallel sizes, another block size or another order of axes has stored."
         ),
     ] = True
     forget_on_exit: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,55 @@ def test_a_lookup_without_time_gets_none_or_some_and_a_later_one_all(server: Ser
         first.stored(tokens)
         second.hit(tokens, deadline_ms=5)  # right in every byte, however many
         assert second.hit(tokens) == 6
+
+
+def test_a_mistake_of_ours_while_a_chunk_is_made_shortens_the_hit(tmp_path: Path) -> None:
+    environment = {**os.environ, "KVSTRATA_FAILPOINTS": "recut.made=crash@3"}
+    with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK, environment=environment) as server:
+        server.start()
+        with (
+            GeometryEngine(server.socket_dir) as first,
+            GeometryEngine(server.socket_dir, heads_by=2) as second,
+        ):
+            first.connect()
+            second.connect()
+            tokens = prompt(4)
+            first.stored(tokens)
+            eventually("it is planned", lambda: recuts(server)["plans"] == 2)
+            assert second.hit(tokens) == 2
+            assert recuts(server)["ended"] == {"crashed": 1}
+            eventually("the log says where", lambda: "failpoint recut.made" in server.log.read_text())
+            assert second.hit(tokens) == 4
+            eventually("nothing stays held", lambda: server.get("/v1/status")["pool"]["holds"] == 0)
+
+
+def test_a_server_that_is_killed_while_it_makes_a_chunk_has_lost_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "KVSTRATA_FAILPOINTS": "recut.made=kill@3"}
+    with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK, environment=environment) as server:
+        server.start()
+        with (
+            GeometryEngine(server.socket_dir) as first,
+            GeometryEngine(server.socket_dir, heads_by=2) as second,
+        ):
+            first.connect()
+            second.connect()
+            tokens = prompt(4)
+            first.stored(tokens)
+            eventually("it is planned", lambda: recuts(server)["plans"] == 2)
+            assert second.hit(tokens) == 0
+            server.kill()
+            del server._environment["KVSTRATA_FAILPOINTS"]
+            server.start()
+        with (
+            GeometryEngine(server.socket_dir) as first,
+            GeometryEngine(server.socket_dir, heads_by=2) as second,
+        ):
+            first.connect()
+            second.connect()
+            assert first.hit(tokens) == 4
+            eventually("it is planned", lambda: recuts(server)["plans"] == 2)
+            assert second.hit(tokens) == 4
+            assert recuts(server)["chunks"] == 2, "two were made before"
 
 
 def test_a_server_that_may_not_recut_does_not(tmp_path: Path) -> None:

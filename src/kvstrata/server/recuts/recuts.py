@@ -8,7 +8,7 @@ Rules
 2. All work is done on a lane of its own with one thread.  It ends at the lookup's deadline, or when the lookup is
    cancelled; what was made by then stays in L1, and a later lookup finds it.
 3. New records count for the tenant whose engine asks, and take room in L1 as chunks loaded from L2 do.  What cannot be
-   made is no error: the hit is shorter.
+   made is no error, nor is a mistake of ours while it is made: the hit is shorter.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import functools
+import logging
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstrata import failpoints
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, part, split
@@ -150,12 +153,23 @@ class Recuts:
             made = await asyncio.shield(future)
         except asyncio.CancelledError:
             stop.set()
+            future.add_done_callback(self._count)
             raise
+        self._count(future)
+        return made.n_chunks
+
+    def _count(self, done: asyncio.Future[_Made]) -> None:
+        if done.cancelled():
+            return
+        made = done.result()
         self._chunks += made.n_chunks
         self._bytes += made.n_bytes
         if made.ended:
             self._ended[made.ended] += 1
-        return made.n_chunks
+        if made.crashed:
+            self._log.repeated(
+                logging.ERROR, "crashed", "crashed", at=made.crashed, means="the hit is shorter"
+            )
 
     async def _loaded(self, plans: Sequence[Plan], wanted: Wanted) -> bool:
         """Load the wanted chunks in another geometry from L2, as far as it has them; whether there is any."""
@@ -165,6 +179,7 @@ class Recuts:
             try:
                 rest = self._lane.run(storage_keys, keys.root, part(keys.chain, first, keys.n_chunks), slices)
             except Refused:
+                self._ended["busy"] += 1
                 return False
             fetched = await self._prefetch.fetch(
                 await asyncio.shield(rest),
@@ -186,6 +201,8 @@ class _Made(NamedTuple):
     n_bytes: int
     ended: str
     """A word for what was in the way of more; "": nothing was."""
+    crashed: str = ""
+    """The mistake of ours that was in the way, and where it is."""
 
 
 def _plan(source: Geometry, target: Geometry) -> Plan | CannotRecut:
@@ -212,7 +229,11 @@ def _make(plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.E
     for number in range(n_chunks):
         if stop.is_set() or clock.monotonic_s() >= wanted.deadline_s:
             return _Made(number, made_bytes, "late")
-        made, why = _make_chunk(chosen, wanted, wanted.first + number)
+        try:
+            made, why = _make_chunk(chosen, wanted, wanted.first + number)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            return _Made(number, made_bytes, "crashed", f"{error!r}, {frame.name}:{frame.lineno}")
         if why:
             return _Made(number, made_bytes, why)
         made_bytes += made
@@ -236,6 +257,7 @@ def _make_chunk(plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
             return 0, why
         places = [(hold.address, hold.length, hold.key) for hold in sources]
         outcome = recut_records(places, [target.place for target in targets])
+        failpoints.hit("recut.made")
         made = outcome is CopyOutcome.OK
         if not made:
             for hold in sources:
