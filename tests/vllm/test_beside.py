@@ -162,8 +162,11 @@ def test_whoever_serves_the_hit_our_counts_events_and_leases_are_right(offloadin
     stored = rig.news()
     assert cold["cached_tokens"] == 0 and stored["store_stored_chunks"] > 0
     assert "lookup_hit_tokens" not in stored
-    told = [event for event in rig.vllm.ask("events") if event["block_size"] == 256]
+    events = rig.vllm.ask("events")
+    told = [event for event in events if event["block_size"] == 256]
     assert sum(event["blocks"] for event in told) == 3
+    by_vllm = {event["group_idx"] for event in events if event["kv_cache_spec_kind"] == "full_attention"}
+    assert {event["group_idx"] for event in told} == by_vllm, "not the windows of Gemma 3"
     before = chunks_in_l1(rig.server)
 
     warm = rig.again(prompt)

@@ -11,13 +11,12 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
 import vllm
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.client import CacheClient, LoadItem
@@ -29,6 +28,7 @@ from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
+from kvstrata.connectors.vllm.kv_events import EventMaker
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     KvView,
@@ -154,6 +154,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     places = socket_dirs(settings.socket_dir, settings.port)
     events = config.kv_events_config
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
+    make = EventMaker(setup.groups, [group.kv_cache_spec for group in setup.kv_cache_config.kv_cache_groups])
     return SchedulerSide(
         client,
         settings,
@@ -170,8 +171,8 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         media_are_counted=counted,
         lookahead_tokens=setup.layout.lookahead,
         sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
-        events=partial(_stored_event, settings.chunk_size) if wants_events else None,
-        removal=_removed_event,
+        events=make.stored if wants_events else None,
+        removal=make.removed,
         server_seen=partial(_exists_one, [place / ATTACH_SOCKET for place in places]),
     )
 
@@ -320,24 +321,6 @@ def layers_ask(modules: Iterable[object]) -> bool:
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     return all(isinstance(module, (Attention, MLAAttention)) for module in modules)
-
-
-def _stored_event(
-    chunk_tokens: int, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], lora: Any
-) -> Any:
-    return BlockStored(
-        block_hashes=list(keys),
-        parent_block_hash=parent or None,
-        token_ids=list(tokens),
-        block_size=chunk_tokens,
-        lora_id=lora.lora_int_id if lora is not None else None,
-        medium=MEDIUM_CPU,
-        lora_name=lora.lora_name if lora is not None else None,
-    )
-
-
-def _removed_event(keys: Sequence[bytes]) -> Any:
-    return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU)
 
 
 def kv_dtype_of(vllm_config: VllmConfig) -> str:

@@ -54,11 +54,18 @@ def store_and_load(folder: Path, *, v2: bool) -> list[str]:
 
 def events() -> list[str]:
     """Make the KV events that the connector publishes; returns what went wrong."""
-    from kvstrata.connectors.vllm import build
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvstrata.connectors.vllm.groups import whole_group
+    from kvstrata.connectors.vllm.kv_events import EventMaker
 
     try:
-        build._stored_event(256, [1], b"", [b"key"], None)
-        build._removed_event([b"key"])
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+        groups = [whole_group(16, 256), whole_group(16, 256, 1)]
+        for make in (EventMaker(groups[:1], [spec]), EventMaker(groups, [spec, spec])):
+            make.stored([1], b"", [b"key"], None)
+            make.removed([b"key"])
     except (TypeError, ValueError, AttributeError) as error:
         return [f"KV events cannot be made: {error}"]
     return []
