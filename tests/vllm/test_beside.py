@@ -218,22 +218,33 @@ def test_abort_while_the_other_one_loads_stores_nothing_and_leaks_no_block(offlo
     assert rig.again(prompt)["tokens"] == cold["tokens"]
 
 
-def test_the_other_one_serves_while_our_server_is_stopped(offloading):
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+def test_the_other_one_serves_while_our_server_is_gone(offloading, killed):
     rig = offloading
     prompt = rig.fresh_prompt(1_000)
     cold = rig.vllm.generate(prompt, transfer=NOT_OURS)
     until(rig.forget, "letting all blocks go")
     rig.idle()
     free = rig.vllm.ask("free_blocks")
-    rig.server.freeze()
+    if killed:
+        rig.server.kill()
+    else:
+        rig.server.freeze()
     try:
         warm = rig.vllm.generate(prompt)
     finally:
-        rig.server.thaw()
+        if killed:
+            rig.server.start()
+        else:
+            rig.server.thaw()
     assert (warm["tokens"], warm["cached_tokens"] >= 768) == (cold["tokens"], True)
     until(rig.forget, "letting all blocks go")
     rig.idle()
     assert rig.vllm.ask("free_blocks") == free
+    until(lambda: rig.vllm.ask("connected"), "connecting again")
+    fresh = rig.fresh_prompt(600)
+    kept = rig.stored(fresh)
+    assert rig.again(fresh, transfer=ONLY_OURS)["tokens"] == kept["tokens"]
 
 
 def test_kv_of_a_load_that_fails_within_its_step_is_never_stored(example):
