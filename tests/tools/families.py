@@ -2,6 +2,7 @@
 
     make families                    all families, 20 lengths drawn by a seed
     make families MODEL=gemma3       one of them; ARGS="--lengths 5 --seed 7"
+    make families MODEL=gemma3 ARGS="--tensor-parallel 2"   engines of two workers, from L1
 
 An engine computes prompts and stores them.  Another process then loads them in four ways: from L1, from the pool that a
 killed server left, from disk into an empty pool, and from a peer.  Each way must hit all whole chunks that leave a
@@ -15,6 +16,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -54,6 +56,16 @@ class Way:
     wrong: list[str] = dataclasses.field(default_factory=list)
     """What was wrong, prompt by prompt."""
 
+    def add(self, tokens: int, found: dict[str, Any], ends: set[int], cold: list[int]) -> None:
+        """Count the answer to a prompt of so many tokens: its hit must be one of `ends`."""
+        hits, same = found["cached_tokens"] in ends, found["tokens"] == cold
+        self.prompts += 1
+        self.whole_hits += hits
+        self.same_tokens += same
+        if not (hits and same):
+            text = "the same tokens" if same else "other tokens"
+            self.wrong.append(f"{tokens} tokens: {found['cached_tokens']} hit, {text}")
+
     @property
     def good(self) -> bool:
         return self.prompts == self.whole_hits == self.same_tokens > 0
@@ -71,10 +83,14 @@ class Family:
         seed: str = "",
         in_front: Path | None = None,
         options: dict[str, Any] | None = None,
+        processes: bool = False,
     ) -> None:
-        """`seed` draws other prompts; `in_front` has another version of vLLM, `options` go to its `LLM`."""
+        """`seed` draws other prompts; `in_front` has another version of vLLM, `options` go to its `LLM`.
+
+        With `processes` each engine has processes of its own.
+        """
         self.name = name
-        self._in_front, self._options = in_front, options or {}
+        self._in_front, self._options, self._processes = in_front, options or {}, processes
         self.model = ensure_model(name)
         self.folder = folder
         draw = random.Random(name + seed)
@@ -98,9 +114,12 @@ class Family:
                 **MORE.get(self.name, {}),
                 **self._options,
             },
+            processes=self._processes,
             in_front=self._in_front,
         ) as vllm:
             yield vllm
+            if self._processes:
+                vllm.quit()
 
     def compute(self, vllm: VllmProcess) -> None:
         """Compute all prompts and wait until everything is stored.  The tokens must be those of a run without cache."""
@@ -141,13 +160,7 @@ class Family:
             ends = {min(len(prompt) // step * step, len(prompt) - 1)}
             if step == chunk:
                 ends.add((len(prompt) - 1) // chunk * chunk)
-            hits, same = found["cached_tokens"] in ends, found["tokens"] == cold
-            way.prompts += 1
-            way.whole_hits += hits
-            way.same_tokens += same
-            if not (hits and same):
-                text = "the same tokens" if same else "other tokens"
-                way.wrong.append(f"{len(prompt)} tokens: {found['cached_tokens']} hit, {text}")
+            way.add(len(prompt), found, ends, cold)
         return way
 
 
@@ -194,6 +207,34 @@ def from_a_peer(family: Family) -> list[Way]:
             return [family.load(other, "from a peer")]
 
 
+def of_ranks(name: str, lengths: Sequence[int], folder: Path, ranks: int) -> list[Way]:
+    """From L1, with engines of so many tensor-parallel workers, for models whose hits end with a chunk."""
+    options = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"}
+    family = Family(name, lengths, folder, options=options, processes=True)
+    with family.engine(None) as plain:
+        family.cold = [
+            plain.generate(prompt, max_tokens=OUTPUT_TOKENS)["tokens"] for prompt in family.prompts
+        ]
+    with ServerProcess(folder / "server", l1_mb=512) as server:
+        server.start()
+        with family.engine(server) as one:
+            one.generate([5, 6, 7])
+            for prompt in family.prompts:
+                one.generate(prompt, max_tokens=OUTPUT_TOKENS)
+            eventually(
+                "all stores have ended", lambda: server.get("/v1/status")["pool"]["entries"]["reserved"] == 0
+            )
+        way = Way(f"{ranks} workers, from L1")
+        with family.engine(server) as two:
+            chosen = re.search(r"chunk_size is (\d+) tokens", two.log_text())
+            chunk = int(chosen[1]) if chosen else 256
+            two.generate([5, 6, 7])
+            for prompt, cold in zip(family.prompts, family.cold, strict=True):
+                found = two.generate(prompt, max_tokens=OUTPUT_TOKENS)
+                way.add(len(prompt), found, {(len(prompt) - 1) // chunk * chunk}, cold)
+    return [way]
+
+
 def measure(name: str, lengths: Sequence[int], folder: Path, *, peer: bool = True) -> list[Way]:
     """All ways of one family. Raises AssertionError if storing changes the tokens."""
     family = Family(name, lengths, folder)
@@ -217,6 +258,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help=f"of {', '.join(FAMILIES)}; default: all")
     parser.add_argument("--lengths", type=int, default=20, help="number of prompts")
     parser.add_argument("--seed", type=int, default=None, help="of the lengths; default: drawn and printed")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of each engine; default: 1")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.models) - {*FAMILIES, "19m"})
     if unknown:
@@ -227,7 +269,13 @@ def main() -> int:
     bad = 0
     for name in arguments.models or FAMILIES:
         with tempfile.TemporaryDirectory(prefix="families-") as folder:
-            for way in measure(name, lengths, Path(folder)):
+            ranks = arguments.tensor_parallel
+            ways = (
+                measure(name, lengths, Path(folder))
+                if ranks == 1
+                else of_ranks(name, lengths, Path(folder), ranks)
+            )
+            for way in ways:
                 bad += not way.good
                 print(
                     f"{name:12} {way.name:28} {way.prompts} prompts, {way.whole_hits} hit to the end, "
