@@ -6,7 +6,10 @@ shows in the number of accepted tokens.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,12 +55,9 @@ class Engine:
         return bool(self.vllm.ask("reset_prefix_cache"))
 
 
-@pytest.fixture(scope="module")
-def engines_of_one_server(
-    vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Engine]]:
+@contextlib.contextmanager
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
     """Two processes with the same model and draft."""
-    model = vllm_model_folder(vllm_model.DRAFTED)
     draft = {"method": "eagle", "model": str(model / vllm_model.DRAFT), "num_speculative_tokens": 3}
     options = {
         "dtype": EXACT,
@@ -80,6 +80,14 @@ def engines_of_one_server(
         )
         with first, second:
             yield Engine(first), Engine(second)
+
+
+@pytest.fixture(scope="module")
+def engines_of_one_server(
+    vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Engine, Engine]]:
+    with engines(vllm_model_folder(vllm_model.DRAFTED), tmp_path_factory) as both:
+        yield both
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
@@ -118,3 +126,33 @@ def test_a_record_in_front_of_another_token_is_not_served(
     again, hits = first.answer(branches)
     assert again == cold
     assert hits == [len(prompt) for prompt in shared]
+
+
+def test_windows_beside_a_draft_with_full_attention_cost_neither_tokens_nor_acceptance(
+    vllm_model_folder: Callable[[str], Path], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The model keeps its last 100 tokens only, so it and its draft are two groups."""
+    model = tmp_path / "model"
+    shutil.copytree(vllm_model_folder(vllm_model.DRAFTED), model)
+    described = json.loads((model / "config.json").read_text())
+    described |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 100}
+    (model / "config.json").write_text(json.dumps(described))
+    draw = random.Random(3)
+    with engines(model, tmp_path_factory) as (first, second):
+        prompts = [tokens(draw, length) for length in LENGTHS]
+        cold, _ = first.answer(prompts)
+        warm, hits = second.answer(prompts)
+        assert hits == [192, 192, 192, 192, 256, 256]
+        assert warm == cold
+        shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 4)]
+        branches = [prompt + tokens(draw, 20) for prompt in shared]
+        cold, _ = second.answer(branches, salt="cold")
+        first.answer([prompt + tokens(draw, 20) for prompt in shared])
+        warm, hits = second.answer(branches)
+        assert warm == cold
+        assert all(hit < len(prompt) for hit, prompt in zip(hits, shared, strict=True)), (
+            "another token follows"
+        )
+        again, hits = first.answer(branches)
+        assert again == cold
+        assert hits == [len(prompt) for prompt in shared]

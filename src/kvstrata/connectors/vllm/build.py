@@ -187,10 +187,10 @@ def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_c
             "'lossless'",
             field="fidelity",
         )
-    if vllm_config.speculative_config is not None:
+    if vllm_config.speculative_config is not None and any(group.rule is Rule.STATE_AT for group in groups):
         raise ConfigError(
-            "speculative_config: speculative decoding of a model with sliding windows or states is not supported so "
-            "far; leave --speculative-config out, or run this model without this connector",
+            "speculative_config: speculative decoding of a model with states is not supported so far; leave "
+            "--speculative-config out, or run this model without this connector",
             field="speculative_config",
         )
 
