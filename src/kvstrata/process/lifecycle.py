@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import resource
@@ -46,16 +47,28 @@ FEWEST_FILES = 128
 """Descriptors that a process needs before the first client comes."""
 MAX_ASKED = 8
 """Signals that wait for their answer; further ones ask for nothing new."""
+M_TRIM_THRESHOLD, TRIM_BYTES = -1, 1 << 20
 ASKING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def set_up() -> None:
-    """Arm the environment's failpoints and raise the limit of descriptors; once, before anything is opened.
+    """Set the process up: failpoints, the limit of descriptors, memory; once, before anything is opened.
 
     Raises ConfigError.
     """
     failpoints.arm(os.environ)
     _raise_file_limit()
+    _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """Let glibc give freed memory at the top of the heap back, if there is more than TRIM_BYTES of it.
+
+    By default glibc raises this bound with the largest block that was ever freed, and a server keeps what a burst took.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if set_option is not None:
+        set_option(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 def run(process: Process) -> int:
