@@ -35,12 +35,17 @@ def engine(
 ) -> Callable[[str], VllmProcess]:
     """Starts an engine of this fidelity, in bf16, which fp8 rounds."""
 
-    def start(fidelity: str) -> VllmProcess:
+    def start(fidelity: str, model: str = "19m") -> VllmProcess:
         return VllmProcess(
-            vllm_model_folder("19m"),
+            vllm_model_folder(model),
             tmp_path / fidelity,
             extra=server.connector_config(**{"kvstrata.fidelity": fidelity}),
-            options={"max_num_batched_tokens": 1024, "max_model_len": 4096, "disable_log_stats": False},
+            options={
+                "dtype": "bfloat16",
+                "max_num_batched_tokens": 1024,
+                "max_model_len": 4096,
+                "disable_log_stats": False,
+            },
         )
 
     return start
@@ -62,14 +67,14 @@ def empty_l1(rig: Rig) -> None:
     )
 
 
-def hit_from_l2(rig: Rig, prompt: list[int], tokens: int) -> None:
+def hit_from_l2(rig: Rig, prompt: list[int], tokens: int, records: int = HIT_CHUNKS) -> None:
     """All of it, by a server that has nothing else; on a busy machine the engine may give up waiting, and counts it."""
 
     def hit() -> bool:
         before = unanswered(rig.vllm)
         warm = rig.again(prompt)
         loaded = rig.server.get("/v1/status")["l2_prefetch"]["counts"].get("loaded", 0)
-        if (warm["cached_tokens"], loaded) != (HIT_CHUNKS * CHUNK, HIT_CHUNKS):
+        if (warm["cached_tokens"], loaded) != (HIT_CHUNKS * CHUNK, records):
             assert unanswered(rig.vllm) > before, (warm, loaded, rig.vllm.log_tail())
             empty_l1(rig)
             return False
@@ -98,3 +103,16 @@ def test_rounded_chunks_are_hit_from_l2_only_by_engines_that_accept_them(server,
         assert {codecs.pop(path) for path in rounded} == {FP8}
         assert set(codecs.values()) == {PLAIN} and len(codecs) == HIT_CHUNKS
         hit_from_l2(rig, prompt, len(cold["tokens"]))
+
+
+def test_windows_are_rounded_too(server, engine, tmp_path):
+    prompt = make_prompt(2, HIT_CHUNKS * CHUNK + 100)
+    with engine("fp8", "gemma3") as vllm:
+        rig = Rig(server, vllm)
+        cold = vllm.generate(prompt)
+        until(lambda: vllm.ask("idle_steps", n=1) or not vllm.ask("stores")["in_flight"], "storing")
+        empty_l1(rig)
+        rounded = codecs_in_l2(tmp_path / "l2")
+        assert set(rounded.values()) == {FP8} and len(rounded) > HIT_CHUNKS
+        until(rig.forget, "letting all blocks go")
+        hit_from_l2(rig, prompt, len(cold["tokens"]), len(rounded))

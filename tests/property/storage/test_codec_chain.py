@@ -293,16 +293,24 @@ def test_fp8_equals_that_of_the_oracle_and_keeps_its_error_bound(path: str, case
 
 
 @pytest.mark.parametrize("name", FP8_CHAINS)
-@given(seed=st.integers(0, 99), dtype=st.sampled_from([1, 2]))
+@given(
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([1, 2]),
+    blocks=st.sampled_from([(1, 1), (1, 5), (2, 3), (3, 3)]),
+)
 def test_a_lossy_record_decodes_to_a_rounded_record_whose_checksums_match(
-    name: str, seed: int, dtype: int
+    name: str, seed: int, dtype: int, blocks: tuple[int, int]
 ) -> None:
+    """`blocks` are those of the record, which is a tail if it has fewer of them than a chunk."""
     chain = FP8_CHAINS[name]
     noise = random.Random(seed)
-    numbers = [oracle.bits_of(oracle.single(noise.gauss(0, 1)), dtype) for _ in range(4 * 96)]
-    kind = PayloadKind(2, (dtype, 1, 2, 4, 3, 4))
+    numbers = [oracle.bits_of(oracle.single(noise.gauss(0, 1)), dtype) for _ in range(4 * 96 * blocks[0])]
+    kind = PayloadKind(2, (dtype, blocks[1], 2, 4, 3, 4))
     record, stored = encoded_of(chain, numbers, sections=4, kind=kind)
     assert stored[80] == codec_chain.FP8
+    exact = encoded_of(chain, numbers, sections=4, kind=PayloadKind(2, (dtype, blocks[0], 2, 4, 3, 4)))[1]
+    payload = slice(-2 * len(numbers), None)
+    assert oracle.decode(stored, MASTER)[payload] == oracle.decode(exact, MASTER)[payload]
     rounded = oracle.decode(stored, MASTER)
     head = len(record) - 2 * len(numbers)
     assert rounded[256:508] == record[256:508]

@@ -357,6 +357,8 @@ def test_a_state_is_one_block_of_bytes_in_a_record():
     other = kind._replace(axes=(*kind.axes[:2], "gdn@V/bfloat16[64,3],bfloat16[5]"))
     differs = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, other))
     assert differs.slice.digest() != made.slice.digest()
+    lossy = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, kind), fidelity="fp8", head_size=64)
+    assert lossy.facts == made.facts, "states are not rounded"
 
 
 def test_layers_that_differ_only_in_their_address_count_as_alike():

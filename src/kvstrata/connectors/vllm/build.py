@@ -181,11 +181,10 @@ def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_c
     """Raises ConfigError for what is not supported in an engine whose KV has windows or states."""
     if all(group.rule is Rule.PREFIX for group in groups):
         return
-    if settings.fidelity != "lossless":
+    if settings.gpu_fp8:
         raise ConfigError(
-            f"fidelity: {settings.fidelity!r} rounds KV of full attention only, and this model has other layers; use "
-            "'lossless'",
-            field="fidelity",
+            "gpu_fp8: rounds KV of full attention only, and this model has other layers; set it to false",
+            field="gpu_fp8",
         )
     if vllm_config.speculative_config is not None and any(group.rule is Rule.STATE_AT for group in groups):
         raise ConfigError(

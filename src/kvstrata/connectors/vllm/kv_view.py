@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstrata.connectors.vllm.groups import CacheGroup, layer_specs
+from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs
 from kvstrata.connectors.vllm.layer_kinds import LayerKind, page_bytes
 from kvstrata.connectors.vllm.layer_runs import LayerRuns, TensorLike, axis_names, layer_runs
 from kvstrata.errors import ConfigError
@@ -155,6 +155,8 @@ def build_view(
 ) -> KvView:
     """The view of all registered layers of `group`, one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
+    States are never rounded: the facts of their group have no `fp8` shape.
+
     With `gpu_fp8`, which needs the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
 
     Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Without
@@ -211,7 +213,7 @@ def build_view(
         facts["makes"] = unlike
         facts["section_makes"] = [unlike.index(make) for make in of_sections]
     rounding = None
-    if fidelity == "fp8":
+    if fidelity == "fp8" and group.rule is not Rule.STATE_AT:
         if differing:
             raise ConfigError(
                 "fidelity: 'fp8' needs layers of equal shape, and those of this model differ in their "

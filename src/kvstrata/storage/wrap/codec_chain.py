@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import math
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -181,13 +182,16 @@ class Chain:
     ) -> tuple[memoryview, list[int]] | None:
         """Encode `payload` with fp8 into `out`; returns the used part of `out`, and the CRCs of the decoded sections.
 
-        None if the payload does not have the shape `fp8`, or a number is not finite.
+        A tail has fewer blocks than the shape `fp8`.  None if the payload does not have this shape otherwise, or a
+        number is not finite.
         """
-        dtype, shape = fp8[0], fp8[1:]
+        dtype, most_blocks, rest = fp8[0], fp8[1], fp8[2:]
+        section_bytes, count = lengths[0] if lengths else 0, len(lengths)
+        blocks = section_bytes // (2 * math.prod(rest))
+        shape = (min(max(blocks, 1), most_blocks), *rest)
         n, scales = fp8_sizes(shape)
         if set(lengths) != {2 * n} or 2 * n > LARGEST_FP8_SECTION_BYTES:
             return None
-        count = len(lengths)
         scales_at = _FP8_FRAME.size
         codes_at = scales_at + 4 * scales * count
         out = out[: codes_at + n * count]
