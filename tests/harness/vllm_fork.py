@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -216,6 +217,7 @@ def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoRetu
             each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in sys.path
         ]
         os.chdir(request["folder"])
+        fork_children()
         if "module" in request:
             sys.argv = request["module"]
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
@@ -227,6 +229,12 @@ def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoRetu
     except BaseException:
         traceback.print_exc()
     sys.exit(status)
+
+
+def fork_children() -> None:
+    """Let vLLM fork the processes of its engine, which on a CPU it always spawns: each would import vLLM again."""
+    context = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: context("fork" if method == "spawn" else method)  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

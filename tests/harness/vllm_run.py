@@ -50,7 +50,7 @@ class VllmProcess:
     """
 
     fork_server: ClassVar[ForkServer | None] = None
-    """Forks the children made without `processes`, which saves each of them importing vLLM; None: none is forked."""
+    """Forks the children and their engines' processes, so that none of them imports vLLM; None: none is forked."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class VllmProcess:
             with open(self.log, "ab") as log:
                 streams = (requests, answers, log.fileno())
                 self._process: Forked | subprocess.Popen[bytes]
-                if self.fork_server is not None and not processes and in_front is None:
+                if self.fork_server is not None and in_front is None:
                     self._process = self.fork_server.start(llm, variables, state, streams)
                 else:
                     self._process = subprocess.Popen(

@@ -12,6 +12,7 @@ import pytest
 
 from kvstrata.types import MissReason
 from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_api import VllmApi
 from tests.harness.vllm_fork import ForkServer
 from tests.harness.vllm_run import VllmProcess
 
@@ -130,7 +131,7 @@ class Rig:
 
 @pytest.fixture(scope="session", autouse=True)
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines in one process are forked by one that has imported vLLM; each computes with one thread.
+    """Engines are forked by a process that has imported vLLM; each computes with one thread.
 
     These models are so small that a second thread only waits, and a waiting OpenMP thread spins.
     """
@@ -139,6 +140,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")  # compiling would take longer than it saves
         patch.setattr(VllmProcess, "fork_server", server)
+        patch.setattr(VllmApi, "fork_server", server)
         yield
     server.close()
 

@@ -35,9 +35,15 @@ def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_
     # The environment that tests use has vLLM without its metadata, which its command asks for.
     command = tmp_path / "bin" / "vllm"
     command.parent.mkdir()
+    serve = tmp_path / "serve.py"
+    serve.write_text(
+        f"import runpy, sys\nsys.path.append({str(ROOT)!r})\n"
+        "from tests.harness.vllm_fork import fork_children\nfork_children()\n"
+        'runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)\n'
+    )
     command.write_text(
         f'#!/bin/sh\n[ "$1" = serve ] && model=$2 && shift 2 &&\n'
-        f'exec {vllm_python} -m vllm.entrypoints.openai.api_server --model "$model" "$@"\n'
+        f'exec {vllm_python} {serve} --model "$model" "$@"\n'
     )
     command.chmod(0o755)
     path = [
