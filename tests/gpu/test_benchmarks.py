@@ -100,7 +100,7 @@ def test_a_pool_is_pinned_and_chunks_go_through_it() -> None:
 def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
     device = Device()
     layers: list[int] = []
-    workload = long_documents(3, 64, 8, 6, rounds=2, endpoints=1)
+    workload = long_documents(2, 32, 8, 3, rounds=2, endpoints=1)
     found = gpu_engine.measure(
         device,
         "small",
@@ -118,10 +118,10 @@ def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
     )
     figures = {one["name"].removesuffix("_small").removeprefix("gpu_engine_"): one for one in found}
     assert {"ttft", "requests", "from_cache", "store_lag"} <= set(figures)
-    assert figures["from_cache"]["value"] == pytest.approx(100 * 3 * 64 / (6 * 72))
+    assert figures["from_cache"]["value"] == pytest.approx(100 * 2 * 32 / (4 * 40))
     assert all(one["value"] > 0 for one in figures.values())
     assert figures["store_lag"]["stores"] > 0 and figures["ttft"]["gpu"] == "Simulated GPU 0"
-    bare, cached = 6 * (72 + 5), 6 * (72 + 5) - 3 * 64
+    bare, cached = 4 * (40 + 2), 4 * (40 + 2) - 2 * 32
     assert sum(layers) == SMALL.layers * (bare + cached)
 
 
