@@ -32,8 +32,9 @@ NOT_FOR_ENGINES = {
     "abort",
     "cancel",
     "corrupt",
+    "recut",
 }
-"""Steps that a healthy engine's requests need not take."""
+"""Steps that the requests of a healthy engine that is alone need not take."""
 STOPPED = ("lookup.done", "commit.done", "load.read", "put.stored")
 
 
