@@ -12,7 +12,7 @@ VENV_PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
 # More than cores, since tests of processes wait for timers. A worker gets a file at a time, so fixtures of a module are
 # made once.
-WORKERS ?= $(shell echo $$((2 * $(JOBS))))
+WORKERS ?= $(shell echo $$(($(JOBS) + ($(JOBS) + 1) / 2)))
 PYTEST ?= $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Builds and checks of wheels need no environment of this clone.
 WHEEL_PYTHON = $(or $(wildcard $(VENV_PYTHON)),python3)
@@ -72,7 +72,7 @@ demo: setup  ## show the main job end to end, with real vLLM where that is small
 # The environment of vLLM is fetched while the C++ tests are compiled.
 test: setup  ## run every test, with real vLLM where that is installed or small to get
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
-#+ WORKERS=4, JOBS=2: test processes, compilers
+#+ WORKERS=3, JOBS=2: test processes, compilers
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
 	@$(PYTEST) $(ARGS)
 
