@@ -417,11 +417,13 @@ class Engine:
         return found
 
     def connected(self) -> bool:
-        """Return whether the clients of the scheduler and of all groups of the worker are attached; in process only."""
+        """Return whether the clients of the scheduler and of all groups of the worker are attached, and the scheduler
+        knows it; in process only."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         clients = [group.client for group in ours(get_kv_transfer_group())._worker._groups]
-        return all(client.connected for client in (*clients, self.scheduler_side()._client))
+        scheduler = self.scheduler_side()._client
+        return bool(scheduler.slices) and all(client.connected for client in (*clients, scheduler))
 
     def chunk_tokens(self) -> int:
         """Return the size of a chunk; in process only."""
