@@ -237,9 +237,7 @@ def test_a_value_of_another_length_than_the_layouts_takes_no_room_in_l1(
                 n_chunks, reason, _ = read_back(client, asked.identity_id, wanted)
                 if reason != "never_stored":
                     break
-                time.sleep(
-                    0.5
-                )  # on a busy machine the value before this one may count as absent a little late
+                time.sleep(0.5)  # rarely it counts as absent at first; the cause is not known
             no_record = codec is not None and not what.startswith(SOUND)  # only with a codec are headers read
             refused += not no_record
             assert (n_chunks, reason) == (0, "corrupt" if no_record else "l2_failed"), what
