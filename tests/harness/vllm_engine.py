@@ -372,12 +372,18 @@ class Engine:
         return self.calls.take()
 
     def client(self) -> dict[str, Any]:
-        """Return the counters of the scheduler's and the worker's client; in process only."""
+        """Return the counters of the scheduler's client and of the worker's, one of each group; in process only."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        worker = ours(get_kv_transfer_group())._worker
-        scheduler = self.scheduler_side()
-        return {"worker": worker._groups[0].client.stats(), "scheduler": scheduler._client.stats()}
+        groups = ours(get_kv_transfer_group())._worker._groups
+        others = {
+            f"worker of group {number}": group.client.stats() for number, group in enumerate(groups) if number
+        }
+        return {
+            "worker": groups[0].client.stats(),
+            **others,
+            "scheduler": self.scheduler_side()._client.stats(),
+        }
 
     def stores(self) -> dict[str, Any]:
         """Return the number of stores without an outcome, the chunks by outcome of all groups, and the chunks that each
