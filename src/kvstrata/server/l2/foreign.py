@@ -18,12 +18,20 @@ class ForeignValues:
         self.tasks: set[asyncio.Task[int]] = set()
         self._thinning = Thinning()
 
-    def delete(self, loader: Loader, keys: list[bytes]) -> None:
+    def delete(self, loader: Loader, keys: list[bytes]) -> asyncio.Task[int]:
         """Begin to delete these values of a tier."""
+        task = asyncio.create_task(loader.adapter.delete(keys), name="delete-foreign")
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
+
+    async def deleted(self, loader: Loader, keys: list[bytes], patience_s: float) -> None:
+        """Delete these values of a tier; wait for that at most so long, and then let it go on.
+
+        Who hears of a value before it is deleted may store a sound record in its place, which would be deleted.
+        """
         if keys:
-            task = asyncio.create_task(loader.adapter.delete(keys), name="delete-foreign")
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
+            await asyncio.wait([self.delete(loader, keys)], timeout=patience_s)
 
     def delete_other_identity(self, loader: Loader, keys: list[bytes]) -> None:
         """Begin to delete records that name another identity than that of their key, and log that there were some."""

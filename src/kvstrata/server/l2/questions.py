@@ -104,7 +104,7 @@ class Questions:
         try:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
             checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)
-            self._foreign.delete(loader, odd if fetch.deletes_odd else [])
+            await self._foreign.deleted(loader, odd if fetch.deletes_odd else [], patience_s)
             return checked
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
