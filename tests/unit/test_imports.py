@@ -16,7 +16,7 @@ PACKAGE = "kvstrata"
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("server", "controller", "connectors", "measure"),
+    ("server", "controller", "gateway", "connectors", "measure"),
     ("client", "p2p"),
     ("testing",),
     ("storage",),
@@ -145,6 +145,7 @@ HEAVY = {
     "zmq": ("rpc.zmq_",),
     "rich": ("cli.live", "cli.page_"),
     "shtab": ("cli.completion",),
+    "aiohttp": ("gateway",),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
 }
 """Packages and the modules that may import them."""
@@ -157,6 +158,7 @@ LIGHT = (
     "cli.ctl_pages",
     "cli.page_top",
     "cli.doctor",
+    "cli.gateway",
     "cli.server",
 )
 """Modules that load no compiled module of ours and no package of `HEAVY` when they are imported."""
