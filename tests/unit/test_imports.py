@@ -145,7 +145,6 @@ HEAVY = {
     "zmq": ("rpc.zmq_",),
     "rich": ("cli.live", "cli.page_"),
     "shtab": ("cli.completion",),
-    "aiohttp": ("gateway",),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
 }
 """Packages and the modules that may import them."""

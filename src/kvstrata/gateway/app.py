@@ -288,7 +288,7 @@ class App:
                 request=call.word,
                 reason=error.failure.message,
             )
-            await call.scope["state"]["cut"](receive)
+            await call.scope["state"]["connection"].cut(receive)
 
 
 def _unread(headers: Headers) -> bool:

@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvstrata.config.gateway_model import GatewayHttpSettings
+from kvstrata.gateway.engine_link import Answer
 from kvstrata.process.http_connections import Bounds, Timed
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ KEPT_ALIVE_S, PROBE_S, PROBES = 60, 10, 3
 class GatewayProtocol(Timed, HttpToolsProtocol):
     """A client's connection."""
 
+    source: Answer | None = None
+    """The answer whose parts are written."""
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
@@ -44,7 +48,7 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         super().on_message_begin()
         self.arriving()
         self.bounds.busy(self)
-        self.scope["state"]["cut"] = self.cut
+        self.scope["state"]["connection"] = self
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -54,6 +58,25 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:
             self.bounds.idle(self)
+
+    def write_part(self, part: bytes) -> None:
+        """Write a part of an answer's body whose head has been sent by ASGI's `send`.
+
+        The same as `send` without a task that waits; `source` is paused while the client does not read.  The answer
+        must have chunked coding.
+        """
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.source is not None:
+            self.source.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self.source is not None:
+            self.source.resume()
 
     async def cut(self, receive: Receive) -> None:
         """Cut the connection, so that the client sees that an answer is not whole; returns once that is done."""

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
+from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.picking import Candidate
 from kvstrata.observability.logging import EventLog
 
@@ -37,8 +38,7 @@ class Place(NamedTuple):
     """Where an engine is."""
 
     name: str
-    url: str
-    """Scheme, host and port, without a slash at the end."""
+    address: Address
     api_key: str = ""
     """Empty: the engine asks for none."""
 
@@ -91,7 +91,7 @@ class Fleet:
         kept: dict[str, ServingEngine] = {}
         for name, place in wanted.items():
             engine = self.engines.get(name)
-            if engine is None or engine.place.url != place.url:
+            if engine is None or engine.place.address != place.address:
                 engine = ServingEngine(place)
                 engine.answered_s = self._now_s()
                 fresh.append(engine)
@@ -190,4 +190,5 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
             field="engines",
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return Place(settings.name or f"{host}:{port}", f"{parts.scheme}://{host}:{port}", api_key)
+    address = Address(parts.hostname, port, parts.scheme == "https")
+    return Place(settings.name or f"{host}:{port}", address, api_key)

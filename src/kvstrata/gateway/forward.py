@@ -9,7 +9,7 @@ Invariants
    After that nothing is repeated: an answer that breaks off ends with an error event, if it is a stream of events, and
    with a cut connection.
 2. When the client goes, the connection to the engine is closed at once, which makes the engine abort the request.
-3. At most one part of an answer (BUFFER_BYTES) waits here: the engine waits while the client reads slowly.
+3. Only a few parts of an answer wait here: while the client does not read, nothing is read from the engine.
 4. Whatever happens, the engine's and the tenant's counts of requests under way go back.
 """
 
@@ -21,11 +21,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import aiohttp
-from yarl import URL
-
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
@@ -36,6 +34,8 @@ from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
+
+    from kvstrata.gateway.connections import GatewayProtocol
 
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
@@ -91,7 +91,7 @@ class Forwarder:
         settings: GatewaySettings,
         fleet: Fleet,
         meters: Meters,
-        session: aiohttp.ClientSession,
+        links: Links,
         now_s: Callable[[], float],
         *,
         drop_keys: Callable[[], bool],
@@ -100,7 +100,7 @@ class Forwarder:
         self.settings = settings
         self._fleet = fleet
         self._meters = meters
-        self._session = session
+        self._links = links
         self._now_s = now_s
         self._drop_keys = drop_keys
         self.budget = RetryBudget(settings.retries.budget_share)
@@ -182,16 +182,17 @@ class Forwarder:
 
     async def _attempt(self, call: Call, engine: ServingEngine, send: Send) -> Refused | None:
         """Send the request to an engine and pass its answer on; None once an answer was passed on."""
-        response: aiohttp.ClientResponse | None = None
+        answer: Answer | None = None
         begun_s = self._now_s()
         try:
             try:
                 async with self._first_byte(engine):
-                    response = await self._send(call, engine)
-                    if response.status in ELSEWHERE:
-                        return await self._elsewhere(engine, response)
-                    first = await response.content.readany()
-            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                    answer = await self._send(call, engine)
+                    await answer.head()
+                    if answer.status in ELSEWHERE:
+                        return await self._elsewhere(engine, answer)
+                    first = await answer.part()
+            except Unreachable as error:
                 self._failed(engine, f"no connection: {error}")
                 return Refused(
                     Failure(502, "connect", f"engine {engine.name} cannot be reached"), begun=False
@@ -200,15 +201,15 @@ class Forwarder:
                 waited_s = self._now_s() - begun_s
                 says = f"engine {engine.name} has not answered for {waited_s:.0f} s"
                 return Refused(Failure(504, "first_byte", says), begun=True)
-            except (aiohttp.ClientError, ValueError, OSError) as error:
-                self._failed(engine, f"no answer: {type(error).__name__}: {error}")
+            except LinkBroken as error:
+                self._failed(engine, f"no answer: {error}")
                 says = f"engine {engine.name} closed the connection, or its answer is not HTTP"
                 return Refused(Failure(502, "no_answer", says), begun=True)
-            await self._pass_on(call, engine, response, first, send)
+            await self._pass_on(call, engine, answer, first, send)
             return None
         finally:
-            if response is not None:
-                response.close()  # of an answer that ended, the connection has been given back before
+            if answer is not None:
+                answer.end()
 
     @contextlib.asynccontextmanager
     async def _first_byte(self, engine: ServingEngine) -> AsyncIterator[None]:
@@ -220,21 +221,19 @@ class Forwarder:
             finally:
                 engine.waiting.discard(limit)
 
-    async def _send(self, call: Call, engine: ServingEngine) -> aiohttp.ClientResponse:
-        key = engine.place.api_key
-        return await self._session.request(
-            call.scope["method"],
-            URL(engine.place.url + call.target, encoded=True),
-            data=call.body or None,
-            headers=passing.to_engine(call.scope["headers"], call.word, key, drop_keys=self._drop_keys()),
-            allow_redirects=False,
+    async def _send(self, call: Call, engine: ServingEngine) -> Answer:
+        place, raw = engine.place, call.scope["headers"]
+        headers = passing.to_engine(raw, call.word, place.api_key, drop_keys=self._drop_keys())
+        method = call.scope["method"]
+        return await self._links.send(
+            place.address, request_bytes(method, call.target, place.address, headers, call.body)
         )
 
-    async def _elsewhere(self, engine: ServingEngine, response: aiohttp.ClientResponse) -> Refused:
+    async def _elsewhere(self, engine: ServingEngine, answer: Answer) -> Refused:
         """What an engine says that cannot take the request now."""
-        body = await response.content.read(MAX_ERROR_BYTES)
-        failure = Failure(response.status, "engine_busy", f"engine {engine.name} answered {response.status}")
-        return Refused(failure, False, response.status, tuple(response.raw_headers), body)
+        body = await answer.whole(MAX_ERROR_BYTES)
+        failure = Failure(answer.status, "engine_busy", f"engine {engine.name} answered {answer.status}")
+        return Refused(failure, False, answer.status, tuple(answer.headers), body)
 
     def _failed(self, engine: ServingEngine, reason: str) -> None:
         self._log.repeated(30, engine.name, "engine_failed", engine=engine.name, reason=reason)
@@ -243,45 +242,62 @@ class Forwarder:
     # -- the answer ------------------------------------------------------------------------------------------
 
     async def _pass_on(
-        self, call: Call, engine: ServingEngine, response: aiohttp.ClientResponse, first: bytes, send: Send
+        self, call: Call, engine: ServingEngine, answer: Answer, first: bytes, send: Send
     ) -> None:
-        meter, now_s = call.meter, self._now_s
+        meter = call.meter
         meter.model = call.asked.model if call.asked.model in engine.models else ""
-        stream = response.content_type == "text/event-stream"
-        meter.begins(now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
+        names = dict(answer.headers)
+        stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
+        meter.begins(self._now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
         self._remember_response(call, engine, first)
-        meter.outcome = (
-            OK if response.status < 400 else CLIENT_ERROR if response.status < 500 else "engine_error"
-        )
-        headers = passing.to_client(response.raw_headers, call.word)
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
-        content, silence_s = response.content, self.settings.timeouts.silence_s
-        watch = _Silence(response, silence_s, now_s)
-        part = first
+        meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
+        headers = passing.to_client(answer.headers, call.word)
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        watch = _Silence(answer, self.settings.timeouts.silence_s)
         try:
-            while part:
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                watch.waits_since(now_s())
-                part = await content.readany()
-                watch.heard()
-                if part:
-                    meter.part(now_s(), part)
-        except (aiohttp.ClientError, OSError) as error:
+            if b"content-length" in names:
+                await self._in_turn(meter, answer, first, send)
+            else:
+                await self._straight(meter, answer, first, call.scope["state"]["connection"])
+        except LinkBroken as error:
             meter.outcome = "broke_off"
             says = f"engine {engine.name} broke its answer off"
             if watch.silent:
-                says = f"engine {engine.name} was silent for {silence_s:g} s"
+                says = f"engine {engine.name} was silent for {watch.silence_s:g} s"
             else:
-                self._failed(engine, f"answer broke off: {type(error).__name__}: {error}")
+                self._failed(engine, f"answer broke off: {error}")
             failure = Failure(502, "broke_off", says)
             if stream:
-                await send(
-                    {"type": "http.response.body", "body": error_event(failure, call.path), "more_body": True}
-                )
+                event = error_event(failure, call.path)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
             raise BrokenOff(failure) from None
         finally:
             watch.end()
         await send({"type": "http.response.body", "body": b""})
+
+    async def _in_turn(self, meter: Meter, answer: Answer, first: bytes, send: Send) -> None:
+        """Pass on an answer of a known length: a part is read when the client has taken the one before."""
+        part = first
+        while part:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            if part := await answer.part():
+                meter.part(self._now_s(), part)
+
+    async def _straight(self, meter: Meter, answer: Answer, first: bytes, client: GatewayProtocol) -> None:
+        """Pass on an answer whose parts come as they are made, each in the callback that read it."""
+        write, now_s, count = client.write_part, self._now_s, meter.part
+
+        def sink(part: bytes) -> None:
+            write(part)
+            count(now_s(), part)
+
+        client.source = answer
+        try:
+            if first:
+                write(first)
+            await answer.pass_to(sink)
+        finally:
+            client.source = None
 
     def _remember_response(self, call: Call, engine: ServingEngine, first: bytes) -> None:
         if call.path == RESPONSES and (made := response_in(first)):
@@ -305,36 +321,24 @@ class Forwarder:
 class _Silence:
     """Closes an answer whose engine says nothing for `silence_s`; one timer that is set again only when it rings."""
 
-    def __init__(
-        self, response: aiohttp.ClientResponse, silence_s: float, now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, answer: Answer, silence_s: float) -> None:
         self.silent = False
-        self._response = response
-        self._silence_s = silence_s
-        self._now_s = now_s
-        self._since_s: float | None = None
+        self.silence_s = silence_s
+        self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(silence_s, self._ring)
-
-    def waits_since(self, now_s: float) -> None:
-        """The engine must say something from now on."""
-        self._since_s = now_s
-
-    def heard(self) -> None:
-        """The engine said something; the client may take its time to read it."""
-        self._since_s = None
 
     def end(self) -> None:
         """The answer has ended."""
         self._timer.cancel()
 
     def _ring(self) -> None:
-        waited_s = 0.0 if self._since_s is None else self._now_s() - self._since_s
-        if waited_s >= self._silence_s:
+        waited_s = self._loop.time() - self._answer.heard_s if self._answer.awaited else 0.0
+        if waited_s >= self.silence_s:
             self.silent = True
-            self._response.close()
+            self._answer.close()
         else:
-            self._timer = self._loop.call_later(self._silence_s - waited_s, self._ring)
+            self._timer = self._loop.call_later(self.silence_s - waited_s, self._ring)
 
 
 async def answer_failure(

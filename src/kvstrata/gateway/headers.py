@@ -7,11 +7,10 @@ gets the client's remaining headers, without the key that was meant for the gate
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection
 
-from multidict import CIMultiDict
-
-Raw = Iterable[tuple[bytes, bytes]]
+Raw = Collection[tuple[bytes, bytes]]
+"""Names are in lower case."""
 
 HOP = frozenset(
     (
@@ -43,32 +42,22 @@ def request_id(given: bytes) -> str:
     )
 
 
-def to_engine(raw: Raw, word: str, api_key: str, *, drop_keys: bool) -> CIMultiDict[str]:
+def to_engine(raw: Raw, word: str, api_key: str, *, drop_keys: bool) -> list[tuple[bytes, bytes]]:
     """The headers for an engine. `word`: id of the request. `api_key`: the engine's own; empty: it has none."""
     dropped = _named(raw)
     if drop_keys or api_key:
         dropped |= _KEYS
-    found = CIMultiDict(
-        [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in raw
-            if name not in _NOT_UP and name not in dropped
-        ]
-    )
-    found["x-request-id"] = word
+    found = [one for one in raw if one[0] not in _NOT_UP and one[0] not in dropped]
+    found.append((b"x-request-id", word.encode()))
     if api_key:
-        found["authorization"] = f"Bearer {api_key}"
+        found.append((b"authorization", b"Bearer " + api_key.encode()))
     return found
 
 
 def to_client(raw: Raw, word: str) -> list[tuple[bytes, bytes]]:
     """The headers of an answer for the client."""
-    dropped = _named((name.lower(), value) for name, value in raw)
-    found = [
-        (lower, value)
-        for name, value in raw
-        if (lower := name.lower()) not in _NOT_DOWN and lower not in dropped
-    ]
+    dropped = _named(raw)
+    found = [one for one in raw if one[0] not in _NOT_DOWN and one[0] not in dropped]
     found.append((b"x-request-id", word.encode()))
     return found
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 from msgspec import Meta
 
 from kvstrata.config.gateway_model import EngineSettings, HealthSettings
+from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
@@ -37,13 +37,13 @@ class Probing:
         self,
         fleet: Fleet,
         settings: HealthSettings,
-        session: aiohttp.ClientSession,
+        links: Links,
         supervisor: Supervisor,
         now_s: Callable[[], float],
     ) -> None:
         self.settings = settings
         self._fleet = fleet
-        self._session = session
+        self._links = links
         self._supervisor = supervisor
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
@@ -97,7 +97,9 @@ class Probing:
             else:
                 plain = urlsplit(settings.url.removeprefix(DNS))
                 places += [
-                    Place(f"{name}/{address}", f"{plain.scheme}://{_bracketed(address)}:{plain.port}", key)
+                    Place(
+                        f"{name}/{address}", Address(address, plain.port or 0, plain.scheme == "https"), key
+                    )
                     for address in addresses
                 ]
         self._have(places)
@@ -116,14 +118,14 @@ class Probing:
                 if not reason:
                     self._fleet.up(engine, _models_in(body))
                     return
-        except aiohttp.ClientConnectorError as error:
-            reason, refused = f"cannot be reached: {error.strerror or error}", True
+        except Unreachable as error:
+            reason, refused = f"cannot be reached: {error}", True
         except TimeoutError:
             reason = f"no answer within {self.settings.timeout_s:g} s"
         except msgspec.DecodeError as error:
             reason = f"/v1/models answers with something else than a list of models: {error}"
-        except (aiohttp.ClientError, ValueError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"
+        except LinkBroken as error:
+            reason = str(error)
         engine.failed_probes += 1
         if refused or engine.failed_probes >= self.settings.failures or engine.state is EngineState.NEW:
             self._fleet.down(engine, reason)
@@ -132,14 +134,14 @@ class Probing:
 
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
         key = engine.place.api_key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        async with self._session.get(
-            engine.place.url + path, headers=headers, allow_redirects=False
-        ) as response:
-            body = await response.content.read(MAX_MODELS_BYTES)
-            while len(body) < MAX_MODELS_BYTES and (more := await response.content.readany()):
-                body += more
-            return response.status, body
+        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        address = engine.place.address
+        answer = await self._links.send(address, request_bytes("GET", path, address, headers, b""))
+        try:
+            await answer.head()
+            return answer.status, await answer.whole(MAX_MODELS_BYTES)
+        finally:
+            answer.end()
 
     async def _addresses(self, settings: EngineSettings) -> list[str] | None:
         plain = urlsplit(settings.url.removeprefix(DNS))
@@ -184,7 +186,3 @@ def _models_in(body: bytes) -> dict[str, dict[str, Any]]:
 def _dns_name(settings: EngineSettings) -> str:
     plain = urlsplit(settings.url.removeprefix(DNS))
     return settings.name or f"{plain.hostname}:{plain.port}"
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

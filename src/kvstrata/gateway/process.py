@@ -38,12 +38,15 @@ if TYPE_CHECKING:
     import uvicorn
 
     from kvstrata.gateway.app import App
+    from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
     from kvstrata.gateway.probing import Probing
     from kvstrata.process.http_connections import Bounds
 
-NEEDED = ("aiohttp", "httptools")
-"""Modules of the extra `gateway`."""
+NEEDED = "httptools"
+"""Module of the extra `gateway`."""
+GC_OBJECTS = 20_000
+"""New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 RESTART = frozenset(("http.host", "http.port", "http.token_file", "http.max_connections", "log_format"))
 """Settings that need a restart, beside the rest of `http`."""
 
@@ -61,11 +64,9 @@ class Plan(NamedTuple):
 
 def plan(settings: GatewaySettings) -> Plan:
     """Check the settings, and read the files that they name. Raises ConfigError."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec(NEEDED) is None:
         raise ConfigError(
-            f"the gateway needs {' and '.join(missing)}; install them: pip install 'kvstrata[gateway]'",
-            field="gateway",
+            f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
         )
     http = settings.http
     on_socket = socket_path(http.host) is not None
@@ -112,7 +113,7 @@ def _check_names(engines: list[tuple[EngineSettings, str]]) -> None:
         place_of(msgspec.structs.replace(one, url=one.url.removeprefix(DNS)), key) for one, key in engines
     ]
     _refuse_twice("engines", "name", [place.name for place in places])
-    _refuse_twice("engines", "url", [place.url for place in places])
+    _refuse_twice("engines", "url", [f"{place.address.host}:{place.address.port}" for place in places])
 
 
 def _refuse_twice(field: str, what: str, words: list[str]) -> None:
@@ -162,6 +163,7 @@ class Gateway(Process):
         self._app: App
         self._door: Door
         self._fleet: Fleet
+        self._links: Links
         self._meters: Meters
         self._forwarder: Forwarder
         self._probing: Probing
@@ -173,17 +175,17 @@ class Gateway(Process):
         # Imported here: these need the extra, whose absence `plan` has told.
         from kvstrata.gateway.app import App
         from kvstrata.gateway.connections import make_server
+        from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
         from kvstrata.gateway.probing import Probing
-        from kvstrata.gateway.upstream import make_session
         from kvstrata.observability.exposition import Pages
 
         settings, now_s = self._plan.settings, time.monotonic
         listener = listen(settings.http, flag="--port")
         self.closers.append(soon(listener.close))
-        session = make_session(settings.timeouts.connect_s)
-        self.closers.append(session.close)
+        self._links = links = Links(settings.timeouts.connect_s)
+        self.closers.append(links.close)
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
@@ -193,9 +195,9 @@ class Gateway(Process):
         token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
         self.closers.append(soon(token.close))
         self._forwarder = Forwarder(
-            settings, fleet, meters, session, now_s, drop_keys=lambda: door.knows_tenants
+            settings, fleet, meters, links, now_s, drop_keys=lambda: door.knows_tenants
         )
-        self._probing = probing = Probing(fleet, settings.health, session, self.supervisor, now_s)
+        self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s)
         self._forwarder.suspect = probing.suspect
         pages = Pages(GatewayCollector(meters, fleet, self._numbers, self._tenants_in_flight, self._http))
         self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
@@ -210,6 +212,7 @@ class Gateway(Process):
             self.log.warning("http_port_open", host=settings.http.host, port=listener.port, note=says)
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GC_OBJECTS)
         ready = {
             "pid": os.getpid(),
             "host": settings.http.host,
@@ -267,6 +270,7 @@ class Gateway(Process):
         self._forwarder.settings = self._app.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
         self._probing.settings = settings.health
+        self._links.connect_s = settings.timeouts.connect_s
         self._door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()

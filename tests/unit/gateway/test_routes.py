@@ -118,17 +118,19 @@ def test_headers_of_a_connection_end_at_the_gateway() -> None:
         (b"accept", b"b"),
     ]
     up = to_engine(raw, "ours", "", drop_keys=False)
-    assert sorted(up.items()) == [
-        ("accept", "a"),
-        ("accept", "b"),
-        ("authorization", "Bearer of-the-client"),
-        ("x-request-id", "ours"),
+    assert sorted(up) == [
+        (b"accept", b"a"),
+        (b"accept", b"b"),
+        (b"authorization", b"Bearer of-the-client"),
+        (b"x-request-id", b"ours"),
     ]
-    assert "authorization" not in to_engine(raw, "ours", "", drop_keys=True)
-    assert to_engine(raw, "ours", "of-the-engine", drop_keys=True).getall("authorization") == [
-        "Bearer of-the-engine"
+    assert b"authorization" not in dict(to_engine(raw, "ours", "", drop_keys=True))
+    keys = [
+        value
+        for name, value in to_engine(raw, "ours", "of-the-engine", drop_keys=True)
+        if name == b"authorization"
     ]
-    down = to_client(
-        ((b"Connection", b"X-A"), (b"X-A", b"1"), (b"Content-Type", b"t"), (b"Server", b"vLLM")), "ours"
-    )
+    assert keys == [b"Bearer of-the-engine"]
+    answered = ((b"connection", b"X-A"), (b"x-a", b"1"), (b"content-type", b"t"), (b"server", b"vLLM"))
+    down = to_client(answered, "ours")
     assert down == [(b"content-type", b"t"), (b"x-request-id", b"ours")]
