@@ -43,7 +43,8 @@ copies = st.builds(
     age_s=st.floats(0, 1_000),
     ready_at_s=st.floats(NOW_S - 5, NOW_S + 30),
 )
-knowledges = st.builds(Knowledge, copies=st.lists(copies, max_size=12))
+cached = st.dictionaries(st.sampled_from([*NAMES, "unknown"]), st.integers(0, 40_000))
+knowledges = st.builds(Knowledge, cached=cached, copies=st.lists(copies, max_size=12))
 requests = st.builds(
     Request,
     id=st.text(max_size=5),
@@ -92,6 +93,9 @@ def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
     decision = choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed)
     assert choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed) == decision
     fleet = Fleet(engines=chance.sample(fleet.engines, len(fleet.engines)))
+    knowledge = msgspec.structs.replace(
+        knowledge, copies=chance.sample(knowledge.copies, len(knowledge.copies))
+    )
     assert choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed) == decision
 
 
@@ -172,12 +176,17 @@ def test_ours_never_picks_an_engine_that_is_worse_in_every_term(
 @given(requests, st.data())
 def test_without_reuse_ours_goes_where_the_least_load_is(request: Request, data: st.DataObject) -> None:
     """Equal engines that differ in one kind of load: ours is within a near-tie of the least loaded."""
-    by, field = data.draw(st.sampled_from([("seconds", "backlog_tokens"), ("requests", "running")]))
+    by: Any = data.draw(st.sampled_from(["seconds", "requests"]))
     loads = data.draw(st.lists(st.integers(0, 500), min_size=1, max_size=7))
     engines = [
-        EngineState(name=name, prefill_tokens_s=1_000.0, at_s=NOW_S, requests=load, **{field: float(load)})
+        EngineState(name=name, prefill_tokens_s=1_000.0, at_s=NOW_S, requests=load)
         for name, load in zip(NAMES, loads, strict=False)
     ]
+    for each, load in zip(engines, loads, strict=True):
+        if by == "seconds":
+            each.backlog_tokens = float(load)
+        else:
+            each.running = float(load)
     least = choose(request, Fleet(engines=engines), Knowledge(), NOW_S, policy=LeastLoaded(by=by))
     ours = choose(request, Fleet(engines=engines), Knowledge(), NOW_S, policy=TTFT)
     costs = {
@@ -195,13 +204,30 @@ def test_more_knowledge_never_makes_an_engine_dearer(
     """An exact copy of the engine's own cache is at least as good as none."""
     fleet = Fleet(engines=[state])
     own = msgspec.structs.replace(more, engine="a", tier="l0", certainty="exact")
-    longer = msgspec.structs.replace(knowledge, copies=[own])
-    nothing = msgspec.structs.replace(knowledge, copies=[])
+    longer = msgspec.structs.replace(knowledge, cached={"a": more.tokens}, copies=[])
+    nothing = msgspec.structs.replace(knowledge, cached={}, copies=[])
     with_it = choose(request, fleet, longer, NOW_S, policy=TTFT)
     assert with_it.cost <= choose(request, fleet, nothing, NOW_S, policy=TTFT).cost
-    # The short way through `scores` and the long one through `estimate` agree.
-    both = msgspec.structs.replace(knowledge, copies=[own, own])
-    assert choose(request, fleet, both, NOW_S, policy=TTFT).cost == pytest.approx(with_it.cost)
+    # Both ways to say it cost the same: the formula that `scores` writes out, and `estimate`.
+    said = msgspec.structs.replace(nothing, copies=[own])
+    assert choose(request, fleet, said, NOW_S, policy=TTFT).cost == pytest.approx(with_it.cost)
+
+
+@given(requests, fleets(healthy=st.just(True)), cached, st.integers(0, 40_000), st.sampled_from(TIERS))
+def test_a_tier_that_all_share_is_weighed_at_each_engine_as_if_it_were_alone(
+    request: Request, fleet: Fleet, cached: dict[str, int], tokens: int, tier: Any
+) -> None:
+    """The costs that `scores` leaves as they are without a load are not those that count."""
+    knowledge = Knowledge(cached=cached, copies=[Copy(engine="", tier=tier, tokens=tokens)])
+    alone = sorted(
+        choose(request, Fleet(engines=[each]), knowledge, NOW_S, policy=TTFT).cost for each in fleet.engines
+    )
+    if alone:
+        decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
+        assert decision.cost <= alone[0] * (1 + Ttft.near_share) * (1 + 1e-9)
+        others = [other.cost for other in decision.alternatives]
+        alone.remove(min(alone, key=lambda cost: abs(cost - decision.cost)))
+        assert others == pytest.approx(alone[: len(others)])
 
 
 def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:

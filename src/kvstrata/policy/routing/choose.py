@@ -77,7 +77,11 @@ def choose(
     if not view.engines:
         return Decision(policy=name, engine="", reason="none_eligible", unhealthy=unhealthy)
     costs = policy.scores(view)
-    index, reason = pick(view, costs, policy, seed)
+    smallest = heapq.nsmallest(ALTERNATIVES + 1, costs)
+    limit = smallest[0] + abs(smallest[0]) * policy.near_share
+    cut = max(limit, smallest[-1])
+    low = [index for index, cost in enumerate(costs) if cost <= cut]
+    index, reason = pick(view, costs, policy, [index for index in low if costs[index] <= limit], seed)
     return Decision(
         policy=name,
         engine=view.engines[index].name,
@@ -85,7 +89,7 @@ def choose(
         cost=costs[index],
         terms=policy.terms(view, index),
         way=policy.way(view, index),
-        alternatives=rejected(view, costs, policy, index),
+        alternatives=rejected(view, costs, policy, [other for other in low if other != index]),
         eligible=len(view.engines),
         unhealthy=unhealthy,
     )
@@ -97,28 +101,34 @@ def policy_name(policy: Policy) -> str:
 
 
 def viewed(request: Request, fleet: Fleet, knowledge: Knowledge, now_s: float) -> View:
-    """Return the inputs as policies see them."""
+    """Return the inputs as policies see them; the order of copies and of engines decides nothing."""
     own: dict[str, list[Copy]] = {}
-    shared = []
+    shared: list[Copy] = []
     for copy in knowledge.copies:
-        if copy.engine:
-            own.setdefault(copy.engine, []).append(copy)
-        else:
+        name = copy.engine
+        if not name:
             shared.append(copy)
+        elif name in own:
+            own[name] = sorted([*own[name], copy], key=rank)
+        else:
+            own[name] = [copy]
+    shared.sort(key=rank)
     engines = [engine for engine in fleet.engines if engine.healthy]
     return View(request, engines, own, shared, knowledge, now_s)
 
 
-def pick(view: View, costs: list[float], policy: Policy, seed: int) -> tuple[int, Reason]:
-    """Return the index of the chosen engine, and why."""
+def rank(copy: Copy) -> tuple[object, ...]:
+    """Return what orders copies, so that of two equally good ones always the same is taken."""
+    return copy.tier, copy.tokens, copy.certainty, copy.age_s, copy.ready_at_s, copy.source
+
+
+def pick(view: View, costs: list[float], policy: Policy, near: list[int], seed: int) -> tuple[int, Reason]:
+    """Return the index of the chosen engine, and why; `near` are those of the lowest costs."""
     if len(costs) == 1:
         return 0, "only_eligible"
     temperature = policy.temperature
     if temperature > 0.0:
         return drawn(view, costs, temperature, draw(seed, view.request.id)), "drawn"
-    lowest = min(costs)
-    limit = lowest + abs(lowest) * policy.near_share
-    near = [index for index, cost in enumerate(costs) if cost <= limit]
     if len(near) == 1:
         return near[0], "lowest_cost"
     key = view.request.affinity or view.request.id
@@ -139,16 +149,10 @@ def drawn(view: View, costs: list[float], temperature: float, sample: float) -> 
     return order[-1]
 
 
-def rejected(view: View, costs: list[float], policy: Policy, chosen: int) -> list[Alternative]:
-    """Return the cheapest other engines; equal costs in the order of names."""
-    cut = heapq.nsmallest(ALTERNATIVES + 1, costs)[-1]
+def rejected(view: View, costs: list[float], policy: Policy, others: list[int]) -> list[Alternative]:
+    """Return the cheapest of the others, of which the cheapest are given; equal costs in the order of names."""
     engines = view.engines
-    others = sorted(
-        (cost, engines[index].name, index)
-        for index, cost in enumerate(costs)
-        if cost <= cut and index != chosen
-    )
+    cheapest = heapq.nsmallest(ALTERNATIVES, ((costs[index], engines[index].name, index) for index in others))
     return [
-        Alternative(engine=name, cost=cost, terms=policy.terms(view, index))
-        for cost, name, index in others[:ALTERNATIVES]
+        Alternative(engine=name, cost=cost, terms=policy.terms(view, index)) for cost, name, index in cheapest
     ]

@@ -45,7 +45,8 @@ class Dynamo(PlainPolicy, frozen=True, kw_only=True, tag="dynamo", tag_field="po
         """Return the costs in blocks."""
         least = min((engine.prefill_tokens for engine in view.engines), default=0)
         shared = view.shared_tokens()
-        if not shared and not view.own and not self.decode_active_request_weight:
+        known = bool(view.own or view.knowledge.cached)
+        if not shared and not known and not self.decode_active_request_weight:
             # Without credit the formula is linear in the tokens.
             scale, prompt, block = self.prefill_load_scale, view.request.tokens, self.block_tokens
             return [
@@ -66,7 +67,7 @@ class Dynamo(PlainPolicy, frozen=True, kw_only=True, tag="dynamo", tag_field="po
         prompt, block = view.request.tokens, self.block_tokens
         credit_tokens = 0.0
         device = 0
-        if engine.name in view.own:
+        if engine.name in view.own or engine.name in view.knowledge.cached:
             device = view.cached(engine.name, "l0")
             host = view.cached(engine.name, "l1")
             disk = view.cached(engine.name, "l2", "peer")

@@ -16,16 +16,10 @@ def name_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def weight(key: int, name: int) -> int:
-    """Return the rank of an engine for a key, both hashed; the greatest wins."""
-    mixed = (key ^ name) * ODD & MASK
-    return (mixed ^ mixed >> 29) * ODD & MASK
-
-
 def first(key: str, names: list[str]) -> int:
     """Return the index of the name that the key ranks first; equal for any order of the names, which must differ."""
     hashed = name_hash(key)
-    weights = [weight(hashed, name_hash(name)) for name in names]
+    weights = [(hashed ^ name_hash(name)) * ODD & MASK for name in names]
     return weights.index(max(weights))
 
 

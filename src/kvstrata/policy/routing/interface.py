@@ -17,11 +17,15 @@ class View(NamedTuple):
     engines: list[EngineState]
     """The healthy ones."""
     own: dict[str, list[Copy]]
-    """Copies of one engine, by its name."""
+    """Copies of one engine, by its name, without those of `Knowledge.cached`."""
     shared: list[Copy]
     """Copies that any engine with a path can have."""
     knowledge: Knowledge
     now_s: float
+
+    def held(self, engine: str) -> int:
+        """Return the prefix that an engine's own cache has for certain, by `Knowledge.cached`."""
+        return min(self.knowledge.cached.get(engine, 0), self.request.tokens)
 
     def cached(self, engine: str, *tiers: Tier) -> int:
         """Return the longest prefix of one engine's own copies in these tiers, no longer than the prompt.
@@ -29,11 +33,21 @@ class View(NamedTuple):
         Rivals take each copy at its full length, except those that are only predicted or unconfirmed: their indices
         know only what events told.
         """
-        longest = 0
+        longest = self.held(engine) if "l0" in tiers else 0
         for copy in self.own.get(engine, ()):
             if copy.tier in tiers and copy.tokens > longest and copy.certainty in ("exact", "degraded"):
                 longest = copy.tokens
         return min(longest, self.request.tokens)
+
+    def holders(self, *tiers: Tier) -> dict[str, int]:
+        """Return `cached` of all engines of which something is known, by name; some may have gone or be unhealthy."""
+        if "l0" not in tiers:
+            return {name: self.cached(name, *tiers) for name in self.own}
+        tokens = self.request.tokens
+        held = {name: min(cached, tokens) for name, cached in self.knowledge.cached.items()}
+        for name in self.own:
+            held[name] = self.cached(name, *tiers)
+        return held
 
     def shared_tokens(self) -> int:
         """Return the longest prefix that any engine can have."""

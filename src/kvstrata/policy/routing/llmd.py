@@ -21,6 +21,7 @@ left out.
 from __future__ import annotations
 
 from kvstrata.policy.routing.interface import PlainPolicy, View
+from kvstrata.policy.routing.model import EngineState
 
 EXCLUDED = 1e6
 """Added to the cost of engines that a filter drops; no score comes near it."""
@@ -41,20 +42,26 @@ class Llmd(PlainPolicy, frozen=True, kw_only=True, tag="llmd", tag_field="policy
 
     def scores(self, view: View) -> list[float]:
         """Return the negative scores, with EXCLUDED added where the filter drops the engine."""
-        dropped = self._dropped(view)
+        holders = view.holders("l0")
+        dropped = self._dropped(view, holders)
         least, most = self._waiting(view)
-        costs = [-sum(self._terms(view, index, least, most)) for index in range(len(view.engines))]
+        costs = [
+            -sum(self._terms(view, engine, holders.get(engine.name, 0), least, most))
+            for engine in view.engines
+        ]
         return [cost + EXCLUDED if index in dropped else cost for index, cost in enumerate(costs)]
 
     def terms(self, view: View, index: int) -> dict[str, float]:
         """Return the weighted scores, and whether the filter dropped the engine."""
-        prefix, queue, kv, load = self._terms(view, index, *self._waiting(view))
+        engine = view.engines[index]
+        holders = view.holders("l0")
+        prefix, queue, kv, load = self._terms(view, engine, holders.get(engine.name, 0), *self._waiting(view))
         return {
             "prefix": prefix,
             "queue": queue,
             "kv": kv,
             "token_load": load,
-            "dropped": float(index in self._dropped(view)),
+            "dropped": float(index in self._dropped(view, holders)),
         }
 
     @staticmethod
@@ -62,9 +69,10 @@ class Llmd(PlainPolicy, frozen=True, kw_only=True, tag="llmd", tag_field="policy
         waiting = [engine.waiting for engine in view.engines]
         return min(waiting, default=0), max(waiting, default=0)
 
-    def _terms(self, view: View, index: int, least: int, most: int) -> tuple[float, float, float, float]:
-        engine, tokens = view.engines[index], view.request.tokens
-        cached = view.cached(engine.name, "l0") if engine.name in view.own else 0
+    def _terms(
+        self, view: View, engine: EngineState, cached: int, least: int, most: int
+    ) -> tuple[float, float, float, float]:
+        tokens = view.request.tokens
         queue = (most - engine.waiting) / (most - least) if most > least else 1.0
         load = min(1.0, (engine.inflight_tokens + tokens - cached) / self.queue_threshold_tokens)
         return (
@@ -74,15 +82,14 @@ class Llmd(PlainPolicy, frozen=True, kw_only=True, tag="llmd", tag_field="policy
             self.token_load_weight * (1.0 - load),
         )
 
-    def _dropped(self, view: View) -> set[int]:
-        if self.affinity_threshold <= 0.0 or not view.own:
+    def _dropped(self, view: View, holders: dict[str, int]) -> set[int]:
+        if self.affinity_threshold <= 0.0 or not holders:
             return set()
         enough = self.affinity_threshold * view.request.tokens
         warm: set[int] = set()
         cold: set[int] = set()
         for index, engine in enumerate(view.engines):
-            has = engine.name in view.own and view.cached(engine.name, "l0") >= enough
-            (warm if has else cold).add(index)
+            (warm if holders.get(engine.name, 0) >= enough else cold).add(index)
         if not warm or not cold:
             return set()
         if self.max_ttft_penalty_s > 0.0:

@@ -21,13 +21,10 @@ class Lmetric(PlainPolicy, frozen=True, kw_only=True, tag="lmetric", tag_field="
 
     def scores(self, view: View) -> list[float]:
         """Return the products."""
-        tokens, own, cached, queued = view.request.tokens, view.own, view.cached, self.count_queued
+        tokens, queued, cached = view.request.tokens, self.count_queued, view.holders("l0").get
         return [
             float(
-                (
-                    (tokens - cached(engine.name, "l0") if engine.name in own else tokens)
-                    + (engine.prefill_tokens if queued else 0)
-                )
+                (tokens - cached(engine.name, 0) + (engine.prefill_tokens if queued else 0))
                 * (engine.requests + 1)
             )
             for engine in view.engines

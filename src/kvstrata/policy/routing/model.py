@@ -105,7 +105,10 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the prompt's KV, already looked up."""
 
+    cached: dict[str, int] = {}
+    """Tokens that an engine has in its own cache for certain, by its name; the same as an exact copy in `l0`."""
     copies: list[Copy] = []
+    """All else."""
     block_life_s: float = 300.0
     """Measured life of a block in an engine's cache."""
     event_lag_s: float = 1.0

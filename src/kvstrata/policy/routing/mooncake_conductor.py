@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvstrata.policy.routing.interface import PlainPolicy, View
-from kvstrata.policy.routing.model import Way
+from kvstrata.policy.routing.model import EngineState, Way
 
 
 class Estimate(NamedTuple):
@@ -37,15 +37,19 @@ class MooncakeConductor(PlainPolicy, frozen=True, kw_only=True, tag="mooncake_co
 
     def scores(self, view: View) -> list[float]:
         """Return the estimated seconds."""
-        if not view.own:
+        holders = view.holders("l0", "l1")
+        if not holders:
             tokens, now_s = view.request.tokens, view.now_s
             return [engine.queue_s(now_s) + tokens / engine.prefill_tokens_s for engine in view.engines]
-        best, _ = self._best(view)
-        return [sum(self._estimate(view, index, best)[:3]) for index in range(len(view.engines))]
+        best, _ = self._best(view, holders)
+        return [
+            sum(self._estimate(view, engine, holders.get(engine.name, 0), best)[:3])
+            for engine in view.engines
+        ]
 
     def terms(self, view: View, index: int) -> dict[str, float]:
         """Return the seconds of each term."""
-        estimate = self._estimate(view, index, self._best(view)[0])
+        estimate, _ = self._planned(view, index)
         return {
             "transfer_s": estimate.transfer_s,
             "queue_s": estimate.queue_s,
@@ -55,8 +59,7 @@ class MooncakeConductor(PlainPolicy, frozen=True, kw_only=True, tag="mooncake_co
 
     def way(self, view: View, index: int) -> Way:
         """Return the transfer, if there is one, and from whom."""
-        best, holder = self._best(view)
-        estimate = self._estimate(view, index, best)
+        estimate, holder = self._planned(view, index)
         transfer = estimate.transferred_tokens > 0
         return Way(
             cached_tokens=estimate.cached_tokens,
@@ -67,21 +70,20 @@ class MooncakeConductor(PlainPolicy, frozen=True, kw_only=True, tag="mooncake_co
             ttft_s=sum(estimate[:3]),
         )
 
+    def _planned(self, view: View, index: int) -> tuple[Estimate, str]:
+        engine, holders = view.engines[index], view.holders("l0", "l1")
+        best, holder = self._best(view, holders)
+        return self._estimate(view, engine, holders.get(engine.name, 0), best), holder
+
     @staticmethod
-    def _best(view: View) -> tuple[int, str]:
+    def _best(view: View, holders: dict[str, int]) -> tuple[int, str]:
         """Return the longest prefix and the engine that holds it; of equal ones the first by name."""
-        found = [
-            (-view.cached(engine.name, "l0", "l1"), engine.name)
-            for engine in view.engines
-            if engine.name in view.own
-        ]
+        found = [(-holders[engine.name], engine.name) for engine in view.engines if engine.name in holders]
         tokens, name = min(found, default=(0, ""))
         return -tokens, name
 
-    def _estimate(self, view: View, index: int, best: int) -> Estimate:
-        engine, tokens = view.engines[index], view.request.tokens
-        own = view.cached(engine.name, "l0", "l1") if engine.name in view.own else 0
-        queue_s = engine.queue_s(view.now_s)
+    def _estimate(self, view: View, engine: EngineState, own: int, best: int) -> Estimate:
+        tokens, queue_s = view.request.tokens, engine.queue_s(view.now_s)
         path = engine.paths.get("peer")
         if path is None or best <= own or best <= self.balancing_threshold * own:
             return Estimate(0.0, queue_s, (tokens - own) / engine.prefill_tokens_s, own, 0)

@@ -59,9 +59,10 @@ class Smg(PlainPolicy, frozen=True, kw_only=True, tag="smg", tag_field="policy")
         return queued / throughput + self.kv_pressure_weight * used / (1.0 - used)
 
     def _preferred(self, view: View) -> set[int]:
-        if not view.own:
+        holders = view.holders("l0")
+        if not holders:
             return set()
-        cached = [view.cached(engine.name, "l0") if engine.name in view.own else 0 for engine in view.engines]
+        cached = [holders.get(engine.name, 0) for engine in view.engines]
         longest = max(cached, default=0)
         if longest <= self.cache_threshold * view.request.tokens:
             return set()

@@ -19,11 +19,15 @@ are seconds and measured; there are no knobs.
 
 from __future__ import annotations
 
+import heapq
 import math
 from typing import ClassVar, NamedTuple
 
 from kvstrata.policy.routing.interface import PlainPolicy, View
 from kvstrata.policy.routing.model import Copy, EngineState, Knowledge, Way
+
+EXACT = 4
+"""Engines whose costs are exact in any case: the chosen one and those that a decision names beside it."""
 
 
 class Estimate(NamedTuple):
@@ -65,21 +69,27 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
     """Rates are not known to within one per cent."""
 
     def scores(self, view: View) -> list[float]:
-        """Return the cost in seconds at each engine."""
-        tokens, now_s, shared, own_copies = view.request.tokens, view.now_s, view.shared, view.own.get
+        """Return the cost in seconds at each engine.
+
+        An engine that a load from a shared tier could not bring among the `EXACT` cheapest has its cost without one.
+        """
+        tokens, now_s, own = view.request.tokens, view.now_s, view.own
+        cached = view.knowledge.cached.get
+        known = bool(own or view.knowledge.cached)
         costs: list[float] = []
         add = costs.append
+        # The formula is written out for engines of which at most their own cache is known, because a large fleet must
+        # be scored within half a millisecond; `estimate` has it for all cases.
         for engine in view.engines:
-            # The formula is written out for engines without copies, or with the one copy of their own cache, because
-            # a large fleet must be scored within half a millisecond; `estimate` has it for all cases.
             uncached = tokens
-            copies = own_copies(engine.name)
-            if shared or copies is not None:
-                copy = copies[0] if copies is not None and len(copies) == 1 and not shared else None
-                if copy is None or copy.tier != "l0" or copy.certainty != "exact":
+            if known:
+                name = engine.name
+                if name in own:
                     add(self.estimate(view, engine).cost_s)
                     continue
-                uncached = tokens - copy.tokens if copy.tokens < tokens else 1
+                uncached -= cached(name, 0)
+                if uncached < 1:
+                    uncached = 1
             rate = engine.prefill_tokens_s
             work = uncached * (1.0 + engine.running)
             backlog = engine.backlog_tokens
@@ -95,7 +105,33 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
                 if excess > 0:
                     work += excess
             add(work / rate)
+        if view.shared:
+            self._share(view, costs)
         return costs
+
+    def _share(self, view: View, costs: list[float]) -> None:
+        """Lower the costs of engines for which a load from a shared tier pays, as far as they may be chosen."""
+        if not costs:
+            return
+        tokens, shared = view.request.tokens, view.shared
+        longest = min(tokens - 1, max(copy.tokens for copy in shared))
+        limit = heapq.nsmallest(EXACT, costs)[-1] * (1.0 + self.near_share)
+        plain = len(shared) == 1 and shared[0].certainty == "exact"
+        tier, cached, own = shared[0].tier, view.knowledge.cached.get, view.own
+        for index, engine in enumerate(view.engines):
+            slower_s = (1.0 + engine.running) / engine.prefill_tokens_s
+            if costs[index] - longest * slower_s > limit:
+                continue
+            if plain and engine.name not in own:
+                path = engine.paths.get(tier)
+                load_tokens = longest - cached(engine.name, 0)
+                if path is not None and tier != "l0" and load_tokens > 0:
+                    load_s = path.latency_s + (path.queued_tokens + load_tokens) / path.tokens_s
+                    saved_s = load_tokens * slower_s - load_s
+                    if saved_s > 0.0:
+                        costs[index] -= saved_s
+            else:
+                costs[index] = self.estimate(view, engine).cost_s
 
     def terms(self, view: View, index: int) -> dict[str, float]:
         """Return the seconds of each term, and the tokens behind them."""
@@ -128,9 +164,10 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
         queue_s = engine.queue_s(view.now_s)
         slower_s = (1.0 + engine.running) / rate
         most = tokens - 1  # At least one token is always computed.
-        best_s, uncached, best_load_s = slower_s * tokens, float(tokens), 0.0
+        held_tokens = sure = min(view.held(engine.name), most)
+        held_expected = float(sure)
+        best_s, uncached, best_load_s = slower_s * (tokens - sure), tokens - held_expected, 0.0
         best: Copy | None = None
-        held_tokens, held_expected = 0, 0.0
         loads = []
         for copy in (*view.own.get(engine.name, ()), *view.shared):
             if copy.tier != "l0":
@@ -163,7 +200,7 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             if cost_s < best_s:
                 best_s, uncached, best_load_s, best = cost_s, left, load_s, copy
         excess = engine.context_tokens + tokens - engine.kv_tokens if engine.kv_tokens else 0
-        cached = min(best.tokens, most) if best else 0
+        cached = min(best.tokens, most) if best else sure
         return Estimate(
             queue_s,
             best_load_s,
