@@ -89,7 +89,7 @@ def choose(
         cost=costs[index],
         terms=policy.terms(view, index),
         way=policy.way(view, index),
-        alternatives=rejected(view, costs, policy, [other for other in low if other != index]),
+        alternatives=rejected(view, costs, policy, [other for other in low if other != index], smallest[-1]),
         eligible=len(view.engines),
         unhealthy=unhealthy,
     )
@@ -149,10 +149,23 @@ def drawn(view: View, costs: list[float], temperature: float, sample: float) -> 
     return order[-1]
 
 
-def rejected(view: View, costs: list[float], policy: Policy, others: list[int]) -> list[Alternative]:
-    """Return the cheapest of the others, of which the cheapest are given; equal costs in the order of names."""
+def rejected(
+    view: View, costs: list[float], policy: Policy, others: list[int], last: float
+) -> list[Alternative]:
+    """Return the cheapest of the others; equal costs in the order of names.
+
+    `last` is the highest of the `ALTERNATIVES + 1` lowest costs of all: fewer than that many are below it.
+    """
     engines = view.engines
-    cheapest = heapq.nsmallest(ALTERNATIVES, ((costs[index], engines[index].name, index) for index in others))
+    found = sorted((costs[index], engines[index].name, index) for index in others if costs[index] < last)
+    if len(found) < ALTERNATIVES:
+        # A whole idle fleet may tie here, so names are compared, not a tuple for each engine.
+        tied = [index for index in others if costs[index] == last]
+        names = [engines[index].name for index in tied]
+        found += [
+            (last, name, tied[names.index(name)])
+            for name in heapq.nsmallest(ALTERNATIVES - len(found), names)
+        ]
     return [
-        Alternative(engine=name, cost=cost, terms=policy.terms(view, index)) for cost, name, index in cheapest
+        Alternative(engine=name, cost=cost, terms=policy.terms(view, index)) for cost, name, index in found
     ]

@@ -84,7 +84,7 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             uncached = tokens
             if known:
                 name = engine.name
-                if name in own:
+                if own and name in own:
                     add(self.estimate(view, engine).cost_s)
                     continue
                 uncached -= cached(name, 0)
@@ -122,7 +122,7 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             slower_s = (1.0 + engine.running) / engine.prefill_tokens_s
             if costs[index] - longest * slower_s > limit:
                 continue
-            if plain and engine.name not in own:
+            if plain and (not own or engine.name not in own):
                 path = engine.paths.get(tier)
                 load_tokens = longest - cached(engine.name, 0)
                 if path is not None and tier != "l0" and load_tokens > 0:
