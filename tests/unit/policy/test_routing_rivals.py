@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -195,6 +196,11 @@ def test_the_lowest_cost_is_chosen(case: Case) -> None:
     )
     best = [each.name for each, cost in zip(case.engines, case.costs, strict=True) if cost == min(case.costs)]
     assert decision.engine in best
+
+
+def test_the_example_of_the_page_holds() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "routing.md").read_text(encoding="utf-8")
+    exec(page.split("```python\n")[1].split("```")[0], {})
 
 
 def test_round_robin_takes_turns_by_name() -> None:
