@@ -11,7 +11,7 @@ from kvstrata.policy.routing.interface import PlainPolicy, View
 def load_of(view: View, by: str) -> list[float]:
     """Return the load of each engine: its requests in flight, their uncached tokens, or the seconds of its queue."""
     if by == "requests":
-        return [float(engine.requests) for engine in view.engines]
+        return [(engine.requests + 1) / engine.share - 1.0 for engine in view.engines]
     if by == "tokens":
         return [float(engine.prefill_tokens) for engine in view.engines]
     return [engine.queue_s(view.now_s) for engine in view.engines]

@@ -50,6 +50,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     prefill_tokens_s: float
     """Measured; more than 0. `rates.Rates` gives one for engines that were not measured yet."""
     healthy: bool = True
+    share: float = 1.0
+    """Of the usual load that it may get now, in (0, 1]: less than 1 soon after its return. Only `least_loaded` asks."""
     backlog_tokens: float = 0.0
     """Tokens to be computed before a new request's, estimated at `at_s`; drained at `prefill_tokens_s` since."""
     at_s: float = 0.0
