@@ -54,10 +54,10 @@ CASES = [
     Case(
         "dynamo: decay by the excess prefill of 50 blocks over 100",
         Dynamo(overlap_score_credit_decay=2.0),
-        [engine("a", prefill_tokens=800), engine("b")],
+        [engine("a", prefill_tokens=960), engine("b", prefill_tokens=160)],
         [copy("a", "l0", 640)],
-        # decay = 1 / (1 + 2 * 50/100) = 1/2.  a: 50 + 100 - 20 + 100.
-        [130 + 100, 100 + 100],
+        # decay = 1 / (1 + 2 * 50/100) = 1/2.  a: 60 + 100 - 20 + 100.
+        [140 + 100, 110 + 100],
     ),
     Case(
         "dynamo: shared beyond device, request weight, prefill scale",
