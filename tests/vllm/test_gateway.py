@@ -1,0 +1,91 @@
+"""A real gateway before two real engines that share a server."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.server_process import ServerProcess
+from tests.harness.vllm_api import VllmApi
+from tests.vllm.conftest import EXACT, chunks_in_l1, make_prompt, until
+
+pytestmark = pytest.mark.vllm
+
+FLAGS = ("--no-enable-prefix-caching", "--dtype", EXACT)
+
+
+def ask(gateway: GatewayProcess, model: Path, prompt: list[int], **more: Any) -> Any:
+    """Post a completion of the session `s`; return the open answer."""
+    body = {
+        "model": str(model),
+        "prompt": prompt,
+        "max_tokens": 4,
+        "temperature": 0,
+        "return_token_ids": True,
+        **more,
+    }
+    headers = {"Content-Type": "application/json", "X-Session-ID": "s"}
+    request = urllib.request.Request(f"{gateway.url}/v1/completions", json.dumps(body).encode(), headers)
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def tokens_of(gateway: GatewayProcess, model: Path, prompt: list[int]) -> list[int]:
+    """The tokens of a completion."""
+    with ask(gateway, model, prompt) as answer:
+        return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+def metric(api: VllmApi, name: str) -> float:
+    """The sum of an engine's samples of this name."""
+    lines = [line for line in api.get("/metrics").splitlines() if line.startswith(name)]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_killed(
+    server: ServerProcess, small_model: Path, tmp_path: Path, vllm_python: Path
+) -> None:
+    extra = server.connector_config()
+    with (
+        VllmApi(small_model, tmp_path / "one", extra=extra, flags=FLAGS) as one,
+        VllmApi(small_model, tmp_path / "two", extra=extra, flags=FLAGS) as two,
+        GatewayProcess(tmp_path / "gateway", [one.url, two.url], policy="session") as gateway,
+    ):
+        with urllib.request.urlopen(f"{gateway.url}/v1/models") as answer:
+            assert [entry["id"] for entry in json.load(answer)["data"]] == [str(small_model)]
+        prompt = make_prompt(801, 1_100)
+        before = chunks_in_l1(server)
+        cold = tokens_of(gateway, small_model, prompt)
+        until(lambda: chunks_in_l1(server) >= before + 4, "storing")
+        assert tokens_of(gateway, small_model, prompt) == cold
+        done = "vllm:request_success_total"
+        until(lambda: metric(one, done) + metric(two, done) == 2, "both turns")
+        counts = {api: metric(api, done) for api in (one, two)}
+        assert sorted(counts.values()) == [0, 2], "one engine had both turns"
+        [kept] = [api for api, count in counts.items() if count]
+        [other] = [api for api, count in counts.items() if not count]
+
+        stream = ask(gateway, small_model, prompt, stream=True, max_tokens=2_000, ignore_eos=True)
+        assert stream.readline().startswith(b"data: ")
+        stream.close()
+        until(
+            lambda: metric(kept, "vllm:num_requests_running") == 0,
+            "the abort of a request whose client has gone",
+        )
+        assert metric(kept, "vllm:generation_tokens_total") < 1_000
+
+        kept.kill()
+
+        def loaded() -> bool:  # on a busy machine the server may be silent, and the engine computes
+            assert tokens_of(gateway, small_model, prompt) == cold
+            return metric(other, "vllm:kvstrata_loaded_chunks_total") >= 4
+
+        until(loaded, "a load at the other engine")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(gateway, small_model, prompt, max_tokens=-1)
+        assert refused.value.code == 400 and b"max_tokens" in refused.value.read()
