@@ -25,7 +25,7 @@ from typing import NamedTuple
 from kvstrata.errors import BadRequest
 from kvstrata.testing.engine_sim.block_cache import BlockCache
 from kvstrata.testing.engine_sim.engine_model import EngineModel, StepCosts
-from kvstrata.testing.engine_sim.kv_events import MEDIUM, BlockStored, Event
+from kvstrata.testing.engine_sim.kv_events import KIND, MEDIUM, BlockStored, Event
 from kvstrata.testing.engine_sim.requests import End, SimRequest, Span
 
 
@@ -276,6 +276,7 @@ class SimEngine:
                     lora_name=request.adapter,
                     extra_keys=[request.extra_key(number) for number in range(first, full)],
                     group_idx=0,
+                    kv_cache_spec_kind=KIND,
                 )
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 MEDIUM = "GPU"
+KIND = "full_attention"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):

@@ -7,6 +7,7 @@ so that, with one token a byte, a client that sends the answer's text back in it
 from __future__ import annotations
 
 import enum
+import functools
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -150,7 +151,9 @@ def root_key(adapter: str | None, salt: str | None) -> bytes:
     return digest.digest()
 
 
+@functools.cache
 def _text() -> bytes:
+    """The text of which all answers are parts."""
     words: list[str] = []
     state, size = 1, 0
     while size < _TEXT_BYTES:
@@ -163,13 +166,10 @@ def _text() -> bytes:
     return " ".join(words).encode()[:_TEXT_BYTES]
 
 
-_ANSWERS = _text()
-
-
 def answer_to(prompt: Sequence[int], tokens: int, seed: int) -> bytes:
     """The answer of so many tokens to a prompt: a part of one fixed text, chosen by the prompt's last tokens."""
     last = array("Q", list(prompt[-64:]))
     digest = blake2b(struct.pack(">QQ", seed, len(prompt)) + last.tobytes(), digest_size=4)
     at = int.from_bytes(digest.digest(), "big") % _TEXT_BYTES
     rounds = (at + tokens) // _TEXT_BYTES + 1
-    return (_ANSWERS * rounds)[at : at + tokens]
+    return (_text() * rounds)[at : at + tokens]
