@@ -45,6 +45,12 @@ def measure(block_tokens: int) -> float:
     engines = [SimEngine(model) for _ in range(ENGINES)]
     arrivals = load()
     of = {request.name: engines[which % ENGINES] for _, which, request in arrivals}
+
+    def choose(request: SimRequest, at_ps: int) -> SimEngine:
+        engine = of[request.name]
+        engine.take_events()
+        return engine
+
     started = time.perf_counter()
     fleet.run(
         engines, ((at, request) for at, _, request in arrivals), lambda request, at_ps: of[request.name]

@@ -21,6 +21,7 @@ COMMANDS = (
     "controller",
     "ctl",
     "bench",
+    "sim",
     "cluster",
     "l2",
     "doctor",

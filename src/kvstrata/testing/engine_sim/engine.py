@@ -274,7 +274,7 @@ class SimEngine:
                     lora_id=None if request.adapter is None else 1,
                     medium=MEDIUM,
                     lora_name=request.adapter,
-                    extra_keys=[request.extra_key(number) for number in range(first, full)],
+                    extra_keys=request.extra_keys(range(first, full)),
                     group_idx=0,
                     kv_cache_spec_kind=KIND,
                 )

@@ -136,10 +136,13 @@ class SimRequest:
                     keys.append(int.from_bytes(digest, "big"))
         return keys
 
-    def extra_key(self, number: int) -> tuple[str, ...] | None:
-        """What the hash of a block contains besides tokens and the block before: the adapter, and first the salt."""
-        parts = (self.adapter, self.salt if number == 0 else None)
-        return tuple(part for part in parts if part is not None) or None
+    def extra_keys(self, blocks: range) -> list[tuple[str, ...] | None]:
+        """What the hashes of blocks contain besides tokens and the block before: the adapter, and first the salt."""
+        own = None if self.adapter is None else (self.adapter,)
+        found: list[tuple[str, ...] | None] = [own] * len(blocks)
+        if self.salt is not None and 0 in blocks:
+            found[0] = (*(own or ()), self.salt)
+        return found
 
 
 def root_key(adapter: str | None, salt: str | None) -> bytes:
