@@ -12,6 +12,7 @@ import msgspec
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import bare_type
+from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.load import OTHER_ENV
 from kvstrata.config.model import ServerSettings
 
@@ -27,6 +28,7 @@ Settings come from these sources; if several name a setting, the last one in the
   `kv_connector_extra_config`.
 - `lmcache-controller`: defaults, the YAML file of `--config`, `KVSTRATA_CONTROLLER_<SECTION>_<KEY>`
   variables, flags.
+- `lmcache-gateway`: defaults, the YAML file of `--config`, `KVSTRATA_GATEWAY_<SECTION>_<KEY>` variables, flags.
 
 Variables that Kubernetes or Docker set for services (`KVSTRATA_PORT=tcp://10.0.0.1:80`, `…_SERVICE_HOST`) are ignored
 with a note in the log. A wrong key or value stops the start; everything that is wrong is said at once, with what the
@@ -60,6 +62,7 @@ def reference() -> str:
         ("Server", ServerSettings),
         ("vLLM connector and other clients", ClientSettings),
         ("Controller", ControllerSettings),
+        ("Gateway", GatewaySettings),
     ):
         parts.append(f"\n## {title}\n\n| key | values | default | meaning |\n|---|---|---|---|\n")
         parts += [

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from docs.generate.source import GENERATED, table
 from kvstrata.controller.metrics import CONTROLLER_FAMILIES, RENAMED
+from kvstrata.gateway.metrics import GATEWAY_FAMILIES
 from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, Family, renamed
 from kvstrata.policy.store import StorePolicy
 
@@ -84,6 +85,10 @@ def metrics() -> str:
             "\n## Of the controller\n\n`/metrics` on its HTTP port. `instance` is the name of an instance, at most "
             "`max_instances` of them.\n\n",
             table(["metric", "type", "labels", "meaning"], _family_rows(CONTROLLER_FAMILIES)),
+            "\n## Of the gateway\n\n`/metrics` on its port. Tenants and engines are those of the settings, models "
+            "those of the engines; a request that had none of them has an empty word, and beyond 4,096 combinations "
+            "of the three all are `other`.\n\n",
+            table(["metric", "type", "labels", "meaning"], _family_rows(GATEWAY_FAMILIES)),
             "\n## Old names\n\nBefore, each number of the status document was a gauge of its own, with the names of "
             "adapters and words in the metric's name. `--metrics-old-names` (`metrics.old_names`) serves those names "
             "too, in this release for the last time, so that dashboards can be changed one after the other. ADAPTER "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 HANG_S = 30.0
 
@@ -13,3 +13,13 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.001)
+
+
+async def eventually_async(what: str, condition: Callable[[], Awaitable[object]]) -> None:
+    """Return when `await condition()` holds. Raises AssertionError that names `what` after `HANG_S`."""
+    try:
+        async with asyncio.timeout(HANG_S):
+            while not await condition():  # noqa: ASYNC110 (the condition has no event)
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"never: {what}") from None

@@ -16,7 +16,7 @@ PACKAGE = "kvstrata"
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("server", "controller", "connectors", "measure"),
+    ("server", "controller", "gateway", "connectors", "measure"),
     ("client", "p2p"),
     ("testing",),
     ("storage",),
@@ -157,6 +157,7 @@ LIGHT = (
     "cli.ctl_pages",
     "cli.page_top",
     "cli.doctor",
+    "cli.gateway",
     "cli.server",
 )
 """Modules that load no compiled module of ours and no package of `HEAVY` when they are imported."""

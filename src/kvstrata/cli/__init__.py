@@ -14,6 +14,7 @@ usage: kvstrata COMMAND [arguments]
 
   server      run a cache server (also: lmcache-server)
   controller  run a cluster's controller (also: lmcache-controller)
+  gateway     run a proxy before several engines (also: lmcache-gateway)
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
               `ctl pool` lists, frees and dumps pools without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
@@ -68,6 +69,10 @@ def _command(name: str) -> Command | None:
         from kvstrata.cli.controller import main as controller
 
         return controller
+    if name == "gateway":
+        from kvstrata.cli.gateway import main as gateway
+
+        return gateway
     if name == "ctl":
         from kvstrata.cli.ctl import main as ctl
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvstrata.cli.boundary import guarded
 
 SHELLS = ("bash", "zsh", "fish")
-PROGRAMS = ("kvstrata", "lmcache-server", "lmcache-controller")
+PROGRAMS = ("kvstrata", "lmcache-server", "lmcache-controller", "lmcache-gateway")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def programs() -> dict[str, argparse.ArgumentParser]:
     from kvstrata.cli.bench import engine as bench_engine
     from kvstrata.cli.bench import l2 as bench_l2
     from kvstrata.cli.bench import serve as bench_serve
-    from kvstrata.config.flags import controller_parser, server_parser
+    from kvstrata.config.flags import controller_parser, gateway_parser, server_parser
 
     bench = bench_engine.parser()
     _put_below(bench, l2=bench_l2.parser(), serve=bench_serve.parser(), cluster=bench_cluster.parser())
@@ -51,6 +51,7 @@ def programs() -> dict[str, argparse.ArgumentParser]:
         top,
         server=server_parser(),
         controller=controller_parser(),
+        gateway=gateway_parser(),
         ctl=ctl.parser(),
         bench=bench,
         sim=sim.parser(),
@@ -61,7 +62,7 @@ def programs() -> dict[str, argparse.ArgumentParser]:
         doctor=doctor.parser(),
         completion=parser(),
     )
-    return dict(zip(PROGRAMS, (top, server_parser(), controller_parser()), strict=True))
+    return dict(zip(PROGRAMS, (top, server_parser(), controller_parser(), gateway_parser()), strict=True))
 
 
 def _put_below(top: argparse.ArgumentParser, **children: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Command-line flags of `lmcache-server` and `lmcache-controller`: our own flags, and the treatment of LMCache's."""
+"""Command-line flags of server, controller and gateway: our own flags, and the treatment of LMCache's."""
 
 from __future__ import annotations
 
@@ -164,6 +164,31 @@ def controller_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def gateway_parser() -> argparse.ArgumentParser:
+    """The parser of the gateway's flags. A flag that is not given is absent from the namespace."""
+    parser = _Parser(
+        prog="lmcache-gateway",
+        description="An OpenAI-compatible proxy that sends each request to one of several engines.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
+    add("--engine", dest="engines", action="append", metavar="URL",
+        help="an engine: http://HOST:PORT; dns+http://NAME:PORT: all addresses of NAME; repeatable (none)")  # fmt: skip
+    add("--host", dest="http.host", help="address to listen on (127.0.0.1), or unix:PATH")
+    add("--port", dest="http.port", type=_number, help="port (8090)")
+    add("--policy", dest="policy", metavar="NAME",
+        help="how an engine is chosen: least_loaded, round_robin or session (least_loaded)")  # fmt: skip
+    add("--token-file", dest="http.token_file", metavar="FILE",
+        help="file with the bearer token of operators (one that the process makes)")  # fmt: skip
+    add("--drain-s", dest="drain_s", type=_number, metavar="S", help="time for requests at a stop (30)")
+    add("--insecure", dest="insecure", action="store_true",
+        help="serve clients without keys on addresses that other machines reach")  # fmt: skip
+    _add_process(parser)
+    return parser
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """Flags that the server and the controller share."""
     add = parser.add_argument
@@ -177,11 +202,17 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     add("--metrics-old-names", dest="metrics.old_names", action="store_true",
         help="serve metrics under their former names too")  # fmt: skip
+    _add_process(parser)
+
+
+def _add_process(parser: argparse.ArgumentParser) -> None:
+    """Flags that all long-running processes share."""
+    add = parser.add_argument
     add("--log-level", dest="log_level", help="debug, info, warning or error (info)")
     add("--log-format", dest="log_format", help="text, or json for one object a line (text)")
     add("--check", action="store_true", help="check the settings, print them and exit")
     add("--no-supervise", dest="no_supervise", action="store_true",
-        help="run without the parent process that restarts the server, as for systemd")  # fmt: skip
+        help="run without the parent process that restarts this one, as for systemd")  # fmt: skip
     add(
         "--version",
         action="version",
@@ -219,6 +250,14 @@ def parse_server_flags(arguments: Sequence[str]) -> Flags:
 def parse_controller_flags(arguments: Sequence[str]) -> Flags:
     """Parse the controller's command line. Raises nothing: `wrong` of the answer is for `load`."""
     return _parse(controller_parser(), arguments, CONTROLLER_FLAGS, {})
+
+
+def parse_gateway_flags(arguments: Sequence[str]) -> Flags:
+    """Parse the gateway's command line. Raises nothing: `wrong` of the answer is for `load`."""
+    flags = _parse(gateway_parser(), arguments, {}, {})
+    if "engines" in flags.settings:
+        flags.settings["engines"] = [{"url": url} for url in flags.settings["engines"]]
+    return flags
 
 
 def _parse(

@@ -21,6 +21,7 @@ import msgspec
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import Problem, bare_type, canonical, problems
+from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
 from kvstrata.config.pod_links import is_pod_link
@@ -29,8 +30,11 @@ from kvstrata.errors import ConfigError, together
 S = TypeVar("S", bound=msgspec.Struct)
 
 ENV_PREFIX = "KVSTRATA_"
-CONTROLLER_ENV_PREFIX = "KVSTRATA_CONTROLLER_"
-"""Prefix of the controller's variables: it may share an environment with a server, whose ports differ."""
+OWN_ENV_PREFIX: dict[type[msgspec.Struct], str] = {
+    ControllerSettings: "KVSTRATA_CONTROLLER_",
+    GatewaySettings: "KVSTRATA_GATEWAY_",
+}
+"""Prefixes of the variables of processes that may share an environment with a server, whose ports differ."""
 OTHER_ENV = {
     "KVSTRATA_CONFIG_FILE": "path of the YAML file",
     "KVSTRATA_TAKEOVER": "`1` makes LMCache's names of connectors mean ours even if lmcache is installed",
@@ -92,14 +96,16 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (KVSTRATA_CONTROLLER_… for the controller).
+    """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (for controller and gateway see OWN_ENV_PREFIX).
 
     Lists and mappings are written as YAML.  Variables of service links are left out (pod_links.py).  Raises ConfigError
     for all wrong variables; their values are not checked.
     """
     by_name = variables(struct)
     elsewhere = {
-        name for other in (ServerSettings, ClientSettings, ControllerSettings) for name in variables(other)
+        name
+        for other in (ServerSettings, ClientSettings, ControllerSettings, GatewaySettings)
+        for name in variables(other)
     }
     nested: dict[str, Any] = {}
     wrong: list[ConfigError] = []
@@ -110,7 +116,7 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or is_pod_link(name, text):
             continue
         if name not in by_name and name in elsewhere:
-            continue  # server, client and controller may share an environment
+            continue  # server, client, controller and gateway may share an environment
         if name not in by_name:
             says = f"unknown variable{nearest(name, [*by_name, *OTHER_ENV])}"
             wrong.append(ConfigError(f"environment: {name}: {says}", field=name))
@@ -133,7 +139,7 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
 
 def variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
     """The environment variable of every setting below a struct, with its dotted key and type."""
-    prefix = CONTROLLER_ENV_PREFIX if struct is ControllerSettings else ENV_PREFIX
+    prefix = OWN_ENV_PREFIX.get(struct, ENV_PREFIX)
     return {prefix + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
 
 

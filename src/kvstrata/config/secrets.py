@@ -31,7 +31,8 @@ SHOWN = frozenset({
     "advertise", "advertise_url", "allowed_hosts", "controllers", "controller", "endpoints", "engine", "fidelity",
     "eviction_policy", "gpu_copy_engine", "host", "hosts", "http_host", "instance_id", "listen", "load_mode",
     "log_format", "log_level", "monitor_host", "numa", "peer_hosts", "prefix", "request_tenants", "roots",
-    "segment_dir", "snapshot_dir", "socket_dir", "tenant", "types", "url", "user", "zone",
+    "segment_dir", "session_header", "slo", "slo_header", "snapshot_dir", "socket_dir", "tenant",
+    "types", "url", "user", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
     "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint", "s3_num_io_threads",

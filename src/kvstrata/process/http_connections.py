@@ -42,9 +42,19 @@ PROBES = frozenset({"/healthz", "/readyz", "/healthcheck", "/metrics"})
 class Bounds:
     """The connections of one port, and its requests under way."""
 
-    def __init__(self) -> None:
-        self._connections: dict[BoundedProtocol, None] = {}
-        self._idle: dict[BoundedProtocol, None] = {}
+    def __init__(
+        self,
+        most: Callable[[], int] | None = None,
+        *,
+        arrival_s: float | None = None,
+        stalled_s: float | None = None,
+    ) -> None:
+        """`most`: how many connections the port may have now; the times are those of rule 2. None: the usual ones."""
+        self._most = most
+        self._arrival_s = arrival_s
+        self._stalled_s = stalled_s
+        self._connections: dict[Timed, None] = {}
+        self._idle: dict[Timed, None] = {}
         """Connections without a request under way, the longest idle first."""
         self._requests = 0
         self._closed = {"idle": 0, "late": 0, "stalled": 0, "stranger": 0}
@@ -60,29 +70,39 @@ class Bounds:
             **{f"closed_{why}": count for why, count in self._closed.items()},
         }
 
-    def opened(self, connection: BoundedProtocol) -> None:
+    @property
+    def arrival_s(self) -> float:
+        """Time for a request to arrive."""
+        return REQUEST_S if self._arrival_s is None else self._arrival_s
+
+    @property
+    def stalled_s(self) -> float:
+        """Time for a client to read something."""
+        return STALLED_S if self._stalled_s is None else self._stalled_s
+
+    def opened(self, connection: Timed) -> None:
         """A connection was accepted."""
         self._connections[connection] = None
-        if len(self._connections) > max_connections():
+        if len(self._connections) > (self._most or max_connections)():
             self.close(next(iter(self._idle), connection), "idle")
         if connection in self._connections:
             self._idle[connection] = None
 
-    def busy(self, connection: BoundedProtocol) -> None:
+    def busy(self, connection: Timed) -> None:
         """A request of this connection is under way."""
         self._idle.pop(connection, None)
 
-    def idle(self, connection: BoundedProtocol) -> None:
+    def idle(self, connection: Timed) -> None:
         """No request of this connection is under way any more."""
         if connection in self._connections:
             self._idle.setdefault(connection)
 
-    def gone(self, connection: BoundedProtocol) -> None:
+    def gone(self, connection: Timed) -> None:
         """The connection has ended. Idempotent."""
         self._connections.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def close(self, connection: BoundedProtocol, why: str) -> None:
+    def close(self, connection: Timed, why: str) -> None:
         """Cut a connection, for one of the reasons in `stats`."""
         self.gone(connection)
         self._closed[why] += 1
@@ -112,12 +132,14 @@ class Bounds:
         return bounded
 
 
-class BoundedProtocol(H11Protocol):
-    """uvicorn's connection, with time limits that uvicorn lacks."""
+class Timed(asyncio.Protocol):
+    """The time limits of a connection, which uvicorn lacks; a base before uvicorn's own protocol."""
 
     def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._bounds = bounds
+        self.bounds = bounds
+        self.transport: asyncio.Transport
+        self.loop: asyncio.AbstractEventLoop
         self._arrival: asyncio.TimerHandle | None = None
         """Timer that runs while a request arrives."""
         self._stall: asyncio.TimerHandle | None = None
@@ -127,16 +149,45 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         if connection.family == socket.AF_UNIX and not is_ours(connection):
-            self._bounds.close(self, "stranger")
+            self.bounds.close(self, "stranger")
             return
-        self._arrival = self.loop.call_later(REQUEST_S, self._bounds.close, self, "late")
-        self._bounds.opened(self)
+        self.arriving()
+        self.bounds.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_arrival()
+        self.arrived()
         self._stop_stall()
-        self._bounds.gone(self)
+        self.bounds.gone(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self.bounds.stalled_s, self.bounds.close, self, "stalled")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall()
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def arriving(self) -> None:
+        """A request arrives: it has `arrival_s` from the first such call on."""
+        if self._arrival is None:
+            self._arrival = self.loop.call_later(self.bounds.arrival_s, self.bounds.close, self, "late")
+
+    def arrived(self) -> None:
+        """No request is arriving any more."""
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+
+class BoundedProtocol(Timed, H11Protocol):
+    """uvicorn's connection on h11, with bounds."""
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -146,25 +197,6 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         self._look()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self._stall is None:
-            self._stall = self.loop.call_later(STALLED_S, self._bounds.close, self, "stalled")
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stop_stall()
-
-    def _stop_arrival(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
-
-    def _stop_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-
     def _look(self) -> None:
         """Start and stop the timer, and mark the connection busy or idle, by the bytes that have arrived so far."""
         if self.transport.is_closing():
@@ -173,13 +205,13 @@ class BoundedProtocol(H11Protocol):
         between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         whole = self.conn.their_state not in (h11.IDLE, h11.SEND_BODY)
         if whole or (between and self.cycle is not None):
-            self._stop_arrival()
-        elif self._arrival is None:
-            self._arrival = self.loop.call_later(REQUEST_S, self._bounds.close, self, "late")
-        if under_way:
-            self._bounds.busy(self)
+            self.arrived()
         else:
-            self._bounds.idle(self)
+            self.arriving()
+        if under_way:
+            self.bounds.busy(self)
+        else:
+            self.bounds.idle(self)
 
 
 def protocol_of(bounds: Bounds) -> Callable[..., BoundedProtocol]:

@@ -31,6 +31,7 @@ COMMANDS: dict[str, list[str]] = {
     "lmcache-server": ["kvstrata.cli.server", "--l1-size-gb", "nonsense"],
     "lmcache-controller --check": ["kvstrata.cli.controller", "--check"],
     "lmcache-controller": ["kvstrata.cli.controller", "--port", "nonsense"],
+    "lmcache-gateway": ["kvstrata.cli.gateway", "--port", "nonsense"],
     "kvstrata": ["kvstrata"],
     "kvstrata --version": ["kvstrata", "--version"],
     "kvstrata nonsense": ["kvstrata", "nonsense"],

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
     "server",
     "controller",
+    "gateway",
     "ctl",
     "bench",
     "sim",

@@ -12,6 +12,7 @@ from msgspec import inspect
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.flags import parse_server_flags
+from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.secrets import (
     OBJECTS,
@@ -51,7 +52,7 @@ def fields_with_text(struct: type[msgspec.Struct]) -> set[str]:
 
 
 def test_every_field_of_ours_is_shown_or_secret_or_names_a_place_on_purpose() -> None:
-    structs: list[Any] = [ServerSettings, ControllerSettings, ClientSettings, CommonFields]
+    structs: list[Any] = [ServerSettings, ControllerSettings, GatewaySettings, ClientSettings, CommonFields]
     structs += [catalogue.load(point.value).config for point in catalogue.own_points().values()]
     fields = set().union(*map(fields_with_text, structs)) - OBJECTS
     known = {name for name in fields if name in SHOWN or SECRET.search(name) or REFERENCE.search(name)}

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import pytest
 
 from kvstrata import cli
-from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_flags
+from kvstrata.config.flags import Flags, parse_controller_flags, parse_gateway_flags, parse_server_flags
 from tests.unit.repository.test_pages import PAGES, ROOT
 
 BLOCK = re.compile(r"^( *)```(?P<language>\w*)\n(?P<text>.*?)^\1```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`((?:kvstrata|lmcache-server|lmcache-controller|make) [a-z-][^`\n]*)`")
+INLINE = re.compile(r"`((?:kvstrata|lmcache-server|lmcache-controller|lmcache-gateway|make) [a-z-][^`\n]*)`")
 COMMENT = re.compile(r"\s{2,}#.*$")
 LABELS = re.compile(r"kvstrata (aes-gcm|mac|key id)\b")
 """Begin the names of keys in docs/formats.md, which are no commands."""
@@ -30,6 +30,7 @@ PLACEHOLDER = re.compile(r"^[A-Z_]{2,}$")
 PARSERS: dict[str, Callable[[Sequence[str]], Flags]] = {
     "lmcache-server": parse_server_flags,
     "lmcache-controller": parse_controller_flags,
+    "lmcache-gateway": parse_gateway_flags,
 }
 
 
@@ -86,7 +87,7 @@ def stopped_once_parsed() -> Iterator[None]:
 
 def refusal(words: Sequence[str]) -> str:
     """What a program of this project says against its arguments; empty if it accepts them."""
-    if words[1:2] in (["server"], ["controller"]):
+    if words[1:2] in (["server"], ["controller"], ["gateway"]):
         words = [f"lmcache-{words[1]}", *words[2:]]
     parse = PARSERS.get(words[0])
     if parse is not None:

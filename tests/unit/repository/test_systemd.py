@@ -10,11 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.config.flags import controller_parser, server_parser
+from kvstrata.config.flags import controller_parser, gateway_parser, server_parser
 from kvstrata.process.keeper import EXIT_CONFIG, NO_SUPERVISE
 
 UNITS = sorted((Path(__file__).parents[3] / "configs" / "systemd").glob("*.service"))
-PARSERS = {"lmcache-server": server_parser, "lmcache-controller": controller_parser}
+PARSERS = {
+    "lmcache-server": server_parser,
+    "lmcache-controller": controller_parser,
+    "lmcache-gateway": gateway_parser,
+}
 pytestmark = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 
 

@@ -1,0 +1,29 @@
+"""`lmcache-gateway`: the proxy before serving engines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvstrata.cli.boundary import guarded
+from kvstrata.process.keeper import Restarts, keep
+
+
+@guarded("lmcache-gateway")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status (2: settings are wrong, 70: the gateway failed)."""
+    return keep("lmcache-gateway", list(sys.argv[1:] if arguments is None else arguments), serve)
+
+
+def serve(arguments: Sequence[str], restarts: Restarts) -> int:
+    """Run the command in the process that serves. Imports are inside, so that the keeper's process stays small."""
+    from kvstrata.cli.starting import start
+    from kvstrata.config.flags import parse_gateway_flags
+    from kvstrata.config.gateway_model import GatewaySettings
+    from kvstrata.gateway.process import plan, run
+
+    return start("lmcache-gateway", GatewaySettings, parse_gateway_flags(arguments), restarts, plan, run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

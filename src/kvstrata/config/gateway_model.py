@@ -1,0 +1,272 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings
+from kvstrata.config.log_model import LogFormat, LogLevel
+
+
+class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
+    """Settings of the port that clients use instead of an engine's."""
+
+    host: Annotated[str, Meta(min_length=1, description=HTTP_HOST)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 8090
+    token_file: Annotated[
+        str,
+        Meta(
+            description="File with the bearer token of operators, who may ask for /metrics and /gateway/status, "
+            "readable by its owner only. Empty: a token is made at each start, whose file the log names."
+        ),
+    ] = ""
+    max_connections: Annotated[
+        int,
+        Meta(
+            ge=8,
+            le=1_000_000,
+            description="Connections of clients; a further one closes the one that has been idle longest. Each needs "
+            "two descriptors of `ulimit -n`.",
+        ),
+    ] = 16_384
+    max_body_mb: Annotated[
+        float, Meta(gt=0, le=1_024, description="Largest body of a request, in MiB; larger ones get 413.")
+    ] = 64.0
+    arrival_s: Annotated[
+        float,
+        Meta(gt=0, le=3_600, description="Time in which a request must have arrived whole, in seconds."),
+    ] = 60.0
+    stalled_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3_600,
+            description="A client that reads nothing of its answer for so long is cut, in seconds.",
+        ),
+    ] = 60.0
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine, or all engines behind one DNS name."""
+
+    url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(dns\+)?https?://[^\s/?#@]+/?$",
+            extra={
+                "demand": "must be http://HOST:PORT, https://HOST:PORT or dns+http://NAME:PORT, without a path"
+            },
+            description="The engine's URL. `dns+http://NAME:PORT` stands for an engine at each address of NAME, which "
+            "is resolved again every `health.probe_s`: a headless service of Kubernetes, for example.",
+        ),
+    ]
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._:\[\]-]{0,128}$",
+            extra={"demand": "must be at most 128 letters, digits and . _ : - [ ]"},
+            description="Name in logs and metrics; empty: host and port.",
+        ),
+    ] = ""
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="File with the engine's `--api-key`, readable by its owner only; empty: it has none."
+        ),
+    ] = ""
+
+
+class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A class of service: what a request must reach to count as good. 0: any time is good."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra=NAME, description="Name of the class.")
+    ]
+    ttft_ms: Annotated[
+        float, Meta(ge=0, le=86_400_000, description="Longest time to the first token, in milliseconds.")
+    ] = 0.0
+    tpot_ms: Annotated[
+        float,
+        Meta(
+            ge=0, le=86_400_000, description="Longest mean time per token after the first, in milliseconds."
+        ),
+    ] = 0.0
+    e2e_ms: Annotated[
+        float,
+        Meta(ge=0, le=86_400_000, description="Longest time to the end of the answer, in milliseconds."),
+    ] = 0.0
+
+
+class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tenant, known by its API key."""
+
+    name: Annotated[
+        str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$", extra=NAME, description="Name of the tenant.")
+    ]
+    key_file: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="File with the API key that clients send as `Authorization: Bearer KEY`, readable by its owner "
+            "only.",
+        ),
+    ]
+    requests_per_s: Annotated[
+        float,
+        Meta(ge=0, le=1_000_000, description="Requests a second on average; more get 429. 0: any number."),
+    ] = 0.0
+    burst: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000, description="Requests that may come at once before `requests_per_s` holds."),
+    ] = 10
+    max_in_flight: Annotated[
+        int,
+        Meta(ge=0, le=1_000_000, description="Requests under way at a time; more get 429. 0: any number."),
+    ] = 0
+    slo: Annotated[
+        str, Meta(description="Class of service of requests that name none in `slo_header`; empty: none.")
+    ] = ""
+
+
+class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long the gateway waits for an engine."""
+
+    connect_s: Annotated[
+        float, Meta(gt=0, le=3_600, description="For a connection, in seconds; then another engine is tried.")
+    ] = 2.0
+    first_byte_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="From sending a request to the first byte of the answer's body, in seconds.",
+        ),
+    ] = 600.0
+    silence_s: Annotated[
+        float, Meta(gt=0, le=86_400, description="Between two parts of an answer's body, in seconds.")
+    ] = 120.0
+
+
+class RetrySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a request is sent to another engine: only before the first byte of its answer was passed on."""
+
+    attempts: Annotated[
+        int, Meta(ge=1, le=10, description="Engines that a request is sent to at most, the first included.")
+    ] = 3
+    budget_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Retries as a share of all requests; beyond it (and ten at once) a failure is passed on, so "
+            "that retries cannot add to an overload.",
+        ),
+    ] = 0.2
+
+
+class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the gateway knows which engines serve."""
+
+    probe_s: Annotated[
+        float,
+        Meta(
+            ge=0.05,
+            le=3_600,
+            description="Time between two probes of an engine (/health, /v1/models), in seconds.",
+        ),
+    ] = 5.0
+    timeout_s: Annotated[
+        float, Meta(gt=0, le=3_600, description="Time for a probe's answer, in seconds.")
+    ] = 3.0
+    failures: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=100,
+            description="Probes in a row that must fail before an engine gets no more requests. A refused connection "
+            "counts at once.",
+        ),
+    ] = 2
+    abandon_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="Time without an answered probe after which requests that still wait for an engine's first "
+            "byte are sent to others, in seconds.",
+        ),
+    ] = 30.0
+    slow_start_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3_600,
+            description="Time after its return in which an engine's share of requests grows from a quarter to its full "
+            "share, in seconds.",
+        ),
+    ] = 10.0
+
+
+PolicyName = Literal["least_loaded", "round_robin", "session"]
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `lmcache-gateway`."""
+
+    http: GatewayHttpSettings = GatewayHttpSettings()
+    engines: Annotated[
+        list[EngineSettings], Meta(max_length=4_096, description="Engines that requests are sent to.")
+    ] = []
+    policy: Annotated[
+        PolicyName,
+        Meta(
+            description="How an engine is chosen: `least_loaded` takes one with the fewest requests under way, "
+            "`round_robin` one after the other, `session` the same one for all requests of a session while it serves."
+        ),
+    ] = "least_loaded"
+    session_header: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9-]{1,64}$",
+            extra={"demand": "must be the name of a header"},
+            description="Header that names a request's session for the policy `session`; without the header it is the "
+            "body's `prompt_cache_key` or `user`.",
+        ),
+    ] = "x-session-id"
+    slo_header: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9-]{1,64}$",
+            extra={"demand": "must be the name of a header"},
+            description="Header that names a request's class of service.",
+        ),
+    ] = "x-slo-class"
+    slo: Annotated[list[SloSettings], Meta(max_length=16, description="Classes of service.")] = []
+    tenants: Annotated[
+        list[GatewayTenantSettings],
+        Meta(
+            max_length=1_024,
+            description="Tenants; empty: clients need no key, and their `Authorization` goes to the engine.",
+        ),
+    ] = []
+    timeouts: TimeoutSettings = TimeoutSettings()
+    retries: RetrySettings = RetrySettings()
+    health: HealthSettings = HealthSettings()
+    max_in_flight: Annotated[
+        int,
+        Meta(ge=1, le=1_000_000, description="Requests under way at a time; more get 503 with Retry-After."),
+    ] = 16_384
+    drain_s: Annotated[
+        float,
+        Meta(
+            ge=0, le=3_600, description="Time for requests under way when the gateway is stopped, in seconds."
+        ),
+    ] = 30.0
+    insecure: Annotated[
+        bool, Meta(description="Serve clients without keys on addresses that other machines reach.")
+    ] = False
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"

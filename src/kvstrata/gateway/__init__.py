@@ -1,0 +1,1 @@
+"""The gateway: an HTTP proxy before serving engines that speaks their OpenAI-compatible API."""

@@ -1,0 +1,307 @@
+"""The gateway's ASGI application: its own pages, and the paths that are passed on to engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvstrata import __version__
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway import headers as passing
+from kvstrata.gateway.door import Door, Headers, Tenant
+from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
+from kvstrata.gateway.metering import CANCELLED, Meter, Meters
+from kvstrata.gateway.routes import MAX_SESSION_CHARS, ROUTES, Asked, Route, asked, response_of
+from kvstrata.observability.logging import EventLog
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from kvstrata.observability.exposition import Pages
+
+PROBES = frozenset(("/healthz", "/health", "/ping", "/readyz"))
+STATUS = "/gateway/status"
+OPERATORS = frozenset(("/metrics", STATUS))
+UNREAD = frozenset((413, 503))
+"""Statuses of answers that may come before the end of the request's body."""
+SMALL_BYTES = 64 << 10
+MAX_HELD_BYTES = 1 << 30
+"""Bytes of all bodies that the gateway holds at a time."""
+
+
+class App:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        door: Door,
+        fleet: Fleet,
+        meters: Meters,
+        forwarder: Forwarder,
+        status: Callable[[], dict[str, Any]],
+        pages: Pages,
+    ) -> None:
+        self.settings = settings
+        self._door = door
+        self._fleet = fleet
+        self._meters = meters
+        self._forwarder = forwarder
+        self._status = status
+        self._pages = pages
+        self.in_flight = 0
+        """Requests for engines that have not ended."""
+        self.held_bytes = 0
+        """Bytes of their bodies."""
+        self.stopping = False
+        self._idle = asyncio.Event()
+        """Set when the last request under way has ended."""
+        self._numbers = itertools.count()
+        self._log = EventLog("gateway")
+
+    async def idle(self) -> None:
+        """Returns when no request is under way."""
+        while self.in_flight:
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"not HTTP: {scope['type']}")  # uvicorn is told to serve nothing else
+        path, headers = scope["path"], dict(scope["headers"])
+        if path in PROBES:
+            await self._probe(path, send)
+            return
+        failure = self._door.knows_sender(headers, path, operators=path in OPERATORS)
+        if failure is not None:
+            await answer_failure(send, failure, path, close=_unread(headers))
+        elif path in OPERATORS:
+            await self._operators(path, headers, send)
+        else:
+            await self._request(scope, path, headers, receive, send)
+
+    # -- our own pages ---------------------------------------------------------------------------------------
+
+    async def _probe(self, path: str, send: Send) -> None:
+        """`/healthz`: the process answers. The others, which engines have too: an engine serves."""
+        why = ""
+        if path != "/healthz":
+            why = "stopping" if self.stopping else "" if self._fleet.serving("") else "no engine serves"
+        await _json(send, 503 if why else 200, {"ready": not why, "why": why})
+
+    async def _operators(self, path: str, headers: Headers, send: Send) -> None:
+        if not self._door.is_operator(headers, path):
+            says = f"Authorization: {path} needs the operators' token, as `Bearer TOKEN`"
+            await answer_failure(send, Failure(401, "operators_only", says), path)
+        elif path == STATUS:
+            await _json(send, 200, self._status())
+        else:
+            page = self._pages.page(headers.get(b"accept", b"").decode("latin-1"))
+            await _answer(send, 200, page.media_type, page.text)
+
+    async def _models(self, path: str, send: Send) -> None:
+        models = self._fleet.models()
+        if path == "/v1/models":
+            await _json(send, 200, {"object": "list", "data": list(models.values())})
+            return
+        name = path.removeprefix("/v1/models/")
+        if name in models:
+            await _json(send, 200, models[name])
+        else:
+            says = f"model: no engine here has {name!a:.200}"
+            await answer_failure(send, Failure(404, "model_not_found", says, "model"), path)
+
+    # -- requests for engines --------------------------------------------------------------------------------
+
+    async def _request(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
+        tenant = self._door.tenant_of(headers)
+        if isinstance(tenant, Failure):
+            await answer_failure(send, tenant, path, close=_unread(headers))
+            return
+        get = scope["method"] == "GET"
+        if get and (path == "/v1/models" or path.startswith("/v1/models/")):
+            await self._models(path, send)
+            return
+        if get and path == "/version":
+            await _json(send, 200, {"version": __version__})
+            return
+        route = self._route(scope["method"], path)
+        if isinstance(route, Failure):
+            await answer_failure(send, route, path, close=_unread(headers))
+            return
+        meter = self._meters.begin(tenant.name if tenant is not None else "")
+        meter.slo = self._slo_of(headers, tenant)
+        try:
+            await self._admitted(scope, path, route, tenant, meter, headers, receive, send)
+        except Exception as error:  # the boundary of the port: a defect of ours ends one request
+            meter.outcome = "defect"
+            # Not the error's text, which may hold a piece of the prompt.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(place.filename)}:{place.lineno}"
+            self._log.error("request_crashed", path=path, error=type(error).__name__, at=where)
+            with contextlib.suppress(RuntimeError):  # the answer has begun
+                await answer_failure(
+                    send, Failure(500, "defect", "a defect of the gateway; see its log"), path
+                )
+        finally:
+            meter.outcome = meter.outcome or CANCELLED
+            self._meters.end(meter)
+
+    def _route(self, method: str, path: str) -> Route | Failure:
+        if method == "POST" and (route := ROUTES.get(path)) is not None:
+            return route
+        if response_of(path):
+            # Only the response itself can be read; only its cancellation can be posted.
+            if (method == "GET") != path.endswith("/cancel"):
+                return Route(repeatable=method == "GET")
+        elif path not in ROUTES:
+            says = (
+                f"{path!a:.200} is not a path of this gateway; paths that administer an engine, or that only "
+                "one engine answers, must be asked of the engine itself"
+            )
+            return Failure(404, "unknown_path", says)
+        return Failure(405, "wrong_method", f"{method:.20} is not a method of {path:.200}")
+
+    def _slo_of(self, headers: Headers, tenant: Tenant | None) -> str:
+        given = headers.get(self.settings.slo_header.lower().encode(), b"").decode("latin-1")
+        if given in self._meters.slo:
+            return given
+        return tenant.settings.slo if tenant is not None else ""
+
+    async def _admitted(
+        self,
+        scope: Scope,
+        path: str,
+        route: Route,
+        tenant: Tenant | None,
+        meter: Meter,
+        headers: Headers,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Let the request in, if it may come in, and forward it."""
+        word = passing.request_id(headers.get(b"x-request-id", b""))
+        failure: Failure | None = None
+        if self.in_flight >= self.settings.max_in_flight:
+            says = f"{self.in_flight} requests are under way, of at most {self.settings.max_in_flight}"
+            failure = Failure(503, "overloaded", says, retry_after_s=1)
+        elif tenant is not None:
+            failure = tenant.enter(meter.arrived_s)
+        if failure is not None:
+            meter.outcome = failure.code
+            await answer_failure(send, failure, path, word, close=_unread(headers))
+            return
+        self.in_flight += 1
+        try:
+            call = await self._arrived(scope, path, route, word, meter, headers, receive)
+            if isinstance(call, Failure):
+                meter.outcome = call.code
+                await answer_failure(send, call, path, word, close=call.status in UNREAD)
+            elif call is not None:
+                await self._forward(call, receive, send)
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+            self.held_bytes -= meter.body_bytes
+            if tenant is not None:
+                tenant.leave()
+
+    async def _arrived(
+        self,
+        scope: Scope,
+        path: str,
+        route: Route,
+        word: str,
+        meter: Meter,
+        headers: Headers,
+        receive: Receive,
+    ) -> Call | Failure | None:
+        """The request with its whole body; None if the client goes before it has sent it."""
+        body = await self._body(receive, headers, meter)
+        if body is None or isinstance(body, Failure):
+            return body
+        response = response_of(path)
+        read = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
+        if isinstance(read, Failure):
+            return read
+        given = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
+        query = scope["query_string"]
+        return Call(
+            scope,
+            body,
+            path,
+            scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else ""),
+            word,
+            read,
+            given[:MAX_SESSION_CHARS] or read.session,
+            response or read.after_response,
+            meter,
+            next(self._numbers),
+        )
+
+    async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
+        """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""
+        most_bytes = int(self.settings.http.max_body_mb * (1 << 20))
+        says = f"body: larger than {most_bytes} bytes; send less, or raise http.max_body_mb of the gateway"
+        too_large = Failure(413, "body_too_large", says)
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length[:20]) > most_bytes:
+            return too_large
+        parts: list[bytes] = []
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return None
+            part = message.get("body", b"")
+            meter.body_bytes += len(part)
+            self.held_bytes += len(part)
+            if meter.body_bytes > most_bytes:
+                return too_large
+            if self.held_bytes > MAX_HELD_BYTES:
+                says = f"the bodies of all requests under way take {self.held_bytes} bytes"
+                return Failure(503, "overloaded", says, retry_after_s=1)
+            parts.append(part)
+            more = message.get("more_body", False)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
+        try:
+            await self._forwarder.run(call, receive, send)
+        except BrokenOff as error:
+            self._log.repeated(
+                logging.WARNING,
+                "broke_off",
+                "answer_broke_off",
+                request=call.word,
+                reason=error.failure.message,
+            )
+            await call.scope["state"]["connection"].cut(receive)
+
+
+def _unread(headers: Headers) -> bool:
+    """Whether much of a request's body may still arrive, so that the connection must end with the answer."""
+    length = headers.get(b"content-length", b"0")
+    return b"transfer-encoding" in headers or not length.isdigit() or int(length[:20]) > SMALL_BYTES
+
+
+async def _json(send: Send, status: int, value: object) -> None:
+    await _answer(send, status, "application/json", msgspec.json.encode(value))
+
+
+async def _answer(send: Send, status: int, media_type: str, body: bytes) -> None:
+    headers = [(b"content-type", media_type.encode()), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

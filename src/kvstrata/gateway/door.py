@@ -1,0 +1,124 @@
+"""Who may use the gateway's port, and how much at a time.
+
+1. On loopback, where a client needs no key, `Host` must be a name of this port, and a web page that sends a request
+   must be the port's own, as on all our ports (process/http_gate.py).  Otherwise any web page that a user of this
+   machine opens could use the engines.
+2. With tenants in the settings each request must carry a tenant's key; operators' pages need the operators' token.
+3. A tenant's request beyond its rate or its number of requests under way gets 429 with Retry-After.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from kvstrata.config.gateway_model import GatewayTenantSettings
+from kvstrata.gateway.errors import Failure
+from kvstrata.process.http_gate import Access
+
+BEARER = b"bearer "
+MAX_KEY_BYTES = 4_096
+
+Headers = Mapping[bytes, bytes]
+
+
+class Tenant:
+    """One tenant: its settings, and what it uses now."""
+
+    def __init__(self, settings: GatewayTenantSettings, now_s: float) -> None:
+        self.settings = settings
+        self.in_flight = 0
+        self._tokens = float(settings.burst)
+        self._filled_s = now_s
+
+    @property
+    def name(self) -> str:
+        """Its name in metrics."""
+        return self.settings.name
+
+    def enter(self, now_s: float) -> Failure | None:
+        """Let a request in, which must `leave`; or the reason why not."""
+        most = self.settings.max_in_flight
+        if most and self.in_flight >= most:
+            says = f"tenant {self.name} has {self.in_flight} requests under way, of at most {most}; wait for one to end"
+            return Failure(429, "tenant_in_flight", says, retry_after_s=1)
+        rate = self.settings.requests_per_s
+        if rate:
+            passed_s = max(0.0, now_s - self._filled_s)
+            self._tokens = min(float(self.settings.burst), self._tokens + passed_s * rate)
+            self._filled_s = now_s
+            if self._tokens < 1:
+                wait_s = math.ceil((1 - self._tokens) / rate)
+                says = f"tenant {self.name} may send {rate:g} requests a second; come again in {wait_s} s"
+                return Failure(429, "tenant_rate", says, retry_after_s=wait_s)
+            self._tokens -= 1
+        self.in_flight += 1
+        return None
+
+    def leave(self) -> None:
+        """A request that was let in has ended, however."""
+        self.in_flight -= 1
+
+
+class Door:
+    """Belongs to the event loop."""
+
+    def __init__(self, access: Access, now_s: Callable[[], float], *, loopback: bool) -> None:
+        """`loopback`: only this machine reaches the port."""
+        self.access = access
+        self._loopback = loopback
+        self._now_s = now_s
+        self._tenants: dict[bytes, Tenant] = {}
+        """By the digest of the key, so that finding one takes the same time whatever is sent."""
+
+    @property
+    def knows_tenants(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._tenants)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """All tenants."""
+        return list(self._tenants.values())
+
+    def set_tenants(self, tenants: Iterable[tuple[GatewayTenantSettings, str]]) -> None:
+        """Have exactly these tenants, each with its key; those that stay keep what they use."""
+        before = {tenant.name: tenant for tenant in self._tenants.values()}
+        self._tenants = {}
+        for settings, key in tenants:
+            tenant = before.get(settings.name) or Tenant(settings, self._now_s())
+            tenant.settings = settings
+            self._tenants[_digest(key.encode())] = tenant
+
+    def knows_sender(self, headers: Headers, path: str, *, operators: bool = False) -> Failure | None:
+        """Rule 1; None: the sender is known, or its key decides. `operators`: the path is one of theirs."""
+        if not self._loopback or (self._tenants and not operators):
+            return None
+        if not self.access.knows_host(headers.get(b"host", b"").decode("latin-1")):
+            says = "Host: this port does not have that name; add it to http.allowed_hosts of the gateway"
+            return Failure(403, "unknown_host", says)
+        if not self.access.knows_origin(headers, path):
+            says = "Origin: pages of other sites may not use this port; add the site to http.allowed_hosts"
+            return Failure(403, "unknown_origin", says)
+        return None
+
+    def is_operator(self, headers: Headers, path: str) -> bool:
+        """Whether a request may read the operators' pages."""
+        return self.access.is_public(path) or self.access.proven(headers)
+
+    def tenant_of(self, headers: Headers) -> Tenant | Failure | None:
+        """The tenant of a request; None if clients need no key."""
+        if not self._tenants:
+            return None
+        text = headers.get(b"authorization", b"")
+        key = text[len(BEARER) :].strip() if text[: len(BEARER)].lower() == BEARER else b""
+        key = key or headers.get(b"x-api-key", b"")
+        if not key:
+            return Failure(401, "missing_api_key", "Authorization: send your API key as `Bearer KEY`")
+        tenant = self._tenants.get(_digest(key)) if len(key) <= MAX_KEY_BYTES else None
+        return tenant or Failure(401, "invalid_api_key", "Authorization: this API key is not known here")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,322 @@
+"""Connections to engines: HTTP/1.1 on httptools, one request at a time, kept for the next one.
+
+    idle ─▶ request written ─▶ head of the answer ─▶ parts of its body ─▶ end ─▶ idle, or closed
+
+A part of a stream goes from the engine's socket to the client's in one callback, without a task that wakes for each
+token (docs/decisions/0026-gateway-client.md).
+
+Invariants
+1. A part is handed on in the callback that read it, or kept until it is asked for; nothing is read from the socket
+   while the answer is paused, so the engine waits.
+2. A link is used again only if the answer ended where its head said, the engine keeps the connection, and nothing
+   follows.
+3. Closing an answer before its end closes its link: the engine sees that nobody listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import httptools
+
+KEPT_S = 4.0
+"""vLLM closes a connection after 5 s without a request: a link must be given up before that."""
+MAX_HEAD_BYTES = 256 << 10
+MAX_KEPT_PARTS = 64
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Unreachable(Exception):
+    """No connection: the engine has not seen the request."""
+
+
+class LinkBroken(Exception):
+    """The connection ended before the answer did, or what came is not HTTP."""
+
+
+class Address(NamedTuple):
+    """Where an engine listens."""
+
+    host: str
+    port: int
+    tls: bool
+
+
+class Answer(asyncio.Protocol):
+    """A link, and the answer that it carries."""
+
+    def __init__(self, links: Links, address: Address) -> None:
+        self.address = address
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.paused = False
+        self.heard_s = 0.0
+        """When the engine said something, or had to say something from then on (the loop's time)."""
+        self._links = links
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._parser: Any = None
+        self._head_bytes = 0
+        self._parts: list[bytes] = []
+        self._sink: Callable[[bytes], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._in_head = True
+        self._complete = False
+        self._ends_with_link = False
+        """Whether only the end of the connection ends the body."""
+        self._broken: LinkBroken | None = None
+        self.closed = False
+        self.idle_timer: asyncio.TimerHandle | None = None
+
+    # -- for the owner ---------------------------------------------------------------------------------------
+
+    def write(self, request: Iterable[bytes]) -> None:
+        """Begin a request."""
+        self._parser = httptools.HttpResponseParser(self)
+        self.status, self.headers, self._head_bytes = 0, [], 0
+        self._parts, self._sink, self._in_head = [], None, True
+        self._complete = self._ends_with_link = False
+        self._transport.writelines(request)
+
+    async def head(self) -> None:
+        """Wait for the status and the headers. Raises LinkBroken."""
+        while self._in_head:
+            await self._wait()
+
+    async def part(self) -> bytes:
+        """The next part of the body; empty at its end. Raises LinkBroken."""
+        while not self._parts:
+            if self._complete:
+                return b""
+            await self._wait()
+        part = b"".join(self._parts)
+        self._parts.clear()
+        self.resume()
+        return part
+
+    async def whole(self, most_bytes: int) -> bytes:
+        """The body up to so many bytes. Raises LinkBroken."""
+        body = b""
+        while len(body) < most_bytes and (part := await self.part()):
+            body += part
+        return body[:most_bytes]
+
+    async def pass_to(self, sink: Callable[[bytes], None]) -> None:
+        """Hand all further parts to `sink` as they come; returns at the end of the body. Raises LinkBroken."""
+        if self._parts:
+            sink(b"".join(self._parts))
+            self._parts.clear()
+        self._sink = sink
+        self.resume()
+        while not self._complete:
+            await self._wait()
+
+    def pause(self) -> None:
+        """Read no further."""
+        if not self.paused and not self.closed:
+            self.paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self.paused and not self.closed:
+            self.paused = False
+            self.heard_s = self._loop.time()
+            self._transport.resume_reading()
+
+    def end(self) -> None:
+        """The owner is done: keep the link for another request if the answer has ended, else close it. Idempotent."""
+        if self.closed or not self._transport:
+            return
+        self._sink = None
+        keeps = (
+            self._complete
+            and not self._ends_with_link
+            and not self._parts
+            and self._parser.should_keep_alive()
+        )
+        if keeps and not self.paused:
+            self._links.keep(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection now. Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._links.drop(self)
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+        self._waiter = self._loop.create_future()
+        self.heard_s = self._loop.time()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        if self._broken is not None and not self._complete and not self._parts:
+            raise self._broken
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the owner waits for the engine to say something."""
+        return self._waiter is not None and not self.paused
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # -- asyncio's callbacks -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._links.drop(self)
+        if self._ends_with_link and exc is None:
+            self._complete = True
+        elif not self._complete:
+            self._break("the engine closed the connection")
+        self._wake()
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None or self._complete:  # nobody has asked, or more than the answer has come
+            self.close()
+            return
+        self.heard_s = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._break(f"not HTTP: {error}")
+            self.close()
+            self._wake()
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._break(f"a head of more than {MAX_HEAD_BYTES} bytes")
+                self.close()
+                self._wake()
+            return
+        if self._parts and self._sink is not None:
+            part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            self._sink(part)
+            if not self._complete:
+                return
+        elif self._sink is None and len(self._parts) >= MAX_KEPT_PARTS:
+            self.pause()
+        self._wake()
+
+    def eof_received(self) -> bool:
+        return False  # the transport closes itself
+
+    def _break(self, why: str) -> None:
+        self._broken = self._broken or LinkBroken(why)
+
+    # -- httptools' callbacks ----------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """The head has ended; heads of 1xx are passed over."""
+        self.status = self._parser.get_status_code()
+        if self.status < 200:
+            self.headers = []
+            return
+        self._in_head = False
+        names = {name for name, _ in self.headers}
+        framed = b"content-length" in names or b"transfer-encoding" in names
+        self._ends_with_link = not framed and self.status not in (204, 304)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        """The answer has ended."""
+        if not self._in_head and not self._ends_with_link:
+            self._complete = True
+
+
+class Links:
+    """The links of a gateway to all engines. Belongs to the event loop."""
+
+    def __init__(self, connect_s: float) -> None:
+        self.connect_s = connect_s
+        self._idle: dict[Address, list[Answer]] = {}
+        self._open: set[Answer] = set()
+        self._tls: ssl.SSLContext | None = None
+
+    async def send(self, address: Address, request: list[bytes]) -> Answer:
+        """Send a request, on a kept link if there is one; the caller calls `end` of the answer. Raises Unreachable."""
+        idle = self._idle.get(address)
+        answer = idle.pop() if idle else None
+        if answer is None:
+            answer = await self._connect(address)
+        elif answer.idle_timer is not None:
+            answer.idle_timer.cancel()
+            answer.idle_timer = None
+        answer.write(request)
+        return answer
+
+    async def _connect(self, address: Address) -> Answer:
+        loop = asyncio.get_running_loop()
+        if address.tls and self._tls is None:
+            self._tls = await loop.run_in_executor(None, ssl.create_default_context)
+        try:
+            async with asyncio.timeout(self.connect_s):
+                _, answer = await loop.create_connection(
+                    lambda: Answer(self, address),
+                    address.host,
+                    address.port,
+                    ssl=self._tls if address.tls else None,
+                )
+        except TimeoutError:
+            raise Unreachable(f"no connection within {self.connect_s:g} s") from None
+        except OSError as error:  # TLS errors too
+            raise Unreachable(str(error.strerror or error)) from None
+        self._open.add(answer)
+        return answer
+
+    def keep(self, answer: Answer) -> None:
+        """Keep a link that carries nothing, for KEPT_S."""
+        self._idle.setdefault(answer.address, []).append(answer)
+        answer.idle_timer = asyncio.get_running_loop().call_later(KEPT_S, answer.close)
+
+    def drop(self, answer: Answer) -> None:
+        """The link is closed."""
+        self._open.discard(answer)
+        if answer.idle_timer is not None:
+            answer.idle_timer.cancel()
+            answer.idle_timer = None
+            idle = self._idle[answer.address]
+            idle.remove(answer)
+            if not idle:
+                del self._idle[answer.address]
+
+    async def close(self) -> None:
+        """Close all links."""
+        for answer in list(self._open):
+            answer.close()
+
+
+def request_bytes(method: str, target: str, address: Address, headers: Headers, body: bytes) -> list[bytes]:
+    """A request as it is written; the last part is the body itself."""
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    lines = [f"{method} {target} HTTP/1.1\r\nhost: {host}:{address.port}\r\n".encode("latin-1")]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    if body or method == "POST":
+        lines.append(b"content-length: %d\r\n" % len(body))
+    lines.append(b"\r\n")
+    return [b"".join(lines), body] if body else [b"".join(lines)]

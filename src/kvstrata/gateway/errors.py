@@ -1,0 +1,59 @@
+"""Answers of the gateway itself that are errors, in the shape that clients of the API expect.
+
+OpenAI     {"error": {"message", "type", "param", "code"}}
+Anthropic  {"type": "error", "error": {"type", "message"}}      (paths below /v1/messages)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from kvstrata.text import one_line
+
+OPENAI_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"} | {
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+ANTHROPIC_TYPES = OPENAI_TYPES | {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+
+
+class Failure(NamedTuple):
+    """An answer that is an error; the gateway's own, or an engine's."""
+
+    status: int
+    code: str
+    """A word for programs, which is also the reason in metrics."""
+    message: str
+    param: str = ""
+    retry_after_s: int = 0
+    """0: the client is not told when to come again."""
+
+
+def error_body(failure: Failure, path: str) -> bytes:
+    """The JSON body of an answer on this path."""
+    message = one_line(failure.message)
+    if is_anthropic(path):
+        kind = ANTHROPIC_TYPES.get(failure.status, "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
+    error = {
+        "message": message,
+        "type": OPENAI_TYPES.get(failure.status, "server_error"),
+        "param": failure.param or None,
+        "code": failure.code,
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def error_event(failure: Failure, path: str) -> bytes:
+    """The same as an event of a stream, which ends whatever event was cut short."""
+    name = b"event: error\n" if is_anthropic(path) else b""
+    return b"\n\n" + name + b"data: " + error_body(failure, path) + b"\n\n"
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether clients of this path expect Anthropic's shape."""
+    return path.startswith("/v1/messages")

@@ -1,0 +1,194 @@
+"""The engines: which of them serve, which models they have, and how many requests each has.
+
+    NEW ──▶ UP ◀──▶ DOWN            by probes (probing.py) and by refused connections
+     └───────┴───────┴──▶ LEAVING   left out of the settings; ends its requests
+
+Only an engine that is UP gets requests.  After each return its share grows from LEAST_SHARE to 1 within
+`slow_start_s`, since its caches are cold and its first steps compile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvstrata.config.gateway_model import EngineSettings
+from kvstrata.errors import ConfigError
+from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.picking import Candidate
+from kvstrata.observability.logging import EventLog
+
+LEAST_SHARE = 0.25
+DNS = "dns+"
+
+
+class EngineState(enum.Enum):
+    """See the module."""
+
+    NEW = "new"
+    UP = "up"
+    DOWN = "down"
+    LEAVING = "leaving"
+
+
+class Place(NamedTuple):
+    """Where an engine is."""
+
+    name: str
+    address: Address
+    api_key: str = ""
+    """Empty: the engine asks for none."""
+
+
+class ServingEngine:
+    """One engine. Belongs to the event loop."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.state = EngineState.NEW
+        self.reason = "not probed yet"
+        self.models: dict[str, dict[str, Any]] = {}
+        """Its entries of /v1/models, by id."""
+        self.in_flight = 0
+        self.sent = 0
+        self.failed_probes = 0
+        self.probed = asyncio.Event()
+        """Set after the first probe."""
+        self.up_since_s = 0.0
+        self.answered_s = 0.0
+        """When it answered a probe for the last time, or when the gateway first heard of it."""
+        self.waiting: set[asyncio.Timeout] = set()
+        """The time limits of requests that wait for its first byte."""
+        self.returned = False
+        """Whether it has been down since the gateway knows it."""
+
+    @property
+    def name(self) -> str:
+        """Its name in logs and metrics."""
+        return self.place.name
+
+
+class Fleet:
+    """All engines, by name, in the order of the settings."""
+
+    def __init__(self, now_s: Callable[[], float], slow_start_s: float) -> None:
+        self._now_s = now_s
+        self.slow_start_s = slow_start_s
+        self.engines: dict[str, ServingEngine] = {}
+        self._leaving: list[ServingEngine] = []
+        self._log = EventLog("engines")
+
+    def __iter__(self) -> Iterator[ServingEngine]:
+        return iter([*self.engines.values(), *self._leaving])
+
+    def set_places(self, places: Iterable[Place]) -> list[ServingEngine]:
+        """Have exactly these engines; those that stay keep their state. Returns the new ones."""
+        wanted = {place.name: place for place in places}
+        fresh = []
+        kept: dict[str, ServingEngine] = {}
+        for name, place in wanted.items():
+            engine = self.engines.get(name)
+            if engine is None or engine.place.address != place.address:
+                engine = ServingEngine(place)
+                engine.answered_s = self._now_s()
+                fresh.append(engine)
+            engine.place = place
+            kept[name] = engine
+        for engine in self.engines.values():
+            if kept.get(engine.name) is not engine:
+                self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
+                engine.state, engine.reason = EngineState.LEAVING, "no longer in the settings"
+                if engine.in_flight:
+                    self._leaving.append(engine)
+        self.engines = kept
+        return fresh
+
+    def up(self, engine: ServingEngine, models: Mapping[str, dict[str, Any]]) -> None:
+        """A probe was answered."""
+        engine.models = dict(models)
+        engine.failed_probes = 0
+        engine.answered_s = self._now_s()
+        if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
+            return
+        engine.returned = engine.state is EngineState.DOWN
+        engine.state, engine.reason = EngineState.UP, ""
+        engine.up_since_s = self._now_s()
+        self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
+
+    def down(self, engine: ServingEngine, reason: str) -> None:
+        """The engine gets no requests until a probe is answered."""
+        if engine.state is EngineState.LEAVING:
+            return
+        if engine.state is not EngineState.DOWN:
+            self._log.warning("engine_down", engine=engine.name, reason=reason, in_flight=engine.in_flight)
+        engine.state, engine.reason = EngineState.DOWN, reason
+
+    def abandon(self, engine: ServingEngine) -> None:
+        """Requests that wait for this engine's first byte wait no longer."""
+        for limit in list(engine.waiting):
+            limit.reschedule(0.0)
+
+    def began(self, engine: ServingEngine) -> None:
+        """A request is sent to the engine."""
+        engine.in_flight += 1
+        engine.sent += 1
+
+    def ended(self, engine: ServingEngine) -> None:
+        """A request that `began` has ended, however."""
+        engine.in_flight -= 1
+        if engine.state is EngineState.LEAVING and not engine.in_flight and engine in self._leaving:
+            self._leaving.remove(engine)
+
+    def share(self, engine: ServingEngine) -> float:
+        """The share of the usual load that an engine may get now."""
+        if not engine.returned or not self.slow_start_s:
+            return 1.0
+        grown = (self._now_s() - engine.up_since_s) / self.slow_start_s
+        return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
+
+    def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
+        """The engines that are up and have the model (empty: any model), without those in `but`."""
+        without = set(but)
+        return [
+            engine
+            for engine in self.engines.values()
+            if engine.state is EngineState.UP
+            and (not model or model in engine.models)
+            and engine not in without
+        ]
+
+    def candidate(self, engine: ServingEngine) -> Candidate:
+        """What the choice needs to know of an engine."""
+        return Candidate(engine.name, engine.in_flight, self.share(engine))
+
+    def knows_all_models(self) -> bool:
+        """Whether each engine has told its models, so that a model that none has does not exist."""
+        return bool(self.engines) and all(engine.state is EngineState.UP for engine in self.engines.values())
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """The entries of /v1/models of all engines that are up, by id; the first engine's stands for a model."""
+        found: dict[str, dict[str, Any]] = {}
+        for engine in self.serving(""):
+            for name, entry in engine.models.items():
+                found.setdefault(name, entry)
+        return found
+
+
+def place_of(settings: EngineSettings, api_key: str) -> Place:
+    """The place of an engine that the settings name."""
+    parts = urlsplit(settings.url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if not parts.hostname or port is None:
+        raise ConfigError(
+            f"engines: {settings.url!r:.200}: must name a host and a port, as http://HOST:8000",
+            field="engines",
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    address = Address(parts.hostname, port, parts.scheme == "https")
+    return Place(settings.name or f"{host}:{port}", address, api_key)

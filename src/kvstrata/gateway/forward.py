@@ -1,0 +1,366 @@
+"""One request on its way: choose an engine, send, pass the answer on.
+
+    choose ─▶ send ─▶ first bytes of the body ─▶ pass on, part by part ─▶ end
+      ▲         │ failed, or answered 429, 502, 503, 504
+      └─────────┘ another engine, if the request may be repeated
+
+Invariants
+1. The client gets nothing before the first bytes of an answer's body are here, so until then another engine can answer.
+   After that nothing is repeated: an answer that breaks off ends with an error event, if it is a stream of events, and
+   with a cut connection.
+2. When the client goes, the connection to the engine is closed at once, which makes the engine abort the request.
+3. Only a few parts of an answer wait here: while the client does not read, nothing is read from the engine.
+4. Whatever happens, the engine's and the tenant's counts of requests under way go back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway import headers as passing
+from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable, request_bytes
+from kvstrata.gateway.errors import Failure, error_body, error_event
+from kvstrata.gateway.fleet import Fleet, ServingEngine
+from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
+from kvstrata.gateway.picking import pick
+from kvstrata.gateway.retries import RetryBudget
+from kvstrata.gateway.routes import RESPONSES, Asked, response_in
+from kvstrata.observability.logging import EventLog
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from kvstrata.gateway.connections import GatewayProtocol
+
+ELSEWHERE = frozenset((429, 502, 503, 504))
+"""Statuses of an engine that has not begun the request: another one may answer."""
+MAX_ERROR_BYTES = 64 << 10
+MAX_RESPONSES = 1 << 16
+"""Stored responses whose engine is remembered; the oldest are forgotten first."""
+
+
+class Call(NamedTuple):
+    """A request that has arrived whole."""
+
+    scope: Scope
+    body: bytes
+    path: str
+    target: str
+    """Path and query as the client sent them."""
+    word: str
+    """Its id."""
+    asked: Asked
+    session: str
+    response: str
+    """The stored response that the path names, or that the request goes on from."""
+    meter: Meter
+    arrived_over: int
+    """Its number, for `round_robin`."""
+
+
+class Refused(NamedTuple):
+    """An engine's answer, or the lack of one, that another engine may mend."""
+
+    failure: Failure
+    begun: bool
+    """Whether the engine may have begun the request."""
+    status: int = 0
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    """With a status, the engine's own answer, which is passed on if no other engine answers."""
+
+
+class BrokenOff(Exception):
+    """An answer that broke off after its first part was passed on."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Forwarder:
+    """Sends requests to engines. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        fleet: Fleet,
+        meters: Meters,
+        links: Links,
+        now_s: Callable[[], float],
+        *,
+        drop_keys: Callable[[], bool],
+    ) -> None:
+        """`drop_keys`: whether the client's key is for the gateway, so that no engine may see it."""
+        self.settings = settings
+        self._fleet = fleet
+        self._meters = meters
+        self._links = links
+        self._now_s = now_s
+        self._drop_keys = drop_keys
+        self.budget = RetryBudget(settings.retries.budget_share)
+        self.suspect: Callable[[ServingEngine], None] = lambda _: None
+        """Called with an engine whose connection failed, so that it is probed now."""
+        self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._log = EventLog("gateway")
+
+    async def run(self, call: Call, receive: Receive, send: Send) -> None:
+        """Answer a request, until the client goes."""
+        loop = asyncio.get_running_loop()
+        work = loop.create_task(self._answer(call, send), name="forward")
+        gone = loop.create_task(_until_gone(receive), name="client")
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                call.meter.outcome = CANCELLED
+        finally:
+            work.cancel()
+            gone.cancel()
+            await asyncio.wait((work, gone))
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _answer(self, call: Call, send: Send) -> None:
+        self.budget.request()
+        tried: list[ServingEngine] = []
+        last: Refused | None = None
+        while True:
+            engine = self._choose(call, tried)
+            if engine is None:
+                await self._refuse(call, send, last or Refused(self._none_serves(call), begun=False))
+                return
+            if tried and last is not None:
+                if not self.budget.take():
+                    await self._refuse(call, send, last)
+                    return
+                self._meters.retries[last.failure.code] += 1
+            tried.append(engine)
+            call.meter.engine = engine.name
+            self._fleet.began(engine)
+            try:
+                last = await self._attempt(call, engine, send)
+            finally:
+                self._fleet.ended(engine)
+            if last is None:
+                return
+            repeatable = not last.begun or call.asked.repeatable
+            if not repeatable or len(tried) >= self.settings.retries.attempts:
+                await self._refuse(call, send, last)
+                return
+
+    def _choose(self, call: Call, tried: list[ServingEngine]) -> ServingEngine | None:
+        serving = self._fleet.serving(call.asked.model, tried)
+        if not serving:
+            return None
+        made_by = self._responses.get(call.response) if call.response else None
+        for engine in serving:
+            if engine.name == made_by:
+                return engine
+        chosen = pick(
+            self.settings.policy,
+            [self._fleet.candidate(engine) for engine in serving],
+            session=call.session,
+            word=call.word,
+            turn=call.arrived_over,
+        )
+        return serving[chosen]
+
+    def _none_serves(self, call: Call) -> Failure:
+        model = call.asked.model
+        if model and self._fleet.knows_all_models():
+            return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
+        known = sum(1 for _ in self._fleet.engines)
+        says = f"no engine serves now ({known} known)" + (
+            f" that has the model {model!a:.200}" if model else ""
+        )
+        return Failure(503, "no_engine", f"{says}; come again in a second", retry_after_s=1)
+
+    async def _attempt(self, call: Call, engine: ServingEngine, send: Send) -> Refused | None:
+        """Send the request to an engine and pass its answer on; None once an answer was passed on."""
+        answer: Answer | None = None
+        begun_s = self._now_s()
+        try:
+            try:
+                async with self._first_byte(engine):
+                    answer = await self._send(call, engine)
+                    await answer.head()
+                    if answer.status in ELSEWHERE:
+                        return await self._elsewhere(engine, answer)
+                    first = await answer.part()
+            except Unreachable as error:
+                self._failed(engine, f"no connection: {error}")
+                return Refused(
+                    Failure(502, "connect", f"engine {engine.name} cannot be reached"), begun=False
+                )
+            except TimeoutError:
+                waited_s = self._now_s() - begun_s
+                says = f"engine {engine.name} has not answered for {waited_s:.0f} s"
+                return Refused(Failure(504, "first_byte", says), begun=True)
+            except LinkBroken as error:
+                self._failed(engine, f"no answer: {error}")
+                says = f"engine {engine.name} closed the connection, or its answer is not HTTP"
+                return Refused(Failure(502, "no_answer", says), begun=True)
+            await self._pass_on(call, engine, answer, first, send)
+            return None
+        finally:
+            if answer is not None:
+                answer.end()
+
+    @contextlib.asynccontextmanager
+    async def _first_byte(self, engine: ServingEngine) -> AsyncIterator[None]:
+        """Bounds the wait for an engine's first byte; raises TimeoutError also if the engine is given up meanwhile."""
+        async with asyncio.timeout(self.settings.timeouts.first_byte_s) as limit:
+            engine.waiting.add(limit)
+            try:
+                yield
+            finally:
+                engine.waiting.discard(limit)
+
+    async def _send(self, call: Call, engine: ServingEngine) -> Answer:
+        place, raw = engine.place, call.scope["headers"]
+        headers = passing.to_engine(raw, call.word, place.api_key, drop_keys=self._drop_keys())
+        method = call.scope["method"]
+        return await self._links.send(
+            place.address, request_bytes(method, call.target, place.address, headers, call.body)
+        )
+
+    async def _elsewhere(self, engine: ServingEngine, answer: Answer) -> Refused:
+        """What an engine says that cannot take the request now."""
+        body = await answer.whole(MAX_ERROR_BYTES)
+        failure = Failure(answer.status, "engine_busy", f"engine {engine.name} answered {answer.status}")
+        return Refused(failure, False, answer.status, tuple(answer.headers), body)
+
+    def _failed(self, engine: ServingEngine, reason: str) -> None:
+        self._log.repeated(30, engine.name, "engine_failed", engine=engine.name, reason=reason)
+        self.suspect(engine)
+
+    # -- the answer ------------------------------------------------------------------------------------------
+
+    async def _pass_on(
+        self, call: Call, engine: ServingEngine, answer: Answer, first: bytes, send: Send
+    ) -> None:
+        meter = call.meter
+        meter.model = call.asked.model if call.asked.model in engine.models else ""
+        names = dict(answer.headers)
+        stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
+        meter.begins(self._now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
+        self._remember_response(call, engine, first)
+        meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
+        headers = passing.to_client(answer.headers, call.word)
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        watch = _Silence(answer, self.settings.timeouts.silence_s)
+        try:
+            if b"content-length" in names:
+                await self._in_turn(meter, answer, first, send)
+            else:
+                await self._straight(meter, answer, first, call.scope["state"]["connection"])
+        except LinkBroken as error:
+            meter.outcome = "broke_off"
+            says = f"engine {engine.name} broke its answer off"
+            if watch.silent:
+                says = f"engine {engine.name} was silent for {watch.silence_s:g} s"
+            else:
+                self._failed(engine, f"answer broke off: {error}")
+            failure = Failure(502, "broke_off", says)
+            if stream:
+                event = error_event(failure, call.path)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            raise BrokenOff(failure) from None
+        finally:
+            watch.end()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _in_turn(self, meter: Meter, answer: Answer, first: bytes, send: Send) -> None:
+        """Pass on an answer of a known length: a part is read when the client has taken the one before."""
+        part = first
+        while part:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            if part := await answer.part():
+                meter.part(self._now_s(), part)
+
+    async def _straight(self, meter: Meter, answer: Answer, first: bytes, client: GatewayProtocol) -> None:
+        """Pass on an answer whose parts come as they are made, each in the callback that read it."""
+        write, now_s, count = client.write_part, self._now_s, meter.part
+
+        def sink(part: bytes) -> None:
+            write(part)
+            count(now_s(), part)
+
+        client.source = answer
+        try:
+            if first:
+                write(first)
+            await answer.pass_to(sink)
+        finally:
+            client.source = None
+
+    def _remember_response(self, call: Call, engine: ServingEngine, first: bytes) -> None:
+        if call.path == RESPONSES and (made := response_in(first)):
+            self._responses[made] = engine.name
+            if len(self._responses) > MAX_RESPONSES:
+                self._responses.popitem(last=False)
+
+    async def _refuse(self, call: Call, send: Send, refused: Refused) -> None:
+        """Pass an engine's refusal on, or answer with a failure of our own."""
+        call.meter.outcome = refused.failure.code
+        if refused.status:
+            headers = passing.to_client(refused.headers, call.word)
+            headers = [one for one in headers if one[0] != b"content-length"]
+            headers.append((b"content-length", str(len(refused.body)).encode()))
+            await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+            await send({"type": "http.response.body", "body": refused.body})
+        else:
+            await answer_failure(send, refused.failure, call.path, call.word)
+
+
+class _Silence:
+    """Closes an answer whose engine says nothing for `silence_s`; one timer that is set again only when it rings."""
+
+    def __init__(self, answer: Answer, silence_s: float) -> None:
+        self.silent = False
+        self.silence_s = silence_s
+        self._answer = answer
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(silence_s, self._ring)
+
+    def end(self) -> None:
+        """The answer has ended."""
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        waited_s = self._loop.time() - self._answer.heard_s if self._answer.awaited else 0.0
+        if waited_s >= self.silence_s:
+            self.silent = True
+            self._answer.close()
+        else:
+            self._timer = self._loop.call_later(self.silence_s - waited_s, self._ring)
+
+
+async def answer_failure(
+    send: Send, failure: Failure, path: str, word: str = "", *, close: bool = False
+) -> None:
+    """Answer with an error of the gateway's own, and with `close` end the connection after it."""
+    body = error_body(failure, path)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    if failure.retry_after_s:
+        headers.append((b"retry-after", str(failure.retry_after_s).encode()))
+    if word:
+        headers.append((b"x-request-id", word.encode()))
+    if close:
+        headers.append((b"connection", b"close"))
+    with contextlib.suppress(OSError):
+        await send({"type": "http.response.start", "status": failure.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

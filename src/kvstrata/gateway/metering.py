@@ -1,0 +1,159 @@
+"""What is measured of each request: times, tokens, outcomes, and whether its class of service was met.
+
+Parts of an answer are counted, not parsed.  Tokens come from the `usage` that an answer ends with; where it tells none,
+each event of a stream counts as a token.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Mapping
+
+from kvstrata.config.gateway_model import SloSettings
+from kvstrata.observability.metrics import LONG_BUCKETS, SECONDS_BUCKETS, Histogram
+
+MAX_SERIES = 4_096
+"""Most sets of labels; further ones count under OTHER."""
+OTHER = "other"
+OK, CLIENT_ERROR, CANCELLED = "ok", "client_error", "cancelled"
+_USAGE = {
+    "prompt": re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})'),
+    "cached": re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})'),
+    "completion": re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})'),
+}
+_USAGE_TAIL_BYTES = 4_096
+_EVENT = b"data:"
+_ERRORS = (b'data: {"error"', b"event: error", b'{"error"', b'{"object":"error"', b'{"type":"error"')
+
+
+class Series:
+    """Counters and histograms of the requests with the same labels."""
+
+    def __init__(self) -> None:
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.tokens: collections.Counter[str] = collections.Counter()
+        """By kind: prompt, cached (of those of prompts), completion; as far as answers tell."""
+        self.ttft = Histogram(LONG_BUCKETS)
+        self.itl = Histogram(SECONDS_BUCKETS)
+        self.tpot = Histogram(SECONDS_BUCKETS)
+        self.e2e = Histogram(LONG_BUCKETS)
+
+
+class Meter:
+    """One request: from its arrival to its end. `Meters.end` counts it."""
+
+    __slots__ = (
+        *(
+            "arrived_s",
+            "body_bytes",
+            "engine",
+            "events",
+            "failed_inside",
+            "first_s",
+            "last_s",
+            "model",
+            "outcome",
+        ),
+        *("_itl", "_last", "_stream", "slo", "tenant", "usage_tail"),
+    )
+
+    def __init__(self, arrived_s: float, tenant: str) -> None:
+        self.arrived_s = arrived_s
+        self.tenant = tenant
+        self.body_bytes = 0
+        self.model = ""
+        self.engine = ""
+        self.slo = ""
+        self.outcome = ""
+        """A word: `ok`, `client_error`, `cancelled`, or the code of a Failure."""
+        self.first_s = 0.0
+        self.last_s = 0.0
+        self.events = 0
+        self.failed_inside = False
+        """Whether the answer began with an error although its status was 200."""
+        self._stream = False
+        self._itl: Histogram | None = None
+        self._last = b""
+        self.usage_tail = b""
+
+    def begins(self, now_s: float, part: bytes, *, stream: bool, itl: Histogram) -> None:
+        """The first part of the answer's body has come."""
+        self.first_s = self.last_s = now_s
+        self._stream, self._itl = stream, itl
+        self.failed_inside = part[:64].lstrip().startswith(_ERRORS)
+        self.events = part.count(_EVENT) if stream else 0
+        self._last = part
+
+    def part(self, now_s: float, part: bytes) -> None:
+        """A further part has come."""
+        if self._stream:
+            count = part.count(_EVENT)
+            self.events += count
+            if count and self._itl is not None:
+                self._itl.add(now_s - self.last_s)
+        self.last_s = now_s
+        self.usage_tail, self._last = self._last, part
+
+    def tokens(self) -> dict[str, int]:
+        """Tokens by kind, as the answer's end tells them."""
+        tail = self.usage_tail[-_USAGE_TAIL_BYTES:] + self._last[-_USAGE_TAIL_BYTES:]
+        found = {kind: pattern.findall(tail) for kind, pattern in _USAGE.items()}
+        return {kind: int(values[-1]) for kind, values in found.items() if values}
+
+
+class Meters:
+    """All measurements of a gateway. Belongs to the event loop."""
+
+    def __init__(self, slo: Mapping[str, SloSettings], now_s: Callable[[], float]) -> None:
+        self.slo = slo
+        self._now_s = now_s
+        self.series: dict[tuple[str, str, str], Series] = {}
+        """By tenant, model and engine; empty words where a request had none."""
+        self.received: collections.Counter[tuple[str, str]] = collections.Counter()
+        """Requests by tenant and class of service, those included that were refused."""
+        self.met: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.retries: collections.Counter[str] = collections.Counter()
+        """By the code of the Failure before."""
+
+    def begin(self, tenant: str) -> Meter:
+        """A request has arrived."""
+        return Meter(self._now_s(), tenant)
+
+    def of(self, meter: Meter) -> Series:
+        """The series of a request."""
+        labels = meter.tenant, meter.model, meter.engine
+        series = self.series.get(labels)
+        if series is None:
+            if len(self.series) >= MAX_SERIES:
+                labels = OTHER, OTHER, OTHER
+            series = self.series.setdefault(labels, Series())
+        return series
+
+    def end(self, meter: Meter) -> None:
+        """Count a request that has ended."""
+        series = self.of(meter)
+        outcome = "engine_error" if meter.failed_inside and meter.outcome == OK else meter.outcome
+        series.outcomes[outcome] += 1
+        name = (meter.tenant, meter.slo)
+        self.received[name] += 1
+        if outcome != OK or not meter.first_s:
+            return
+        ttft_s, e2e_s = meter.first_s - meter.arrived_s, meter.last_s - meter.arrived_s
+        tokens = meter.tokens()
+        series.tokens.update(tokens)
+        more = tokens.get("completion", meter.events) - 1
+        tpot_s = (meter.last_s - meter.first_s) / more if more > 0 else 0.0
+        series.ttft.add(ttft_s)
+        series.e2e.add(e2e_s)
+        if more > 0:
+            series.tpot.add(tpot_s)
+        if self._is_met(meter.slo, ttft_s, tpot_s, e2e_s):
+            self.met[name] += 1
+
+    def _is_met(self, name: str, ttft_s: float, tpot_s: float, e2e_s: float) -> bool:
+        wanted = self.slo.get(name)
+        if wanted is None:
+            return True
+        pairs = ((ttft_s, wanted.ttft_ms), (tpot_s, wanted.tpot_ms), (e2e_s, wanted.e2e_ms))
+        return all(not limit_ms or 1000 * took_s <= limit_ms for took_s, limit_ms in pairs)

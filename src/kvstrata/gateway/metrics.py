@@ -1,0 +1,141 @@
+"""The gateway's numbers as Prometheus metrics.
+
+Names of tenants and engines come from the settings, names of models from the engines; metering.py bounds their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from kvstrata.gateway.fleet import EngineState, Fleet
+from kvstrata.gateway.metering import Meters, Series
+from kvstrata.observability.exposition import Values, metric_of
+from kvstrata.observability.families import Family
+from kvstrata.observability.logging import log_stats
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_WHOSE = ("tenant", "model", "engine")
+GATEWAY_FAMILIES: dict[str, Family] = {
+    "kvstrata_gateway_requests": Family(
+        "counter",
+        (*_WHOSE, "outcome"),
+        "Requests that have ended, by outcome: `ok`, `client_error` (an engine's 4xx), `engine_error` (an engine's "
+        "5xx, or an error inside a 200), `broke_off`, `cancelled` by the client, or the code of the gateway's refusal.",
+    ),
+    "kvstrata_gateway_ttft_seconds": Family(
+        "histogram", _WHOSE, "Time from a request's arrival to the first byte of its answer's body."
+    ),
+    "kvstrata_gateway_itl_seconds": Family(
+        "histogram", _WHOSE, "Time between two parts of a stream with events."
+    ),
+    "kvstrata_gateway_tpot_seconds": Family(
+        "histogram", _WHOSE, "Mean time per token after the first, of each request."
+    ),
+    "kvstrata_gateway_e2e_seconds": Family(
+        "histogram", _WHOSE, "Time from a request's arrival to the end of its answer."
+    ),
+    "kvstrata_gateway_tokens": Family(
+        "counter",
+        (*_WHOSE, "kind"),
+        "Tokens that answers tell in their `usage`: `prompt`, `cached` (of those), `completion`.",
+    ),
+    "kvstrata_gateway_slo_requests": Family(
+        "counter",
+        ("tenant", "slo"),
+        "Requests received, by class of service; those that were refused included.",
+    ),
+    "kvstrata_gateway_slo_met": Family(
+        "counter",
+        ("tenant", "slo"),
+        "Requests that were answered within the times of their class of service.",
+    ),
+    "kvstrata_gateway_retries": Family(
+        "counter", ("reason",), "Requests sent to a further engine, by what the engine before had done."
+    ),
+    "kvstrata_gateway_retry_budget": Family("gauge", (), "Retries that may be made now."),
+    "kvstrata_gateway_engine_up": Family("gauge", ("engine",), "1 while an engine gets requests, else 0."),
+    "kvstrata_gateway_engine_in_flight": Family("gauge", ("engine",), "Requests under way at an engine."),
+    "kvstrata_gateway_in_flight": Family("gauge", (), "Requests under way."),
+    "kvstrata_gateway_tenant_in_flight": Family("gauge", ("tenant",), "Requests of a tenant under way."),
+    "kvstrata_gateway_http_connections": Family("gauge", (), "Open connections of clients."),
+    "kvstrata_gateway_http_closed_connections": Family(
+        "counter",
+        ("why",),
+        "Connections that the gateway closed: `idle` (the longest idle one, for a new one), `late` (its request did "
+        "not arrive in time), `stalled` (its client read nothing), `stranger` (another user on a unix socket).",
+    ),
+    "kvstrata_gateway_log_lines_dropped": Family(
+        "counter", (), "Log lines dropped because the reader of the log had stopped reading or was gone."
+    ),
+}
+"""All families, in the order in which they are served."""
+
+
+class GatewayCollector:
+    """A collector for a prometheus_client CollectorRegistry."""
+
+    old_names = False
+
+    def __init__(
+        self,
+        meters: Meters,
+        fleet: Fleet,
+        numbers: Callable[[], Mapping[str, float]],
+        tenants: Callable[[], Mapping[str, int]],
+        http: Callable[[], Mapping[str, int]],
+    ) -> None:
+        """`numbers`: those of the families without labels. `tenants`: requests under way. `http`: the port's counts."""
+        self._meters = meters
+        self._fleet = fleet
+        self._numbers = numbers
+        self._tenants = tenants
+        self._http = http
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families now."""
+        samples = self._samples()
+        for name, family in GATEWAY_FAMILIES.items():
+            yield metric_of(name, family, samples[name])
+
+    def _samples(self) -> dict[str, Values]:
+        meters, http, numbers = self._meters, self._http(), self._numbers()
+        series = [(list(labels), one) for labels, one in sorted(meters.series.items())]
+        found: dict[str, Values] = {
+            "kvstrata_gateway_requests": _counted(series, lambda one: one.outcomes),
+            "kvstrata_gateway_tokens": _counted(series, lambda one: one.tokens),
+            "kvstrata_gateway_slo_requests": [
+                (list(name), count) for name, count in sorted(meters.received.items())
+            ],
+            "kvstrata_gateway_slo_met": [(list(name), count) for name, count in sorted(meters.met.items())],
+            "kvstrata_gateway_retries": [([why], count) for why, count in sorted(meters.retries.items())],
+            "kvstrata_gateway_engine_up": [
+                ([one.name], float(one.state is EngineState.UP)) for one in self._fleet.engines.values()
+            ],
+            "kvstrata_gateway_engine_in_flight": [
+                ([one.name], one.in_flight) for one in self._fleet.engines.values()
+            ],
+            "kvstrata_gateway_tenant_in_flight": [
+                ([name], count) for name, count in sorted(self._tenants().items())
+            ],
+            "kvstrata_gateway_http_connections": [([], http.get("connections", 0))],
+            "kvstrata_gateway_http_closed_connections": [
+                ([name.removeprefix("closed_")], count)
+                for name, count in http.items()
+                if name.startswith("closed_")
+            ],
+            "kvstrata_gateway_log_lines_dropped": [([], log_stats()["dropped_lines"])],
+        }
+        for name in ("ttft", "itl", "tpot", "e2e"):
+            found[f"kvstrata_gateway_{name}_seconds"] = [
+                (labels, getattr(one, name)) for labels, one in series
+            ]
+        for name, value in numbers.items():
+            found[f"kvstrata_gateway_{name}"] = [([], value)]
+        return found
+
+
+def _counted(series: Iterable[tuple[list[str], Series]], of: Callable[[Series], Mapping[str, int]]) -> Values:
+    return [([*labels, word], count) for labels, one in series for word, count in sorted(of(one).items())]

@@ -1,0 +1,188 @@
+"""Probes engines, resolves DNS names of engines, and keeps the fleet up to date.
+
+A probe asks `/health` and then `/v1/models`.  What an engine answers is bounded and checked: an engine that says
+something else than a list of models does not serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from kvstrata.config.gateway_model import EngineSettings, HealthSettings
+from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
+from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
+from kvstrata.observability.logging import EventLog
+from kvstrata.process.supervisor import Supervisor
+
+MAX_MODELS_BYTES = 1 << 20
+MAX_ADDRESSES = 1_024
+
+
+class _Models(msgspec.Struct):
+    data: Annotated[list[dict[str, Any]], Meta(max_length=4_096)]
+
+
+class Probing:
+    """Belongs to the event loop; the supervisor owns its tasks."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: HealthSettings,
+        links: Links,
+        supervisor: Supervisor,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self._fleet = fleet
+        self._links = links
+        self._supervisor = supervisor
+        self._now_s = now_s
+        self._engines: list[tuple[EngineSettings, str]] = []
+        """With the key of each."""
+        self._now: dict[ServingEngine, asyncio.Event] = {}
+        self._log = EventLog("probing")
+
+    def set_engines(self, engines: Iterable[tuple[EngineSettings, str]]) -> None:
+        """Have exactly these engines, those of DNS names as they were last resolved."""
+        self._engines = list(engines)
+        resolved = {engine.place for engine in self._fleet.engines.values()}
+        places: list[Place] = []
+        for settings, key in self._engines:
+            if settings.url.startswith(DNS):
+                places += [place for place in resolved if place.name.startswith(f"{_dns_name(settings)}/")]
+            else:
+                places.append(place_of(settings, key))
+        self._have(places)
+
+    def suspect(self, engine: ServingEngine) -> None:
+        """The connection to an engine failed: probe it now. Only the probe decides."""
+        if (now := self._now.get(engine)) is not None:
+            now.set()
+
+    async def keep_resolved(self) -> None:
+        """Resolve the DNS names again and again."""
+        while True:
+            await asyncio.sleep(self.settings.probe_s)
+            await self.resolve()
+
+    async def probed(self) -> None:
+        """Wait until each engine has answered its first probe, or failed it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.timeout_s):
+                for engine in list(self._fleet):
+                    await engine.probed.wait()
+
+    async def resolve(self) -> None:
+        """Resolve the DNS names; a name that cannot be resolved now keeps the engines that it had."""
+        places: list[Place] = []
+        for settings, key in list(self._engines):
+            if not settings.url.startswith(DNS):
+                places.append(place_of(settings, key))
+                continue
+            name = _dns_name(settings)
+            addresses = await self._addresses(settings)
+            if addresses is None:
+                places += [
+                    one.place for one in self._fleet.engines.values() if one.name.startswith(f"{name}/")
+                ]
+            else:
+                plain = urlsplit(settings.url.removeprefix(DNS))
+                places += [
+                    Place(
+                        f"{name}/{address}", Address(address, plain.port or 0, plain.scheme == "https"), key
+                    )
+                    for address in addresses
+                ]
+        self._have(places)
+
+    async def probe(self, engine: ServingEngine) -> None:
+        """Ask an engine whether it serves, and what."""
+        reason, refused = "", False
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                status, _ = await self._get(engine, "/health")
+                if status != 200:
+                    reason = f"/health answers {status}"
+                else:
+                    status, body = await self._get(engine, "/v1/models")
+                    reason = "" if status == 200 else f"/v1/models answers {status}"
+                if not reason:
+                    self._fleet.up(engine, _models_in(body))
+                    return
+        except Unreachable as error:
+            reason, refused = f"cannot be reached: {error}", True
+        except TimeoutError:
+            reason = f"no answer within {self.settings.timeout_s:g} s"
+        except msgspec.DecodeError as error:
+            reason = f"/v1/models answers with something else than a list of models: {error}"
+        except LinkBroken as error:
+            reason = str(error)
+        engine.failed_probes += 1
+        if refused or engine.failed_probes >= self.settings.failures or engine.state is EngineState.NEW:
+            self._fleet.down(engine, reason)
+        if self._now_s() - engine.answered_s >= self.settings.abandon_s:
+            self._fleet.abandon(engine)
+
+    async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
+        key = engine.place.api_key
+        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+        address = engine.place.address
+        answer = await self._links.send(address, request_bytes("GET", path, address, headers, b""))
+        try:
+            await answer.head()
+            return answer.status, await answer.whole(MAX_MODELS_BYTES)
+        finally:
+            answer.end()
+
+    async def _addresses(self, settings: EngineSettings) -> list[str] | None:
+        plain = urlsplit(settings.url.removeprefix(DNS))
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                found = await loop.getaddrinfo(plain.hostname, plain.port, type=socket.SOCK_STREAM)
+        except (OSError, TimeoutError) as error:
+            self._log.repeated(30, settings.url, "name_not_resolved", url=settings.url, reason=str(error))
+            return None
+        return sorted({str(address[0]) for *_, address in found})[:MAX_ADDRESSES]
+
+    def _have(self, places: list[Place]) -> None:
+        for engine in self._fleet.set_places(places):
+            self._now[engine] = asyncio.Event()
+            self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
+
+    async def _keep_probed(self, engine: ServingEngine) -> None:
+        """Probe an engine until it is no longer in the settings."""
+        now = self._now[engine]
+        try:
+            while engine.state is not EngineState.LEAVING:
+                now.clear()
+                await self.probe(engine)
+                engine.probed.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.settings.probe_s):
+                        await now.wait()
+        finally:
+            del self._now[engine]
+
+
+def _models_in(body: bytes) -> dict[str, dict[str, Any]]:
+    """The entries of an answer to /v1/models by id. Raises msgspec.DecodeError."""
+    entries = msgspec.json.decode(body, type=_Models).data
+    found = {one["id"]: one for one in entries if isinstance(one.get("id"), str)}
+    if len(found) != len(entries):
+        raise msgspec.ValidationError("an entry of `data` has no `id`, or two have the same")
+    return found
+
+
+def _dns_name(settings: EngineSettings) -> str:
+    plain = urlsplit(settings.url.removeprefix(DNS))
+    return settings.name or f"{plain.hostname}:{plain.port}"

@@ -1,0 +1,316 @@
+"""The gateway's process: the order in which it starts and stops its parts (process/lifecycle.py).
+
+settings ─▶ port bound ─▶ engines probed once ─▶ HTTP ─▶ ready ─▶ port closed, requests end ─▶ stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from kvstrata import __version__
+from kvstrata.config.changes import Changes, changes, replaced
+from kvstrata.config.gateway_model import EngineSettings, GatewaySettings, GatewayTenantSettings
+from kvstrata.config.tokens import read_bearer_token
+from kvstrata.errors import ConfigError
+from kvstrata.gateway.door import Door
+from kvstrata.gateway.fleet import DNS, Fleet, place_of
+from kvstrata.gateway.metering import Meters
+from kvstrata.observability.logging import current_level, set_level
+from kvstrata.observability.logging import set_up as set_up_logging
+from kvstrata.process.http_gate import Access, is_loopback
+from kvstrata.process.http_token import FIELD, fresh_token
+from kvstrata.process.http_unix import socket_path
+from kvstrata.process.keeper import NOT_RESTARTED, Restarts
+from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
+from kvstrata.process.lifecycle import run as run_process
+from kvstrata.process.listen import Listener, ServedToken, listen
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from kvstrata.gateway.app import App
+    from kvstrata.gateway.engine_link import Links
+    from kvstrata.gateway.forward import Forwarder
+    from kvstrata.gateway.probing import Probing
+    from kvstrata.process.http_connections import Bounds
+
+NEEDED = "httptools"
+"""Module of the extra `gateway`."""
+GC_OBJECTS = 20_000
+"""New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
+RESTART = frozenset(("http.host", "http.port", "http.token_file", "http.max_connections", "log_format"))
+"""Settings that need a restart, beside the rest of `http`."""
+
+
+class Plan(NamedTuple):
+    """Checked settings with the keys in their files; nothing is opened yet."""
+
+    settings: GatewaySettings
+    token: str
+    """Of operators; empty for a unix socket."""
+    engines: list[tuple[EngineSettings, str]]
+    """With the key of each; empty: it has none."""
+    tenants: list[tuple[GatewayTenantSettings, str]]
+
+
+def plan(settings: GatewaySettings) -> Plan:
+    """Check the settings, and read the files that they name. Raises ConfigError."""
+    if importlib.util.find_spec(NEEDED) is None:
+        raise ConfigError(
+            f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
+        )
+    http = settings.http
+    on_socket = socket_path(http.host) is not None
+    if not (on_socket or is_loopback(http.host) or settings.tenants or settings.insecure):
+        raise ConfigError(
+            f"http.host: {http.host!r} is not loopback, and clients need no key: name tenants with keys, or use "
+            "--insecure to serve everybody who reaches this port",
+            field="http.host",
+        )
+    if not settings.engines:
+        raise ConfigError(
+            "engines: none is named; give --engine URL, or `engines` in the file", field="engines"
+        )
+    engines = [
+        (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
+    ]
+    _check_names(engines)
+    tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
+    _refuse_twice("tenants", "name", [one.name for one, _ in tenants])
+    if len({key for _, key in tenants}) < len(tenants):
+        raise ConfigError("tenants: two have the same key; give each its own", field="tenants")
+    _refuse_twice("slo", "name", [one.name for one in settings.slo])
+    classes = {one.name for one in settings.slo}
+    for i, tenant in enumerate(settings.tenants):
+        if tenant.slo and tenant.slo not in classes:
+            known = ", ".join(sorted(classes)) or "none"
+            raise ConfigError(
+                f"tenants[{i}].slo: no class of service is named {tenant.slo!r}; `slo` has {known}",
+                field=f"tenants[{i}].slo",
+            )
+    token = (
+        "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
+    )
+    return Plan(settings, token, engines, tenants)
+
+
+def _key(path: str, field: str) -> str:
+    return read_bearer_token(path, field) if path else ""
+
+
+def _check_names(engines: list[tuple[EngineSettings, str]]) -> None:
+    """Raise ConfigError if two engines are the same, or one has no port."""
+    places = [
+        place_of(msgspec.structs.replace(one, url=one.url.removeprefix(DNS)), key) for one, key in engines
+    ]
+    _refuse_twice("engines", "name", [place.name for place in places])
+    _refuse_twice("engines", "url", [f"{place.address.host}:{place.address.port}" for place in places])
+
+
+def _refuse_twice(field: str, what: str, words: list[str]) -> None:
+    for i, word in enumerate(words):
+        if word in words[:i]:
+            says = f"{field}[{i}].{what}: {word!r:.200} is there twice; leave one out"
+            raise ConfigError(says, field=f"{field}[{i}].{what}")
+
+
+def run(
+    settings: GatewaySettings,
+    *,
+    notes: list[str],
+    reread: Callable[[], GatewaySettings],
+    ready_fd: int = -1,
+    restarts: Restarts = NOT_RESTARTED,
+) -> int:
+    """Run a gateway until SIGTERM or Ctrl-C; returns the exit status. Raises KvstrataError before it is ready.
+
+    `reread` reads the settings again for SIGHUP.
+    """
+    set_up_logging(settings.log_level, settings.log_format)
+    set_up()
+    gateway = Gateway(plan(settings), reread, ready_fd, restarts)
+    for note in notes:
+        gateway.log.warning("setting_noted", note=note)
+    return run_process(gateway)
+
+
+class Gateway(Process):
+    """One gateway process."""
+
+    def __init__(
+        self,
+        checked: Plan,
+        reread: Callable[[], GatewaySettings],
+        ready_fd: int = -1,
+        restarts: Restarts = NOT_RESTARTED,
+    ) -> None:
+        super().__init__("gateway")
+        self._plan = checked
+        self._settings = checked.settings
+        self._reread = reread
+        self._ready_fd = ready_fd
+        self._restarts = restarts
+        self._started_s = time.monotonic()
+        self._app: App
+        self._door: Door
+        self._fleet: Fleet
+        self._links: Links
+        self._meters: Meters
+        self._forwarder: Forwarder
+        self._probing: Probing
+        self._server: uvicorn.Server
+        self._bounds: Bounds
+
+    async def start(self) -> None:
+        """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
+        # Imported here: these need the extra, whose absence `plan` has told.
+        from kvstrata.gateway.app import App
+        from kvstrata.gateway.connections import make_server
+        from kvstrata.gateway.engine_link import Links
+        from kvstrata.gateway.forward import Forwarder
+        from kvstrata.gateway.metrics import GatewayCollector
+        from kvstrata.gateway.probing import Probing
+        from kvstrata.observability.exposition import Pages
+
+        settings, now_s = self._plan.settings, time.monotonic
+        listener = listen(settings.http, flag="--port")
+        self.closers.append(soon(listener.close))
+        self._links = links = Links(settings.timeouts.connect_s)
+        self.closers.append(links.close)
+        self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
+        self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
+        loopback = listener.path is not None or is_loopback(settings.http.host)
+        access = Access(settings.http, self._plan.token)
+        self._door = door = Door(access, now_s, loopback=loopback)
+        door.set_tenants(self._plan.tenants)
+        token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
+        self.closers.append(soon(token.close))
+        self._forwarder = Forwarder(
+            settings, fleet, meters, links, now_s, drop_keys=lambda: door.knows_tenants
+        )
+        self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s)
+        self._forwarder.suspect = probing.suspect
+        pages = Pages(GatewayCollector(meters, fleet, self._numbers, self._tenants_in_flight, self._http))
+        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
+        self._server, self._bounds = make_server(self._app, settings.http)
+        probing.set_engines(self._plan.engines)
+        await probing.resolve()
+        await probing.probed()  # requests that come at once find engines
+        self.supervisor.spawn(probing.keep_resolved(), "resolve")
+        self.supervisor.spawn(self._serve(listener), "http")
+        if settings.insecure and not loopback and not settings.tenants:
+            says = "--insecure: everybody who reaches this port may use the engines"
+            self.log.warning("http_port_open", host=settings.http.host, port=listener.port, note=says)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_OBJECTS)
+        ready = {
+            "pid": os.getpid(),
+            "host": settings.http.host,
+            "http_port": listener.port,
+            "http_socket": str(listener.path or ""),
+            "http_token_file": token.path,
+            "engines": len(fleet.engines),
+            "engines_up": len(fleet.serving("")),
+            "policy": settings.policy,
+            "tenants": len(settings.tenants),
+            "ready_s": round(time.monotonic() - self._started_s, 3),
+        }
+        self.log.info("ready", version=__version__, **ready)
+        tell_ready(self._ready_fd, ready)
+
+    async def _serve(self, listener: Listener) -> None:
+        try:
+            await self._server.serve(sockets=[listener.socket])
+        finally:
+            listener.close()
+
+    @property
+    def drain_s(self) -> float:
+        """Time for requests under way."""
+        return self._settings.drain_s
+
+    def under_way(self) -> dict[str, object]:
+        """A stop waits for requests."""
+        return {"requests": self._app.in_flight}
+
+    def given_up(self) -> dict[str, object]:
+        """Requests that were cut."""
+        return {"requests_cut": self._app.in_flight}
+
+    async def drain(self, drain_s: float) -> None:
+        """Take no new connections, and let requests end."""
+        self._app.stopping = True
+        for server in self._server.servers:
+            server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                await self._app.idle()
+
+    async def reload(self) -> dict[str, object]:
+        """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
+        newer = await self.loop.run_in_executor(None, lambda: plan(self._reread()))
+        before = msgspec.structs.replace(self._settings, log_level=current_level())
+        changed = changes(before, newer.settings)
+        applied = {key for key in changed if not key.startswith("http.") and key not in RESTART}
+        settings = replaced(before, newer.settings, applied)
+        self._settings = settings
+        set_level(settings.log_level)
+        self._fleet.slow_start_s = settings.health.slow_start_s
+        self._meters.slo = {one.name: one for one in settings.slo}
+        self._forwarder.settings = self._app.settings = settings
+        self._forwarder.budget.share = settings.retries.budget_share
+        self._probing.settings = settings.health
+        self._links.connect_s = settings.timeouts.connect_s
+        self._door.set_tenants(newer.tenants)
+        self._probing.set_engines(newer.engines)
+        return Changes(settings, applied, changed - applied).shown()
+
+    def page(self) -> dict[str, Any]:
+        """The gateway at a glance."""
+        fleet, meters = self._fleet, self._meters
+        return {
+            "gateway": {
+                "version": __version__,
+                "policy": self._settings.policy,
+                "restarts": self._restarts.times,
+                "stopping": self._app.stopping,
+                **self._numbers(),
+            },
+            "engines": [
+                {
+                    "name": one.name,
+                    "state": one.state.value,
+                    "reason": one.reason,
+                    "in_flight": one.in_flight,
+                    "sent": one.sent,
+                    "share": round(fleet.share(one), 3),
+                    "models": sorted(one.models)[:64],
+                }
+                for one in fleet
+            ],
+            "slo": [
+                {"tenant": tenant, "slo": name, "requests": count, "met": meters.met[tenant, name]}
+                for (tenant, name), count in sorted(meters.received.items())
+            ],
+            "tenants": self._tenants_in_flight(),
+            "http": self._http(),
+        }
+
+    def _numbers(self) -> dict[str, float]:
+        return {"in_flight": self._app.in_flight, "retry_budget": self._forwarder.budget.left}
+
+    def _tenants_in_flight(self) -> dict[str, int]:
+        return {tenant.name: tenant.in_flight for tenant in self._door.tenants}
+
+    def _http(self) -> dict[str, int]:
+        return self._bounds.stats()

@@ -1,0 +1,129 @@
+"""The engines' paths that the gateway passes on, and what it reads of their requests.
+
+Of a body the gateway reads only what it needs to choose an engine; the engine gets the client's own bytes.  Paths that
+administer an engine (sleep, weights, adapters, caches) are not passed on, since one engine of many would change.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvstrata.gateway.errors import Failure
+
+RESPONSES = "/v1/responses"
+MAX_MODEL_CHARS = 1_024
+MAX_SESSION_CHARS = 1_024
+
+
+class Route(NamedTuple):
+    """What is known of a path."""
+
+    repeatable: bool = True
+    """Whether a request may be sent to a second engine although the first may have begun it."""
+    multipart: bool = False
+    """Whether the body is a form."""
+
+
+_ANY = Route()
+ROUTES: dict[str, Route] = {
+    **dict.fromkeys(
+        (
+            *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens"),
+            *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/v2/embed", "/score", "/rerank"),
+            *(
+                "/classify",
+                "/pooling",
+                "/generative_scoring",
+                "/tokenize",
+                "/detokenize",
+                "/inference/v1/generate",
+            ),
+            *(
+                "/v1/chat/completions/render",
+                "/v1/completions/render",
+                "/v1/responses/render",
+                "/v1/messages/render",
+            ),
+            *("/v1/chat/completions/derender", "/v1/completions/derender", "/v1/chat/completions/batch"),
+            "/cohere/v2/chat",
+        ),
+        _ANY,
+    ),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), Route(multipart=True)),
+    RESPONSES: _ANY,
+}
+"""Paths of POST requests."""
+_OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
+_FORM_MODEL = re.compile(
+    rb'content-disposition:[^\r\n]*;\s*name="?model"?(?:\s*;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n',
+    re.I,
+)
+
+
+class Asked(NamedTuple):
+    """What the gateway reads of a request's body."""
+
+    model: str = ""
+    """Empty: the body names none, and any engine will do."""
+    session: str = ""
+    """Names what the request belongs to; empty: nothing does."""
+    repeatable: bool = True
+    after_response: str = ""
+    """The stored response that this request goes on from, which only the engine that made it knows."""
+
+
+class _Body(msgspec.Struct):
+    model: Any = None
+    user: Any = None
+    prompt_cache_key: Any = None
+    previous_response_id: Any = None
+    store: Any = None
+    background: Any = None
+
+
+_decode = msgspec.json.Decoder(_Body).decode
+
+
+def response_of(path: str) -> str:
+    """The id of the stored response that a path names; empty: none."""
+    match = _OF_RESPONSE.fullmatch(path)
+    return match[1] if match else ""
+
+
+def response_in(part: bytes) -> str:
+    """The id of the response that the first bytes of an answer tell; empty: they tell none."""
+    match = _RESPONSE_ID.search(part, 0, 4_096)
+    return match[1].decode() if match else ""
+
+
+def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
+    """What a body asks for."""
+    if route.multipart:
+        match = _FORM_MODEL.search(body)
+        return _checked(match[1].decode("utf-8", "replace") if match else None, Asked())
+    try:
+        found = _decode(body)
+    except msgspec.ValidationError:
+        return Failure(400, "invalid_body", "The body must be a JSON object.")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Failure(400, "invalid_json", f"The body is not JSON: {error}.")
+    session = next((one for one in (found.prompt_cache_key, found.user) if isinstance(one, str) and one), "")
+    after = found.previous_response_id if isinstance(found.previous_response_id, str) else ""
+    # An engine that stores a response, or works on it in the background, would do both twice.
+    stores = path == RESPONSES and (found.store is not False or bool(found.background))
+    return _checked(
+        found.model, Asked("", session[:MAX_SESSION_CHARS], route.repeatable and not stores, after)
+    )
+
+
+def _checked(model: Any, rest: Asked) -> Asked | Failure:
+    if model is None:
+        return rest
+    if not isinstance(model, str) or len(model) > MAX_MODEL_CHARS:
+        says = f"model: must be a model's name of at most {MAX_MODEL_CHARS} characters, found {model!a:.80}"
+        return Failure(400, "invalid_model", says, "model")
+    return rest._replace(model=model)

@@ -1,0 +1,111 @@
+"""A real `lmcache-gateway` as a child process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import yaml
+
+from tests.harness.daemon import Spawned
+from tests.harness.server_process import ready_line
+from tests.harness.waiting import eventually_async
+
+
+class GatewayProcess(Spawned):
+    """A gateway to start, kill, freeze and stop; `settings` are those of its file, `engines` their URLs.
+
+    Probes come every 0.1 s, unless the settings say otherwise.
+    """
+
+    def __init__(self, folder: Path, engines: Sequence[str], **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / "gateway.log"
+        self.file = folder / "gateway.yaml"
+        self.settings: dict[str, Any] = {
+            "engines": [{"url": url} for url in engines],
+            **settings,
+            "health": {"probe_s": 0.1, "slow_start_s": 0, **settings.get("health", {})},
+            "http": {"port": 0, **settings.get("http", {})},
+        }
+        self.ready: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """URL of its port."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        """Its port."""
+        return int(self.ready["http_port"])
+
+    @property
+    def token(self) -> str:
+        """The operators' token."""
+        return Path(self.ready["http_token_file"]).read_text().strip()
+
+    def write(self) -> None:
+        """Write the settings into the file, which the gateway reads at its start and at SIGHUP."""
+        self.file.write_text(yaml.safe_dump(self.settings))
+
+    def start(self) -> None:
+        """Start the gateway and wait until it is ready. Raises ServerFailed."""
+        self.write()
+        reader, writer = os.pipe()
+        command = (sys.executable, "-m", "kvstrata.cli.gateway", "--no-supervise", "--config", str(self.file))
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                (*command, "--ready-fd", str(writer)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        os.close(writer)
+        self.ready = json.loads(ready_line(reader, self._process, self.log))
+
+    def ends(self) -> int:
+        """Wait until the process has ended; return its exit status."""
+        assert isinstance(self._process, subprocess.Popen)
+        return self._process.wait(60)
+
+    async def status(self, session: aiohttp.ClientSession) -> dict[str, Any]:
+        """The gateway's status page."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        async with session.get(f"{self.url}/gateway/status", headers=headers) as response:
+            assert response.status == 200
+            return dict(await response.json())
+
+    async def until_sample(self, session: aiohttp.ClientSession, sample: str, value: float) -> None:
+        """Wait until /metrics, whose page is up to 0.25 s old, has this value for a sample (name with labels)."""
+
+        async def there() -> bool:
+            return (await self.samples(session)).get(f"kvstrata_gateway_{sample}") == value
+
+        await eventually_async(f"{sample} is {value}", there)
+
+    async def samples(self, session: aiohttp.ClientSession) -> Mapping[str, float]:
+        """The samples of /metrics, by name with labels."""
+        async with session.get(f"{self.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self.kill()

@@ -1,0 +1,42 @@
+"""Fixtures of the tests of a real gateway before scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import ScriptedEngine
+
+Start = Callable[..., Awaitable[GatewayProcess]]
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client without limits of its own."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts engines that are not running yet, and a gateway before them with these settings."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def starter(*engines: ScriptedEngine, **settings: Any) -> GatewayProcess:
+            for engine in engines:
+                if not engine.port:
+                    await stack.enter_async_context(engine)
+            gateway = GatewayProcess(tmp_path, [engine.url for engine in engines], **settings)
+            await asyncio.to_thread(gateway.start)
+            stack.callback(gateway.kill)
+            return gateway
+
+        yield starter

@@ -1,0 +1,348 @@
+"""Who may use a real gateway, how much, and what hostile clients reach."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from kvstrata.cli import gateway as command
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
+from tests.harness.waiting import eventually_async
+from tests.integration.gateway.conftest import Start
+from tests.integration.gateway.test_faults import at_rest
+from tests.integration.gateway.test_proxy import CHAT, ask
+
+pytestmark = pytest.mark.integration
+
+KEYS = {"red": "key-of-the-red-tenant", "blue": "key-of-the-blue-tenant"}
+
+
+def tenants(folder: Path, **more: dict[str, Any]) -> list[dict[str, Any]]:
+    """Settings of the tenants `red` and `blue`; `more` by name."""
+    for name, key in KEYS.items():
+        path = folder / f"{name}.key"
+        path.touch(0o600)
+        path.write_text(key)
+    return [{"name": name, "key_file": str(folder / f"{name}.key"), **more.get(name, {})} for name in KEYS]
+
+
+def bearer(name: str) -> dict[str, str]:
+    """The header with a tenant's key."""
+    return {"Authorization": f"Bearer {KEYS[name]}"}
+
+
+async def test_with_tenants_only_their_keys_open_the_door_and_no_engine_sees_them(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine, tenants=tenants(tmp_path))
+    wrong: list[dict[str, str]] = [
+        {},
+        {"Authorization": "Bearer of-somebody"},
+        {"Authorization": KEYS["red"]},
+    ]
+    for headers in wrong:
+        for send in (
+            session.post(gateway.url + CHAT, json=ask(), headers=headers),
+            _models(gateway, session, headers),
+        ):
+            async with send as response:
+                assert response.status == 401
+                assert (await response.json())["error"]["code"] in ("missing_api_key", "invalid_api_key")
+    for headers in (bearer("red"), {"x-api-key": KEYS["blue"]}):
+        async with session.post(gateway.url + CHAT, json=ask(), headers=headers) as response:
+            assert response.status == 200
+    assert not any({"authorization", "x-api-key"} & set(got.headers) for got in engine.got)
+    for name in KEYS:
+        await gateway.until_sample(session, f'slo_requests_total{{slo="",tenant="{name}"}}', 1)
+    log = gateway.log.read_text()
+    assert not any(key in log for key in KEYS.values())
+    assert "hello" not in log, "no prompt is logged"
+
+
+def _models(gateway: GatewayProcess, session: aiohttp.ClientSession, headers: dict[str, str]) -> Any:
+    return session.get(f"{gateway.url}/v1/models", headers=headers)
+
+
+async def test_a_tenants_limits_hold_for_it_alone_and_refusals_count_as_missed(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    finish = asyncio.Event()
+
+    async def slow(got: Got, line: Line) -> None:
+        if b"slow" in got.body:
+            await finish.wait()
+        await chat(got, line)
+
+    gateway = await start(
+        ScriptedEngine(behaviour=slow),
+        slo=[{"name": "chat", "ttft_ms": 60_000}, {"name": "never", "ttft_ms": 0.001}],
+        tenants=tenants(
+            tmp_path,
+            red={"requests_per_s": 0.001, "burst": 3, "slo": "chat"},
+            blue={"max_in_flight": 2, "slo": "chat"},
+        ),
+    )
+
+    async def status_of(name: str, **more: Any) -> tuple[int, str]:
+        async with session.post(gateway.url + CHAT, json=ask(**more), headers=bearer(name)) as response:
+            document = await response.json()
+            return response.status, document.get("error", {}).get("code", "")
+
+    assert [await status_of("red") for _ in range(4)] == [(200, "")] * 3 + [(429, "tenant_rate")]
+    waiting = [asyncio.create_task(status_of("blue", user="slow")) for _ in range(2)]
+
+    async def both_wait() -> bool:
+        return bool((await gateway.status(session))["tenants"]["blue"] == 2)
+
+    await eventually_async("two are under way", both_wait)
+    assert await status_of("blue") == (429, "tenant_in_flight")
+    finish.set()
+    assert await asyncio.gather(*waiting) == [(200, "")] * 2
+    headers = {**bearer("blue"), "x-slo-class": "never"}
+    async with session.post(gateway.url + CHAT, json=ask(), headers=headers) as response:
+        assert response.status == 200
+    await at_rest(gateway, session)
+    rows = {
+        (row["tenant"], row["slo"]): (row["requests"], row["met"])
+        for row in (await gateway.status(session))["slo"]
+    }
+    assert rows == {("red", "chat"): (4, 3), ("blue", "chat"): (3, 2), ("blue", "never"): (1, 0)}
+
+
+async def test_a_web_page_of_another_site_cannot_use_a_port_without_keys(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine)
+    for headers, code in (
+        ({"Host": "evil.example"}, "unknown_host"),
+        ({"Origin": "https://evil.example"}, "unknown_origin"),
+        ({"Sec-Fetch-Site": "cross-site"}, "unknown_origin"),
+    ):
+        async with session.post(gateway.url + CHAT, json=ask(), headers=headers) as response:
+            assert response.status == 403
+            assert (await response.json())["error"]["code"] == code
+    assert not engine.got
+
+
+async def test_pages_of_operators_need_their_token(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"open_metrics": False})
+    for path in ("/metrics", "/gateway/status"):
+        for headers in ({}, bearer("red")):
+            async with session.get(gateway.url + path, headers=headers) as response:
+                assert response.status == 401
+        async with session.get(
+            gateway.url + path, headers={"Authorization": f"Bearer {gateway.token}"}
+        ) as response:
+            assert response.status == 200
+
+
+BAD_BODIES: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "invalid_json"),
+    "no JSON": (b"{", "invalid_json"),
+    "a list": (b"[1]", "invalid_body"),
+    "a number as model": (b'{"model": 7}', "invalid_model"),
+    "a long model": (b'{"model": "' + b"m" * 2_000 + b'"}', "invalid_model"),
+    "deep": (b'{"a":' + b"[" * 100_000, "invalid_json"),
+    "no UTF-8": (b'{"model": "\xff"}', "invalid_json"),
+}
+
+
+async def test_a_bad_request_gets_an_error_that_says_what_is_wrong(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine, http={"max_body_mb": 0.5})
+    for name, (body, code) in BAD_BODIES.items():
+        for path in (CHAT, "/v1/messages"):
+            async with session.post(gateway.url + path, data=body) as response:
+                assert response.status == 400, name
+                error = (await response.json())["error"]
+                assert error["type"] == "invalid_request_error", name
+                assert error["message"], name
+                if path == CHAT:
+                    assert error["code"] == code, name
+    for method, path, status in (
+        ("POST", "/v1/nonsense", 404),
+        ("POST", "/sleep", 404),
+        ("POST", "/reset_prefix_cache", 404),
+        ("POST", "/v1/load_lora_adapter", 404),
+        ("GET", CHAT, 405),
+        ("DELETE", CHAT, 405),
+        ("POST", "/v1/responses/resp_1", 405),
+        ("POST", "/v1/responses/a%2F..%2F..%2Fsleep/cancel", 404),
+        ("OPTIONS", CHAT, 405),
+    ):
+        async with session.request(method, gateway.url + path, data=b"{}") as response:
+            assert response.status == status, (method, path)
+            assert (await response.json())["error"]["message"], (method, path)
+    async with session.post(gateway.url + CHAT, data=b" " * (1 << 20)) as response:
+        assert response.status == 413
+    assert not engine.got
+    await at_rest(gateway, session)
+
+
+def raw(gateway: GatewayProcess, text: bytes, *, patience_s: float = 30.0) -> bytes:
+    """Send bytes on a connection of their own; return everything that comes until the gateway closes it."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", gateway.port), patience_s) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(text)
+        with contextlib.suppress(OSError):
+            while part := connection.recv(65_536):
+                got += part
+    return got
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+INNER = b"POST /sleep HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+SMUGGLED: dict[str, bytes] = {
+    "both lengths": HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + INNER,
+    "two lengths": HEAD + b"content-length: 0\r\ncontent-length: %d\r\n\r\n" % len(INNER) + INNER,
+    "a length list": HEAD + b"content-length: 0, 5\r\n\r\n" + INNER,
+    "a signed length": HEAD + b"content-length: +5\r\n\r\nabcde",
+    "an odd coding": HEAD + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n" + INNER,
+    "two codings": HEAD + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n" + INNER,
+    "a space before the colon": HEAD + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n" + INNER,
+    "a folded header": HEAD + b"x: a\r\n transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + INNER,
+    "a bare line feed": HEAD + b"x: a\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + INNER,
+    "a null byte": HEAD + b"x: a\0b\r\ncontent-length: 0\r\n\r\n",
+    "a bad chunk length": HEAD + b"transfer-encoding: chunked\r\n\r\n-1\r\n\r\n" + INNER,
+}
+
+
+async def test_no_request_is_smuggled_past_the_gateway(start: Start, session: aiohttp.ClientSession) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine)
+    for name, text in SMUGGLED.items():
+        answer = await asyncio.to_thread(raw, gateway, text)
+        assert not answer or answer.startswith(b"HTTP/1.1 400 "), (name, answer)
+    assert not engine.got, [got.target for got in engine.got]
+    body = b'{"model": "m"}'
+    twice = (
+        HEAD.replace(b"connection: close\r\n", b"") + b"content-length: %d\r\n\r\n" % len(body) + body
+    ) * 2
+    assert (await asyncio.to_thread(raw, gateway, twice[:-1] + b"}" + HEAD + b"\r\n")).count(b" 200 ") == 2
+    assert [got.target for got in engine.got] == [CHAT, CHAT]
+    await at_rest(gateway, session)
+
+
+async def test_bombs_and_slow_clients_cost_only_themselves(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine, http={"arrival_s": 1, "stalled_s": 1, "max_connections": 64})
+    many = b"".join(b"x-%d: %s\r\n" % (i, b"y" * 1_000) for i in range(20_000))
+    answer = await asyncio.to_thread(raw, gateway, HEAD + many + b"content-length: 0\r\n\r\n")
+    assert b" 200 " not in answer
+    assert await asyncio.to_thread(raw, gateway, HEAD + b"content-length: 100\r\n\r\n{") == b"", "cut as late"
+    half = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(100)]
+    try:
+        async with session.post(gateway.url + CHAT, json=ask()) as response:
+            assert response.status == 200
+    finally:
+        for connection in half:
+            connection.close()
+
+    async def much(got: Got, line: Line) -> None:
+        await line.begin()
+        while True:
+            await line.part(b"data: " + b"x" * 65_536 + b"\n\n")
+
+    engine.behaviour = much
+    text = HEAD + b'content-length: 30\r\n\r\n{"model": "m", "stream": true}'
+    with socket.create_connection(("127.0.0.1", gateway.port)) as deaf:
+        deaf.sendall(text)
+        await eventually_async("the deaf client is cut", lambda: _closed(gateway, session, "stalled"))
+    assert _resident_mb(gateway.pid) < 400
+    await at_rest(gateway, session)
+
+
+async def _closed(gateway: GatewayProcess, session: aiohttp.ClientSession, why: str) -> bool:
+    samples = await gateway.samples(session)
+    return samples[f'kvstrata_gateway_http_closed_connections_total{{why="{why}"}}'] >= 1
+
+
+def _resident_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
+
+
+async def test_a_gateway_that_is_killed_leaves_the_clients_of_another_alone(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine()
+    first = await start(engine)
+    second = GatewayProcess(tmp_path / "second", [engine.url])
+    await asyncio.to_thread(second.start)
+    try:
+
+        async def load() -> list[int]:
+            statuses = []
+            for _ in range(50):
+                async with session.post(second.url + CHAT, json=ask(True)) as response:
+                    await response.read()
+                    statuses.append(response.status)
+            return statuses
+
+        async def doomed() -> None:
+            with contextlib.suppress(aiohttp.ClientError):
+                while True:
+                    async with session.post(first.url + CHAT, json=ask(True)) as response:
+                        await response.read()
+
+        cut = [asyncio.create_task(doomed()) for _ in range(8)]
+        loads = [asyncio.create_task(load()) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        first.kill()
+        assert await asyncio.gather(*loads) == [[200] * 50] * 4
+        await asyncio.gather(*cut)
+        await at_rest(second, session)
+    finally:
+        second.kill()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"engines": []}, "engines: none is named; give --engine URL"),
+        ({"engines": [{"url": "ftp://a:1"}]}, "engines[0].url"),
+        ({"engines": [{"url": "http://a"}]}, "must name a host and a port"),
+        (
+            {"engines": [{"url": "http://a:1"}, {"url": "http://a:1"}]},
+            "engines[1].name: 'a:1' is there twice",
+        ),
+        ({"http": {"host": "0.0.0.0", "port": 0}}, "is not loopback, and clients need no key"),
+        ({"policy": "fastest"}, "must be one of least_loaded, round_robin, session"),
+        (
+            {"tenants": [{"name": "a", "key_file": "/nonexistent"}]},
+            "tenants[0].key_file: /nonexistent: cannot be read",
+        ),
+        ({"polcy": "session"}, "polcy"),
+    ],
+)
+def test_wrong_settings_stop_the_start_with_one_line(
+    tmp_path: Path, settings: dict[str, Any], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text(yaml.safe_dump({"engines": [{"url": "http://127.0.0.1:1"}], **settings}))
+    assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 2
+    error = capfd.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_the_file_to_start_from_is_sound(capfd: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[3] / "configs" / "gateway.yaml"
+    assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 0
+    assert '"url": "http://127.0.0.1:8002"' in capfd.readouterr().out

@@ -1,0 +1,289 @@
+"""What clients get through a real gateway from engines that answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from yarl import URL
+
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat, delta
+from tests.harness.waiting import eventually_async
+from tests.integration.gateway.conftest import Start
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(stream: bool = False, **more: Any) -> dict[str, Any]:
+    """The body of a chat completion."""
+    return {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": stream, **more}
+
+
+async def test_the_engine_gets_the_clients_bytes_and_the_client_the_engines(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    engine = ScriptedEngine()
+    gateway = await start(engine)
+    body = json.dumps(ask(odd=[1, {"ü": "\U0001f600"}])).encode() + b"  "
+    headers = {
+        "Authorization": "Bearer of-the-engine",
+        "X-Request-Id": "mine-1",
+        "X-Custom": "kept",
+        "Connection": "x-hop",
+        "X-Hop": "dropped",
+        "TE": "trailers",
+    }
+    target = URL(f"{gateway.url}{CHAT}?a=1%2F2&b", encoded=True)
+    async with session.post(target, data=body, headers=headers) as response:
+        assert response.status == 200
+        assert response.headers["x-request-id"] == "mine-1"
+        assert (await response.json())["id"] == "chatcmpl-1"
+    [got] = engine.got
+    assert (got.method, got.target, got.body) == ("POST", f"{CHAT}?a=1%2F2&b", body)
+    assert got.headers["authorization"] == "Bearer of-the-engine"
+    assert (got.headers["x-request-id"], got.headers["x-custom"]) == ("mine-1", "kept")
+    assert not {"x-hop", "te", "transfer-encoding"} & set(got.headers)
+    async with session.post(gateway.url + CHAT, json=ask(stream=True)) as response:
+        assert response.content_type == "text/event-stream"
+        events = (await response.read()).split(b"\n\n")
+    assert [json.loads(one[6:])["choices"][0]["delta"]["content"] for one in events[:5]] == list("abcde")
+    assert events[6:] == [b"data: [DONE]", b""]
+    await gateway.until_sample(session, f"requests_total{{{engine_model_outcome(engine, 'ok')}}}", 2)
+    for kind, count in {"prompt": 22, "cached": 14, "completion": 10}.items():
+        of_kind = f'engine="{engine.name}",kind="{kind}",model="m",tenant=""'
+        await gateway.until_sample(session, f"tokens_total{{{of_kind}}}", count)
+    labels = f'engine="{engine.name}",model="m",tenant=""'
+    await gateway.until_sample(session, f"ttft_seconds_count{{{labels}}}", 2)
+
+
+def engine_model_outcome(engine: ScriptedEngine, outcome: str) -> str:
+    """Labels of a series of `kvstrata_gateway_requests_total`."""
+    return f'engine="{engine.name}",model="m",outcome="{outcome}",tenant=""'
+
+
+async def test_parts_of_a_stream_come_as_they_are_made(start: Start, session: aiohttp.ClientSession) -> None:
+    heard = asyncio.Event()
+
+    async def stepwise(got: Got, line: Line) -> None:
+        await line.begin()
+        for text in "ab":
+            await line.event(delta(text))
+            await heard.wait()
+            heard.clear()
+        await line.end()
+
+    gateway = await start(ScriptedEngine(behaviour=stepwise))
+    async with session.post(gateway.url + CHAT, json=ask(stream=True)) as response:
+        for text in "ab":
+            part = await response.content.readuntil(b"\n\n")
+            assert json.loads(part[6:]) == delta(text)
+            heard.set()
+        assert await response.content.read() == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_hears_at_once_that_the_client_has_gone(
+    start: Start, session: aiohttp.ClientSession, stream: bool
+) -> None:
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def endless(got: Got, line: Line) -> None:
+        if stream:
+            await line.begin()
+            await line.event(delta("a"))
+        begun.set()
+        await line.gone()
+        gone.set()
+
+    engine = ScriptedEngine(behaviour=endless)
+    gateway = await start(engine)
+    request = asyncio.create_task(session.post(gateway.url + CHAT, json=ask(stream=stream)))
+    await begun.wait()
+    if stream:
+        (await request).close()
+    else:
+        request.cancel()
+    async with asyncio.timeout(30):
+        await gone.wait()
+
+    async def counted() -> bool:
+        status = await gateway.status(session)
+        samples = await gateway.samples(session)
+        outcome = engine_model_outcome(engine, "cancelled")
+        if not stream:  # the engine had not answered yet, and only an answer tells that it has the model
+            outcome = outcome.replace('model="m"', 'model=""')
+        counts = [engine["in_flight"] for engine in status["engines"]] + [status["gateway"]["in_flight"]]
+        return samples.get(f"kvstrata_gateway_requests_total{{{outcome}}}") == 1 and counts == [0, 0]
+
+    await eventually_async("the request has ended", counted)
+
+
+async def test_models_are_merged_and_requests_go_where_their_model_is(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    one, two = ScriptedEngine("m", "m-lora"), ScriptedEngine("m", "other")
+    gateway = await start(one, two)
+    async with session.get(f"{gateway.url}/v1/models") as response:
+        assert sorted(entry["id"] for entry in (await response.json())["data"]) == ["m", "m-lora", "other"]
+    async with session.get(f"{gateway.url}/v1/models/other") as response:
+        assert (await response.json())["id"] == "other"
+    for _ in range(3):
+        for model in ("m-lora", "other"):
+            async with session.post(gateway.url + CHAT, json=ask(model=model)) as response:
+                assert response.status == 200
+    assert [got.document["model"] for got in one.got] == ["m-lora"] * 3
+    assert [got.document["model"] for got in two.got] == ["other"] * 3
+    async with session.post(gateway.url + CHAT, json=ask(model="absent")) as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "model_not_found"
+    form = aiohttp.FormData()
+    form.add_field("file", b"\0" * 100_000, filename="a.wav")
+    form.add_field("model", "other")
+
+    async def transcribe(got: Got, line: Line) -> None:
+        await line.answer({"text": "hello"})
+
+    one.behaviour = two.behaviour = transcribe
+    async with session.post(f"{gateway.url}/v1/audio/transcriptions", data=form) as response:
+        assert await response.json() == {"text": "hello"}
+    assert two.got[-1].target == "/v1/audio/transcriptions"
+
+
+async def test_policies_choose_as_they_say(start: Start, session: aiohttp.ClientSession) -> None:
+    engines = [ScriptedEngine() for _ in range(3)]
+    gateway = await start(*engines, policy="session")
+    for session_id in ("s1", "s2", "s3", "s4"):
+        for body in (ask(), ask(user="somebody else")):
+            headers = {"x-session-id": session_id}
+            async with session.post(gateway.url + CHAT, json=body, headers=headers) as response:
+                assert response.status == 200
+    by_session: dict[str, set[str]] = {}
+    for engine in engines:
+        for got in engine.got:
+            by_session.setdefault(got.headers["x-session-id"], set()).add(engine.name)
+    assert [len(names) for names in by_session.values()] == [1] * 4
+    gateway.settings["policy"] = "round_robin"
+    gateway.write()
+    gateway.signal(signal.SIGHUP)
+    await eventually_async("reloaded", lambda: _logged(gateway.log, "reloaded changed=policy"))
+    before = [len(engine.got) for engine in engines]
+    for _ in range(6):
+        async with session.post(gateway.url + CHAT, json=ask(user="one session")) as response:
+            assert response.status == 200
+    assert [len(engine.got) - count for engine, count in zip(engines, before, strict=True)] == [2, 2, 2]
+
+
+async def _logged(log: Path, text: str) -> bool:
+    return text in await asyncio.to_thread(log.read_text)
+
+
+async def test_a_reload_brings_engines_and_lets_others_finish(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    finish = asyncio.Event()
+
+    async def slow(got: Got, line: Line) -> None:
+        await finish.wait()
+        await chat(got, line)
+
+    old, new = ScriptedEngine(behaviour=slow), ScriptedEngine()
+    gateway = await start(old)
+    await new.start()
+    try:
+        request = asyncio.create_task(session.post(gateway.url + CHAT, json=ask()))
+        await eventually_async("the request is under way", lambda: _has(old, 1))
+        gateway.settings["engines"] = [{"url": new.url}]
+        gateway.write()
+        gateway.signal(signal.SIGHUP)
+        await eventually_async("the new engine is up", lambda: _up(gateway, session, new))
+        async with session.post(gateway.url + CHAT, json=ask()) as response:
+            assert response.status == 200
+        assert len(new.got) == 1
+        finish.set()
+        assert (await request).status == 200
+        names = [engine["name"] for engine in (await gateway.status(session))["engines"]]
+        assert names == [new.name]
+        gateway.settings["engines"] = []
+        gateway.write()
+        gateway.signal(signal.SIGHUP)
+        await eventually_async(
+            "the fault is logged",
+            lambda: _logged(gateway.log, 'reload_failed reason="engines: none is named'),
+        )
+        async with session.post(gateway.url + CHAT, json=ask()) as response:
+            assert response.status == 200
+    finally:
+        await new.stop()
+
+
+async def _has(engine: ScriptedEngine, count: int) -> bool:
+    return len(engine.got) == count
+
+
+async def _up(gateway: Any, session: aiohttp.ClientSession, engine: ScriptedEngine) -> bool:
+    states = {one["name"]: one["state"] for one in (await gateway.status(session))["engines"]}
+    return states.get(engine.name) == "up"
+
+
+async def test_a_stop_lets_requests_end_and_takes_no_new_ones(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    finish = asyncio.Event()
+
+    async def slow(got: Got, line: Line) -> None:
+        await line.begin()
+        await line.event(delta("a"))
+        await finish.wait()
+        await line.event(delta("b"))
+        await line.end()
+
+    engine = ScriptedEngine(behaviour=slow)
+    gateway = await start(engine)
+    async with session.post(gateway.url + CHAT, json=ask(stream=True)) as response:
+        assert await response.content.readuntil(b"\n\n")
+        gateway.signal(signal.SIGTERM)
+        await eventually_async("the stop waits", lambda: _logged(gateway.log, "stop_waits requests=1"))
+        with pytest.raises(aiohttp.ClientConnectorError):
+            async with aiohttp.ClientSession() as other:
+                await other.post(gateway.url + CHAT, json=ask())
+        finish.set()
+        assert (await response.read()).endswith(b'"b"}}]}\n\n')
+    assert await asyncio.to_thread(gateway.ends) == 0
+    assert "requests_cut=0" in gateway.log.read_text()
+
+
+async def test_a_stored_response_is_asked_of_the_engine_that_made_it(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    def behaviour(number: int) -> Any:
+        async def respond(got: Got, line: Line) -> None:
+            await line.answer({"id": f"resp_{number}", "object": "response"})
+
+        return respond
+
+    engines = [ScriptedEngine(behaviour=behaviour(number)) for number in range(3)]
+    gateway = await start(*engines, policy="round_robin")
+    for _ in engines:
+        async with session.post(f"{gateway.url}/v1/responses", json={"model": "m", "input": "x"}) as response:
+            assert response.status == 200
+    for number, engine in enumerate(engines):
+        name = f"resp_{number}"
+        async with session.get(f"{gateway.url}/v1/responses/{name}") as response:
+            assert response.status == 200
+        async with session.post(f"{gateway.url}/v1/responses/{name}/cancel") as response:
+            assert response.status == 200
+        body = {"model": "m", "input": "y", "previous_response_id": name}
+        async with session.post(f"{gateway.url}/v1/responses", json=body) as response:
+            assert response.status == 200
+        assert [got.target for got in engine.got[1:]] == [
+            f"/v1/responses/{name}",
+            f"/v1/responses/{name}/cancel",
+            "/v1/responses",
+        ]

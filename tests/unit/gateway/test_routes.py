@@ -1,0 +1,136 @@
+"""What the gateway reads of bodies and paths."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.headers import request_id, to_client, to_engine
+from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, response_in, response_of
+
+CHAT = "/v1/chat/completions"
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+BODIES = st.dictionaries(
+    st.sampled_from(
+        ("model", "user", "prompt_cache_key", "previous_response_id", "store", "messages", "stream")
+    )
+    | st.text(max_size=8),
+    JSON,
+)
+
+
+@given(BODIES)
+def test_what_is_read_is_what_json_says(body: dict[str, Any]) -> None:
+    read = asked(CHAT, ROUTES[CHAT], json.dumps(body).encode())
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        assert isinstance(read, Failure) and (read.status, read.param) == (400, "model")
+        return
+    assert isinstance(read, Asked)
+    assert read.model == (model or "")
+    words = [body.get(name) for name in ("prompt_cache_key", "user")]
+    assert read.session == next((word for word in words if isinstance(word, str) and word), "")
+    assert read.repeatable
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_get_an_answer(body: bytes) -> None:
+    for path in (CHAT, RESPONSES, "/v1/audio/transcriptions"):
+        read = asked(path, ROUTES[path], body)
+        assert isinstance(read, Asked) or (read.status == 400 and read.message)
+
+
+@given(BODIES)
+def test_a_response_that_an_engine_stores_is_not_repeated(body: dict[str, Any]) -> None:
+    read = asked(RESPONSES, ROUTES[RESPONSES], json.dumps({**body, "model": "m"}).encode())
+    assert isinstance(read, Asked)
+    assert read.repeatable == (body.get("store") is False and not body.get("background"))
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/v1/responses/resp_1", "resp_1"),
+        ("/v1/responses/resp_1/cancel", "resp_1"),
+        ("/v1/responses/", ""),
+        ("/v1/responses/a/b", ""),
+        ("/v1/responses/../x", ""),
+        ("/v1/responses/resp_1\n", ""),
+        ("/v1/responses", ""),
+    ],
+)
+def test_paths_of_stored_responses(path: str, found: str) -> None:
+    assert response_of(path) == found
+
+
+def test_the_id_of_a_response_is_found_at_its_beginning_only() -> None:
+    assert (
+        response_in(b'event: response.created\ndata: {"type":"x","response":{"id":"resp_7","a":1}}')
+        == "resp_7"
+    )
+    assert response_in(b" " * 5_000 + b'{"id":"resp_7"}') == ""
+
+
+@given(st.text(st.characters(codec="latin-1", exclude_characters="\r\n\0"), max_size=300))
+def test_a_forms_model_is_found(value: str) -> None:
+    text = value.encode()
+    part = b'--b\r\nContent-Disposition: form-data; name="%s"\r\n%s\r\n%b\r\n'
+    form = part % (b"file", b"Content-Type: audio/wav\r\n", b'name="model"\r\n\0') + part % (
+        b"model",
+        b"",
+        text,
+    )
+    read = asked("/v1/audio/transcriptions", ROUTES["/v1/audio/transcriptions"], form + b"--b--\r\n")
+    assert isinstance(read, Asked) and read.model == value
+
+
+@given(st.binary(max_size=300))
+def test_an_id_of_a_request_fits_into_a_header_and_a_line(given_id: bytes) -> None:
+    word = request_id(given_id)
+    assert 0 < len(word) <= 128 and word.isascii() and word.isprintable()
+    if 0 < len(given_id) <= 128 and given_id.isascii() and given_id.decode().isprintable():
+        assert word == given_id.decode()
+
+
+def test_headers_of_a_connection_end_at_the_gateway() -> None:
+    raw = [
+        (b"host", b"gateway"),
+        (b"connection", b"close, X-Secret"),
+        (b"x-secret", b"1"),
+        (b"transfer-encoding", b"chunked"),
+        (b"content-length", b"9"),
+        (b"authorization", b"Bearer of-the-client"),
+        (b"x-request-id", b"theirs"),
+        (b"accept", b"a"),
+        (b"accept", b"b"),
+    ]
+    up = to_engine(raw, "ours", "", drop_keys=False)
+    assert sorted(up) == [
+        (b"accept", b"a"),
+        (b"accept", b"b"),
+        (b"authorization", b"Bearer of-the-client"),
+        (b"x-request-id", b"ours"),
+    ]
+    assert b"authorization" not in dict(to_engine(raw, "ours", "", drop_keys=True))
+    keys = [
+        value
+        for name, value in to_engine(raw, "ours", "of-the-engine", drop_keys=True)
+        if name == b"authorization"
+    ]
+    assert keys == [b"Bearer of-the-engine"]
+    answered = ((b"connection", b"X-A"), (b"x-a", b"1"), (b"content-type", b"t"), (b"server", b"vLLM"))
+    down = to_client(answered, "ours")
+    assert down == [(b"content-type", b"t"), (b"x-request-id", b"ours")]
