@@ -18,10 +18,14 @@ from urllib.parse import urlsplit
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
-from kvstrata.gateway.picking import Candidate
 from kvstrata.observability.logging import EventLog
+from kvstrata.policy.routing.model import EngineState as Load
+from kvstrata.policy.routing.model import Fleet as RoutingFleet
+from kvstrata.policy.routing.queues import Queues
 
 LEAST_SHARE = 0.25
+ASSUMED_TOKENS_S = 10_000.0
+"""Rate at which each engine is taken to compute prompts: no policy of the gateway looks at it yet."""
 DNS = "dns+"
 
 
@@ -52,7 +56,8 @@ class ServingEngine:
         self.reason = "not probed yet"
         self.models: dict[str, dict[str, Any]] = {}
         """Its entries of /v1/models, by id."""
-        self.in_flight = 0
+        self.load = Load(name=place.name, prefill_tokens_s=ASSUMED_TOKENS_S)
+        """What this gateway has sent it; the fleet's `queues` change it."""
         self.sent = 0
         self.failed_probes = 0
         self.probed = asyncio.Event()
@@ -64,6 +69,11 @@ class ServingEngine:
         """The time limits of requests that wait for its first byte."""
         self.returned = False
         """Whether it has been down since the gateway knows it."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return self.load.requests
 
     @property
     def name(self) -> str:
@@ -78,6 +88,8 @@ class Fleet:
         self._now_s = now_s
         self.slow_start_s = slow_start_s
         self.engines: dict[str, ServingEngine] = {}
+        self.queues = Queues()
+        """Requests under way by their numbers, and the loads of the engines."""
         self._leaving: list[ServingEngine] = []
         self._log = EventLog("engines")
 
@@ -94,6 +106,7 @@ class Fleet:
             if engine is None or engine.place.address != place.address:
                 engine = ServingEngine(place)
                 engine.answered_s = self._now_s()
+                self.queues.add(engine.load)
                 fresh.append(engine)
             engine.place = place
             kept[name] = engine
@@ -103,6 +116,8 @@ class Fleet:
                 engine.state, engine.reason = EngineState.LEAVING, "no longer in the settings"
                 if engine.in_flight:
                     self._leaving.append(engine)
+                elif engine.name not in wanted:
+                    self.queues.gone(engine.name)
         self.engines = kept
         return fresh
 
@@ -131,16 +146,22 @@ class Fleet:
         for limit in list(engine.waiting):
             limit.reschedule(0.0)
 
-    def began(self, engine: ServingEngine) -> None:
-        """A request is sent to the engine."""
-        engine.in_flight += 1
+    def began(self, engine: ServingEngine, number: str, tokens: int) -> None:
+        """A request is sent to the engine, with a prompt of about so many tokens."""
+        self.queues.dispatched(number, engine.name, tokens, tokens, self._now_s())
         engine.sent += 1
 
-    def ended(self, engine: ServingEngine) -> None:
+    def answers(self, number: str) -> None:
+        """The first part of a request's answer has come."""
+        self.queues.first_token(number, self._now_s())
+
+    def ended(self, engine: ServingEngine, number: str) -> None:
         """A request that `began` has ended, however."""
-        engine.in_flight -= 1
-        if engine.state is EngineState.LEAVING and not engine.in_flight and engine in self._leaving:
+        self.queues.ended(number, self._now_s())
+        if engine in self._leaving and not engine.in_flight:
             self._leaving.remove(engine)
+            if engine.name not in self.engines:
+                self.queues.gone(engine.name)
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""
@@ -160,9 +181,13 @@ class Fleet:
             and engine not in without
         ]
 
-    def candidate(self, engine: ServingEngine) -> Candidate:
-        """What the choice needs to know of an engine."""
-        return Candidate(engine.name, engine.in_flight, self.share(engine))
+    def loads(self, engines: Iterable[ServingEngine]) -> RoutingFleet:
+        """What the choice needs to know of these engines."""
+        loads = []
+        for engine in engines:
+            engine.load.share = self.share(engine)
+            loads.append(engine.load)
+        return RoutingFleet(engines=loads)
 
     def knows_all_models(self) -> bool:
         """Whether each engine has told its models, so that a model that none has does not exist."""

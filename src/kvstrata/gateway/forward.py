@@ -27,10 +27,11 @@ from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable,
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
-from kvstrata.gateway.picking import pick
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import RESPONSES, Asked, response_in
 from kvstrata.observability.logging import EventLog
+from kvstrata.policy.routing.choose import POLICIES, choose
+from kvstrata.policy.routing.model import Knowledge, Request
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
 MAX_ERROR_BYTES = 64 << 10
+TOKEN_BYTES = 4
+"""Bytes of a body for one token of its prompt, about."""
+NOTHING = Knowledge()
 MAX_RESPONSES = 1 << 16
 """Stored responses whose engine is remembered; the oldest are forgotten first."""
 
@@ -59,8 +63,13 @@ class Call(NamedTuple):
     response: str
     """The stored response that the path names, or that the request goes on from."""
     meter: Meter
-    arrived_over: int
-    """Its number, for `round_robin`."""
+    number: int
+    """Of all requests that have arrived."""
+
+    @property
+    def tokens(self) -> int:
+        """About how many tokens its prompt has."""
+        return max(1, len(self.body) // TOKEN_BYTES)
 
 
 class Refused(NamedTuple):
@@ -141,11 +150,11 @@ class Forwarder:
                 self._meters.retries[last.failure.code] += 1
             tried.append(engine)
             call.meter.engine = engine.name
-            self._fleet.began(engine)
+            self._fleet.began(engine, str(call.number), call.tokens)
             try:
                 last = await self._attempt(call, engine, send)
             finally:
-                self._fleet.ended(engine)
+                self._fleet.ended(engine, str(call.number))
             if last is None:
                 return
             repeatable = not last.begun or call.asked.repeatable
@@ -161,14 +170,15 @@ class Forwarder:
         for engine in serving:
             if engine.name == made_by:
                 return engine
-        chosen = pick(
-            self.settings.policy,
-            [self._fleet.candidate(engine) for engine in serving],
+        request = Request(
+            id=call.word,
+            tokens=call.tokens,
+            number=call.number,
             session=call.session,
-            word=call.word,
-            turn=call.arrived_over,
         )
-        return serving[chosen]
+        policy = POLICIES[self.settings.policy]()
+        chosen = choose(request, self._fleet.loads(serving), NOTHING, self._now_s(), policy=policy).engine
+        return next(engine for engine in serving if engine.name == chosen)
 
     def _none_serves(self, call: Call) -> Failure:
         model = call.asked.model
@@ -249,6 +259,7 @@ class Forwarder:
         names = dict(answer.headers)
         stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
         meter.begins(self._now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
+        self._fleet.answers(str(call.number))
         self._remember_response(call, engine, first)
         meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
         headers = passing.to_client(answer.headers, call.word)

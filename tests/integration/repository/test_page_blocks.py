@@ -74,6 +74,7 @@ BLOCKS = {
         "$ kvstrata ctl pool dump": RUN,
         "rule_files": "its targets exist nowhere; promtool checks Compose's file, which loads the same rules",
     },
+    "docs/routing.md": {"from kvstrata.policy": "tests/unit/policy/test_routing_rivals.py runs it"},
     "docs/writing-an-adapter.md": {"from kvstrata.testing": RUN},
 }
 """How each block is tested, by page and by how the block begins."""

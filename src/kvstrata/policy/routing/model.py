@@ -1,0 +1,156 @@
+"""What a routing decision is made from, and the decision. All of it encodes to JSON, so a decision can be replayed.
+
+Seconds are of one monotonic clock, the caller's; tokens are of the prompt, counted from its start.  `EngineState` is
+changed in place by its owner, which is `queues.Queues` for the counters; `choose` only reads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Tier = Literal["l0", "l1", "l2", "peer"]
+"""Where KV lies, seen from an engine: in its own cache, in its host's pool, behind an adapter, at another host."""
+
+Certainty = Literal["exact", "degraded", "predicted", "unconfirmed"]
+"""How a copy is known: by an event; by an event that others may have followed unheard; because a request in flight
+computes it; because a request was sent there and no event has come yet."""
+
+Reason = Literal["lowest_cost", "near_tie", "drawn", "only_eligible", "none_eligible"]
+"""Why this engine: its cost; its hash among engines whose costs hardly differ; a draw; nothing else was eligible."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. `number` counts the requests of a gateway; `affinity` decides near-ties, by default the id does."""
+
+    id: str
+    tokens: int
+    """Of the prompt; at least 1."""
+    number: int = 0
+    session: str = ""
+    """Name of the conversation, where the client gave one."""
+    affinity: str = ""
+    """Requests with the same text here prefer the same engine in a near-tie; e.g. the key of the first chunk."""
+
+
+class LoadPath(msgspec.Struct, kw_only=True):
+    """How fast an engine gets tokens from one tier, as measured: `latency_s + tokens / tokens_s` for a single load."""
+
+    latency_s: float
+    tokens_s: float
+    queued_tokens: int = 0
+    """Of loads that go on over the same link."""
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    """One engine. Counters are the router's own, not polled ones, unless their text says otherwise."""
+
+    name: str
+    prefill_tokens_s: float
+    """Measured; more than 0. `rates.Rates` gives one for engines that were not measured yet."""
+    healthy: bool = True
+    share: float = 1.0
+    """Of the usual load that it may get now, in (0, 1]: less than 1 soon after its return. Only `least_loaded` asks."""
+    backlog_tokens: float = 0.0
+    """Tokens to be computed before a new request's, estimated at `at_s`; drained at `prefill_tokens_s` since."""
+    at_s: float = 0.0
+    prefill_tokens: int = 0
+    """Uncached tokens of all requests whose first token has not come, undrained."""
+    inflight_tokens: int = 0
+    """Uncached tokens of all requests in flight, also of those whose first token has come."""
+    requests: int = 0
+    """In flight: dispatched and not ended."""
+    waiting: int = 0
+    """Of these, the requests whose first token has not come."""
+    running: float = 0.0
+    """The others, each by the weight of its SLO's slack; 1 for a request without one."""
+    context_tokens: int = 0
+    """KV that the requests in flight need: their prompts and what they have answered."""
+    kv_tokens: int = 0
+    """Capacity of the engine's KV cache; 0: unknown."""
+    kv_usage: float = 0.0
+    """Polled: the used share of the engine's KV cache, 0 to 1."""
+    generated_tokens_s: float = 0.0
+    """Polled: tokens that the engine generates a second; 0: unknown."""
+    paths: dict[Tier, LoadPath] = {}
+    """Tiers without a path cannot be loaded from."""
+
+    def queue_s(self, now_s: float) -> float:
+        """Return the seconds until the engine has computed what was sent to it before."""
+        return max(0.0, self.backlog_tokens / self.prefill_tokens_s - max(0.0, now_s - self.at_s))
+
+
+class Fleet(msgspec.Struct, kw_only=True):
+    """The engines that serve the request's model. Their order has no meaning; their names differ."""
+
+    engines: list[EngineState]
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix of the request's prompt that one engine can have from one tier."""
+
+    engine: str
+    """Empty: any engine that has a path to the tier."""
+    tier: Tier
+    tokens: int
+    """Length of the prefix from the prompt's start, what nearer tiers hold of it included."""
+    certainty: Certainty = "exact"
+    age_s: float = 0.0
+    """`degraded`: since the last event of the engine; `unconfirmed`: since the request was sent."""
+    ready_at_s: float = 0.0
+    """`predicted`: when the request in flight is expected to have computed it."""
+    source: str = ""
+    """Who gives it: instance or tier, for the decision to name."""
+
+
+class Knowledge(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the prompt's KV, already looked up."""
+
+    cached: dict[str, int] = {}
+    """Tokens that an engine has in its own cache for certain, by its name; the same as an exact copy in `l0`."""
+    copies: list[Copy] = []
+    """All else."""
+    block_life_s: float = 300.0
+    """Measured life of a block in an engine's cache."""
+    event_lag_s: float = 1.0
+    """Measured time from a first token to the event that names its blocks."""
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How the chosen engine should get the prefix: out of its own cache and, unless `load_tokens` is 0, by a load."""
+
+    cached_tokens: int
+    """The prefix that need not be computed if all goes as expected."""
+    tier: Tier = "l0"
+    source: str = ""
+    load_tokens: int = 0
+    load_s: float = 0.0
+    ttft_s: float = 0.0
+    """Expected, by the measured rates."""
+
+
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that was not chosen, and what it would have cost."""
+
+    engine: str
+    cost: float
+    terms: dict[str, float]
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes and why. Costs are in the unit of the policy and compare only within one decision."""
+
+    policy: str
+    engine: str
+    """Empty if no engine is eligible."""
+    reason: Reason
+    cost: float = 0.0
+    terms: dict[str, float] = {}
+    """Parts of the cost, by the policy's own names."""
+    way: Way | None = None
+    """Only policies that plan loads give one."""
+    alternatives: list[Alternative] = []
+    """The cheapest of the others, best first."""
+    eligible: int = 0
+    unhealthy: int = 0

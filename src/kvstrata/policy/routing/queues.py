@@ -1,0 +1,204 @@
+"""Counts what was sent to each engine: the router's own picture of the queues, exact at once and never polled.
+
+    dispatched ──▶ waiting ──first_token──▶ running ──ended──▶ gone        ended may come first, and gone() at any time
+
+`Queues` owns the counters in the `EngineState`s of a fleet and changes them in place; `choose` only reads them.
+
+The backlog of an engine is the uncached tokens of its waiting requests, less what it has computed of them since: it
+computes the oldest first, at its measured rate.  A first token corrects the guess: the backlog then has all tokens of
+the requests that still wait, less what was computed beyond the request that came, if that was not the oldest.
+
+1. Each counter of an engine is the sum over its requests in flight; without requests all are zero, and so is the
+   backlog, whatever the order of the calls.
+2. A call for a request that is not in flight, or that repeats what was said before, changes nothing and returns False.
+3. 0 <= backlog_tokens <= prefill_tokens.
+4. At most `limit` requests are in flight; `dispatched` refuses further ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kvstrata.policy.routing.model import EngineState
+
+LIMIT = 1 << 20
+
+
+class InFlight:
+    """A request that was dispatched and has not ended."""
+
+    __slots__ = ("context_tokens", "engine", "running", "uncached_tokens", "weight")
+
+    def __init__(self, engine: EngineQueue, uncached_tokens: int, context_tokens: int, weight: float) -> None:
+        self.engine = engine
+        self.uncached_tokens = uncached_tokens
+        self.context_tokens = context_tokens
+        self.weight = weight
+        self.running = False
+
+
+class EngineQueue:
+    """The requests of one engine, and its counters."""
+
+    def __init__(self, state: EngineState) -> None:
+        self.state = state
+        self.requests: set[str] = set()
+        self.waiting: dict[str, int] = {}
+        """Uncached tokens by request, the oldest first."""
+        self.weights: dict[str, float] = {}
+        """Of the running requests."""
+        self._clear()
+
+    def _clear(self) -> None:
+        state = self.state
+        state.backlog_tokens = state.running = 0.0
+        state.prefill_tokens = state.inflight_tokens = state.context_tokens = 0
+        state.requests = state.waiting = 0
+
+    def drain(self, now_s: float) -> None:
+        """Count as computed what the engine should have computed since the last call. A clock that steps back waits."""
+        state = self.state
+        if now_s > state.at_s:
+            if state.backlog_tokens:
+                computed = (now_s - state.at_s) * state.prefill_tokens_s
+                state.backlog_tokens = max(0.0, state.backlog_tokens - computed)
+            state.at_s = now_s
+
+    def add(self, request: str, flight: InFlight) -> None:
+        """Reserve for a new request."""
+        state = self.state
+        self.requests.add(request)
+        self.waiting[request] = flight.uncached_tokens
+        state.requests += 1
+        state.waiting += 1
+        state.prefill_tokens += flight.uncached_tokens
+        state.inflight_tokens += flight.uncached_tokens
+        state.context_tokens += flight.context_tokens
+        state.backlog_tokens += flight.uncached_tokens
+
+    def stop_waiting(self, request: str, computed: bool) -> None:
+        """Take a request out of those that wait; `computed`: because its first token came."""
+        state = self.state
+        oldest = next(iter(self.waiting)) == request
+        tokens = self.waiting.pop(request)
+        done = state.prefill_tokens - state.backlog_tokens
+        state.prefill_tokens -= tokens
+        state.waiting -= 1
+        # The oldest is computed first: what was done beyond its tokens is a guess, which its first token corrects.
+        if oldest:
+            beyond = 0.0 if computed else done - tokens
+        else:
+            beyond = done - tokens if computed else done
+        state.backlog_tokens = min(max(0.0, state.prefill_tokens - max(0.0, beyond)), state.prefill_tokens)
+
+    def start_running(self, request: str, weight: float) -> None:
+        """Count a request among those that a prefill delays."""
+        self.weights[request] = weight
+        self.state.running = math.fsum(self.weights.values())
+
+    def remove(self, request: str, flight: InFlight) -> None:
+        """Release all that is left of a request."""
+        state = self.state
+        if request in self.waiting:
+            self.stop_waiting(request, computed=False)
+        if self.weights.pop(request, None) is not None:
+            state.running = math.fsum(self.weights.values())
+        self.requests.discard(request)
+        state.requests -= 1
+        state.inflight_tokens -= flight.uncached_tokens
+        state.context_tokens -= flight.context_tokens
+
+
+class Queues:
+    """See the module. Has no lock: it belongs to one event loop."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._engines: dict[str, EngineQueue] = {}
+        self._flights: dict[str, InFlight] = {}
+
+    def __len__(self) -> int:
+        """Return the number of requests in flight."""
+        return len(self._flights)
+
+    def add(self, state: EngineState) -> None:
+        """Begin to count for an engine, from zero. One of the same name that was known before is dropped first."""
+        self.gone(state.name)
+        self._engines[state.name] = EngineQueue(state)
+
+    def gone(self, engine: str) -> list[str]:
+        """Drop an engine that was killed or restarted; return its requests in flight, which are forgotten."""
+        queue = self._engines.pop(engine, None)
+        if queue is None:
+            return []
+        lost = sorted(queue.requests)
+        for request in lost:
+            queue.remove(request, self._flights.pop(request))
+        return lost
+
+    def dispatched(
+        self,
+        request: str,
+        engine: str,
+        uncached_tokens: int,
+        context_tokens: int,
+        now_s: float,
+        weight: float = 1.0,
+    ) -> bool:
+        """Reserve for a request that is sent: the tokens to compute, the KV it needs, its weight among the running.
+
+        Returns False, and reserves nothing, if the request is in flight already, the engine unknown, or the limit
+        reached.  Raises ValueError for a negative number of tokens or a weight that is not finite and at least 0.
+        """
+        for name, tokens in (("uncached_tokens", uncached_tokens), ("context_tokens", context_tokens)):
+            if tokens < 0:
+                raise ValueError(f"{name}: {tokens} of request {request!r}; it must be at least 0")
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight: {weight} of request {request!r}; it must be finite and at least 0")
+        queue = self._engines.get(engine)
+        if queue is None or request in self._flights or len(self._flights) >= self._limit:
+            return False
+        queue.drain(now_s)
+        flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens, weight)
+        queue.add(request, flight)
+        return True
+
+    def first_token(self, request: str, now_s: float) -> bool:
+        """Note that a request's prompt has been computed."""
+        flight = self._flights.get(request)
+        if flight is None or flight.running:
+            return False
+        flight.running = True
+        flight.engine.drain(now_s)
+        flight.engine.stop_waiting(request, computed=True)
+        flight.engine.start_running(request, flight.weight)
+        return True
+
+    def answered(self, request: str, tokens: int) -> bool:
+        """Note that a request's answer grew by some tokens, which need KV."""
+        flight = self._flights.get(request)
+        if flight is None or tokens < 1:
+            return False
+        flight.context_tokens += tokens
+        flight.engine.state.context_tokens += tokens
+        return True
+
+    def ended(self, request: str, now_s: float) -> bool:
+        """Release a request: answered, failed, refused or cancelled."""
+        flight = self._flights.pop(request, None)
+        if flight is None:
+            return False
+        flight.engine.drain(now_s)
+        flight.engine.remove(request, flight)
+        return True
+
+    def rate(self, engine: str, tokens_s: float, now_s: float) -> bool:
+        """Drain an engine at another rate from now on. Raises ValueError unless the rate is finite and above 0."""
+        if not (math.isfinite(tokens_s) and tokens_s > 0):
+            raise ValueError(f"tokens_s: {tokens_s} of engine {engine!r}; it must be a finite number above 0")
+        queue = self._engines.get(engine)
+        if queue is None:
+            return False
+        queue.drain(now_s)
+        queue.state.prefill_tokens_s = tokens_s
+        return True

@@ -1,0 +1,282 @@
+"""What holds of every routing decision, and of those of our policy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.policy.routing.baselines import LeastLoaded
+from kvstrata.policy.routing.choose import POLICIES, AnyPolicy, Record, choose, replay
+from kvstrata.policy.routing.dynamo import Dynamo
+from kvstrata.policy.routing.llmd import GUIDE
+from kvstrata.policy.routing.model import Copy, Decision, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.policy.routing.ttft import Ttft
+
+NOW_S = 1_000.0
+MAKES = st.sampled_from(
+    [make() for make in POLICIES.values()] + [GUIDE, Dynamo(router_temperature=0.5)],
+)
+NAMES = [f"engine-{number}" for number in range(7)]
+TIERS = ("l1", "l2", "peer")
+TTFT = Ttft()
+
+paths = st.dictionaries(
+    st.sampled_from(TIERS),
+    st.builds(
+        LoadPath,
+        latency_s=st.floats(0, 2),
+        tokens_s=st.floats(100, 1e6),
+        queued_tokens=st.integers(0, 10**6),
+    ),
+)
+copies = st.builds(
+    Copy,
+    engine=st.sampled_from([*NAMES, "unknown", ""]),
+    tier=st.sampled_from(["l0", *TIERS]),
+    tokens=st.integers(0, 40_000),
+    certainty=st.sampled_from(["exact", "degraded", "predicted", "unconfirmed"]),
+    age_s=st.floats(0, 1_000),
+    ready_at_s=st.floats(NOW_S - 5, NOW_S + 30),
+)
+cached = st.dictionaries(st.sampled_from([*NAMES, "unknown"]), st.integers(0, 40_000))
+knowledges = st.builds(Knowledge, cached=cached, copies=st.lists(copies, max_size=12))
+requests = st.builds(
+    Request,
+    id=st.text(max_size=5),
+    tokens=st.integers(1, 30_000),
+    number=st.integers(0, 10**6),
+    session=st.text(max_size=3),
+    affinity=st.text(max_size=3),
+)
+
+
+def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
+    """An engine whose fields are drawn, except those given."""
+    fields: dict[str, Any] = {
+        "prefill_tokens_s": st.floats(100, 1e5),
+        "healthy": st.booleans(),
+        "backlog_tokens": st.floats(0, 1e6),
+        "at_s": st.floats(NOW_S - 100, NOW_S + 1),
+        "prefill_tokens": st.integers(0, 10**6),
+        "inflight_tokens": st.integers(0, 10**7),
+        "requests": st.integers(0, 300),
+        "waiting": st.integers(0, 100),
+        "running": st.floats(0, 300),
+        "context_tokens": st.integers(0, 10**6),
+        "kv_tokens": st.sampled_from([0, 10**4, 10**6]),
+        "kv_usage": st.floats(0, 1),
+        "generated_tokens_s": st.floats(0, 1e4),
+        "paths": paths,
+    }
+    return st.builds(EngineState, name=st.just(name), **{**fields, **more})
+
+
+def fleets(**more: Any) -> st.SearchStrategy[Fleet]:
+    """Up to seven engines."""
+    return st.builds(
+        Fleet,
+        engines=st.integers(0, len(NAMES)).flatmap(
+            lambda n: st.tuples(*(engine(name, **more) for name in NAMES[:n])).map(list)
+        ),
+    )
+
+
+@given(requests, fleets(), knowledges, MAKES, st.integers(0, 5), st.randoms(use_true_random=False))
+def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
+    request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy, seed: int, chance: random.Random
+) -> None:
+    decision = choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed)
+    assert choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed) == decision
+    fleet = Fleet(engines=chance.sample(fleet.engines, len(fleet.engines)))
+    knowledge = msgspec.structs.replace(
+        knowledge, copies=chance.sample(knowledge.copies, len(knowledge.copies))
+    )
+    assert choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed) == decision
+
+
+@given(requests, fleets(), knowledges, MAKES, st.integers(0, 5))
+def test_a_decision_is_replayed_from_its_record_in_json(
+    request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy, seed: int
+) -> None:
+    decision = choose(request, fleet, knowledge, NOW_S, policy=policy, seed=seed)
+    record = Record(
+        request=request, fleet=fleet, knowledge=knowledge, now_s=NOW_S, policy=policy, seed=seed, decision=decision
+    )  # fmt: skip
+    read = msgspec.json.decode(msgspec.json.encode(record), type=Record)
+    assert read == record
+    assert replay(read) == decision
+
+
+@given(requests, fleets(), knowledges, MAKES)
+def test_only_healthy_engines_are_chosen_and_named(
+    request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy
+) -> None:
+    before = msgspec.json.encode(fleet)
+    decision = choose(request, fleet, knowledge, NOW_S, policy=policy)
+    assert msgspec.json.encode(fleet) == before
+    healthy = {each.name for each in fleet.engines if each.healthy}
+    assert (decision.eligible, decision.unhealthy) == (len(healthy), len(fleet.engines) - len(healthy))
+    others = [other.engine for other in decision.alternatives]
+    if not healthy:
+        assert (decision.engine, decision.reason, others) == ("", "none_eligible", [])
+        return
+    assert decision.engine in healthy
+    assert len(others) == len(set(others)) == min(3, len(healthy) - 1)
+    assert set(others) <= healthy - {decision.engine}
+    assert [other.cost for other in decision.alternatives] == sorted(
+        other.cost for other in decision.alternatives
+    )
+    if decision.reason == "lowest_cost":
+        assert all(decision.cost < other.cost for other in decision.alternatives)
+
+
+def parts(decision: Decision) -> list[tuple[float, dict[str, float]]]:
+    """Costs and terms of all engines that a decision names."""
+    return [(decision.cost, decision.terms), *((other.cost, other.terms) for other in decision.alternatives)]
+
+
+@given(requests, fleets(), knowledges)
+def test_a_cost_of_ours_is_the_sum_of_its_terms(request: Request, fleet: Fleet, knowledge: Knowledge) -> None:
+    decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
+    for cost, terms in parts(decision):
+        seconds = [value for name, value in terms.items() if name.endswith("_s")]
+        assert cost == pytest.approx(sum(seconds), rel=1e-9, abs=1e-9)
+        assert all(value >= 0 for value in seconds)
+    if decision.way:
+        assert decision.way.ttft_s == pytest.approx(
+            sum(decision.terms[name] for name in ("queue_s", "load_s", "compute_s"))
+        )
+        assert 0 <= decision.way.load_tokens <= decision.way.cached_tokens < request.tokens
+
+
+@given(requests, fleets(healthy=st.just(True)), knowledges)
+def test_ours_never_picks_an_engine_that_is_worse_in_every_term(
+    request: Request, fleet: Fleet, knowledge: Knowledge
+) -> None:
+    """Worse by more than the near-tie's share; each engine is scored alone, so that the pick has no say."""
+    if not fleet.engines:
+        return
+    alone = {
+        each.name: choose(request, Fleet(engines=[each]), knowledge, NOW_S, policy=TTFT).terms
+        for each in fleet.engines
+    }
+    names = ["queue_s", "load_s", "compute_s", "inflicted_s", "preemption_s"]
+    chosen = alone[choose(request, fleet, knowledge, NOW_S, policy=TTFT).engine]
+    assert not any(
+        all(chosen[name] > terms[name] * (1 + 2 * Ttft.near_share) + 1e-9 for name in names)
+        for terms in alone.values()
+    )
+
+
+@given(requests, st.data())
+def test_without_reuse_ours_goes_where_the_least_load_is(request: Request, data: st.DataObject) -> None:
+    """Equal engines that differ in one kind of load: ours is within a near-tie of the least loaded."""
+    by: Any = data.draw(st.sampled_from(["seconds", "requests"]))
+    loads = data.draw(st.lists(st.integers(0, 500), min_size=1, max_size=7))
+    engines = [
+        EngineState(name=name, prefill_tokens_s=1_000.0, at_s=NOW_S, requests=load)
+        for name, load in zip(NAMES, loads, strict=False)
+    ]
+    for each, load in zip(engines, loads, strict=True):
+        if by == "seconds":
+            each.backlog_tokens = float(load)
+        else:
+            each.running = float(load)
+    least = choose(request, Fleet(engines=engines), Knowledge(), NOW_S, policy=LeastLoaded(by=by))
+    ours = choose(request, Fleet(engines=engines), Knowledge(), NOW_S, policy=TTFT)
+    costs = {
+        each.name: choose(request, Fleet(engines=[each]), Knowledge(), NOW_S, policy=TTFT).cost
+        for each in engines
+    }
+    assert costs[least.engine] == min(costs.values())
+    assert costs[ours.engine] <= costs[least.engine] * (1 + Ttft.near_share)
+
+
+@given(requests, engine("a", healthy=st.just(True)), knowledges, copies)
+def test_more_knowledge_never_makes_an_engine_dearer(
+    request: Request, state: EngineState, knowledge: Knowledge, more: Copy
+) -> None:
+    """An exact copy of the engine's own cache is at least as good as none."""
+    fleet = Fleet(engines=[state])
+    own = msgspec.structs.replace(more, engine="a", tier="l0", certainty="exact")
+    longer = msgspec.structs.replace(knowledge, cached={"a": more.tokens}, copies=[])
+    nothing = msgspec.structs.replace(knowledge, cached={}, copies=[])
+    with_it = choose(request, fleet, longer, NOW_S, policy=TTFT)
+    assert with_it.cost <= choose(request, fleet, nothing, NOW_S, policy=TTFT).cost
+    # Both ways to say it cost the same: the formula that `scores` writes out, and `estimate`.
+    said = msgspec.structs.replace(nothing, copies=[own])
+    assert choose(request, fleet, said, NOW_S, policy=TTFT).cost == pytest.approx(with_it.cost)
+
+
+@given(requests, fleets(healthy=st.just(True)), cached, st.integers(0, 40_000), st.sampled_from(TIERS))
+def test_a_tier_that_all_share_is_weighed_at_each_engine_as_if_it_were_alone(
+    request: Request, fleet: Fleet, cached: dict[str, int], tokens: int, tier: Any
+) -> None:
+    """The costs that `scores` leaves as they are without a load are not those that count."""
+    knowledge = Knowledge(cached=cached, copies=[Copy(engine="", tier=tier, tokens=tokens)])
+    alone = sorted(
+        choose(request, Fleet(engines=[each]), knowledge, NOW_S, policy=TTFT).cost for each in fleet.engines
+    )
+    if alone:
+        decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
+        assert decision.cost <= alone[0] * (1 + Ttft.near_share) * (1 + 1e-9)
+        others = [other.cost for other in decision.alternatives]
+        alone.remove(min(alone, key=lambda cost: abs(cost - decision.cost)))
+        assert others == pytest.approx(alone[: len(others)])
+
+
+def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
+    """One engine of 1,000 tokens a second that can load from `l2` at 10,000 after 0.5 s."""
+    state = EngineState(
+        name="a",
+        at_s=NOW_S,
+        paths={"l2": LoadPath(latency_s=0.5, tokens_s=10_000.0)},
+        **{"prefill_tokens_s": 1_000.0, **fields},
+    )
+    knowledge = Knowledge(copies=list(known), block_life_s=100.0, event_lag_s=1.0)
+    return choose(Request(id="r", tokens=tokens), Fleet(engines=[state]), knowledge, NOW_S, policy=TTFT)
+
+
+@pytest.mark.parametrize(
+    ("known", "fields", "cost"),
+    [
+        ([], {}, 10.0),
+        ([], {"backlog_tokens": 3_000.0}, 13.0),
+        ([], {"running": 2.0}, 30.0),
+        ([], {"kv_tokens": 12_000, "context_tokens": 4_000}, 12.0),
+        ([Copy(engine="a", tier="l0", tokens=8_000)], {}, 2.0),
+        ([Copy(engine="a", tier="l0", tokens=10_000)], {}, 0.001),
+        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="degraded", age_s=100.0)], {}, 10 - 8 / 2.718281828),
+        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=2.0)], {}, 2.0),
+        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=2.1)], {}, 10.0),
+        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="predicted", ready_at_s=NOW_S + 3)], {}, 5.0),
+        ([Copy(engine="", tier="l2", tokens=8_000)], {}, 0.5 + 0.8 + 2.0),
+        ([Copy(engine="", tier="peer", tokens=8_000)], {}, 10.0),
+        ([Copy(engine="a", tier="l0", tokens=4_000), Copy(engine="", tier="l2", tokens=8_000)], {}, 2.9),
+        ([Copy(engine="a", tier="l0", tokens=7_900), Copy(engine="", tier="l2", tokens=8_000)], {}, 2.1),
+        ([Copy(engine="other", tier="l0", tokens=8_000)], {}, 10.0),
+    ],
+)  # fmt: skip
+def test_a_cost_of_ours_by_hand(known: list[Copy], fields: dict[str, Any], cost: float) -> None:
+    assert decide(*known, **fields).cost == pytest.approx(cost)
+
+
+def test_a_request_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="tokens: 0 of request 'r'"):
+        decide(tokens=0)
+
+
+def test_near_ties_spread_over_all_engines() -> None:
+    fleet = Fleet(engines=[EngineState(name=name, prefill_tokens_s=1_000.0) for name in NAMES])
+    counts = dict.fromkeys(NAMES, 0)
+    for number in range(7_000):
+        request = Request(id="same", affinity=f"prefix {number}", tokens=100)
+        decision = choose(request, fleet, Knowledge(), NOW_S, policy=TTFT)
+        assert decision.reason == "near_tie"
+        counts[decision.engine] += 1
+    assert all(800 < count < 1_200 for count in counts.values()), counts

@@ -1,0 +1,205 @@
+"""Counters of the engines' queues against a plain list of the requests in flight, for any order of the calls."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvstrata.policy.routing.model import EngineState
+from kvstrata.policy.routing.queues import Queues
+from kvstrata.policy.routing.rates import Rates, load_class
+
+NAMES = ["a", "b", "c"]
+REQUESTS = st.integers(0, 9).map(str)
+TOKENS = st.integers(0, 50_000)
+STEPS = st.sampled_from([0.0, 0.001, 0.5, 7.0, -1.0])
+
+
+class Counters(RuleBasedStateMachine):
+    """The model knows only which requests are in flight, and what each was said to need."""
+
+    @initialize(limit=st.sampled_from([4, 100]))
+    def begin(self, limit: int) -> None:
+        self.limit = limit
+        self.now_s = 50.0
+        self.queues = Queues(limit)
+        self.states = {name: EngineState(name=name, prefill_tokens_s=1_000.0) for name in NAMES}
+        self.known = {"a", "b"}
+        self.flights: dict[str, dict[str, Any]] = {}
+        for name in sorted(self.known):
+            self.queues.add(self.states[name])
+
+    @rule(step=STEPS)
+    def time_passes(self, step: float) -> None:
+        self.now_s += step
+
+    @rule(request=REQUESTS, engine=st.sampled_from(NAMES), tokens=TOKENS, more=TOKENS, weight=st.floats(0, 5))
+    def dispatched(self, request: str, engine: str, tokens: int, more: int, weight: float) -> None:
+        free = engine in self.known and request not in self.flights and len(self.flights) < self.limit
+        assert self.queues.dispatched(request, engine, tokens, tokens + more, self.now_s, weight) == free
+        if free:
+            self.flights[request] = {
+                "engine": engine, "tokens": tokens, "context": tokens + more, "weight": weight, "runs": False,
+            }  # fmt: skip
+
+    @rule(request=REQUESTS)
+    def first_token(self, request: str) -> None:
+        flight = self.flights.get(request)
+        said = flight is not None and not flight["runs"]
+        oldest = next((other for other in self.flights if self.waits_beside(other, request)), None)
+        assert self.queues.first_token(request, self.now_s) == said
+        if flight is not None and said:
+            flight["runs"] = True
+            if oldest == request:
+                # A first token says that nothing but the others' tokens is left.
+                state = self.states[flight["engine"]]
+                assert state.backlog_tokens == state.prefill_tokens
+
+    def waits_beside(self, other: str, request: str) -> bool:
+        """Whether `other` waits at the engine of a request in flight."""
+        if request not in self.flights:
+            return False
+        return (
+            not self.flights[other]["runs"]
+            and self.flights[other]["engine"] == self.flights[request]["engine"]
+        )
+
+    @rule(request=REQUESTS, tokens=st.integers(-1, 300))
+    def answered(self, request: str, tokens: int) -> None:
+        said = request in self.flights and tokens >= 1
+        assert self.queues.answered(request, tokens) == said
+        if said:
+            self.flights[request]["context"] += tokens
+
+    @rule(request=REQUESTS)
+    def ended(self, request: str) -> None:
+        assert self.queues.ended(request, self.now_s) == (request in self.flights)
+        self.flights.pop(request, None)
+
+    @rule(engine=st.sampled_from(NAMES))
+    def gone(self, engine: str) -> None:
+        lost = [request for request, flight in self.flights.items() if flight["engine"] == engine]
+        assert self.queues.gone(engine) == sorted(lost)
+        for request in lost:
+            del self.flights[request]
+        self.known.discard(engine)
+
+    @rule(engine=st.sampled_from(NAMES))
+    def added(self, engine: str) -> None:
+        for request in [each for each, flight in self.flights.items() if flight["engine"] == engine]:
+            del self.flights[request]
+        self.queues.add(self.states[engine])
+        self.known.add(engine)
+
+    @rule(engine=st.sampled_from(NAMES), rate=st.sampled_from([1.0, 500.0, 1e6]))
+    def rate(self, engine: str, rate: float) -> None:
+        assert self.queues.rate(engine, rate, self.now_s) == (engine in self.known)
+
+    @invariant()
+    def counters_are_sums(self) -> None:
+        assert len(self.queues) == len(self.flights)
+        for name, state in self.states.items():
+            flights = [flight for flight in self.flights.values() if flight["engine"] == name]
+            waiting = [flight for flight in flights if not flight["runs"]]
+            assert state.requests == len(flights)
+            assert state.waiting == len(waiting)
+            assert state.prefill_tokens == sum(flight["tokens"] for flight in waiting)
+            assert state.inflight_tokens == sum(flight["tokens"] for flight in flights)
+            assert state.context_tokens == sum(flight["context"] for flight in flights)
+            assert state.running == math.fsum(flight["weight"] for flight in flights if flight["runs"])
+            assert 0.0 <= state.backlog_tokens <= state.prefill_tokens
+            assert state.queue_s(self.now_s) >= 0.0
+
+    def teardown(self) -> None:
+        for request in list(getattr(self, "flights", ())):
+            self.ended(request)
+            self.counters_are_sums()
+
+
+TestCounters = Counters.TestCase
+
+
+def queue_of(*tokens: int) -> tuple[Queues, EngineState]:
+    """An engine of 1,000 tokens a second with requests 0, 1, … dispatched at second 10."""
+    state = EngineState(name="a", prefill_tokens_s=1_000.0)
+    queues = Queues()
+    queues.add(state)
+    for number, each in enumerate(tokens):
+        assert queues.dispatched(str(number), "a", each, each, 10.0)
+    return queues, state
+
+
+def test_a_queue_drains_at_the_measured_rate() -> None:
+    _, state = queue_of(2_000, 3_000)
+    assert [state.queue_s(now_s) for now_s in (10.0, 11.5, 15.0, 99.0)] == [5.0, 3.5, 0.0, 0.0]
+
+
+def test_a_first_token_that_comes_early_or_late_corrects_the_backlog() -> None:
+    queues, state = queue_of(2_000, 3_000)
+    queues.first_token("0", 10.5)  # Thought to need 2 s.
+    assert state.queue_s(10.5) == 3.0
+    queues, state = queue_of(2_000, 3_000)
+    queues.first_token("0", 14.0)
+    assert state.queue_s(14.0) == 3.0
+
+
+def test_the_first_token_of_a_younger_request_takes_only_its_own_tokens() -> None:
+    queues, state = queue_of(2_000, 500)
+    queues.first_token("1", 11.0)
+    assert state.queue_s(11.0) == 1.5  # 1,000 done, 500 of them for this request.
+
+
+@given(
+    good=st.floats(500, 50_000),
+    tokens=st.lists(st.integers(1_000, 2_000), min_size=5, max_size=30),
+    wild=st.lists(st.floats(1e-3, 1e3), max_size=2),
+)
+def test_a_few_outliers_do_not_move_a_rate(good: float, tokens: list[int], wild: list[float]) -> None:
+    rates = Rates(1.0)
+    for number, factor in enumerate(wild):
+        rates.observe("a", 1_000, 1_000 / (good * factor), 3, float(number))
+    for each in tokens:
+        rates.observe("a", each, each / good, 2, 10.0)
+    assert rates.rate("a", 3, 12.0).tokens_s == pytest.approx(good)
+
+
+def test_a_rate_has_its_age_and_comes_from_the_nearest_load() -> None:
+    rates = Rates(777.0)
+    assert rates.rate("a", 0, 5.0) == (777.0, math.inf, 0)
+    rates.observe("a", 1_000, 1.0, 0, 5.0)
+    rates.observe("a", 1_000, 2.0, 20, 9.0)
+    assert rates.rate("a", 1, 11.0) == (1_000.0, 6.0, 1)
+    assert rates.rate("a", 100, 11.0) == (500.0, 2.0, 1)
+    rates.observe("b", 1_000, 4.0, 0, 9.0)
+    rates.observe("c", 1_000, 0.5, 0, 9.0)
+    assert rates.rate("new", 0, 9.0) == (1_000.0, math.inf, 0)
+    rates.forget("a")
+    assert rates.rate("a", 0, 9.0).samples == 0
+    assert [load_class(load) for load in (0, 1, 3, 4, 127, 128, 9_999)] == [0, 1, 2, 3, 7, 8, 8]
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)])
+def test_a_sample_that_says_nothing_is_not_kept(tokens: int, seconds: float) -> None:
+    rates = Rates(1.0)
+    assert not rates.observe("a", tokens, seconds, 0, 1.0)
+    assert rates.rate("a", 0, 1.0).samples == 0
+
+
+def test_bad_numbers_are_refused_and_change_nothing() -> None:
+    queues, state = queue_of(100)
+    before = repr(state)
+    for arguments, word in (((-1, 5, 1.0), "uncached_tokens: -1"), ((1, -5, 1.0), "context_tokens: -5")):
+        with pytest.raises(ValueError, match=word):
+            queues.dispatched("x", "a", *arguments)
+    with pytest.raises(ValueError, match="weight: nan"):
+        queues.dispatched("x", "a", 1, 1, 1.0, math.nan)
+    with pytest.raises(ValueError, match="tokens_s: 0"):
+        queues.rate("a", 0.0, 1.0)
+    with pytest.raises(ValueError, match="assumed_tokens_s: 0"):
+        Rates(0)
+    assert repr(state) == before
