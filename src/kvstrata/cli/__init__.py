@@ -19,6 +19,7 @@ usage: kvstrata COMMAND [arguments]
               `ctl pool` lists, frees and dumps pools without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
               `bench cluster` a controller
+  sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
   migrate     print LMCache's configuration files as a configuration of kvstrata
@@ -80,6 +81,10 @@ def _command(name: str) -> Command | None:
         from kvstrata.cli.bench import main as bench
 
         return bench
+    if name == "sim":
+        from kvstrata.cli.sim import main as sim
+
+        return sim
     if name == "cluster":
         from kvstrata.cli.cluster import main as cluster
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
 def programs() -> dict[str, argparse.ArgumentParser]:
     """A parser for each of PROGRAMS, with those of all subcommands below it. Each call makes new ones."""
-    from kvstrata.cli import cluster, ctl, doctor, l2, migrate, names
+    from kvstrata.cli import cluster, ctl, doctor, l2, migrate, names, sim
     from kvstrata.cli.bench import cluster as bench_cluster
     from kvstrata.cli.bench import engine as bench_engine
     from kvstrata.cli.bench import l2 as bench_l2
@@ -54,6 +54,7 @@ def programs() -> dict[str, argparse.ArgumentParser]:
         gateway=gateway_parser(),
         ctl=ctl.parser(),
         bench=bench,
+        sim=sim.parser(),
         cluster=cluster.parser(),
         l2=l2.parser(),
         migrate=migrate.parser(),

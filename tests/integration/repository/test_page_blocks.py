@@ -46,6 +46,10 @@ BLOCKS = {
         "quotas_gb": "test_own_pools",
         "curl": "test_versions gives its body to vLLM's own protocol classes",
     },
+    "docs/engine-sim.md": {
+        "kvstrata sim": "tests/integration/testing/test_engine_sim.py starts one and asks it",
+        "from kvstrata.testing": RUN,
+    },
     "docs/engines.md": {
         "vllm serve MODEL": "needs NIXL and a model; tests/vllm/test_beside.py has both connectors in one engine",
         "python -m sglang": "tests/sglang gives its flags to SGLang's own parser",
@@ -265,3 +269,9 @@ def test_pools_are_listed_dumped_and_freed(tmp_path: Path) -> None:
     assert json.loads(printed[here(dumps[1])])["server"]["running"] is False
     assert "server" in printed[here(dumps[0])]
     assert_shown(output(page, f"$ {list_}", free), printed[here(free)])
+
+
+def test_the_fleet_of_the_page_finds_the_prompt_that_its_requests_share() -> None:
+    text = block("docs/engine-sim.md", "from kvstrata.testing")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.stdout.startswith(f"[0, {', '.join(['1488'] * 39)}] "), done.stderr

@@ -22,6 +22,7 @@ COMMANDS = (
     "gateway",
     "ctl",
     "bench",
+    "sim",
     "cluster",
     "l2",
     "doctor",

@@ -1,0 +1,146 @@
+"""`kvstrata sim`: a simulated engine behind vLLM's HTTP interface and KV events.
+
+kvstrata sim --port 8000 --model llama --kv-events-endpoint tcp://127.0.0.1:5557
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvstrata.cli.boundary import guarded
+from kvstrata.errors import ConfigError
+from kvstrata.testing.engine_sim.engine_model import EngineModel
+
+FLAGS = {
+    "block_tokens": "tokens of one KV block",
+    "kv_blocks": "blocks of the KV cache",
+    "max_model_tokens": "most tokens of a request, prompt and answer together",
+    "max_num_seqs": "most requests that run at a time",
+    "max_num_batched_tokens": "most tokens that one step computes",
+    "answer_tokens": "length of an answer that max_tokens does not cut",
+    "step_us": "what every step takes",
+    "prefill_token_us": "time for each prompt token",
+    "prefill_pair_us": "time for each prompt token and each token that it attends to",
+    "decode_sequence_us": "time for each sequence that decodes",
+    "decode_context_token_us": "time for each token that such a sequence attends to",
+}
+"""Fields of EngineModel that are flags."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `kvstrata sim`."""
+    top = argparse.ArgumentParser(
+        prog="kvstrata sim",
+        description="A simulated engine behind vLLM's HTTP interface. It computes nothing, and takes the time that an "
+        "engine with continuous batching and paged blocks would take; a token is a byte, or an id in the prompt.",
+    )
+    add = top.add_argument
+    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    add("--port", type=_port, default=8000, metavar="N", help="port to listen at, 0 for any (%(default)s)")
+    add("--model", default="sim", metavar="NAME", help="name of the served model (%(default)s)")
+    add("--adapter", action="append", default=[], metavar="NAME",
+        help="name of a LoRA adapter, which is served as a further model; repeatable (none)")  # fmt: skip
+    add("--speed", type=_number(1e-3, 1e6), default=1.0, metavar="X",
+        help="let the engine's time run X times as fast (%(default)g)")  # fmt: skip
+    add("--engine-file", type=Path, metavar="FILE",
+        help="JSON object with fields of the engine's model; flags win (none)")  # fmt: skip
+    defaults = msgspec.to_builtins(EngineModel())
+    for name, meaning in FLAGS.items():
+        kind = int if isinstance(defaults[name], int) else float
+        add(f"--{name.replace('_', '-')}", type=_typed(kind), metavar="N" if kind is int else "US",
+            help=f"{meaning} ({defaults[name]})")  # fmt: skip
+    add("--no-prefix-caching", action="store_true", help="let no request find blocks that others computed")
+    add("--kv-events-endpoint", default="", metavar="ENDPOINT",
+        help="publish KV events there over ZMQ, like tcp://127.0.0.1:5557 (none)")  # fmt: skip
+    add("--kv-events-replay-endpoint", default="", metavar="ENDPOINT",
+        help="send published events again there (none)")  # fmt: skip
+    add("--kv-events-topic", default="", metavar="TEXT", help="topic of the events (empty)")
+    add(
+        "--enable-scale-out",
+        action="store_true",
+        help="answer the paths that end with /render, otherwise 403",
+    )
+    return top
+
+
+@guarded("kvstrata sim")
+def main(arguments: Sequence[str] | None) -> int:
+    """Serve until SIGINT or SIGTERM; returns 0. Raises ConfigError."""
+    options = parser().parse_args(arguments)
+    if options.kv_events_replay_endpoint and not options.kv_events_endpoint:
+        raise ConfigError(
+            "--kv-events-replay-endpoint: has no effect without --kv-events-endpoint; give that too",
+            field="kv-events-replay-endpoint",
+        )
+    if len({options.model, *options.adapter}) != 1 + len(options.adapter):
+        raise ConfigError(
+            "--adapter: each must have a name of its own, other than --model's", field="adapter"
+        )
+    model = _model(options)
+    from kvstrata.testing.engine_sim.process import SimSettings, run
+
+    settings = SimSettings(
+        host=options.host,
+        port=options.port,
+        served=(options.model, *options.adapter),
+        model=model,
+        speed=options.speed,
+        events_endpoint=options.kv_events_endpoint,
+        replay_endpoint=options.kv_events_replay_endpoint,
+        topic=options.kv_events_topic,
+        renders=options.enable_scale_out,
+    )
+    return run(settings, lambda line: print(f"kvstrata sim: {line}", file=sys.stderr, flush=True))
+
+
+def _model(options: argparse.Namespace) -> EngineModel:
+    fields: dict[str, object] = {}
+    try:
+        if options.engine_file is not None:
+            fields |= msgspec.json.decode(
+                options.engine_file.read_bytes(), type=dict[str, bool | int | float]
+            )
+        fields |= {name: getattr(options, name) for name in FLAGS if getattr(options, name) is not None}
+        fields["kv_events"] = bool(options.kv_events_endpoint)
+        if options.no_prefix_caching:
+            fields["prefix_caching"] = False
+        return msgspec.convert(fields, EngineModel)
+    except msgspec.DecodeError as error:  # of the file: flags have their types
+        raise ConfigError(f"--engine-file: {options.engine_file}: {error}", field="engine-file") from None
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, found {text!r}")
+    return int(text)
+
+
+def _number(least: float, most: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, found {text!r}")
+        return value
+
+    return read
+
+
+def _typed(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """The type of a flag whose bounds the model checks."""
+
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            what = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"must be a {what}, found {text!r}") from None
+
+    return read

@@ -1,0 +1,316 @@
+"""vLLM's HTTP interface over a simulated engine (ASGI).
+
+A request ends in the engine when its client goes, whether it streams or not: each handler waits for its answer and for
+the client's end at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvstrata.errors import BadRequest, KvstrataError, NotFound
+from kvstrata.testing.engine_sim.bodies import (
+    DetokenizeBody,
+    Sampling,
+    TokenizeBody,
+    ask_of,
+    decode,
+    encode,
+    encode_chat,
+    plan,
+)
+from kvstrata.testing.engine_sim.dialects import Chat, Completions, Dialect, Messages, Responses
+from kvstrata.testing.engine_sim.live import LiveEngine
+from kvstrata.testing.engine_sim.metrics import CONTENT_TYPE, Metrics
+from kvstrata.testing.engine_sim.zmq_events import Publisher
+
+VLLM = "0.32.0"
+"""The version whose interface this is."""
+BODY_BYTES = 64 << 20
+"""Largest body that is read."""
+DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+DIALECTS: dict[str, type[Dialect]] = {
+    "/v1/completions": Completions,
+    "/v1/chat/completions": Chat,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
+T = TypeVar("T")
+
+
+class Face(NamedTuple):
+    """What the routes answer for."""
+
+    live: LiveEngine
+    metrics: Metrics
+    publisher: Publisher | None
+    served: tuple[str, ...]
+    """The model's name, and its adapters'."""
+    renders: bool
+
+
+class ClientGone(Exception):
+    """The client closed its connection."""
+
+
+def make_app(face: Face) -> Starlette:
+    """The ASGI application."""
+    started = int(time.time())
+
+    async def health(_: Request) -> Response:
+        return Response()
+
+    async def models(_: Request) -> Response:
+        most = face.live.engine.model.max_model_tokens
+        return JSONResponse(
+            {"object": "list", "data": [_card(face.served, n, most, started) for n in face.served]}
+        )
+
+    async def metrics(_: Request) -> Response:
+        return Response(face.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(_: Request) -> Response:
+        return JSONResponse({"version": VLLM})
+
+    async def load(_: Request) -> Response:
+        return JSONResponse({"server_load": face.live.engine.running + face.live.engine.waiting})
+
+    async def sources(_: Request) -> Response:
+        if face.publisher is None:
+            return JSONResponse({})
+        return JSONResponse({"0": face.publisher.described()})
+
+    async def reset(_: Request) -> Response:
+        return JSONResponse({"success": face.live.clear_cache()})
+
+    async def tokenize(request: Request) -> Response:
+        body = parse(await read(request.receive), TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise BadRequest("prompt: give either prompt or messages", field="prompt")
+        if body.messages is not None:
+            tokens = encode_chat(body.messages, body.tools, open_ended=body.add_generation_prompt)
+        else:
+            tokens = encode(body.prompt or "")
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": face.live.engine.model.max_model_tokens,
+                "tokens": list(tokens),
+                "token_strs": [decode([token]) for token in tokens] if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(request: Request) -> Response:
+        return JSONResponse({"prompt": decode(parse(await read(request.receive), DetokenizeBody).tokens)})
+
+    routes: list[Route] = [
+        Route("/health", health),
+        Route("/ping", health),
+        Route("/v1/models", models),
+        Route("/metrics", metrics),
+        Route("/version", version),
+        Route("/load", load),
+        Route("/kv_event_sources", sources),
+        Route("/reset_prefix_cache", reset, methods=["POST"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
+    numbers = itertools.count()
+    for path, dialect in DIALECTS.items():
+        routes.append(Route(path, _Answers(face, dialect, numbers), methods=["POST"]))
+        routes.append(Route(f"{path}/render", _render_of(face, dialect), methods=["POST"]))
+    return Starlette(
+        routes=routes,
+        exception_handlers={KvstrataError: _refused, HTTPException: _no_route, ClientGone: _gone},
+    )
+
+
+class _Answers:
+    """The handler of one dialect; an ASGI application of its own, since it listens for the client's end."""
+
+    def __init__(self, face: Face, dialect: type[Dialect], numbers: itertools.count[int]) -> None:
+        self._face = face
+        self._dialect = dialect
+        self._numbers = numbers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given_id = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"x-request-id"), "")
+        raw = await read(receive)
+        body = parse(raw, self._dialect.body)
+        ask = ask_of(body, self._face.served)
+        number = next(self._numbers)
+        names = [f"{number}-{index}" for index in range(len(ask.prompts))]
+        live = self._face.live
+        choices = plan(ask, live.engine.model, names)
+        requests = [choice.request for choice in choices]
+        live.check(requests)
+        answer = self._dialect(ask, choices, body.request_id or given_id or secrets.token_hex(16))
+        changed = live.submit(requests)
+        work = self._stream if body.stream else self._whole
+        try:
+            await until_gone(receive, work(answer, changed, send))
+        except ClientGone:
+            pass  # nobody is there to be told
+        finally:
+            live.abort(requests)
+
+    async def _whole(self, answer: Dialect, changed: asyncio.Event, send: Send) -> None:
+        while any(choice.request.end is None for choice in answer.choices):
+            await changed.wait()
+            changed.clear()
+        body = msgspec.json.encode(answer.whole())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, answer: Dialect, changed: asyncio.Event, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        opening = answer.opening()
+        sent = [0] * len(answer.choices)
+        open_choices = set(range(len(sent)))
+        while open_choices:
+            await changed.wait()
+            changed.clear()
+            pieces = opening
+            for index in sorted(open_choices):
+                choice = answer.choices[index]
+                produced, end = choice.request.produced, choice.request.end
+                if produced > sent[index] or end is not None:
+                    pieces += answer.delta(index, choice.text(sent[index], produced), end)
+                    sent[index] = produced
+                if end is not None:
+                    open_choices.discard(index)
+            if pieces:
+                opening = b""
+                await send({"type": "http.response.body", "body": pieces, "more_body": True})
+        await send({"type": "http.response.body", "body": answer.closing()})
+
+
+async def read(receive: Receive) -> bytes:
+    """The whole body of a request. Raises BadRequest if it is too large, and ClientGone."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > BODY_BYTES:
+            raise BadRequest(f"body: must have at most {BODY_BYTES} bytes; send less", field="body")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def until_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """Await `work`, or raise ClientGone once the client has gone; `work` is then cancelled and has ended."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def parse(raw: bytes, kind: type[B]) -> B:
+    """A body of a kind. Raises BadRequest that names the field."""
+    try:
+        return msgspec.json.decode(raw, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `")
+        field = path.removesuffix("`").removeprefix("$.") or "body"
+        raise BadRequest(f"{field}: {what}", field=field) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"body: is not JSON: {error}", field="body") from None
+
+
+def _render_of(face: Face, dialect: type[Dialect]) -> Callable[[Request], Awaitable[Response]]:
+    async def render(request: Request) -> Response:
+        if not face.renders:
+            return _error(DISABLED, "PermissionDeniedError", HTTPStatus.FORBIDDEN)
+        body: Sampling = parse(await read(request.receive), dialect.body)
+        ask = ask_of(body, face.served)
+        rendered = [
+            {
+                "request_id": f"{dialect.prefix}{body.request_id or secrets.token_hex(16)}",
+                "token_ids": list(prompt),
+                "features": None,
+                "sampling_params": {"max_tokens": ask.max_tokens, "stop": ask.stop, "seed": body.seed},
+                "model": ask.model,
+                "stream": bool(body.stream),
+                "cache_salt": body.cache_salt,
+                "priority": body.priority,
+                "kv_transfer_params": body.kv_transfer_params,
+            }
+            for prompt in ask.prompts
+        ]
+        return JSONResponse(rendered if dialect is Completions else rendered[0])
+
+    return render
+
+
+def _card(served: tuple[str, ...], name: str, most: int, created: int) -> dict[str, Any]:
+    adapter = name != served[0]
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "vllm",
+        "root": name,
+        "parent": served[0] if adapter else None,
+        "max_model_len": None if adapter else most,
+        "permission": [],
+    }
+
+
+def _error(message: str, kind: str, status: HTTPStatus, field: str | None = None) -> Response:
+    body = {"error": {"message": message, "type": kind, "param": field, "code": int(status)}}
+    return JSONResponse(body, status)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvstrataError)
+    missing = isinstance(error, NotFound)
+    status = HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
+    kind = "NotFoundError" if missing else "BadRequestError"
+    if request.url.path.startswith("/v1/messages"):
+        word = "not_found_error" if missing else "invalid_request_error"
+        return JSONResponse({"type": "error", "error": {"type": word, "message": error.message}}, status)
+    return _error(error.message, kind, status, error.field or None)
+
+
+async def _no_route(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    return _error(str(error.detail), status.phrase, status)
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)

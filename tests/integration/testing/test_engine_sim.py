@@ -1,0 +1,319 @@
+"""`kvstrata sim` as a process: vLLM's HTTP interface, its KV events and their replay, and clients that leave."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+
+from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
+
+pytestmark = pytest.mark.integration
+
+HANG_MS = 60_000
+BLOCK = 4
+
+
+class Sim:
+    """The process, and the addresses that it told."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "kvstrata",
+            "sim",
+            "--port",
+            "0",
+            "--block-tokens",
+            str(BLOCK),
+            "--kv-blocks",
+            "40000",
+        ]
+        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.line = self.process.stderr.readline()
+        found = re.search(
+            r"at (http://\S+?)(?:, KV events at (\S+), their replay at (\S+))?$", self.line.strip()
+        )
+        assert found, self.line + self.process.stderr.read()
+        self.url, self.events, self.replay = found.groups()
+
+    def stop(self) -> int:
+        """Send SIGTERM; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(HANG_MS / 1000)
+
+
+@pytest.fixture(scope="module")
+def sim() -> Iterator[Sim]:
+    any_port = "tcp://127.0.0.1:0"
+    started = Sim(
+        "--model", "m", "--adapter", "lora", "--speed", "20",
+        "--kv-events-endpoint", any_port, "--kv-events-replay-endpoint", any_port, "--kv-events-topic", "kv",
+    )  # fmt: skip
+    try:
+        yield started
+        assert started.stop() == 0
+    finally:
+        started.process.kill()
+        started.process.wait()
+
+
+@pytest.fixture
+def client(sim: Sim) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=sim.url, timeout=HANG_MS / 1000, trust_env=False) as client:
+        assert client.post("/reset_prefix_cache").json() == {"success": True}
+        yield client
+
+
+def events(reply: httpx.Response) -> list[tuple[str, Any]]:
+    """The server-sent events of a stream: name and data."""
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in reply.text.strip().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines())
+        data = fields["data"]
+        found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    """One of vLLM's metrics."""
+    (value,) = re.findall(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+    return float(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abcdefghij", "max_tokens": 9}),
+        ("/v1/completions", {"prompt": list(range(1000, 1010)), "max_tokens": 9}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 9}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}),
+    ],
+    ids=["text", "ids", "chat", "responses", "messages"],
+)
+def test_a_stream_says_what_the_whole_answer_says(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
+    whole = client.post(path, json=body)
+    assert whole.status_code == 200
+    told = events(client.post(path, json=body | {"stream": True, "stream_options": {"include_usage": True}}))
+    answer, text, again, end, counted = read(path, whole.json(), told)
+    assert text == again
+    assert len(text) == 9
+    assert end == {"/v1/responses": "incomplete", "/v1/messages": "max_tokens"}.get(path, "length")
+    assert answer == 9
+    assert counted["cached"] > 0
+    assert counted["cached"] % BLOCK == 0
+
+
+def read(path: str, whole: Any, told: list[tuple[str, Any]]) -> tuple[int, str, str, str, dict[str, int]]:
+    """Tokens and text of the whole answer; text, reason of the end, and cached tokens of the stream."""
+    data = [value for _, value in told]
+    if path == "/v1/responses":
+        assert [name for name, _ in told] == [value["type"] for value in data]
+        assert [value["sequence_number"] for value in data] == list(range(len(data)))
+        last = data[-1]["response"]
+        text = "".join(each["delta"] for each in data if each["type"] == "response.output_text.delta")
+        cached = last["usage"]["input_tokens_details"]["cached_tokens"]
+        count, said = whole["usage"]["output_tokens"], whole["output"][0]["content"][0]["text"]
+        return count, said, text, last["status"], {"cached": cached}
+    if path == "/v1/messages":
+        text = "".join(each["delta"]["text"] for each in data if each["type"] == "content_block_delta")
+        (last,) = (each for each in data if each["type"] == "message_delta")
+        cached = last["usage"]["cache_read_input_tokens"]
+        count, said = whole["usage"]["output_tokens"], whole["content"][0]["text"]
+        return count, said, text, last["delta"]["stop_reason"], {"cached": cached}
+    assert data[-1] == "[DONE]"
+    assert data[-2]["choices"] == []
+    pieces = [each["choices"][0] for each in data[:-2]]
+    if path == "/v1/chat/completions":
+        assert pieces[0]["delta"]["role"] == "assistant"
+        text = "".join(each["delta"]["content"] for each in pieces)
+        said = whole["choices"][0]["message"]["content"]
+    else:
+        text, said = "".join(each["text"] for each in pieces), whole["choices"][0]["text"]
+    cached = data[-2]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return whole["usage"]["completion_tokens"], said, text, pieces[-1]["finish_reason"], {"cached": cached}
+
+
+def test_several_prompts_get_a_choice_each(client: httpx.Client) -> None:
+    body = {"prompt": ["one", [7, 8]], "max_tokens": 5}
+    whole = client.post("/v1/completions", json=body).json()
+    texts = [choice["text"] for choice in whole["choices"]]
+    streamed = ["", ""]
+    for _, data in events(client.post("/v1/completions", json=body | {"stream": True}))[:-1]:
+        streamed[data["choices"][0]["index"]] += data["choices"][0]["text"]
+    assert streamed == texts
+    assert whole["usage"] == {
+        "prompt_tokens": 5, "completion_tokens": 10, "total_tokens": 15, "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
+
+
+def test_errors_have_openais_shape_or_anthropics(client: httpx.Client) -> None:
+    bad = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": "x"}')
+    assert bad.status_code == 400
+    error = bad.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("BadRequestError", "max_tokens", 400)
+    unknown = client.post("/v1/chat/completions", json={"model": "x", "messages": [{"role": "user"}]})
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
+    anthropic = client.post("/v1/messages", json={"messages": []})
+    assert anthropic.status_code == 400
+    assert (anthropic.json()["type"], anthropic.json()["error"]["type"]) == ("error", "invalid_request_error")
+    assert client.get("/nowhere").json()["error"]["code"] == 404
+    assert client.get("/v1/completions").status_code == 405
+    render = client.post("/v1/completions/render", json={"prompt": "a"})
+    assert (render.status_code, render.json()["error"]["type"]) == (403, "PermissionDeniedError")
+    assert metric(client, "num_requests_running") == 0
+
+
+def test_what_vllm_answers_besides(client: httpx.Client, sim: Sim) -> None:
+    assert client.get("/health").status_code == 200
+    assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["m", "lora"]
+    source = client.get("/kv_event_sources").json()["0"]
+    assert (source["endpoint"], source["replay_endpoint"]) == (sim.events, sim.replay)
+    told = client.post("/tokenize", json={"prompt": "aé"}).json()
+    assert (told["tokens"], told["count"]) == ([97, 195, 169], 3)
+    assert client.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "aé"}
+    reply = client.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": "mine"}
+    )
+    assert reply.json()["id"] == "cmpl-mine"
+    before = metric(client, "generation_tokens_total")
+    client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+    assert metric(client, "generation_tokens_total") - before == 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_ends_when_its_client_goes(client: httpx.Client, stream: bool) -> None:
+    ended = 'request_success_total{engine="0",finished_reason="abort",model_name="m"}'
+
+    def aborts() -> float:
+        line = next(
+            line for line in client.get("/metrics").text.splitlines() if line.startswith(f"vllm:{ended}")
+        )
+        return float(line.split()[-1])
+
+    before = aborts()
+    body = json.dumps({"prompt": "abc", "max_tokens": 100_000, "ignore_eos": True, "stream": stream}).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as leaver:
+        leaver.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+        )
+        if stream:
+            assert leaver.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        else:
+            while not metric(client, "num_requests_running"):
+                pass
+        assert metric(client, "num_requests_running") == 1
+    while aborts() == before:
+        pass
+    assert metric(client, "num_requests_running") == metric(client, "num_requests_waiting") == 0
+    assert metric(client, "kv_cache_usage_perc") == 0
+
+
+def test_events_tell_the_blocks_and_a_gap_is_replayed(client: httpx.Client, sim: Sim) -> None:
+    decoder = msgspec.msgpack.Decoder(KVEventBatch)
+    with zmq.Context() as context, context.socket(zmq.SUB) as live, context.socket(zmq.REQ) as unused:
+        unused.close()
+        live.rcvtimeo = HANG_MS
+        live.subscribe(b"kv")
+        live.connect(sim.events)
+        # A new subscriber misses what is published before it is known, so ask until an event arrives.
+        while not live.poll(100):
+            client.post("/v1/completions", json={"prompt": "until one arrives", "max_tokens": 1})
+            client.post("/reset_prefix_cache")
+        tokens = list(range(2000, 2010))
+        client.post("/v1/completions", json={"prompt": tokens, "max_tokens": 6})
+        client.post("/v1/completions", json={"prompt": "last", "max_tokens": 1})
+        numbers, stored, parents = [], [], []
+        while list(b"last") not in stored:
+            topic, number, payload = live.recv_multipart()
+            assert topic == b"kv"
+            numbers.append(int.from_bytes(number, "big"))
+            for event in decoder.decode(payload).events:
+                if isinstance(event, BlockStored) and event.token_ids != list(b"until one arrives")[:16]:
+                    stored.append(event.token_ids)
+                    parents.append((event.parent_block_hash, event.block_hashes[-1]))
+        assert numbers == list(range(numbers[0], numbers[-1] + 1))
+        assert stored[0] == tokens[:8]
+        assert [len(each) for each in stored[1:-1]] == [BLOCK]  # 15 tokens have KV: three blocks
+        assert parents[0][0] is None
+        assert parents[1][0] == parents[0][1]
+        assert replayed(context, sim.replay, numbers[1]) == numbers[1:]
+        assert replayed(context, sim.replay, 0)[: numbers[-1] + 1] == list(range(numbers[-1] + 1))
+        assert replayed(context, sim.replay, numbers[-1] + 1) == []
+
+
+def replayed(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int) -> list[int]:
+    """Ask for the batches from `first` on, as vLLM's example does; returns the numbers of those that came."""
+    with context.socket(zmq.DEALER) as asking:
+        asking.linger = 0
+        asking.rcvtimeo = HANG_MS
+        asking.connect(endpoint)
+        asking.send_multipart([b"", b"not a request", b"at all"])
+        asking.send_multipart([b"", first.to_bytes(8, "big")])
+        numbers: list[int] = []
+        while True:
+            _, topic, number, payload = asking.recv_multipart()
+            if int.from_bytes(number, "big", signed=True) == -1:
+                assert (topic, payload) == (b"", b"")
+                return numbers
+            assert isinstance(msgspec.msgpack.decode(payload, type=KVEventBatch), KVEventBatch)
+            numbers.append(int.from_bytes(number, "big"))
+
+
+def test_render_gives_the_tokens_that_the_prompt_has() -> None:
+    sim = Sim("--enable-scale-out")
+    try:
+        with httpx.Client(base_url=sim.url, timeout=HANG_MS / 1000, trust_env=False) as client:
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+            rendered = client.post("/v1/chat/completions/render", json=chat).json()["token_ids"]
+            tokens = client.post("/tokenize", json=chat).json()["tokens"]
+            assert rendered == tokens
+            given = chat | {"kv_transfer_params": {"prompt_token_ids": rendered}}
+            answers = [client.post("/v1/chat/completions", json=body).json() for body in (chat, given)]
+            assert answers[0]["choices"] == answers[1]["choices"]
+            assert [each["usage"]["prompt_tokens"] for each in answers] == [len(tokens)] * 2
+            (text,) = client.post("/v1/completions/render", json={"prompt": "hi"}).json()
+            assert text["token_ids"] == list(b"hi")
+        assert sim.stop() == 0
+    finally:
+        sim.process.kill()
+        sim.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (["--port", "70000"], "--port: must be a port from 0 to 65535, found '70000'"),
+        (["--speed", "0"], "--speed: must be a number from 0.001"),
+        (["--kv-blocks", "x"], "--kv-blocks: must be a whole number, found 'x'"),
+        (["--kv-blocks", "0"], "kv_blocks: must be from 1 to"),
+        (["--kv-blocks", "1"], "kv_blocks: 1 blocks of 16 tokens do not hold one request"),
+        (["--adapter", "sim"], "--adapter: each must have a name of its own"),
+        (["--kv-events-endpoint", "nonsense"], "--kv-events-endpoint: 'nonsense' cannot be bound"),
+        (["--kv-events-replay-endpoint", "tcp://127.0.0.1:0"], "has no effect without --kv-events-endpoint"),
+        (["--engine-file", "/does/not/exist"], "/does/not/exist: No such file"),
+        (["--host", "192.0.2.1"], "--port: 192.0.2.1:0 cannot be listened on"),
+    ],
+)
+def test_wrong_flags_are_refused(flags: list[str], match: str) -> None:
+    command = [sys.executable, "-m", "kvstrata", "sim", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_MS / 1000)
+    assert ended.returncode in (1, 2)
+    assert match in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,250 @@
+"""The simulated engine's scheduler, by small cases that can be computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstrata.errors import BadRequest, ConfigError
+from kvstrata.testing.engine_sim import fleet
+from kvstrata.testing.engine_sim.engine import SimEngine
+from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
+from kvstrata.testing.engine_sim.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from kvstrata.testing.engine_sim.requests import End, SimRequest, answer_to, root_key
+
+FOREVER = 1 << 100
+PLAIN = {
+    "block_tokens": 4,
+    "kv_blocks": 100,
+    "max_model_tokens": 200,
+    "max_num_batched_tokens": 32,
+    "step_us": 100,
+    "prefill_token_us": 10,
+    "prefill_pair_us": 0,
+    "decode_sequence_us": 1,
+    "decode_context_token_us": 0,
+}
+
+
+def make(**changes: Any) -> SimEngine:
+    """An engine whose step takes 100 µs, 10 µs more for a prompt token and 1 µs for a sequence that decodes."""
+    return SimEngine(msgspec.convert(PLAIN | changes, EngineModel))
+
+
+def ask(name: str, prompt: int, answer: int, *, first: int = 0, **more: Any) -> SimRequest:
+    """A request whose tokens count up from `first`."""
+    tokens = range(first, first + prompt + answer)
+    return SimRequest(name, tokens[:prompt], answer=tokens[prompt:], **more)
+
+
+def times_us(request: SimRequest) -> list[float]:
+    """When each token came."""
+    return [at / PS_PER_US for at in request.token_times_ps()]
+
+
+def submit(engine: SimEngine, request: SimRequest, at_us: int) -> SimRequest:
+    """Submit a request at a time in microseconds."""
+    engine.submit(request, at_us * PS_PER_US)
+    return request
+
+
+def test_a_step_takes_what_the_model_says() -> None:
+    engine = make(prefill_pair_us=1, decode_context_token_us=0.5)
+    request = submit(engine, ask("a", 4, 3), 1000)
+    engine.advance(FOREVER)
+    first = 1000 + 100 + 4 * 10 + (1 + 2 + 3 + 4)
+    second = first + 100 + 1 + 5 * 0.5
+    assert times_us(request) == [first, second, second + 100 + 1 + 6 * 0.5]
+    assert (request.end, request.scheduled_ps) == (End.LENGTH, 1000 * PS_PER_US)
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_delays_who_decodes() -> None:
+    engine = make()
+    decoding = submit(engine, ask("a", 4, 6), 0)
+    long = submit(engine, ask("b", 70, 1, first=500), 150)
+    engine.advance(FOREVER)
+    # Each step has 32 tokens, one of which the decoding request takes: 31, 31, and the last 8.
+    assert times_us(decoding) == [140, 241, 652, 1063, 1244, 1345]
+    assert times_us(long) == [1244]
+
+
+def test_requests_that_came_while_a_step_ran_begin_together() -> None:
+    engine = make()
+    submit(engine, ask("a", 4, 1), 0)
+    later = [submit(engine, ask(str(n), 4, 1, first=100 * n), 20 + n) for n in (1, 2, 3)]
+    engine.advance(FOREVER)
+    assert [times_us(each) for each in later] == [[140 + 100 + 3 * 40]] * 3
+
+
+def test_at_most_max_num_seqs_run() -> None:
+    engine = make(max_num_seqs=2)
+    requests = [submit(engine, ask(str(n), 4, 1, first=100 * n), 0) for n in range(3)]
+    engine.advance(1)
+    assert (engine.running, engine.waiting) == (2, 1)
+    engine.advance(FOREVER)
+    assert [times_us(each)[0] for each in requests] == [180, 180, 320]
+
+
+def test_all_but_the_last_token_of_a_known_prompt_is_found() -> None:
+    engine = make()
+    submit(engine, ask("a", 12, 1), 0)
+    same = submit(engine, ask("b", 12, 1), 1000)
+    longer = submit(engine, ask("c", 13, 1), 2000)
+    engine.advance(FOREVER)
+    assert (same.cached_tokens, longer.cached_tokens) == (8, 12)
+    assert (engine.totals.prompt_tokens, engine.totals.cached_tokens) == (37, 20)
+
+
+def test_a_prompt_that_goes_on_with_the_answer_finds_the_answer() -> None:
+    engine = make()
+    submit(engine, ask("a", 6, 7), 0)
+    turn = submit(engine, ask("b", 20, 1), 5000)
+    engine.advance(FOREVER)
+    assert turn.cached_tokens == 12  # of 13 tokens; the KV of the last one was never computed
+
+
+def test_siblings_of_one_step_compute_their_prefix_once() -> None:
+    engine = make()
+    siblings = [submit(engine, ask(str(n), 13, 1), 0) for n in range(3)]
+    engine.advance(FOREVER)
+    assert [each.cached_tokens for each in siblings] == [0, 12, 12]
+
+
+@pytest.mark.parametrize(("adapter", "salt"), [("x", None), (None, "x")])
+def test_another_adapter_or_salt_shares_nothing(adapter: str | None, salt: str | None) -> None:
+    engine = make()
+    submit(engine, ask("a", 12, 1), 0)
+    other = ask("b", 12, 1, root=root_key(adapter, salt), adapter=adapter, salt=salt)
+    submit(engine, other, 1000)
+    engine.advance(FOREVER)
+    assert other.cached_tokens == 0
+    (stored,) = [e for _, events in engine.take_events()[1:] for e in events if isinstance(e, BlockStored)]
+    assert stored.extra_keys == [("x",)] * 3 if adapter else [("x",), None, None]
+    assert stored.lora_name == adapter
+
+
+def test_the_least_recently_used_block_goes_first_and_ends_of_prompts_before_beginnings() -> None:
+    engine = make(kv_blocks=6, max_model_tokens=24)
+    old, young = ask("a", 8, 1), ask("b", 8, 1, first=100)
+    submit(engine, old, 0)
+    submit(engine, young, 1000)
+    engine.advance(2000 * PS_PER_US)
+    engine.take_events()
+    submit(engine, ask("c", 13, 1, first=200), 2000)
+    engine.advance(FOREVER)
+    removed = [e for _, events in engine.take_events() for e in events if isinstance(e, BlockRemoved)]
+    assert [e.block_hashes for e in removed] == [[old.keys[1]], [old.keys[0]]]
+
+
+def test_who_was_admitted_last_is_preempted_and_loses_no_token() -> None:
+    engine = make(kv_blocks=6, max_model_tokens=24)
+    first, last = (submit(engine, ask(name, 8, 12, first=at), 0) for name, at in (("a", 0), ("b", 100)))
+    engine.advance(FOREVER)
+    assert (first.preemptions, last.preemptions) == (0, 1)
+    assert [each.produced for each in (first, last)] == [12, 12]
+    assert first.ended_ps < last.ended_ps
+    assert last.cached_tokens == 0
+    assert engine.totals.preemptions == 1
+
+
+def test_an_abort_ends_with_the_step_in_flight_and_frees_the_blocks() -> None:
+    engine = make()
+    gone, waits = submit(engine, ask("a", 40, 5), 0), submit(engine, ask("b", 4, 1, first=99), 1)
+    engine.advance(10 * PS_PER_US)
+    assert engine.abort("a", 20 * PS_PER_US)
+    assert not engine.abort("a", 21 * PS_PER_US)
+    engine.advance(FOREVER)
+    assert (gone.end, gone.ended_ps, gone.produced) == (End.ABORT, 420 * PS_PER_US, 0)
+    assert times_us(waits) == [420 + 140]
+    assert engine.used_share == 0
+    assert not engine.abort("b", FOREVER)
+
+
+def test_the_cache_is_cleared_only_while_nothing_runs() -> None:
+    engine = make()
+    submit(engine, ask("a", 8, 1), 0)
+    assert not engine.clear_cache(1)
+    assert engine.clear_cache(1000 * PS_PER_US)
+    assert engine.stored_keys() == {}
+    assert engine.take_events()[-1] == (1000 * PS_PER_US, [AllBlocksCleared()])
+    again = submit(engine, ask("b", 8, 1), 2000)
+    engine.advance(FOREVER)
+    assert again.cached_tokens == 0
+
+
+def test_without_prefix_caching_nothing_is_found_or_told() -> None:
+    engine = make(prefix_caching=False)
+    requests = [submit(engine, ask(name, 12, 1), at) for name, at in (("a", 0), ("b", 1000))]
+    engine.advance(FOREVER)
+    assert [each.cached_tokens for each in requests] == [0, 0]
+    assert engine.take_events() == []
+
+
+def test_requests_that_cannot_be_served_are_refused_and_change_nothing() -> None:
+    engine = make()
+    with pytest.raises(BadRequest, match=r"190 tokens and the answer 11.*200 of max_model_tokens"):
+        submit(engine, ask("a", 190, 11), 0)
+    submit(engine, ask("b", 4, 1), 0)
+    with pytest.raises(BadRequest, match="'b' is there already"):
+        submit(engine, ask("b", 4, 1), 0)
+    engine.advance(FOREVER)
+    assert engine.totals.ended[End.LENGTH] == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"block_tokens": 0}, "block_tokens: must be from 1 to .*, found 0"),
+        ({"step_us": 0}, "step_us: must be from 1 to"),
+        ({"prefill_token_us": -1}, "prefill_token_us: must be from 0 to"),
+        ({"kv_blocks": 49}, "kv_blocks: 49 blocks of 4 tokens do not hold one request of 200 tokens"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        EngineModel(**PLAIN | wrong)
+
+
+def test_a_fleet_serves_each_request_where_it_is_sent() -> None:
+    engines = [make(), make()]
+    requests = [ask(str(n), 8, 3, first=100 * n) for n in range(6)]
+    arrivals = [(n * 10 * PS_PER_US, each) for n, each in enumerate(requests)]
+    fleet.run(engines, arrivals, lambda request, at_ps: engines[int(request.name) % 2])
+    assert all(each.end is End.LENGTH for each in requests)
+    assert [engine.totals.ended[End.LENGTH] for engine in engines] == [3, 3]
+
+
+def test_answers_are_text_that_depends_on_the_prompt() -> None:
+    answer = answer_to(b"a prompt", 300_000, 0)
+    assert len(answer) == 300_000
+    assert set(answer) <= set(b"abcdefghijklmnopqrstuvwxyz ")
+    assert answer_to(b"a prompt", 50, 0) == answer[:50]
+    assert answer_to(b"another prompt", 50, 0) != answer[:50]
+    assert answer_to(b"a prompt", 50, 1) != answer[:50]
+
+
+def test_events_are_encoded_as_vllm_does() -> None:
+    stored = BlockStored([5], None, [1, 2], 2, None, "GPU", None, [None], 0)
+    batch = KVEventBatch(1.5, [stored, BlockRemoved([5], "GPU", 0), AllBlocksCleared()], 0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == [
+        1.5,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [5],
+                "parent_block_hash": None,
+                "token_ids": [1, 2],
+                "block_size": 2,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "extra_keys": [None],
+                "group_idx": 0,
+            },
+            {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU", "group_idx": 0},
+            {"type": "AllBlocksCleared"},
+        ],
+        0,
+    ]
