@@ -179,7 +179,7 @@ def gateway_parser() -> argparse.ArgumentParser:
     add("--host", dest="http.host", help="address to listen on (127.0.0.1), or unix:PATH")
     add("--port", dest="http.port", type=_number, help="port (8090)")
     add("--policy", dest="policy", metavar="NAME",
-        help="how an engine is chosen: least_loaded, round_robin or session (least_loaded)")  # fmt: skip
+        help="how an engine is chosen: ttft, least_loaded, round_robin or session (least_loaded)")  # fmt: skip
     add("--token-file", dest="http.token_file", metavar="FILE",
         help="file with the bearer token of operators (one that the process makes)")  # fmt: skip
     add("--drain-s", dest="drain_s", type=_number, metavar="S", help="time for requests at a stop (30)")

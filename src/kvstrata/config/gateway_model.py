@@ -210,7 +210,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 10.0
 
 
-PolicyName = Literal["least_loaded", "round_robin", "session"]
+PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -224,7 +224,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         PolicyName,
         Meta(
             description="How an engine is chosen: `least_loaded` takes one with the fewest requests under way, "
-            "`round_robin` one after the other, `session` the same one for all requests of a session while it serves."
+            "`round_robin` one after the other, `session` the same one for all requests of a session while it serves, "
+            "`ttft` the one whose first token is expected soonest, by its queue, its measured rate and what it was "
+            "sent before."
         ),
     ] = "least_loaded"
     session_header: Annotated[

@@ -16,11 +16,12 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
-from kvstrata.gateway.door import Door, Headers, Tenant
+from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
 from kvstrata.gateway.metering import CANCELLED, Meter, Meters
+from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
 from kvstrata.gateway.routes import MAX_SESSION_CHARS, ROUTES, Asked, Route, asked, response_of
 from kvstrata.observability.logging import EventLog
 
@@ -198,6 +199,9 @@ class App:
             failure = Failure(503, "overloaded", says, retry_after_s=1)
         elif tenant is not None:
             failure = tenant.enter(meter.arrived_s)
+            if failure is not None and failure.code == IN_FLIGHT:
+                await tenant.leaving()
+                failure = tenant.enter(meter.arrived_s)
         if failure is not None:
             meter.outcome = failure.code
             await answer_failure(send, failure, path, word, close=_unread(headers))
@@ -249,6 +253,10 @@ class App:
             response or read.after_response,
             meter,
             next(self._numbers),
+            max(1, len(read.text) // TOKEN_BYTES),
+            keys_of((read.model.encode(), meter.tenant.encode(), *read.context), read.text)
+            if read.text
+            else [],
         )
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:

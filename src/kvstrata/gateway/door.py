@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +20,9 @@ from kvstrata.gateway.errors import Failure
 from kvstrata.process.http_gate import Access
 
 BEARER = b"bearer "
+IN_FLIGHT = "tenant_in_flight"
 MAX_KEY_BYTES = 4_096
+GRACE_S = 0.05
 
 Headers = Mapping[bytes, bytes]
 
@@ -29,6 +33,8 @@ class Tenant:
     def __init__(self, settings: GatewayTenantSettings, now_s: float) -> None:
         self.settings = settings
         self.in_flight = 0
+        self._left = asyncio.Event()
+        """Set when a request has ended."""
         self._tokens = float(settings.burst)
         self._filled_s = now_s
 
@@ -42,7 +48,7 @@ class Tenant:
         most = self.settings.max_in_flight
         if most and self.in_flight >= most:
             says = f"tenant {self.name} has {self.in_flight} requests under way, of at most {most}; wait for one to end"
-            return Failure(429, "tenant_in_flight", says, retry_after_s=1)
+            return Failure(429, IN_FLIGHT, says, retry_after_s=1)
         rate = self.settings.requests_per_s
         if rate:
             passed_s = max(0.0, now_s - self._filled_s)
@@ -59,6 +65,17 @@ class Tenant:
     def leave(self) -> None:
         """A request that was let in has ended, however."""
         self.in_flight -= 1
+        self._left.set()
+
+    async def leaving(self) -> None:
+        """Wait for GRACE_S at most until a request has ended.
+
+        A client sees the end of its answer a moment before the request counts as ended here.
+        """
+        self._left.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_S):
+                await self._left.wait()
 
 
 class Door:

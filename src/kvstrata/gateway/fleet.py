@@ -22,10 +22,13 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.policy.routing.model import EngineState as Load
 from kvstrata.policy.routing.model import Fleet as RoutingFleet
 from kvstrata.policy.routing.queues import Queues
+from kvstrata.policy.routing.rates import Rates
 
 LEAST_SHARE = 0.25
 ASSUMED_TOKENS_S = 10_000.0
-"""Rate at which each engine is taken to compute prompts: no policy of the gateway looks at it yet."""
+"""Rate at which engines are taken to compute prompts until one has told its tokens."""
+RATED_S = 1.0
+"""Time between two looks at the measured rates, each of which takes some 20 µs for each engine."""
 DNS = "dns+"
 
 
@@ -58,6 +61,8 @@ class ServingEngine:
         """Its entries of /v1/models, by id."""
         self.load = Load(name=place.name, prefill_tokens_s=ASSUMED_TOKENS_S)
         """What this gateway has sent it; the fleet's `queues` change it."""
+        self.generation = 0
+        """Changes with each return, after which its cache is taken for empty."""
         self.sent = 0
         self.failed_probes = 0
         self.probed = asyncio.Event()
@@ -90,6 +95,8 @@ class Fleet:
         self.engines: dict[str, ServingEngine] = {}
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
+        self.rates = Rates(ASSUMED_TOKENS_S)
+        self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self._log = EventLog("engines")
 
@@ -114,6 +121,7 @@ class Fleet:
             if kept.get(engine.name) is not engine:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
                 engine.state, engine.reason = EngineState.LEAVING, "no longer in the settings"
+                self.rates.forget(engine.name)
                 if engine.in_flight:
                     self._leaving.append(engine)
                 elif engine.name not in wanted:
@@ -129,6 +137,7 @@ class Fleet:
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
             return
         engine.returned = engine.state is EngineState.DOWN
+        engine.generation += engine.returned
         engine.state, engine.reason = EngineState.UP, ""
         engine.up_since_s = self._now_s()
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
@@ -146,10 +155,23 @@ class Fleet:
         for limit in list(engine.waiting):
             limit.reschedule(0.0)
 
-    def began(self, engine: ServingEngine, number: str, tokens: int) -> None:
-        """A request is sent to the engine, with a prompt of about so many tokens."""
-        self.queues.dispatched(number, engine.name, tokens, tokens, self._now_s())
+    def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> None:
+        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""
+        now_s = self._now_s()
+        self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s)
         engine.sent += 1
+
+    def computed(self, engine: ServingEngine, tokens: int, seconds: float, running: float) -> None:
+        """A prompt that did not wait took this time until its first token, beside so many running requests."""
+        now_s = self._now_s()
+        if (
+            self.rates.observe(engine.name, tokens, seconds, running, now_s)
+            and now_s >= self._rated_s + RATED_S
+        ):
+            self._rated_s = now_s
+            for each in self.engines.values():  # those without samples get the others' rate
+                rate = self.rates.rate(each.name, each.load.running, now_s)
+                self.queues.rate(each.name, rate.tokens_s, now_s)
 
     def answers(self, number: str) -> None:
         """The first part of a request's answer has come."""

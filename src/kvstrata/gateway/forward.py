@@ -27,6 +27,7 @@ from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable,
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
+from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import RESPONSES, Asked, response_in
 from kvstrata.observability.logging import EventLog
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
 MAX_ERROR_BYTES = 64 << 10
-TOKEN_BYTES = 4
-"""Bytes of a body for one token of its prompt, about."""
-NOTHING = Knowledge()
 MAX_RESPONSES = 1 << 16
 """Stored responses whose engine is remembered; the oldest are forgotten first."""
 
@@ -65,11 +63,10 @@ class Call(NamedTuple):
     meter: Meter
     number: int
     """Of all requests that have arrived."""
-
-    @property
-    def tokens(self) -> int:
-        """About how many tokens its prompt has."""
-        return max(1, len(self.body) // TOKEN_BYTES)
+    tokens: int
+    """About how many tokens its prompt has."""
+    keys: list[bytes]
+    """Of the prompt's pieces."""
 
 
 class Refused(NamedTuple):
@@ -116,6 +113,7 @@ class Forwarder:
         self.suspect: Callable[[ServingEngine], None] = lambda _: None
         """Called with an engine whose connection failed, so that it is probed now."""
         self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self.prefixes = Prefixes()
         self._log = EventLog("gateway")
 
     async def run(self, call: Call, receive: Receive, send: Send) -> None:
@@ -139,7 +137,7 @@ class Forwarder:
         tried: list[ServingEngine] = []
         last: Refused | None = None
         while True:
-            engine = self._choose(call, tried)
+            engine, cached_tokens = self._choose(call, tried)
             if engine is None:
                 await self._refuse(call, send, last or Refused(self._none_serves(call), begun=False))
                 return
@@ -150,26 +148,45 @@ class Forwarder:
                 self._meters.retries[last.failure.code] += 1
             tried.append(engine)
             call.meter.engine = engine.name
-            self._fleet.began(engine, str(call.number), call.tokens)
+            idle, running, begun_s = not engine.load.waiting, engine.load.running, self._now_s()
+            self._fleet.began(engine, str(call.number), call.tokens - cached_tokens, call.tokens)
+            self.prefixes.note(call.keys, engine.name, engine.generation, begun_s, computed=False)
             try:
                 last = await self._attempt(call, engine, send)
             finally:
                 self._fleet.ended(engine, str(call.number))
             if last is None:
+                self._learn(call, engine, cached_tokens, (begun_s, running) if idle else None)
                 return
+            self.prefixes.forget(call.keys, engine.name)
             repeatable = not last.begun or call.asked.repeatable
             if not repeatable or len(tried) >= self.settings.retries.attempts:
                 await self._refuse(call, send, last)
                 return
 
-    def _choose(self, call: Call, tried: list[ServingEngine]) -> ServingEngine | None:
+    def _learn(
+        self, call: Call, engine: ServingEngine, cached_tokens: int, timed: tuple[float, float] | None
+    ) -> None:
+        """What an answer tells of its engine: its rate, if the prompt did not wait (`timed`), and its hits."""
+        tokens = call.meter.tokens()
+        prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
+        if not prompt or cached is None:
+            return
+        if timed is not None:
+            begun_s, running = timed
+            self._fleet.computed(engine, prompt - cached, call.meter.first_s - begun_s, running)
+        if self.prefixes.mistaken(call.keys, engine.name, cached_tokens / call.tokens, cached / prompt):
+            self._meters.mistaken[engine.name] += 1
+
+    def _choose(self, call: Call, tried: list[ServingEngine]) -> tuple[ServingEngine | None, int]:
+        """The engine for a request, and about how many tokens of the prompt it is taken to have cached."""
         serving = self._fleet.serving(call.asked.model, tried)
         if not serving:
-            return None
+            return None, 0
         made_by = self._responses.get(call.response) if call.response else None
         for engine in serving:
             if engine.name == made_by:
-                return engine
+                return engine, 0
         request = Request(
             id=call.word,
             tokens=call.tokens,
@@ -177,8 +194,11 @@ class Forwarder:
             session=call.session,
         )
         policy = POLICIES[self.settings.policy]()
-        chosen = choose(request, self._fleet.loads(serving), NOTHING, self._now_s(), policy=policy).engine
-        return next(engine for engine in serving if engine.name == chosen)
+        now_s, generations = self._now_s(), {engine.name: engine.generation for engine in serving}
+        knowledge = Knowledge(copies=self.prefixes.copies(call.keys, generations, now_s))
+        decision = choose(request, self._fleet.loads(serving), knowledge, now_s, policy=policy)
+        cached_tokens = min(decision.way.cached_tokens, call.tokens - 1) if decision.way is not None else 0
+        return next(engine for engine in serving if engine.name == decision.engine), cached_tokens
 
     def _none_serves(self, call: Call) -> Failure:
         model = call.asked.model
@@ -260,6 +280,7 @@ class Forwarder:
         stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
         meter.begins(self._now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
         self._fleet.answers(str(call.number))
+        self.prefixes.note(call.keys, engine.name, engine.generation, self._now_s(), computed=True)
         self._remember_response(call, engine, first)
         meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
         headers = passing.to_client(answer.headers, call.word)

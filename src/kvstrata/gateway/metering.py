@@ -115,6 +115,8 @@ class Meters:
         self.met: collections.Counter[tuple[str, str]] = collections.Counter()
         self.retries: collections.Counter[str] = collections.Counter()
         """By the code of the Failure before."""
+        self.mistaken: collections.Counter[str] = collections.Counter()
+        """Requests by engine of which it had less than half of what the gateway took it to have cached."""
 
     def begin(self, tenant: str) -> Meter:
         """A request has arrived."""

@@ -55,6 +55,12 @@ GATEWAY_FAMILIES: dict[str, Family] = {
     "kvstrata_gateway_retries": Family(
         "counter", ("reason",), "Requests sent to a further engine, by what the engine before had done."
     ),
+    "kvstrata_gateway_mistaken_prefixes": Family(
+        "counter",
+        ("engine",),
+        "Requests of whose prompt an engine reports less than half as cached of what the gateway expected.",
+    ),
+    "kvstrata_gateway_prefix_pieces": Family("gauge", (), "Pieces of prompts whose engines are remembered."),
     "kvstrata_gateway_retry_budget": Family("gauge", (), "Retries that may be made now."),
     "kvstrata_gateway_engine_up": Family("gauge", ("engine",), "1 while an engine gets requests, else 0."),
     "kvstrata_gateway_engine_in_flight": Family("gauge", ("engine",), "Requests under way at an engine."),
@@ -111,6 +117,9 @@ class GatewayCollector:
             ],
             "kvstrata_gateway_slo_met": [(list(name), count) for name, count in sorted(meters.met.items())],
             "kvstrata_gateway_retries": [([why], count) for why, count in sorted(meters.retries.items())],
+            "kvstrata_gateway_mistaken_prefixes": [
+                ([name], count) for name, count in sorted(meters.mistaken.items())
+            ],
             "kvstrata_gateway_engine_up": [
                 ([one.name], float(one.state is EngineState.UP)) for one in self._fleet.engines.values()
             ],

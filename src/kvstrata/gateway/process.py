@@ -307,7 +307,11 @@ class Gateway(Process):
         }
 
     def _numbers(self) -> dict[str, float]:
-        return {"in_flight": self._app.in_flight, "retry_budget": self._forwarder.budget.left}
+        return {
+            "in_flight": self._app.in_flight,
+            "retry_budget": self._forwarder.budget.left,
+            "prefix_pieces": len(self._forwarder.prefixes),
+        }
 
     def _tenants_in_flight(self) -> dict[str, int]:
         return {tenant.name: tenant.in_flight for tenant in self._door.tenants}

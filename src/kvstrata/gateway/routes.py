@@ -74,6 +74,13 @@ class Asked(NamedTuple):
     repeatable: bool = True
     after_response: str = ""
     """The stored response that this request goes on from, which only the engine that made it knows."""
+    text: bytes = b""
+    """JSON text of the prompt: messages, prompt or input."""
+    context: tuple[bytes, ...] = ()
+    """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like."""
+
+
+NO_TEXT = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct):
@@ -83,6 +90,16 @@ class _Body(msgspec.Struct):
     previous_response_id: Any = None
     store: Any = None
     background: Any = None
+    messages: msgspec.Raw = NO_TEXT
+    prompt: msgspec.Raw = NO_TEXT
+    input: msgspec.Raw = NO_TEXT
+    system: msgspec.Raw = NO_TEXT
+    instructions: msgspec.Raw = NO_TEXT
+    tools: msgspec.Raw = NO_TEXT
+    tool_choice: msgspec.Raw = NO_TEXT
+    chat_template: msgspec.Raw = NO_TEXT
+    chat_template_kwargs: msgspec.Raw = NO_TEXT
+    cache_salt: msgspec.Raw = NO_TEXT
 
 
 _decode = msgspec.json.Decoder(_Body).decode
@@ -115,8 +132,19 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     after = found.previous_response_id if isinstance(found.previous_response_id, str) else ""
     # An engine that stores a response, or works on it in the background, would do both twice.
     stores = path == RESPONSES and (found.store is not False or bool(found.background))
+    text = next((bytes(one) for one in (found.messages, found.prompt, found.input) if one), b"")
+    more = [found.system, found.instructions, found.tools, found.tool_choice]
+    more += [found.chat_template, found.chat_template_kwargs, found.cache_salt]
     return _checked(
-        found.model, Asked("", session[:MAX_SESSION_CHARS], route.repeatable and not stores, after)
+        found.model,
+        Asked(
+            "",
+            session[:MAX_SESSION_CHARS],
+            route.repeatable and not stores,
+            after,
+            text,
+            tuple(bytes(one) for one in more),
+        ),
     )
 
 

@@ -324,7 +324,7 @@ async def test_a_gateway_that_is_killed_leaves_the_clients_of_another_alone(
             "engines[1].name: 'a:1' is there twice",
         ),
         ({"http": {"host": "0.0.0.0", "port": 0}}, "is not loopback, and clients need no key"),
-        ({"policy": "fastest"}, "must be one of least_loaded, round_robin, session"),
+        ({"policy": "fastest"}, "must be one of ttft, least_loaded, round_robin, session"),
         (
             {"tenants": [{"name": "a", "key_file": "/nonexistent"}]},
             "tenants[0].key_file: /nonexistent: cannot be read",

@@ -1,0 +1,122 @@
+"""What the gateway remembers of prompts: which engine was sent which beginnings of them, and when.
+
+This is an approximation that needs neither tokenizers nor events of engines.  A prompt is the JSON text of its
+messages, cut into pieces of PIECE_BYTES; a piece's key is a hash over it and all before it, and over everything else
+that decides what KV the prompt has (model, tenant, tools, system prompt, cache salt).  A conversation's next turn
+begins with the same text, so it finds the pieces of the turns before.
+
+1. Whole pieces only; a key says nothing to somebody who does not know this process's secret.
+2. An engine is remembered together with its generation: after it was down, its cache is taken for empty.
+3. At most `most` keys; the longest unused one is forgotten first.
+4. What an engine reports of its hits corrects the memory (`mistaken`).
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvstrata.policy.routing.model import Copy
+
+PIECE_BYTES = 1_024
+TOKEN_BYTES = 4
+"""Bytes of text for one token, about."""
+PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
+MAX_PIECES = 4_096
+"""Pieces that are remembered of one prompt, from its start."""
+_SECRET = secrets.token_bytes(32)
+
+
+class Sent(NamedTuple):
+    """A piece that an engine was sent."""
+
+    generation: int
+    at_s: float
+    computed: bool
+    """Whether the first token of such a request has come."""
+
+
+def keys_of(context: Iterable[bytes], text: bytes) -> list[bytes]:
+    """The keys of a prompt's pieces. `context`: everything but the text that decides its KV."""
+    chain = hashlib.blake2b(key=_SECRET, digest_size=16)
+    for part in context:
+        chain.update(len(part).to_bytes(8, "big"))
+        chain.update(part)
+    keys = []
+    for at in range(0, min(len(text) // PIECE_BYTES, MAX_PIECES) * PIECE_BYTES, PIECE_BYTES):
+        chain.update(text[at : at + PIECE_BYTES])
+        keys.append(chain.digest())
+    return keys
+
+
+class Prefixes:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, most: int = 1 << 18) -> None:
+        self._most = most
+        self._sent: collections.OrderedDict[bytes, dict[str, Sent]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        """Keys that are remembered."""
+        return len(self._sent)
+
+    def note(
+        self, keys: Sequence[bytes], engine: str, generation: int, now_s: float, *, computed: bool
+    ) -> None:
+        """An engine was sent these pieces, or has computed them."""
+        for key in keys:
+            engines = self._sent.setdefault(key, {})
+            before = engines.get(engine)
+            has = computed or (before is not None and before.computed and before.generation == generation)
+            engines[engine] = Sent(generation, now_s, has)
+            self._sent.move_to_end(key)
+        while len(self._sent) > self._most:
+            self._sent.popitem(last=False)
+
+    def forget(self, keys: Sequence[bytes], engine: str) -> None:
+        """An engine has not computed these pieces, or has them no longer."""
+        for key in keys:
+            engines = self._sent.get(key)
+            if engines is not None and engines.pop(engine, None) is not None and not engines:
+                del self._sent[key]
+
+    def copies(self, keys: Sequence[bytes], generations: Mapping[str, int], now_s: float) -> list[Copy]:
+        """The longest beginning that each engine was sent, for engines of these generations."""
+        counts: dict[str, tuple[int, Sent]] = {}
+        alive = set(generations)
+        for number, key in enumerate(keys):
+            engines = self._sent.get(key)
+            if not engines:
+                break
+            for name in list(alive):
+                sent = engines.get(name)
+                if sent is None or sent.generation != generations[name]:
+                    alive.discard(name)
+                else:
+                    counts[name] = number + 1, sent
+            if not alive:
+                break
+        return [
+            Copy(
+                engine=name,
+                tier="l0",
+                tokens=count * PIECE_TOKENS,
+                certainty="degraded" if sent.computed else "predicted",
+                age_s=max(0.0, now_s - sent.at_s),
+                ready_at_s=0.0 if sent.computed else now_s,
+            )
+            for name, (count, sent) in sorted(counts.items())
+        ]
+
+    def mistaken(self, keys: Sequence[bytes], engine: str, predicted_share: float, share: float) -> bool:
+        """Compare the share of a prompt that an engine was taken to have with what it reports; forget what it lacks.
+
+        Returns whether it had less than half of what was predicted.
+        """
+        if predicted_share <= 0 or share >= predicted_share / 2:
+            return False
+        self.forget(keys[int(share * len(keys)) :], engine)
+        return True

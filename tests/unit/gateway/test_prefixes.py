@@ -1,0 +1,98 @@
+"""What the gateway remembers of prompts, against a model that keeps whole texts."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.gateway.prefixes import PIECE_BYTES, PIECE_TOKENS, Prefixes, keys_of
+from kvstrata.gateway.routes import ROUTES, Asked, asked
+
+TEXTS = st.lists(st.sampled_from("abc"), max_size=6).map("".join)
+"""Each letter stands for a whole piece."""
+CALLS = st.lists(
+    st.tuples(st.sampled_from(("sent", "computed", "failed", "restarted")), st.sampled_from("xy"), TEXTS),
+    max_size=25,
+)
+
+
+def keys(text: str, context: bytes = b"m") -> list[bytes]:
+    return keys_of([context], b"".join(letter.encode() * PIECE_BYTES for letter in text))
+
+
+@given(CALLS, TEXTS)
+def test_an_engine_has_the_longest_beginning_that_it_was_sent(
+    calls: list[tuple[str, str, str]], asked_for: str
+) -> None:
+    prefixes, generations = Prefixes(), {"x": 0, "y": 0}
+    model: dict[str, dict[str, bool]] = {"x": {}, "y": {}}
+    for number, (what, engine, text) in enumerate(calls):
+        beginnings = [text[: end + 1] for end in range(len(text))]
+        if what == "restarted":
+            generations[engine] += 1
+            model[engine] = {}
+        elif what == "failed":
+            prefixes.forget(keys(text), engine)
+            for one in beginnings:
+                model[engine].pop(one, None)
+        else:
+            computed = what == "computed"
+            prefixes.note(keys(text), engine, generations[engine], float(number), computed=computed)
+            for one in beginnings:
+                model[engine][one] = model[engine].get(one, False) or computed
+    expected = {}
+    for engine, known in model.items():
+        count = 0
+        while count < len(asked_for) and asked_for[: count + 1] in known:
+            count += 1
+        if count:
+            certainty = "degraded" if known[asked_for[:count]] else "predicted"
+            expected[engine] = (count * PIECE_TOKENS, certainty)
+    copies = prefixes.copies(keys(asked_for), generations, 100.0)
+    assert {copy.engine: (copy.tokens, copy.certainty) for copy in copies} == expected
+
+
+def test_the_longest_unused_pieces_are_forgotten_first() -> None:
+    prefixes = Prefixes(most=6)
+    for text in ("aaa", "bbb"):
+        prefixes.note(keys(text), "x", 0, 0.0, computed=True)
+    prefixes.note(keys("aaa"), "x", 0, 1.0, computed=True)
+    prefixes.note(keys("ccc"), "x", 0, 2.0, computed=True)
+    assert len(prefixes) == 6
+    found = {text: prefixes.copies(keys(text), {"x": 0}, 3.0) for text in ("aaa", "bbb", "ccc")}
+    assert [bool(found[text]) for text in found] == [True, False, True]
+
+
+def test_what_an_engine_lacks_is_forgotten() -> None:
+    prefixes = Prefixes()
+    prefixes.note(keys("abcabc"), "x", 0, 0.0, computed=True)
+    assert not prefixes.mistaken(keys("abcabc"), "x", 0.9, 0.5)
+    assert prefixes.mistaken(keys("abcabc"), "x", 0.9, 0.34)
+    [copy] = prefixes.copies(keys("abcabc"), {"x": 0}, 0.0)
+    assert copy.tokens == 2 * PIECE_TOKENS
+    assert prefixes.mistaken(keys("abcabc"), "x", 0.3, 0.0)
+    assert prefixes.copies(keys("abcabc"), {"x": 0}, 0.0) == []
+
+
+TURNS = st.lists(st.text(max_size=4_000), min_size=1, max_size=5)
+
+
+@given(TURNS, st.sampled_from(("model", "tools", "system", "cache_salt")))
+def test_the_next_turn_of_a_conversation_begins_with_the_pieces_of_the_last(
+    turns: list[str], other: str
+) -> None:
+    def pieces(count: int, **more: object) -> list[bytes]:
+        messages = [{"role": "user", "content": text} for text in turns[:count]]
+        body = {"model": "m", "messages": messages, "max_tokens": count, **more}
+        read = asked("/v1/chat/completions", ROUTES["/v1/chat/completions"], json.dumps(body).encode())
+        assert isinstance(read, Asked)
+        return keys_of([read.model.encode(), *read.context], read.text)
+
+    before: list[bytes] = []
+    for count in range(1, len(turns) + 1):
+        now = pieces(count)
+        assert now[: len(before)] == before
+        before = now
+    assert not set(before) & set(pieces(len(turns), **{other: "another"}))
