@@ -254,10 +254,14 @@ class App:
             meter,
             next(self._numbers),
             max(1, len(read.text) // TOKEN_BYTES),
-            keys_of((read.model.encode(), meter.tenant.encode(), *read.context), read.text)
-            if read.text
-            else [],
+            self._keys(read, meter),
         )
+
+    def _keys(self, read: Asked, meter: Meter) -> list[bytes]:
+        """The keys of the prompt's pieces; none if the policy does not go by them."""
+        if self.settings.policy != "ttft" or not read.text:
+            return []
+        return keys_of((read.model.encode(), meter.tenant.encode(), *read.context), read.text)
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
         """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""

@@ -68,6 +68,8 @@ class Answer(asyncio.Protocol):
         self._complete = False
         self._ends_with_link = False
         """Whether only the end of the connection ends the body."""
+        self._kept = False
+        """Whether the engine keeps the connection after this answer."""
         self._broken: LinkBroken | None = None
         self.closed = False
         self.idle_timer: asyncio.TimerHandle | None = None
@@ -79,7 +81,7 @@ class Answer(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers, self._head_bytes = 0, [], 0
         self._parts, self._sink, self._in_head = [], None, True
-        self._complete = self._ends_with_link = False
+        self._complete = self._ends_with_link = self._kept = False
         self._transport.writelines(request)
 
     async def head(self) -> None:
@@ -133,12 +135,7 @@ class Answer(asyncio.Protocol):
         if self.closed or not self._transport:
             return
         self._sink = None
-        keeps = (
-            self._complete
-            and not self._ends_with_link
-            and not self._parts
-            and self._parser.should_keep_alive()
-        )
+        keeps = self._complete and not self._ends_with_link and not self._parts and self._kept
         if keeps and not self.paused:
             self._links.keep(self)
         else:
@@ -237,6 +234,7 @@ class Answer(asyncio.Protocol):
         names = {name for name, _ in self.headers}
         framed = b"content-length" in names or b"transfer-encoding" in names
         self._ends_with_link = not framed and self.status not in (204, 304)
+        self._kept = bool(self._parser.should_keep_alive())  # the parser tells it only here
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""

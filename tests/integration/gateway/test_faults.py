@@ -313,3 +313,31 @@ async def test_retries_are_bounded_when_all_engines_fail(
 
     assert await asyncio.gather(*(one() for _ in range(100))) == [503] * 100
     assert 100 < sum(len(engine.got) for engine in engines) <= 100 + 10 + 10
+
+
+async def test_connections_to_engines_are_kept_and_one_that_an_engine_closes_is_not_used(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    engine = ScriptedEngine()
+    lines: set[Line] = set()
+
+    async def counts(got: Got, line: Line) -> None:
+        lines.add(line)
+        await chat(got, line)
+        if closes:
+            line.writer.close()
+
+    closes = False
+    engine.behaviour = counts
+    gateway = await start(engine, health={"probe_s": 3_600})
+    for stream in (False, True) * 5:
+        async with session.post(gateway.url + CHAT, json=ask(stream)) as response:
+            assert response.status == 200 and await response.read()
+    assert len(lines) == 1
+    closes = True
+    for stream in (False, True) * 5:
+        async with session.post(gateway.url + CHAT, json=ask(stream)) as response:
+            assert response.status == 200 and await response.read()
+        await asyncio.sleep(0.02)  # so that the end of the connection has come
+    assert len(lines) == 10
+    await at_rest(gateway, session)
