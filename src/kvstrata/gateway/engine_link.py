@@ -25,7 +25,8 @@ import httptools
 KEPT_S = 4.0
 """vLLM closes a connection after 5 s without a request: a link must be given up before that."""
 MAX_HEAD_BYTES = 256 << 10
-MAX_KEPT_PARTS = 64
+MAX_KEPT_BYTES = 256 << 10
+"""Of an answer whose owner has not asked for them yet; then nothing more is read."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -62,6 +63,7 @@ class Answer(asyncio.Protocol):
         self._parser: Any = None
         self._head_bytes = 0
         self._parts: list[bytes] = []
+        self._kept_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._in_head = True
@@ -80,7 +82,7 @@ class Answer(asyncio.Protocol):
         """Begin a request."""
         self._parser = httptools.HttpResponseParser(self)
         self.status, self.headers, self._head_bytes = 0, [], 0
-        self._parts, self._sink, self._in_head = [], None, True
+        self._parts, self._kept_bytes, self._sink, self._in_head = [], 0, None, True
         self._complete = self._ends_with_link = self._kept = False
         self._transport.writelines(request)
 
@@ -95,8 +97,7 @@ class Answer(asyncio.Protocol):
             if self._complete:
                 return b""
             await self._wait()
-        part = b"".join(self._parts)
-        self._parts.clear()
+        part = self._take()
         self.resume()
         return part
 
@@ -107,13 +108,18 @@ class Answer(asyncio.Protocol):
             body += part
         return body[:most_bytes]
 
-    async def pass_to(self, sink: Callable[[bytes], None]) -> None:
-        """Hand all further parts to `sink` as they come; returns at the end of the body. Raises LinkBroken."""
+    async def pass_to(self, sink: Callable[[bytes], None], is_full: Callable[[], bool]) -> None:
+        """Hand all further parts to `sink` as they come; returns at the end of the body. Raises LinkBroken.
+
+        While `is_full()` at the beginning, nothing is read; from then on `pause` and `resume` tell.
+        """
         if self._parts:
-            sink(b"".join(self._parts))
-            self._parts.clear()
+            sink(self._take())
         self._sink = sink
-        self.resume()
+        if is_full():
+            self.pause()
+        else:
+            self.resume()
         while not self._complete:
             await self._wait()
 
@@ -147,6 +153,12 @@ class Answer(asyncio.Protocol):
             self.closed = True
             self._links.drop(self)
             self._transport.abort()
+
+    def _take(self) -> bytes:
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._kept_bytes = 0
+        return part
 
     async def _wait(self) -> None:
         if self._broken is not None:
@@ -203,12 +215,10 @@ class Answer(asyncio.Protocol):
                 self._wake()
             return
         if self._parts and self._sink is not None:
-            part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-            self._parts.clear()
-            self._sink(part)
+            self._sink(self._take())
             if not self._complete:
                 return
-        elif self._sink is None and len(self._parts) >= MAX_KEPT_PARTS:
+        elif self._sink is None and self._kept_bytes > MAX_KEPT_BYTES:
             self.pause()
         self._wake()
 
@@ -239,6 +249,7 @@ class Answer(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         self._parts.append(body)
+        self._kept_bytes += len(body)
 
     def on_message_complete(self) -> None:
         """The answer has ended."""

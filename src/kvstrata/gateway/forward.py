@@ -327,7 +327,7 @@ class Forwarder:
         try:
             if first:
                 write(first)
-            await answer.pass_to(sink)
+            await answer.pass_to(sink, lambda: client.flow.write_paused)
         finally:
             client.source = None
 

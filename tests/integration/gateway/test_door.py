@@ -17,7 +17,7 @@ from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.conftest import Start
-from tests.integration.gateway.test_faults import at_rest
+from tests.integration.gateway.test_faults import at_rest, resident_mb
 from tests.integration.gateway.test_proxy import CHAT, ask
 
 pytestmark = pytest.mark.integration
@@ -265,18 +265,13 @@ async def test_bombs_and_slow_clients_cost_only_themselves(
     with socket.create_connection(("127.0.0.1", gateway.port)) as deaf:
         deaf.sendall(text)
         await eventually_async("the deaf client is cut", lambda: _closed(gateway, session, "stalled"))
-    assert _resident_mb(gateway.pid) < 400
+    assert resident_mb(gateway.pid) < 400
     await at_rest(gateway, session)
 
 
 async def _closed(gateway: GatewayProcess, session: aiohttp.ClientSession, why: str) -> bool:
     samples = await gateway.samples(session)
     return samples[f'kvstrata_gateway_http_closed_connections_total{{why="{why}"}}'] >= 1
-
-
-def _resident_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
 async def test_a_gateway_that_is_killed_leaves_the_clients_of_another_alone(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -231,6 +233,64 @@ async def test_a_client_that_takes_its_time_is_no_silence_of_the_engine(
     async with session.post(gateway.url + CHAT, json=ask(True)) as response:
         await asyncio.sleep(1.5)
         assert len(await response.read()) == 400 * 65_544
+
+
+async def test_the_engine_waits_for_a_client_that_does_not_read(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    written = 0
+
+    async def much(got: Got, line: Line) -> None:
+        nonlocal written
+        written = 0
+        if got.document["stream"]:
+            await line.begin()
+            await line.part(b"data: " + b"x" * (4 << 20) + b"\n\n")
+        else:
+            await line.raw(
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % MUCH
+            )
+        while written < MUCH:
+            data = bytes(1 << 20)
+            await (line.part(data) if got.document["stream"] else line.raw(data))
+            written += len(data)
+        if got.document["stream"]:
+            await line.end()
+
+    gateway = await start(ScriptedEngine(behaviour=much))
+    for stream in (True, False):
+        body = json.dumps(ask(stream)).encode()
+        head = b"POST %b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+        before_mb = resident_mb(gateway.pid)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            client.connect(("127.0.0.1", gateway.port))
+            client.sendall(head % (CHAT.encode(), len(body)) + body)
+            last = -1
+            while last != written:  # until nothing moves any more
+                last = written
+                await asyncio.sleep(0.3)
+            assert written < MUCH / 2
+            assert resident_mb(gateway.pid) - before_mb < 48, stream
+            assert await asyncio.to_thread(read_all, client) >= MUCH
+    await at_rest(gateway, session)
+
+
+def read_all(client: socket.socket) -> int:
+    """Read until the other end closes; return the number of bytes."""
+    size = 0
+    while part := client.recv(1 << 20):
+        size += len(part)
+    return size
+
+
+MUCH = 100 << 20
+
+
+def resident_mb(pid: int) -> float:
+    """The most memory that a process has had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) / 1024
 
 
 async def test_an_engine_that_dies_gets_no_requests_until_it_answers_again(
