@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -100,9 +101,10 @@ async def chat(got: Got, line: Line) -> None:
 class ScriptedEngine:
     """One engine. `behaviour` answers everything but /health and /v1/models."""
 
-    def __init__(self, *models: str, behaviour: Behaviour = chat) -> None:
+    def __init__(self, *models: str, behaviour: Behaviour = chat, tls: ssl.SSLContext | None = None) -> None:
         self.models = list(models) or ["m"]
         self.behaviour = behaviour
+        self._tls = tls
         self.healthy = True
         self.got: list[Got] = []
         """Requests but for probes, in the order of their arrival."""
@@ -114,7 +116,7 @@ class ScriptedEngine:
     @property
     def url(self) -> str:
         """Its URL."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self.port}"
 
     @property
     def name(self) -> str:
@@ -127,7 +129,7 @@ class ScriptedEngine:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
-        self._server = await asyncio.start_server(self._serve, sock=listener, limit=1 << 26)
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=1 << 26, ssl=self._tls)
 
     async def stop(self) -> None:
         """Stop listening and cut all connections, as if the process had died."""

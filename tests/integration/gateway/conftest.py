@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts engines that are not running yet, and a gateway before them with these settings."""
+    """Starts engines that are not running yet, and a gateway with these settings before them, or before `urls`."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def starter(*engines: ScriptedEngine, **settings: Any) -> GatewayProcess:
+        async def starter(
+            *engines: ScriptedEngine, urls: Sequence[str] = (), **settings: Any
+        ) -> GatewayProcess:
             for engine in engines:
                 if not engine.port:
                     await stack.enter_async_context(engine)
-            gateway = GatewayProcess(tmp_path, [engine.url for engine in engines], **settings)
+            gateway = GatewayProcess(tmp_path, urls or [engine.url for engine in engines], **settings)
             await asyncio.to_thread(gateway.start)
             stack.callback(gateway.kill)
             return gateway

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import ipaddress
 import json
 import signal
+import ssl
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from yarl import URL
 
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat, delta
@@ -154,6 +160,65 @@ async def test_models_are_merged_and_requests_go_where_their_model_is(
     async with session.post(f"{gateway.url}/v1/audio/transcriptions", data=form) as response:
         assert await response.json() == {"text": "hello"}
     assert two.got[-1].target == "/v1/audio/transcriptions"
+
+
+async def test_a_dns_name_stands_for_an_engine_at_each_address(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    engine = ScriptedEngine()
+    async with engine:
+        urls = [f"dns+http://localhost:{engine.port}", "dns+http://absent.invalid:8000"]
+        gateway = await start(engine, urls=urls)
+        async with session.post(gateway.url + CHAT, json=ask()) as response:
+            assert response.status == 200
+        rows = {row["name"]: row["state"] for row in (await gateway.status(session))["engines"]}
+        assert rows[f"localhost:{engine.port}/127.0.0.1"] == "up"
+        assert not any(name.startswith("absent") for name in rows)
+        assert "name_not_resolved" in await asyncio.to_thread(gateway.log.read_text)
+
+
+async def test_an_engine_with_tls_is_checked_against_known_authorities(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = certificate(tmp_path / "engine.pem")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(authority)
+    engine = ScriptedEngine(tls=tls)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+    gateway = await start(engine)
+    for stream in (False, True):
+        async with session.post(gateway.url + CHAT, json=ask(stream)) as response:
+            assert response.status == 200 and await response.read()
+    gateway.kill()
+    monkeypatch.delenv("SSL_CERT_FILE")
+    await asyncio.to_thread(gateway.start)
+    [row] = (await gateway.status(session))["engines"]
+    assert row["state"] == "down" and "certificate verify failed" in row["reason"].lower()
+
+
+def certificate(path: Path) -> Path:
+    """Write a key and a certificate for 127.0.0.1 that it has signed itself."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "engine")])
+    now = datetime.datetime.now(datetime.UTC)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(names, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    path.write_bytes(
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + built.public_bytes(pem)
+    )
+    return path
 
 
 async def test_policies_choose_as_they_say(start: Start, session: aiohttp.ClientSession) -> None:
