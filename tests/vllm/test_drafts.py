@@ -49,6 +49,12 @@ class Engine:
         until(lambda: self.idle() and not self.vllm.ask("stores")["in_flight"], "storing")
         return seen, hits
 
+    def silences(self) -> int:
+        """How often the server was silent for so long that the engine gave up a store or went on without it."""
+        outcomes = self.vllm.ask("stores")["outcomes"]
+        given_up = sum(count for outcome, count in outcomes.items() if outcome not in ("stored", "present"))
+        return given_up + sum(int(side["breaker_trips"]) for side in self.vllm.ask("client").values())
+
     def idle(self) -> bool:
         """Empty vLLM's own cache; False while a block is in use."""
         self.vllm.ask("idle_steps", n=1)
@@ -99,15 +105,20 @@ def test_a_hit_from_another_process_has_the_tokens_and_the_acceptance_of_a_cold_
 ) -> None:
     first, second = engines_of_one_server
     draw = random.Random(1)
-    prompts = [tokens(draw, length) for length in LENGTHS]
-    cold, hits = first.answer(prompts)
-    assert hits == [0] * len(prompts)
-    accepted = sum(drafts["accepted_tokens"] for _, drafts in cold)
-    assert accepted > 0.8 * sum(drafts["draft_tokens"] for _, drafts in cold), "the draft imitates the model"
-    warm, hits = second.answer(prompts)
+    silent = -1
+    while silent < (
+        silent := first.silences() + second.silences()
+    ):  # on a busy machine the server may be silent
+        prompts = [tokens(draw, length) for length in LENGTHS]
+        cold, hits = first.answer(prompts)
+        assert hits == [0] * len(prompts)
+        accepted = sum(drafts["accepted_tokens"] for _, drafts in cold)
+        drafted = sum(drafts["draft_tokens"] for _, drafts in cold)
+        assert accepted > 0.8 * drafted, "the draft imitates the model"
+        warm, hits = second.answer(prompts)
+        assert warm == cold
     # The record that ends with a prompt of 256 tokens has the sampled token in its key.
     assert hits == [192, 224, 224, 224, 256, 288]
-    assert warm == cold
 
 
 def test_a_record_in_front_of_another_token_is_not_served(
