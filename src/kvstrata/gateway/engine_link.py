@@ -20,8 +20,6 @@ import ssl
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
-import httptools
-
 KEPT_S = 4.0
 """vLLM closes a connection after 5 s without a request: a link must be given up before that."""
 MAX_HEAD_BYTES = 256 << 10
@@ -80,7 +78,7 @@ class Answer(asyncio.Protocol):
 
     def write(self, request: Iterable[bytes]) -> None:
         """Begin a request."""
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser = self._links.make_parser(self)
         self.status, self.headers, self._head_bytes = 0, [], 0
         self._parts, self._kept_bytes, self._sink, self._in_head = [], 0, None, True
         self._complete = self._ends_with_link = self._kept = False
@@ -202,7 +200,7 @@ class Answer(asyncio.Protocol):
         self.heard_s = self._loop.time()
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except self._links.not_http as error:
             self._break(f"not HTTP: {error}")
             self.close()
             self._wake()
@@ -261,6 +259,10 @@ class Links:
     """The links of a gateway to all engines. Belongs to the event loop."""
 
     def __init__(self, connect_s: float) -> None:
+        import httptools  # of the extra `gateway`
+
+        self.make_parser = httptools.HttpResponseParser
+        self.not_http = httptools.HttpParserError
         self.connect_s = connect_s
         self._idle: dict[Address, list[Answer]] = {}
         self._open: set[Answer] = set()

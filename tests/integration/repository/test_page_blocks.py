@@ -56,6 +56,10 @@ BLOCKS = {
         "kv_connector_config": "TensorRT-LLM was never run; test_tensorrt_llm makes both classes",
     },
     "docs/formats.md": {"0 ": NO_COMMAND},
+    "docs/gateway.md": {
+        "pip install": "test_package runs the command without the extra, which says the same",
+        "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
+    },
     "docs/getting-started.md": {
         "$ python3 -m venv": RUN,
         "$ lmcache-server": RUN,
