@@ -262,7 +262,7 @@ class Links:
         import httptools  # of the extra `gateway`
 
         self.make_parser = httptools.HttpResponseParser
-        self.not_http = httptools.HttpParserError
+        self.not_http = (httptools.HttpParserError, httptools.HttpParserUpgrade)
         self.connect_s = connect_s
         self._idle: dict[Address, list[Answer]] = {}
         self._open: set[Answer] = set()
@@ -296,6 +296,8 @@ class Links:
             raise Unreachable(f"no connection within {self.connect_s:g} s") from None
         except OSError as error:  # TLS errors too
             raise Unreachable(str(error.strerror or error)) from None
+        except UnicodeError as error:
+            raise Unreachable(f"not a name of a host: {error}") from None
         self._open.add(answer)
         return answer
 

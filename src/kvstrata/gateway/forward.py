@@ -155,10 +155,11 @@ class Forwarder:
                 last = await self._attempt(call, engine, send)
             finally:
                 self._fleet.ended(engine, str(call.number))
+                if not call.meter.first_s:
+                    self.prefixes.take_back(call.keys, engine.name)
             if last is None:
                 self._learn(call, engine, cached_tokens, (begun_s, running) if idle else None)
                 return
-            self.prefixes.forget(call.keys, engine.name)
             repeatable = not last.begun or call.asked.repeatable
             if not repeatable or len(tried) >= self.settings.retries.attempts:
                 await self._refuse(call, send, last)
@@ -172,10 +173,13 @@ class Forwarder:
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if not prompt or cached is None:
             return
+        share = min(1.0, cached / prompt)
         if timed is not None:
             begun_s, running = timed
-            self._fleet.computed(engine, prompt - cached, call.meter.first_s - begun_s, running)
-        if self.prefixes.mistaken(call.keys, engine.name, cached_tokens / call.tokens, cached / prompt):
+            # In our own count of tokens, so that no engine can make itself look fast by reporting many.
+            computed = round(call.tokens * (1.0 - share))
+            self._fleet.computed(engine, computed, call.meter.first_s - begun_s, running)
+        if self.prefixes.mistaken(call.keys, engine.name, cached_tokens / call.tokens, share):
             self._meters.mistaken[engine.name] += 1
 
     def _choose(self, call: Call, tried: list[ServingEngine]) -> tuple[ServingEngine | None, int]:

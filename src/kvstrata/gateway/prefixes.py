@@ -76,6 +76,13 @@ class Prefixes:
         while len(self._sent) > self._most:
             self._sent.popitem(last=False)
 
+    def take_back(self, keys: Sequence[bytes], engine: str) -> None:
+        """A request with these pieces has ended before its first token: forget those that nothing has computed."""
+        waiting = [
+            key for key in keys if engine in (found := self._sent.get(key, {})) and not found[engine].computed
+        ]
+        self.forget(waiting, engine)
+
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
         """An engine has not computed these pieces, or has them no longer."""
         for key in keys:

@@ -84,7 +84,8 @@ class Probing:
     async def resolve(self) -> None:
         """Resolve the DNS names; a name that cannot be resolved now keeps the engines that it had."""
         places: list[Place] = []
-        for settings, key in list(self._engines):
+        engines = self._engines
+        for settings, key in engines:
             if not settings.url.startswith(DNS):
                 places.append(place_of(settings, key))
                 continue
@@ -102,7 +103,8 @@ class Probing:
                     )
                     for address in addresses
                 ]
-        self._have(places)
+        if engines is self._engines:  # no reload has replaced them meanwhile
+            self._have(places)
 
     async def probe(self, engine: ServingEngine) -> None:
         """Ask an engine whether it serves, and what."""
@@ -122,7 +124,7 @@ class Probing:
             reason, refused = f"cannot be reached: {error}", True
         except TimeoutError:
             reason = f"no answer within {self.settings.timeout_s:g} s"
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             reason = f"/v1/models answers with something else than a list of models: {error}"
         except LinkBroken as error:
             reason = str(error)
@@ -149,7 +151,7 @@ class Probing:
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 found = await loop.getaddrinfo(plain.hostname, plain.port, type=socket.SOCK_STREAM)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, UnicodeError) as error:  # UnicodeError: no name of a host
             self._log.repeated(30, settings.url, "name_not_resolved", url=settings.url, reason=str(error))
             return None
         return sorted({str(address[0]) for *_, address in found})[:MAX_ADDRESSES]

@@ -47,7 +47,7 @@ NEEDED = "httptools"
 """Module of the extra `gateway`."""
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
-RESTART = frozenset(("http.host", "http.port", "http.token_file", "http.max_connections", "log_format"))
+RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside the rest of `http`."""
 
 
@@ -258,9 +258,12 @@ class Gateway(Process):
 
     async def reload(self) -> dict[str, object]:
         """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
-        newer = await self.loop.run_in_executor(None, lambda: plan(self._reread()))
+        wanted = await self.loop.run_in_executor(None, self._reread)
+        # The port stays as it is, so the other settings must be allowed on it.
+        kept = msgspec.structs.replace(wanted, http=self._settings.http)
+        newer = await self.loop.run_in_executor(None, plan, kept)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
-        changed = changes(before, newer.settings)
+        changed = changes(before, wanted)
         applied = {key for key in changed if not key.startswith("http.") and key not in RESTART}
         settings = replaced(before, newer.settings, applied)
         self._settings = settings

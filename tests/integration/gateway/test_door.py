@@ -308,6 +308,22 @@ async def test_a_gateway_that_is_killed_leaves_the_clients_of_another_alone(
         second.kill()
 
 
+async def test_a_reload_cannot_open_a_port_that_others_reach(
+    start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    gateway = await start(ScriptedEngine(), tenants=tenants(tmp_path), http={"host": "0.0.0.0"})
+    gateway.settings |= {"tenants": [], "http": {"host": "127.0.0.1"}}
+    gateway.write()
+    gateway.signal(1)
+
+    async def refused() -> bool:
+        return "reload_failed" in await asyncio.to_thread(gateway.log.read_text)
+
+    await eventually_async("the reload is refused", refused)
+    async with session.post(gateway.url + CHAT, json=ask()) as response:
+        assert response.status == 401
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

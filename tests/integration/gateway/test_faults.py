@@ -54,10 +54,16 @@ def busy(status: int) -> Behaviour:
     return answer
 
 
+async def switches(got: Got, line: Line) -> None:
+    """Switch to another protocol, which nobody asked for."""
+    await line.raw(b"HTTP/1.1 101 X\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n")
+
+
 FAILURES: dict[str, Behaviour] = {
     "dies": dies,
     "dies after the head": dies_after_head,
     "garbage": garbage,
+    "another protocol": switches,
     "a header of 10 MB": long_header,
     "two lengths": bad_length,
     **{str(status): busy(status) for status in (429, 502, 503, 504)},
@@ -320,6 +326,47 @@ async def test_an_engine_that_dies_gets_no_requests_until_it_answers_again(
     [share] = [row["share"] for row in (await gateway.status(session))["engines"] if row["name"] == one.name]
     assert 0.25 <= share < 0.3, "it has just come back"
     await one.stop()
+
+
+async def test_an_engine_whose_models_are_garbage_does_not_serve_and_harms_nobody(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    class Odd(ScriptedEngine):
+        models_body = b""
+
+        async def _answer(self, got: Got, line: Line) -> None:
+            if got.target == "/v1/models":
+                await line.answer(self.models_body)
+            else:
+                await super()._answer(got, line)
+
+    odd, sound = Odd(), ScriptedEngine()
+    await odd.start()
+    try:
+        gateway = await start(sound, urls=[odd.url, f"http://{'a' * 80}.b:80"])
+        gateway.settings["engines"].append({"url": sound.url})
+        gateway.write()
+        gateway.signal(1)
+        await eventually_async("the sound one is up", lambda: _state(gateway, session, sound, "up"))
+        for body in (
+            b"",
+            b"{",
+            b"[1]",
+            b'{"data": [{"id": "\xff"}]}',
+            b"[" * 200_000,
+            b'{"data": ' + b"[" * 200_000,
+        ):
+            odd.models_body, probes = body, odd.probes
+
+            async def probed_again(probes: int = probes) -> bool:
+                return odd.probes >= probes + 3
+
+            await eventually_async("it was probed", probed_again)
+            assert await _state(gateway, session, odd, "down"), body[:40]
+            async with session.post(gateway.url + CHAT, json=ask()) as response:
+                assert response.status == 200
+    finally:
+        await odd.stop()
 
 
 async def _state(

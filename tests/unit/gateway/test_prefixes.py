@@ -34,9 +34,10 @@ def test_an_engine_has_the_longest_beginning_that_it_was_sent(
             generations[engine] += 1
             model[engine] = {}
         elif what == "failed":
-            prefixes.forget(keys(text), engine)
+            prefixes.take_back(keys(text), engine)
             for one in beginnings:
-                model[engine].pop(one, None)
+                if not model[engine].get(one, True):
+                    del model[engine][one]
         else:
             computed = what == "computed"
             prefixes.note(keys(text), engine, generations[engine], float(number), computed=computed)
