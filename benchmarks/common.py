@@ -12,18 +12,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvstrata.cli import asking
 from kvstrata.measure.figures import chain_of, machine, median_spread, percentile
+
+if TYPE_CHECKING:
+    from tests.harness.server_process import ServerProcess
 
 __all__ = [
     "NotHere",
     "chain_of",
     "chains",
+    "clear_l1",
     "commit",
     "cpu_seconds",
     "engine_client",
     "figure",
+    "fill_tier",
     "machine",
     "median_spread",
     "percentile",
@@ -37,6 +43,8 @@ SMALL = "BENCH_SMALL"
 """Environment variable that `benchmarks.run --small` sets to 1; processes that a benchmark starts inherit it."""
 WAIT_S = 60.0
 """Longest wait for something that should take milliseconds; after this time the benchmark has failed."""
+FILLS = 4
+"""Rounds in which an engine fills a tier, at most."""
 
 
 Size = TypeVar("Size")
@@ -126,6 +134,33 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"{what}: not within {timeout_s:.0f} s")
         time.sleep(0.001)
+
+
+def clear_l1(server: ServerProcess) -> None:
+    """Empty L1, so that a chunk is found in a tier or nowhere."""
+    asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
+
+
+def fill_tier(server: ServerProcess, compute: Callable[[], None], n_chunks: int) -> None:
+    """Let an engine `compute` until the server's only tier was given `n_chunks`, and empty L1. Raises RuntimeError.
+
+    An engine stores nothing while the server is silent for a moment: what lacks then is computed again.
+    """
+
+    def put() -> int:
+        (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
+        return int(adapter["outcomes"].get("stored", 0))
+
+    for left in reversed(range(FILLS)):
+        compute()
+        try:
+            wait_until(lambda: put() >= n_chunks, "the tier has all chunks", timeout_s=20.0)
+        except RuntimeError:
+            if not left:
+                raise
+        clear_l1(server)
+        if put() >= n_chunks:
+            return
 
 
 def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:

@@ -22,9 +22,8 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.common import figure, scratch, sized, wait_until
+from benchmarks.common import figure, fill_tier, scratch, sized
 from benchmarks.vllm_hit_ttft import ready
-from kvstrata.cli import asking
 from kvstrata.config.client_model import ClientSettings
 from tests.harness import mooncake, vllm_model
 from tests.harness.server_process import ServerProcess
@@ -114,15 +113,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure before, while and after the master is stopped; return the figures."""
 
-    def put() -> int:
-        (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
-        return int(adapter["outcomes"].get("stored", 0))
+    def compute() -> None:
+        for prompt in prompts:
+            vllm.generate(prompt, max_tokens=2)
 
     known, of_tier = prompts[:L1_PROMPTS], prompts[L1_PROMPTS:]
-    for prompt in prompts:
-        vllm.generate(prompt, max_tokens=2)
-    wait_until(lambda: put() == CHUNKS * len(prompts), "the tier has all prompts")
-    asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
+    fill_tier(server, compute, CHUNKS * len(prompts))
     for prompt in known:
         vllm.generate(prompt, max_tokens=2)
 

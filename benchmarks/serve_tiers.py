@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, figure, scratch, sized, wait_until
+from benchmarks.common import ROOT, clear_l1, figure, fill_tier, scratch, sized
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
 from kvstrata.cli import asking
 from kvstrata.cli.table import table
@@ -62,19 +62,12 @@ def asked(
 
 def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> dict[str, Any]:
     """Run both rounds with a remote tier, added for them; return the report of the second round."""
-
-    def put() -> int:
-        (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
-        return int(adapter["outcomes"].get("stored", 0))
-
     with remotes.tier(name, folder) as tier:
         added = asking.ask(server.url, asking.Ask("/v1/l2/adapters", {"adapter": tier.entry}, timeout_s=60))
-        asked(name, folder, engine, server)
-        wait_until(lambda: put() == CHUNKS, f"{name} has all chunks")
-        asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
+        fill_tier(server, lambda: asked(name, folder, engine, server), CHUNKS)
         second = asked(name, folder, engine, server)
         asking.ask(server.url, asking.Ask(f"/v1/l2/adapters/{added['name']}", None, "DELETE", timeout_s=60))
-    asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
+    clear_l1(server)
     return second
 
 
@@ -93,7 +86,7 @@ def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
         stack.enter_context(engine)
         asked("l1", folder, engine, server)
         rounds["l1"] = asked("l1", folder, engine, server)
-        asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
+        clear_l1(server)
         for name in REMOTE:
             rounds[name] = through(name, folder, engine, server)
     return rounds
