@@ -142,7 +142,7 @@ HEAVY = {
     "vllm": ("connectors.vllm",),
     "sglang": ("connectors.sglang.",),
     "tensorrt_llm": ("connectors.tensorrt_llm.",),
-    "zmq": ("rpc.zmq_", "testing.engine_sim.zmq_"),
+    "zmq": ("rpc.zmq_", "testing.engine_sim.zmq_", "gateway.residency.zmq_"),
     "rich": ("cli.live", "cli.page_"),
     "shtab": ("cli.completion",),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),

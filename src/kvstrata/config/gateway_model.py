@@ -77,6 +77,24 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="File with the engine's `--api-key`, readable by its owner only; empty: it has none."
         ),
     ] = ""
+    kv_events: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|off|tcp://[^\s/?#@*]+:[0-9]{1,5})$",
+            extra={"demand": "must be empty, `off` or tcp://HOST:PORT"},
+            description="Where the engine publishes its KV events, for the policy `ttft`: tcp://HOST:PORT; empty: the "
+            "engine is asked (/kv_event_sources); `off`: nowhere.",
+        ),
+    ] = ""
+    kv_events_replay: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|tcp://[^\s/?#@*]+:[0-9]{1,5})$",
+            extra={"demand": "must be empty or tcp://HOST:PORT"},
+            description="Where the engine sends events again (its `replay_endpoint`), beside `kv_events`; empty: "
+            "nowhere, and events that are lost stay lost.",
+        ),
+    ] = ""
 
 
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import traceback
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
 from kvstrata.gateway.metering import CANCELLED, Meter, Meters
 from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
-from kvstrata.gateway.routes import MAX_SESSION_CHARS, ROUTES, Asked, Route, asked, response_of
+from kvstrata.gateway.routes import MAX_SESSION_CHARS, ROUTES, Asked, Route, asked, ids_in, response_of
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -242,6 +243,7 @@ class App:
             return read
         given = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
         query = scope["query_string"]
+        prompt = ids_in(read.text) if self.settings.policy == "ttft" else None
         return Call(
             scope,
             body,
@@ -253,15 +255,17 @@ class App:
             response or read.after_response,
             meter,
             next(self._numbers),
-            max(1, len(read.text) // TOKEN_BYTES),
-            self._keys(read, meter),
+            max(1, len(prompt) if prompt is not None else len(read.text) // TOKEN_BYTES),
+            self._keys(read, prompt, meter),
+            prompt,
         )
 
-    def _keys(self, read: Asked, meter: Meter) -> list[bytes]:
+    def _keys(self, read: Asked, prompt: array[int] | None, meter: Meter) -> list[bytes]:
         """The keys of the prompt's pieces; none if the policy does not go by them."""
         if self.settings.policy != "ttft" or not read.text:
             return []
-        return keys_of((read.model.encode(), meter.tenant.encode(), *read.context), read.text)
+        context = (read.model.encode(), meter.tenant.encode(), *read.context)
+        return keys_of(context, read.text if prompt is None else prompt.tobytes())
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
         """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""

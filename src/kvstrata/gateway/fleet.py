@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.routing.model import EngineState as Load
 from kvstrata.policy.routing.model import Fleet as RoutingFleet
@@ -48,6 +49,8 @@ class Place(NamedTuple):
     address: Address
     api_key: str = ""
     """Empty: the engine asks for none."""
+    events: Source | None = None
+    """Where it publishes KV events, as the settings say; None: it is asked."""
 
 
 class ServingEngine:
@@ -203,6 +206,14 @@ class Fleet:
             and engine not in without
         ]
 
+    def adapter(self, model: str) -> str:
+        """The adapter that a model's name stands for; empty: it stands for a base model, or nobody has it."""
+        for engine in self.engines.values():
+            entry = engine.models.get(model)
+            if entry is not None:
+                return model if entry.get("parent") else ""
+        return ""
+
     def loads(self, engines: Iterable[ServingEngine]) -> RoutingFleet:
         """What the choice needs to know of these engines."""
         loads = []
@@ -238,4 +249,4 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
-    return Place(settings.name or f"{host}:{port}", address, api_key)
+    return Place(settings.name or f"{host}:{port}", address, api_key, source_of(settings))

@@ -18,21 +18,21 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
-from kvstrata.gateway.prefixes import Prefixes
+from kvstrata.gateway.residency.knowledge import Prompt
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import RESPONSES, Asked, response_in
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.routing.choose import POLICIES, choose
-from kvstrata.policy.routing.model import Knowledge, Request
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -67,6 +67,8 @@ class Call(NamedTuple):
     """About how many tokens its prompt has."""
     keys: list[bytes]
     """Of the prompt's pieces."""
+    prompt: array[int] | None = None
+    """Its token ids; None: not known."""
 
 
 class Refused(NamedTuple):
@@ -98,6 +100,7 @@ class Forwarder:
         fleet: Fleet,
         meters: Meters,
         links: Links,
+        choosing: Choosing,
         now_s: Callable[[], float],
         *,
         drop_keys: Callable[[], bool],
@@ -107,13 +110,13 @@ class Forwarder:
         self._fleet = fleet
         self._meters = meters
         self._links = links
+        self.choosing = choosing
         self._now_s = now_s
         self._drop_keys = drop_keys
         self.budget = RetryBudget(settings.retries.budget_share)
         self.suspect: Callable[[ServingEngine], None] = lambda _: None
         """Called with an engine whose connection failed, so that it is probed now."""
         self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
-        self.prefixes = Prefixes()
         self._log = EventLog("gateway")
 
     async def run(self, call: Call, receive: Receive, send: Send) -> None:
@@ -134,11 +137,12 @@ class Forwarder:
 
     async def _answer(self, call: Call, send: Send) -> None:
         self.budget.request()
+        wanted = self._wanted(call)
         tried: list[ServingEngine] = []
         last: Refused | None = None
         while True:
-            engine, cached_tokens = self._choose(call, tried)
-            if engine is None:
+            choice = self.choosing.choose(wanted, tried)
+            if choice is None:
                 await self._refuse(call, send, last or Refused(self._none_serves(call), begun=False))
                 return
             if tried and last is not None:
@@ -146,63 +150,43 @@ class Forwarder:
                     await self._refuse(call, send, last)
                     return
                 self._meters.retries[last.failure.code] += 1
-            tried.append(engine)
-            call.meter.engine = engine.name
-            idle, running, begun_s = not engine.load.waiting, engine.load.running, self._now_s()
-            self._fleet.began(engine, str(call.number), call.tokens - cached_tokens, call.tokens)
-            self.prefixes.note(call.keys, engine.name, engine.generation, begun_s, computed=False)
+            tried.append(choice.engine)
+            call.meter.engine = choice.engine.name
+            self.choosing.dispatched(choice)
             try:
-                last = await self._attempt(call, engine, send)
+                last = await self._attempt(call, choice, send)
             finally:
-                self._fleet.ended(engine, str(call.number))
-                if not call.meter.first_s:
-                    self.prefixes.take_back(call.keys, engine.name)
+                self.choosing.ended(choice, answered=bool(call.meter.first_s))
             if last is None:
-                self._learn(call, engine, cached_tokens, (begun_s, running) if idle else None)
+                self._learn(call, choice)
                 return
             repeatable = not last.begun or call.asked.repeatable
             if not repeatable or len(tried) >= self.settings.retries.attempts:
                 await self._refuse(call, send, last)
                 return
 
-    def _learn(
-        self, call: Call, engine: ServingEngine, cached_tokens: int, timed: tuple[float, float] | None
-    ) -> None:
-        """What an answer tells of its engine: its rate, if the prompt did not wait (`timed`), and its hits."""
+    def _learn(self, call: Call, choice: Choice) -> None:
+        """What the answer's `usage` tells."""
         tokens = call.meter.tokens()
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
-        if not prompt or cached is None:
-            return
-        share = min(1.0, cached / prompt)
-        if timed is not None:
-            begun_s, running = timed
-            # In our own count of tokens, so that no engine can make itself look fast by reporting many.
-            computed = round(call.tokens * (1.0 - share))
-            self._fleet.computed(engine, computed, call.meter.first_s - begun_s, running)
-        if self.prefixes.mistaken(call.keys, engine.name, cached_tokens / call.tokens, share):
-            self._meters.mistaken[engine.name] += 1
+        if prompt and cached is not None:
+            self.choosing.learn(choice, prompt, cached, call.meter.first_s)
 
-    def _choose(self, call: Call, tried: list[ServingEngine]) -> tuple[ServingEngine | None, int]:
-        """The engine for a request, and about how many tokens of the prompt it is taken to have cached."""
-        serving = self._fleet.serving(call.asked.model, tried)
-        if not serving:
-            return None, 0
-        made_by = self._responses.get(call.response) if call.response else None
-        for engine in serving:
-            if engine.name == made_by:
-                return engine, 0
-        request = Request(
-            id=call.word,
-            tokens=call.tokens,
+    def _wanted(self, call: Call) -> Wanted:
+        asked = call.asked
+        prompt = None
+        if call.prompt is not None:
+            prompt = Prompt(call.prompt, adapter=self._fleet.adapter(asked.model), salt=asked.salt)
+        return Wanted(
+            word=call.word,
             number=call.number,
+            model=asked.model,
+            tokens=call.tokens,
             session=call.session,
+            made_by=self._responses.get(call.response, "") if call.response else "",
+            keys=call.keys,
+            prompt=prompt,
         )
-        policy = POLICIES[self.settings.policy]()
-        now_s, generations = self._now_s(), {engine.name: engine.generation for engine in serving}
-        knowledge = Knowledge(copies=self.prefixes.copies(call.keys, generations, now_s))
-        decision = choose(request, self._fleet.loads(serving), knowledge, now_s, policy=policy)
-        cached_tokens = min(decision.way.cached_tokens, call.tokens - 1) if decision.way is not None else 0
-        return next(engine for engine in serving if engine.name == decision.engine), cached_tokens
 
     def _none_serves(self, call: Call) -> Failure:
         model = call.asked.model
@@ -214,8 +198,9 @@ class Forwarder:
         )
         return Failure(503, "no_engine", f"{says}; come again in a second", retry_after_s=1)
 
-    async def _attempt(self, call: Call, engine: ServingEngine, send: Send) -> Refused | None:
+    async def _attempt(self, call: Call, choice: Choice, send: Send) -> Refused | None:
         """Send the request to an engine and pass its answer on; None once an answer was passed on."""
+        engine = choice.engine
         answer: Answer | None = None
         begun_s = self._now_s()
         try:
@@ -239,7 +224,7 @@ class Forwarder:
                 self._failed(engine, f"no answer: {error}")
                 says = f"engine {engine.name} closed the connection, or its answer is not HTTP"
                 return Refused(Failure(502, "no_answer", says), begun=True)
-            await self._pass_on(call, engine, answer, first, send)
+            await self._pass_on(call, choice, answer, first, send)
             return None
         finally:
             if answer is not None:
@@ -275,16 +260,13 @@ class Forwarder:
 
     # -- the answer ------------------------------------------------------------------------------------------
 
-    async def _pass_on(
-        self, call: Call, engine: ServingEngine, answer: Answer, first: bytes, send: Send
-    ) -> None:
-        meter = call.meter
+    async def _pass_on(self, call: Call, choice: Choice, answer: Answer, first: bytes, send: Send) -> None:
+        meter, engine = call.meter, choice.engine
         meter.model = call.asked.model if call.asked.model in engine.models else ""
         names = dict(answer.headers)
         stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
         meter.begins(self._now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
-        self._fleet.answers(str(call.number))
-        self.prefixes.note(call.keys, engine.name, engine.generation, self._now_s(), computed=True)
+        self.choosing.first_token(choice)
         self._remember_response(call, engine, first)
         meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
         headers = passing.to_client(answer.headers, call.word)

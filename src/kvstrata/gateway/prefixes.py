@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.policy.routing.model import Copy
@@ -37,6 +37,8 @@ class Sent(NamedTuple):
     at_s: float
     computed: bool
     """Whether the first token of such a request has come."""
+    ready_at_s: float = 0.0
+    """When it is expected to come."""
 
 
 def keys_of(context: Iterable[bytes], text: bytes) -> list[bytes]:
@@ -64,14 +66,24 @@ class Prefixes:
         return len(self._sent)
 
     def note(
-        self, keys: Sequence[bytes], engine: str, generation: int, now_s: float, *, computed: bool
+        self,
+        keys: Sequence[bytes],
+        engine: str,
+        generation: int,
+        now_s: float,
+        *,
+        computed: bool,
+        ready_at_s: float = 0.0,
     ) -> None:
-        """An engine was sent these pieces, or has computed them."""
+        """An engine has `computed` these pieces, or was sent them and is expected to have them at `ready_at_s`."""
+        sent = Sent(generation, now_s, computed, ready_at_s)
         for key in keys:
             engines = self._sent.setdefault(key, {})
             before = engines.get(engine)
-            has = computed or (before is not None and before.computed and before.generation == generation)
-            engines[engine] = Sent(generation, now_s, has)
+            if before is None or before.generation != generation or computed:
+                engines[engine] = sent
+            elif before.computed:
+                engines[engine] = before._replace(at_s=now_s)
             self._sent.move_to_end(key)
         while len(self._sent) > self._most:
             self._sent.popitem(last=False)
@@ -90,8 +102,17 @@ class Prefixes:
             if engines is not None and engines.pop(engine, None) is not None and not engines:
                 del self._sent[key]
 
-    def copies(self, keys: Sequence[bytes], generations: Mapping[str, int], now_s: float) -> list[Copy]:
-        """The longest beginning that each engine was sent, for engines of these generations."""
+    def copies(
+        self,
+        keys: Sequence[bytes],
+        generations: Mapping[str, int],
+        now_s: float,
+        heard: Collection[str] = frozenset(),
+    ) -> list[Copy]:
+        """The longest beginning that each engine was sent, for engines of these generations.
+
+        What engines have computed whose events are `heard` counts only until its event must have come.
+        """
         counts: dict[str, tuple[int, Sent]] = {}
         alive = set(generations)
         for number, key in enumerate(keys):
@@ -111,9 +132,9 @@ class Prefixes:
                 engine=name,
                 tier="l0",
                 tokens=count * PIECE_TOKENS,
-                certainty="degraded" if sent.computed else "predicted",
+                certainty=("unconfirmed" if name in heard else "degraded") if sent.computed else "predicted",
                 age_s=max(0.0, now_s - sent.at_s),
-                ready_at_s=0.0 if sent.computed else now_s,
+                ready_at_s=sent.ready_at_s,
             )
             for name, (count, sent) in sorted(counts.items())
         ]

@@ -1,7 +1,8 @@
 """Probes engines, resolves DNS names of engines, and keeps the fleet up to date.
 
 A probe asks `/health` and then `/v1/models`.  What an engine answers is bounded and checked: an engine that says
-something else than a list of models does not serve.
+something else than a list of models does not serve.  An engine that begins to serve is asked where it publishes its KV
+events; only its own host is listened to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from msgspec import Meta
 from kvstrata.config.gateway_model import EngineSettings, HealthSettings
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.residency.sources import source_in, source_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
 
@@ -40,11 +43,16 @@ class Probing:
         links: Links,
         supervisor: Supervisor,
         now_s: Callable[[], float],
+        residency: Residency,
     ) -> None:
         self.settings = settings
         self._fleet = fleet
         self._links = links
         self._supervisor = supervisor
+        self._residency = residency
+        self._listens = False
+        self._asked: set[ServingEngine] = set()
+        """Engines that were asked where they publish KV events."""
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
         """With the key of each."""
@@ -62,6 +70,14 @@ class Probing:
             else:
                 places.append(place_of(settings, key))
         self._have(places)
+
+    def listens(self, wanted: bool) -> None:
+        """Whether engines' KV events are wanted."""
+        self._listens = wanted
+        if not wanted:
+            for engine in self._asked:
+                self._residency.unwatch(engine.name)
+            self._asked.clear()
 
     def suspect(self, engine: ServingEngine) -> None:
         """The connection to an engine failed: probe it now. Only the probe decides."""
@@ -99,7 +115,10 @@ class Probing:
                 plain = urlsplit(settings.url.removeprefix(DNS))
                 places += [
                     Place(
-                        f"{name}/{address}", Address(address, plain.port or 0, plain.scheme == "https"), key
+                        f"{name}/{address}",
+                        Address(address, plain.port or 0, plain.scheme == "https"),
+                        key,
+                        source_of(settings),
                     )
                     for address in addresses
                 ]
@@ -118,7 +137,10 @@ class Probing:
                     status, body = await self._get(engine, "/v1/models")
                     reason = "" if status == 200 else f"/v1/models answers {status}"
                 if not reason:
-                    self._fleet.up(engine, _models_in(body))
+                    models = _models_in(body)
+                    if self._listens and (engine not in self._asked or engine.state is EngineState.DOWN):
+                        await self._hear(engine)
+                    self._fleet.up(engine, models)
                     return
         except Unreachable as error:
             reason, refused = f"cannot be reached: {error}", True
@@ -133,6 +155,28 @@ class Probing:
             self._fleet.down(engine, reason)
         if self._now_s() - engine.answered_s >= self.settings.abandon_s:
             self._fleet.abandon(engine)
+
+    async def _hear(self, engine: ServingEngine) -> None:
+        """Listen to the KV events of an engine that begins to serve, if it publishes any."""
+        source = engine.place.events
+        if source is None:
+            try:
+                status, body = await self._get(engine, "/kv_event_sources")
+                source = source_in(body, engine.place.address.host) if status == 200 else None
+            except ValueError as error:
+                self._log.repeated(
+                    300, engine.name, "kv_events_unknown", engine=engine.name, reason=str(error)
+                )
+        if not self._listens:
+            return
+        known = engine in self._asked
+        self._asked.add(engine)
+        if source is None or not source.endpoint:
+            self._residency.unwatch(engine.name)
+        elif known and source == self._residency.source(engine.name):
+            self._residency.returned(engine.name)
+        else:
+            self._residency.watch(engine.name, source)
 
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
         key = engine.place.api_key
@@ -174,6 +218,9 @@ class Probing:
                         await now.wait()
         finally:
             del self._now[engine]
+            self._asked.discard(engine)
+            if engine.name not in self._fleet.engines:
+                self._residency.unwatch(engine.name)
 
 
 def _models_in(body: bytes) -> dict[str, dict[str, Any]]:

@@ -38,15 +38,19 @@ if TYPE_CHECKING:
     import uvicorn
 
     from kvstrata.gateway.app import App
+    from kvstrata.gateway.choosing import Choosing
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
     from kvstrata.gateway.probing import Probing
+    from kvstrata.gateway.residency.knowledge import Residency
     from kvstrata.process.http_connections import Bounds
 
 NEEDED = "httptools"
 """Module of the extra `gateway`."""
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
+TTFT = "ttft"
+"""The policy that goes by what engines have cached."""
 RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside the rest of `http`."""
 
@@ -84,6 +88,18 @@ def plan(settings: GatewaySettings) -> Plan:
         (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
     ]
     _check_names(engines)
+    for i, one in enumerate(settings.engines):
+        if one.url.startswith(DNS) and one.kv_events.startswith("tcp:"):
+            raise ConfigError(
+                f"engines[{i}].kv_events: {one.kv_events!r} is one place, but {one.url!r:.200} stands for several "
+                "engines; leave it empty, so that each is asked",
+                field=f"engines[{i}].kv_events",
+            )
+        if one.kv_events_replay and not one.kv_events.startswith("tcp:"):
+            raise ConfigError(
+                f"engines[{i}].kv_events_replay: needs `kv_events` beside it, as tcp://HOST:PORT",
+                field=f"engines[{i}].kv_events_replay",
+            )
     tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
     _refuse_twice("tenants", "name", [one.name for one, _ in tenants])
     if len({key for _, key in tenants}) < len(tenants):
@@ -167,6 +183,8 @@ class Gateway(Process):
         self._meters: Meters
         self._forwarder: Forwarder
         self._probing: Probing
+        self._residency: Residency
+        self._choosing: Choosing
         self._server: uvicorn.Server
         self._bounds: Bounds
 
@@ -174,11 +192,13 @@ class Gateway(Process):
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
         # Imported here: these need the extra, whose absence `plan` has told.
         from kvstrata.gateway.app import App
+        from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
         from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
         from kvstrata.gateway.probing import Probing
+        from kvstrata.gateway.residency.knowledge import Residency
         from kvstrata.observability.exposition import Pages
 
         settings, now_s = self._plan.settings, time.monotonic
@@ -194,10 +214,14 @@ class Gateway(Process):
         door.set_tenants(self._plan.tenants)
         token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
         self.closers.append(soon(token.close))
+        self._residency = residency = Residency(now_s)
+        self.closers.append(soon(residency.close))
+        self._choosing = choosing = Choosing(settings, fleet, residency, meters, now_s)
         self._forwarder = Forwarder(
-            settings, fleet, meters, links, now_s, drop_keys=lambda: door.knows_tenants
+            settings, fleet, meters, links, choosing, now_s, drop_keys=lambda: door.knows_tenants
         )
-        self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s)
+        self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
+        probing.listens(settings.policy == TTFT)
         self._forwarder.suspect = probing.suspect
         pages = Pages(GatewayCollector(meters, fleet, self._numbers, self._tenants_in_flight, self._http))
         self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
@@ -270,9 +294,10 @@ class Gateway(Process):
         set_level(settings.log_level)
         self._fleet.slow_start_s = settings.health.slow_start_s
         self._meters.slo = {one.name: one for one in settings.slo}
-        self._forwarder.settings = self._app.settings = settings
+        self._forwarder.settings = self._app.settings = self._choosing.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
         self._probing.settings = settings.health
+        self._probing.listens(settings.policy == TTFT)
         self._links.connect_s = settings.timeouts.connect_s
         self._door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
@@ -289,6 +314,7 @@ class Gateway(Process):
                 "stopping": self._app.stopping,
                 **self._numbers(),
             },
+            "kv_events": dict(self._residency.page()),
             "engines": [
                 {
                     "name": one.name,
@@ -313,7 +339,7 @@ class Gateway(Process):
         return {
             "in_flight": self._app.in_flight,
             "retry_budget": self._forwarder.budget.left,
-            "prefix_pieces": len(self._forwarder.prefixes),
+            "prefix_pieces": len(self._choosing.prefixes),
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ administer an engine (sleep, weights, adapters, caches) are not passed on, since
 from __future__ import annotations
 
 import re
+from array import array
 from typing import Any, NamedTuple
 
 import msgspec
@@ -78,6 +79,8 @@ class Asked(NamedTuple):
     """JSON text of the prompt: messages, prompt or input."""
     context: tuple[bytes, ...] = ()
     """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like."""
+    salt: str = ""
+    """The cache salt."""
 
 
 NO_TEXT = msgspec.Raw(b"")
@@ -144,8 +147,27 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
             after,
             text,
             tuple(bytes(one) for one in more),
+            _text_of(found.cache_salt),
         ),
     )
+
+
+def _text_of(raw: msgspec.Raw) -> str:
+    """A JSON string; empty if it is none."""
+    try:
+        return msgspec.json.decode(raw, type=str) if bytes(raw) else ""
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+
+
+def ids_in(text: bytes) -> array[int] | None:
+    """The token ids of a prompt that is given as a list of them; None if it is something else."""
+    if not text.startswith(b"[") or not text[1:2].isdigit():
+        return None
+    try:
+        return array("I", msgspec.json.decode(text, type=list[int]))
+    except (msgspec.DecodeError, OverflowError):
+        return None
 
 
 def _checked(model: Any, rest: Asked) -> Asked | Failure:

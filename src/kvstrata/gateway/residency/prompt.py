@@ -1,0 +1,48 @@
+"""The keys of a prompt's blocks: chains over tokens and over what else decides a block's KV.
+
+They are the gateway's own; the engines' hashes are mapped to them (blocks.py) and never computed.  A key is 32 bytes,
+of which the registry holds the first 8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvstrata.native.hashing import chain_keys
+
+_SECRET = secrets.token_bytes(32)
+"""Keys say nothing to somebody who does not know it."""
+
+
+def root_of(block_tokens: int) -> bytes:
+    """The key before a chain's first block. The model is not in it, since each engine has one."""
+    return hashlib.blake2b(str(block_tokens).encode(), key=_SECRET, digest_size=32).digest()
+
+
+def extra_of(encoded: bytes) -> bytes:
+    """What stands for a block's extras, given as the msgpack array in which an engine publishes them."""
+    return hashlib.blake2b(encoded, digest_size=32).digest()
+
+
+def extras_of(adapter: str, salt: str, n_blocks: int) -> dict[int, bytes] | None:
+    """The extras of a text prompt's blocks: the adapter in each, the salt in the first; None if there are none."""
+    first = [one for one in (adapter, salt) if one]
+    if not first or not n_blocks:
+        return None
+    found = {0: extra_of(msgspec.msgpack.encode(first))}
+    if adapter:
+        later = extra_of(msgspec.msgpack.encode([adapter]))
+        found.update(dict.fromkeys(range(1, n_blocks), later))
+    return found
+
+
+def keys_of(
+    start: bytes, tokens: Sequence[int] | array[int], block_tokens: int, extras: Mapping[int, bytes] | None
+) -> bytes:
+    """The keys of the whole blocks of these tokens, 32 bytes each. Raises ValueError for what is no token."""
+    return chain_keys(start, tokens, block_tokens, extras)

@@ -1,0 +1,72 @@
+"""Where an engine publishes its KV events, by its own answer or by the settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from kvstrata.config.gateway_model import EngineSettings
+
+OFF = "off"
+
+
+class Source(NamedTuple):
+    """Where an engine publishes its events."""
+
+    endpoint: str
+    """tcp://HOST:PORT; empty: nowhere."""
+    replay: str = ""
+    """Empty: nothing is sent again."""
+    topic: str = ""
+
+
+class _Publisher(msgspec.Struct):
+    """What vLLM's /kv_event_sources tells of the publisher of one rank."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    topic: str = ""
+
+
+_decode = msgspec.json.Decoder(dict[str, _Publisher]).decode
+
+
+def source_of(settings: EngineSettings) -> Source | None:
+    """The source that the settings name; without a place if they say `off`, None if the engine is to be asked."""
+    if settings.kv_events == OFF:
+        return Source("")
+    return Source(settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
+
+
+def source_in(body: bytes, host: str) -> Source | None:
+    """The source that an engine's answer names, at the engine's own host; None if it publishes nothing.
+
+    Raises ValueError if it publishes what cannot be heard, or the answer is not vLLM's.
+    """
+    try:
+        ranks = _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"/kv_event_sources answers with something else: {error}") from None
+    there = [one for one in ranks.values() if one.enable_kv_cache_events and one.publisher != "null"]
+    if not there:
+        return None
+    if len(there) > 1:
+        raise ValueError(
+            f"it has {len(there)} data-parallel ranks with a cache each, among which it chooses itself"
+        )
+    one = there[0]
+    replay = _at(one.replay_endpoint, host) if one.replay_endpoint and one.buffer_steps > 0 else ""
+    return Source(_at(one.endpoint, host), replay, one.topic)
+
+
+def _at(endpoint: str, host: str) -> str:
+    """An endpoint's port at the engine's host: an engine cannot make the gateway connect to somebody else."""
+    scheme, _, rest = endpoint.partition("://")
+    port = rest.rpartition(":")[2]
+    if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 65_536:
+        raise ValueError(f"its events are at {endpoint!a:.100}, which is no tcp://HOST:PORT")
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

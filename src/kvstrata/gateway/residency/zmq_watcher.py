@@ -1,0 +1,253 @@
+"""The thread that hears the KV events of all engines: their sockets, replays and time limits.
+
+The loop hands over engines and corrections by `post`; the thread alone changes the `Blocks`.  A replay has a socket of
+its own, so that nothing of an earlier one that took too long is mistaken for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from kvstrata.gateway.residency.feed import Feed, Phase
+from kvstrata.gateway.residency.sources import Source
+from kvstrata.naming import name_thread
+from kvstrata.native.registry import Registry
+from kvstrata.observability.logging import EventLog
+
+TURN = 32
+"""Messages of one socket that are read before others have their turn."""
+IDLE_S = 5.0
+"""After this time without a batch the last one is asked for again: it shows a lost end, and a restart."""
+REPLAY_S = 5.0
+"""Longest time between two messages of a replay."""
+REPLAY_MESSAGES = 200_000
+QUEUED = 20_000
+"""Messages that wait for this thread, of each engine; further ones are dropped and asked for again."""
+MESSAGE_BYTES = 64 << 20
+SWEEP_CELLS = 65_536
+ROUND_S = 0.5
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Watched:
+    """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed` and `blocks`."""
+
+    def __init__(self, name: str, source: Source, feed: Feed) -> None:
+        self.name = name
+        self.source = source
+        self.feed = feed
+        self.blocks = feed.blocks
+        self.heard_s = 0.0
+        """When the last batch came, or the last replay ended."""
+        self.published: zmq.Socket[Any] | None = None
+        self.replay: zmq.Socket[Any] | None = None
+        self.replayed_s = 0.0
+        """When the last message of the replay under way came."""
+        self.replayed = 0
+        """Messages of the replay under way."""
+        self.held: list[bytes] | None = None
+        """A batch that waits for the end of the replay."""
+
+
+class Watcher:
+    """See the module."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._context = zmq.Context()
+        self._watched: dict[str, Watched] = {}
+        self._posted: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stopping = False
+        self.ended = False
+        """Whether the thread hears nothing more."""
+        self._log = EventLog("residency")
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have this done by the thread. From any thread."""
+        self._posted.append(work)
+        os.eventfd_write(self._wake, 1)
+
+    def watch(self, engine: Watched) -> None:
+        """Hear an engine from now on, in place of an earlier one of this name."""
+        self.post(lambda: self._open(engine))
+
+    def unwatch(self, name: str) -> None:
+        """Forget an engine."""
+        self.post(lambda: self._close(name))
+
+    def check(self, engine: Watched, *, same_life: bool) -> None:
+        """Ask an engine for its last batches again, or for all if it has another life."""
+
+        def work() -> None:
+            if self._watched.get(engine.name) is not engine:
+                return
+            if not same_life:
+                engine.feed.forget()
+            if engine.source.replay:
+                self._ask(engine)
+
+        self.post(work)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        name_thread()
+        os.nice(5)  # of this thread only: requests come first
+        try:
+            while not self._stopping:
+                self._round()
+        except Exception as error:  # a defect of ours: what was heard is no longer kept up to date
+            self._log.error("kv_events_crashed", error=f"{type(error).__name__}: {error}")
+        finally:
+            self.ended = True
+            for name in list(self._watched):
+                self._close(name)
+            self._context.destroy(linger=0)
+
+    def _round(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake, zmq.POLLIN)
+        of: dict[Any, Watched] = {}
+        for engine in self._watched.values():
+            socket = engine.replay if engine.replay is not None else engine.published
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+                of[socket] = engine
+        ready = [socket for socket, _ in poller.poll(round(1_000 * ROUND_S))]
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+            ready.remove(self._wake)
+        while self._posted:
+            try:
+                self._posted.popleft()()
+            except ValueError as error:
+                self._log.repeated(30, "full", "kv_index_refuses", reason=str(error))
+        for socket in ready:
+            engine = of[socket]
+            if self._watched.get(engine.name) is engine:
+                self._read(engine, socket)
+        now_s = time.monotonic()
+        for engine in list(self._watched.values()):
+            self._in_time(engine, now_s)
+        if self._registry.usage().retired:
+            self._registry.sweep(SWEEP_CELLS)
+
+    def _open(self, engine: Watched) -> None:
+        self._close(engine.name)
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.RCVHWM, QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
+        socket.setsockopt(zmq.SUBSCRIBE, engine.source.topic.encode())
+        try:
+            socket.connect(engine.source.endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            self._log.warning("kv_events_unreachable", engine=engine.name, reason=str(error))
+            return
+        engine.published = socket
+        self._watched[engine.name] = engine
+        engine.heard_s = time.monotonic()
+        if engine.feed.phase is Phase.JOINING:
+            self._ask(engine)
+
+    def _close(self, name: str) -> None:
+        engine = self._watched.pop(name, None)
+        if engine is None:
+            return
+        for socket in (engine.published, engine.replay):
+            if socket is not None:
+                socket.close()
+        engine.blocks.forget()
+
+    def _read(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
+        for _ in range(TURN):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if socket is engine.replay:
+                self._replayed(engine, frames)
+            else:
+                self._published(engine, frames)
+            if socket is not (engine.replay if engine.replay is not None else engine.published):
+                return
+
+    def _published(self, engine: Watched, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != 8:
+            engine.feed.malformed += 1
+            return
+        engine.heard_s = time.monotonic()
+        if engine.feed.published(int.from_bytes(frames[1], "big"), frames[2]):
+            engine.held = frames
+            self._ask(engine)
+
+    def _ask(self, engine: Watched) -> None:
+        """Begin a replay."""
+        first = engine.feed.replay_from
+        engine.feed.ask()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
+        socket.setsockopt(zmq.LINGER, 0)
+        if engine.replay is not None:
+            engine.replay.close()
+        engine.replay = socket
+        engine.replayed_s, engine.replayed = time.monotonic(), 0
+        try:
+            socket.connect(engine.source.replay)
+            socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._log.repeated(
+                30, engine.name, "kv_events_not_repeated", engine=engine.name, reason=str(error)
+            )
+            self._end_replay(engine, answered=False)
+
+    def _replayed(self, engine: Watched, frames: list[bytes]) -> None:
+        engine.replayed_s = time.monotonic()
+        engine.replayed += 1
+        if len(frames) != 4 or len(frames[2]) != 8 or engine.replayed > REPLAY_MESSAGES:
+            engine.feed.malformed += 1
+            self._end_replay(engine, answered=False)
+        elif frames[2] == END:
+            self._end_replay(engine, answered=True)
+        elif not engine.feed.again(int.from_bytes(frames[2], "big"), frames[3]):
+            self._ask(engine)
+
+    def _end_replay(self, engine: Watched, *, answered: bool) -> None:
+        if engine.replay is not None:
+            engine.replay.close()
+            engine.replay = None
+        engine.heard_s = time.monotonic()
+        if not engine.feed.asked(answered=answered):
+            self._ask(engine)
+            return
+        held, engine.held = engine.held, None
+        if held is not None:
+            self._published(engine, held)
+
+    def _in_time(self, engine: Watched, now_s: float) -> None:
+        if engine.replay is not None:
+            if now_s - engine.replayed_s > REPLAY_S:
+                self._end_replay(engine, answered=False)
+        elif engine.source.replay and now_s - engine.heard_s > IDLE_S:
+            self._ask(engine)
