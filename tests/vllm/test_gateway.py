@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
@@ -17,7 +18,16 @@ from tests.vllm.conftest import EXACT, chunks_in_l1, make_prompt, until
 
 pytestmark = pytest.mark.vllm
 
-FLAGS = ("--no-enable-prefix-caching", "--dtype", EXACT)
+
+def flags() -> tuple[str, ...]:
+    """An engine's flags; it publishes KV events."""
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{free_port()}",
+        "replay_endpoint": f"tcp://*:{free_port()}",
+    }
+    return "--enable-prefix-caching", "--dtype", EXACT, "--kv-events-config", json.dumps(events)
 
 
 def ask(gateway: GatewayProcess, model: Path, prompt: list[int], **more: Any) -> Any:
@@ -41,6 +51,20 @@ def tokens_of(gateway: GatewayProcess, model: Path, prompt: list[int]) -> list[i
         return list(json.load(answer)["choices"][0]["token_ids"])
 
 
+def status(gateway: GatewayProcess) -> Any:
+    """The gateway's status page."""
+    headers = {"Authorization": f"Bearer {gateway.token}"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{gateway.url}/gateway/status", headers=headers)
+    ) as answer:
+        return json.load(answer)
+
+
+def place(api: VllmApi) -> str:
+    """The engine's name at the gateway."""
+    return api.url.removeprefix("http://")
+
+
 def metric(api: VllmApi, name: str) -> float:
     """The sum of an engine's samples of this name."""
     lines = [line for line in api.get("/metrics").splitlines() if line.startswith(name)]
@@ -52,9 +76,9 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
 ) -> None:
     extra = server.connector_config()
     with (
-        VllmApi(small_model, tmp_path / "one", extra=extra, flags=FLAGS) as one,
-        VllmApi(small_model, tmp_path / "two", extra=extra, flags=FLAGS) as two,
-        GatewayProcess(tmp_path / "gateway", [one.url, two.url], policy="session") as gateway,
+        VllmApi(small_model, tmp_path / "one", extra=extra, flags=flags()) as one,
+        VllmApi(small_model, tmp_path / "two", extra=extra, flags=flags()) as two,
+        GatewayProcess(tmp_path / "gateway", [one.url, two.url], policy="ttft") as gateway,
     ):
         with urllib.request.urlopen(f"{gateway.url}/v1/models") as answer:
             assert [entry["id"] for entry in json.load(answer)["data"]] == [str(small_model)]
@@ -69,6 +93,17 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
         assert sorted(counts.values()) == [0, 2], "one engine had both turns"
         [kept] = [api for api, count in counts.items() if count]
         [other] = [api for api, count in counts.items() if not count]
+
+        # Each engine was asked where it publishes, and what the one has is known exactly.
+        def heard() -> bool:
+            page = status(gateway)["kv_events"]
+            known, none = page[place(kept)], page[place(other)]
+            whole = known["whole"] and none["whole"] and not none["blocks"]["l0"] and not known["orphans"]
+            counts, sizes = known["blocks"], known["block_tokens"]
+            return bool(whole) and [counts[tier] * sizes[tier][0] for tier in ("l0", "l1")] == [1_024, 1_024]
+
+        until(heard, "the blocks of the prompt")
+        assert metric(kept, "vllm:prefix_cache_hits_total") > 1_000
 
         stream = ask(gateway, small_model, prompt, stream=True, max_tokens=2_000, ignore_eos=True)
         assert stream.readline().startswith(b"data: ")

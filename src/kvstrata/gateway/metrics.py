@@ -6,7 +6,7 @@ Names of tenants and engines come from the settings, names of models from the en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstrata.gateway.fleet import EngineState, Fleet
 from kvstrata.gateway.metering import Meters, Series
@@ -61,6 +61,17 @@ GATEWAY_FAMILIES: dict[str, Family] = {
         "Requests of whose prompt an engine reports less than half as cached of what the gateway expected.",
     ),
     "kvstrata_gateway_prefix_pieces": Family("gauge", (), "Pieces of prompts whose engines are remembered."),
+    "kvstrata_gateway_known_blocks": Family(
+        "gauge",
+        ("engine", "tier"),
+        "Blocks that an engine's KV events tell of, by tier: `l0` is its own cache, `l1` what it stored in its server.",
+    ),
+    "kvstrata_gateway_kv_event_batches": Family(
+        "counter", ("engine",), "Batches of KV events that were heard, those sent again included."
+    ),
+    "kvstrata_gateway_kv_event_gaps": Family(
+        "counter", ("engine",), "Times that KV events of an engine were lost for good, or made no sense."
+    ),
     "kvstrata_gateway_retry_budget": Family("gauge", (), "Retries that may be made now."),
     "kvstrata_gateway_engine_up": Family("gauge", ("engine",), "1 while an engine gets requests, else 0."),
     "kvstrata_gateway_engine_in_flight": Family("gauge", ("engine",), "Requests under way at an engine."),
@@ -92,13 +103,18 @@ class GatewayCollector:
         numbers: Callable[[], Mapping[str, float]],
         tenants: Callable[[], Mapping[str, int]],
         http: Callable[[], Mapping[str, int]],
+        kv_events: Callable[[], Mapping[str, Mapping[str, Any]]],
     ) -> None:
-        """`numbers`: those of the families without labels. `tenants`: requests under way. `http`: the port's counts."""
+        """`numbers`: those of the families without labels. `tenants`: requests under way. `http`: the port's counts.
+
+        `kv_events`: what is heard, by engine.
+        """
         self._meters = meters
         self._fleet = fleet
         self._numbers = numbers
         self._tenants = tenants
         self._http = http
+        self._kv_events = kv_events
 
     def collect(self) -> Iterable[Metric]:
         """All metric families now."""
@@ -108,6 +124,7 @@ class GatewayCollector:
 
     def _samples(self) -> dict[str, Values]:
         meters, http, numbers = self._meters, self._http(), self._numbers()
+        heard = self._kv_events()
         series = [(list(labels), one) for labels, one in sorted(meters.series.items())]
         found: dict[str, Values] = {
             "kvstrata_gateway_requests": _counted(series, lambda one: one.outcomes),
@@ -120,6 +137,11 @@ class GatewayCollector:
             "kvstrata_gateway_mistaken_prefixes": [
                 ([name], count) for name, count in sorted(meters.mistaken.items())
             ],
+            "kvstrata_gateway_known_blocks": [
+                ([name, tier], count) for name, row in heard.items() for tier, count in row["blocks"].items()
+            ],
+            "kvstrata_gateway_kv_event_batches": [([name], row["batches"]) for name, row in heard.items()],
+            "kvstrata_gateway_kv_event_gaps": [([name], row["gaps"]) for name, row in heard.items()],
             "kvstrata_gateway_engine_up": [
                 ([one.name], float(one.state is EngineState.UP)) for one in self._fleet.engines.values()
             ],

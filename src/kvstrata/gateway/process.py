@@ -223,7 +223,11 @@ class Gateway(Process):
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
         self._forwarder.suspect = probing.suspect
-        pages = Pages(GatewayCollector(meters, fleet, self._numbers, self._tenants_in_flight, self._http))
+        pages = Pages(
+            GatewayCollector(
+                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
+            )
+        )
         self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
         self._server, self._bounds = make_server(self._app, settings.http)
         probing.set_engines(self._plan.engines)
@@ -314,7 +318,7 @@ class Gateway(Process):
                 "stopping": self._app.stopping,
                 **self._numbers(),
             },
-            "kv_events": dict(self._residency.page()),
+            "kv_events": self._residency.page(),
             "engines": [
                 {
                     "name": one.name,

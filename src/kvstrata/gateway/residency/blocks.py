@@ -1,10 +1,10 @@
-"""The blocks of one engine's cache, as its events tell them, in the registry of all engines.
+"""The blocks that one engine has in one tier, as its events tell them, in the registry of all engines.
 
-An engine has up to two slots in the registry: `exact`, for what was heard without a gap up to now, and `doubtful`, for
-what was heard before events were lost, and may have been removed unheard.
+They have up to two slots in the registry: `exact`, for what was heard without a gap up to now, and `doubtful`, for what
+was heard before events were lost, and may have been removed unheard.
 
 1. A block counts once for each time that it was stored: engines store it twice if two requests compute it at once, and
-   tell each removal.
+   tell each removal.  What was stored before events were lost counts no more once it is stored again.
 2. What is removed, cleared or denied is in neither slot.
 3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
    orphan and otherwise left out, as are its children.
@@ -22,8 +22,6 @@ from typing import Literal
 
 from kvstrata.gateway.residency.batches import (
     NOTHING,
-    AllBlocksCleared,
-    Batch,
     BlockRemoved,
     BlockStored,
     Hash,
@@ -58,6 +56,8 @@ class Blocks:
         self.sizes: tuple[int, ...] = ()
         """Tokens of a block, as far as chains have begun with them."""
         self._keys: dict[Hash, bytes] = {}
+        self._old_keys: dict[Hash, bytes] = {}
+        """Those of before the last loss: each may have been removed unheard."""
         self._more: dict[Hash, int] = {}
         """How often a block was stored beyond the first time."""
         self._born_s: dict[Hash, float] = {}
@@ -73,23 +73,20 @@ class Blocks:
 
     def __len__(self) -> int:
         """Blocks that are known by the engine's name."""
-        return len(self._keys)
+        return len(self._keys) + len(self._old_keys)
 
-    def apply(self, batch: Batch) -> None:
-        """Take in a batch. Raises ValueError for one that contradicts itself; what came before stays applied."""
-        for event in batch.events:
-            if isinstance(event, BlockStored):
-                self._stored(event)
-            elif isinstance(event, BlockRemoved):
-                self._removed(event.block_hashes)
-            elif isinstance(event, AllBlocksCleared):
-                self.forget()
+    def apply(self, event: BlockStored | BlockRemoved) -> None:
+        """Take in an event. Raises ValueError for one that contradicts itself."""
+        if isinstance(event, BlockStored):
+            self._stored(event)
+        else:
+            self._removed(event.block_hashes)
 
     def forget(self) -> None:
-        """The engine has no blocks: it was restarted, or has emptied its cache."""
+        """Nothing is there."""
         for which in list(self.slots):
             self._registry.retire(self.slots.pop(which))
-        for known in (self._keys, self._more, self._born_s, self._awaited):
+        for known in (self._keys, self._old_keys, self._more, self._born_s, self._awaited):
             known.clear()
 
     def doubt(self) -> None:
@@ -97,12 +94,14 @@ class Blocks:
         self._born_s.clear()
         if not self._keys:
             return
-        before = self._in("doubtful")
-        fresh = max(1, len(self._keys) - before)
+        before, fresh = self._in("doubtful"), len(self._keys)
         self.doubtful_since_s = (self.doubtful_since_s * before + self._now_s() * fresh) / (before + fresh)
         self._admit("doubtful", b"".join([key[:TAG] for key in self._keys.values()]))
         if "exact" in self.slots:
             self._registry.retire(self.slots.pop("exact"))
+        self._old_keys.update(self._keys)
+        self._keys.clear()
+        self._more.clear()
 
     def told(self, keys: bytes) -> None:
         """The engine reports a hit on these blocks, whose events were not heard."""
@@ -119,7 +118,8 @@ class Blocks:
         Those whose storing by the same request was heard meanwhile stay.
         """
         gone = {keys[at : at + KEY] for at in range(0, len(keys), KEY)}
-        self._removed([name for name, key in self._keys.items() if key in gone])
+        for known in (self._keys, self._old_keys):
+            self._removed([name for name, key in known.items() if key in gone])
         if "doubtful" in self.slots:
             self._registry.evict(self.slots["doubtful"], _tags(keys))
 
@@ -144,7 +144,8 @@ class Blocks:
             if size not in self.sizes and len(self.sizes) < MAX_SIZES:
                 self.sizes += (size,)
         else:
-            found = self._keys.get(event.parent_block_hash)
+            parent = event.parent_block_hash
+            found = self._keys.get(parent) or self._old_keys.get(parent)
             if found is None:
                 self.orphans += len(names)
                 return
@@ -154,7 +155,7 @@ class Blocks:
         except OverflowError:
             raise ValueError("token_ids: a token is negative or above 2^32 - 1") from None
         keys = keys_of(start, tokens, size, _extras(event))
-        if len(self._keys) + len(names) > MAX_BLOCKS:
+        if len(self) + len(names) > MAX_BLOCKS:
             self.forget()
             raise ValueError(f"more than {MAX_BLOCKS} blocks in one cache")
         self._note(names, keys)
@@ -168,6 +169,7 @@ class Blocks:
             if name in known:
                 more[name] = more.get(name, 0) + 1
             else:
+                self._old_keys.pop(name, None)
                 known[name] = key
                 if not self._draw.randrange(LIFE_SAMPLE):
                     self._born_s[name] = now_s
@@ -198,7 +200,8 @@ class Blocks:
         if (born_s := self._born_s.pop(name, None)) is not None:
             self._lives.append(self._now_s() - born_s)
             self.life_s = statistics.median(self._lives)
-        return self._keys.pop(name, None)
+        old = self._old_keys.pop(name, None)
+        return self._keys.pop(name, old)
 
     # -- the registry ----------------------------------------------------------------------------------------
 

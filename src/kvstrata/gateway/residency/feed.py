@@ -3,9 +3,9 @@
 Batches are numbered from 0 in each life of an engine.  The publisher keeps the last ones and sends them again from a
 number on (a replay).  It has no name for its life, so the last batch that was heard is asked for too and compared.
 
-    JOINING ──replay from 0──▶ IN_ORDER ──gap, or nothing heard for IDLE_S──▶ ASKING ──▶ IN_ORDER
-                                   ▲                                            │ another batch under the same number
-                                   └────────────────────────────────────────────┴──▶ forget, JOINING
+    JOINING ──replay from 0──▶ IN_ORDER ──gap, new connection, or silence──▶ ASKING ──▶ IN_ORDER
+                                                                               │ another batch under the same number
+                                                                               └──▶ forget, JOINING
 
 1. Batches are applied in the order of their numbers, each once.
 2. A batch under a number that another batch had means that the engine was restarted: everything is forgotten.
@@ -19,7 +19,7 @@ import hashlib
 from collections import OrderedDict
 
 from kvstrata.gateway.residency.batches import decoded
-from kvstrata.gateway.residency.blocks import Blocks
+from kvstrata.gateway.residency.caches import Caches
 
 REMEMBERED = 16_384
 """Batches whose digests are kept."""
@@ -36,9 +36,9 @@ class Phase(enum.Enum):
 class Feed:
     """See the module: the numbers without sockets. Belongs to the thread of the watcher."""
 
-    def __init__(self, blocks: Blocks, *, replays: bool) -> None:
+    def __init__(self, caches: Caches, *, replays: bool) -> None:
         """`replays`: whether the engine sends batches again."""
-        self.blocks = blocks
+        self.caches = caches
         self._replays = replays
         self.phase = Phase.JOINING if replays else Phase.IN_ORDER
         self._next = -1
@@ -81,6 +81,13 @@ class Feed:
         else:
             self.ask()
         return True
+
+    def reconnected(self) -> bool:
+        """The connection is a new one, perhaps to another life; returns whether a replay is needed."""
+        if not self._replays and self._next >= 0:
+            self._lost()
+            self._next = -1
+        return self._replays
 
     def ask(self) -> None:
         """A replay is under way, of all from `replay_from` on."""
@@ -126,7 +133,7 @@ class Feed:
 
     def forget(self) -> None:
         """The engine has another life now."""
-        self.blocks.forget()
+        self.caches.restarted()
         self._seen.clear()
         self._next = -1
         self.whole = False
@@ -139,7 +146,7 @@ class Feed:
     def _lost(self) -> None:
         self.gaps += 1
         self.whole = False
-        self.blocks.doubt()
+        self.caches.doubt()
 
     def _skip_to(self, number: int, payload: bytes) -> bool:
         """Go on from this batch, whatever came before it."""
@@ -161,7 +168,7 @@ class Feed:
             self._seen.popitem(last=False)
         self.batches += 1
         try:
-            self.blocks.apply(decoded(payload))
+            self.caches.apply(decoded(payload))
         except ValueError:
             self.malformed += 1
             self._lost()

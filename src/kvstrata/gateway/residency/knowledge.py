@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from kvstrata.gateway.residency.blocks import KEY, Blocks
+from kvstrata.gateway.residency.blocks import KEY, TAG
+from kvstrata.gateway.residency.caches import TIERS, Caches
 from kvstrata.gateway.residency.feed import Feed, Phase
 from kvstrata.gateway.residency.prompt import extras_of, keys_of, root_of
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.gateway.residency.zmq_watcher import Watched, Watcher
 from kvstrata.native.registry import Registry
-from kvstrata.policy.routing.model import Copy
+from kvstrata.policy.routing.model import Copy, Tier
 from kvstrata.rpc.cluster_wire import tags_of
 
 MAX_BYTES = 8 << 30
 """Bound on the index of all engines' blocks, which takes memory as it needs it."""
 MASK_BYTES = 8_192
+MAX_ENGINES = 65_536 // len(TIERS)
 BLOCK_LIFE_S, EVENT_LAG_S = 300.0, 1.0
 """Until they have been measured."""
 
@@ -46,9 +48,9 @@ class Known(NamedTuple):
     """What is known of a prompt."""
 
     cached: dict[str, int]
-    """Tokens that an engine has for certain, by its name."""
+    """Tokens that an engine has in its own cache for certain, by its name."""
     copies: list[Copy]
-    """Those that it may have lost unheard."""
+    """Those in other tiers, and those that may have been lost unheard."""
     heard: frozenset[str]
     """The engines whose events are heard: what else they were sent a while ago counts no more."""
 
@@ -62,8 +64,8 @@ class Residency:
         self._registry = Registry(max_bytes=MAX_BYTES)
         self._watcher = Watcher(self._registry)
         self._watched: dict[str, Watched] = {}
-        self._groups: dict[int, str] = {}
-        self._next_group = 0
+        self._numbers: dict[int, str] = {}
+        self._next = 0
 
     def close(self) -> None:
         """End the thread."""
@@ -74,13 +76,12 @@ class Residency:
     def watch(self, name: str, source: Source) -> None:
         """Hear an engine's events from now on; what was known of an earlier one of this name is forgotten."""
         self.unwatch(name)
-        while self._next_group in self._groups:
-            self._next_group = (self._next_group + 1) & 0xFFFF
-        group = self._next_group
-        self._next_group = (group + 1) & 0xFFFF
-        self._groups[group] = name
-        blocks = Blocks(self._registry, group, self._now_s)
-        engine = Watched(name, source, Feed(blocks, replays=bool(source.replay)))
+        while self._next in self._numbers:
+            self._next = (self._next + 1) % MAX_ENGINES
+        number, self._next = self._next, (self._next + 1) % MAX_ENGINES
+        self._numbers[number] = name
+        caches = Caches(self._registry, number * len(TIERS), self._now_s)
+        engine = Watched(name, source, Feed(caches, replays=bool(source.replay)))
         self._watched[name] = engine
         self._watcher.watch(engine)
 
@@ -88,7 +89,7 @@ class Residency:
         """Forget an engine."""
         engine = self._watched.pop(name, None)
         if engine is not None:
-            del self._groups[engine.blocks.group]
+            del self._numbers[engine.caches.own.group // len(TIERS)]
             self._watcher.unwatch(name)
 
     def source(self, name: str) -> Source | None:
@@ -113,95 +114,110 @@ class Residency:
             for name in names
             if (found := self._watched.get(name)) is not None and found.feed.phase is not Phase.JOINING
         }
-        cached: dict[str, int] = {}
-        copies: list[Copy] = []
-        sizes = {size for engine in engines.values() for size in engine.blocks.sizes}
-        masks: dict[str, bytearray] = {"exact": bytearray(MASK_BYTES), "doubtful": bytearray(MASK_BYTES)}
+        if not engines:
+            return Known({}, [], frozenset())
+        exact, every = bytearray(MASK_BYTES), bytearray(MASK_BYTES)
+        sizes: set[int] = set()
         doubt = False
         for engine in engines.values():
-            for which, slot in list(engine.blocks.slots.items()):
-                masks["doubtful"][slot >> 3] |= 1 << (slot & 7)
-                if which == "exact":
-                    masks["exact"][slot >> 3] |= 1 << (slot & 7)
-                else:
-                    doubt = True
-        for size in sizes:
-            tags = tags_of(prompt.keys(size))
-            for name, tokens in self._longest(tags, masks["exact"], size, len(engines)).items():
-                cached[name] = max(tokens, cached.get(name, 0))
-            if not doubt:
-                continue
-            for name, tokens in self._longest(tags, masks["doubtful"], size, len(engines)).items():
-                if tokens > cached.get(name, 0):
-                    age_s = self._now_s() - engines[name].blocks.doubtful_since_s
-                    copies.append(
-                        Copy(
-                            engine=name, tier="l0", tokens=tokens, certainty="degraded", age_s=max(0.0, age_s)
-                        )
+            for blocks in engine.caches.of.values():
+                sizes.update(blocks.sizes)
+                for which, slot in list(blocks.slots.items()):
+                    every[slot >> 3] |= 1 << (slot & 7)
+                    if which == "exact":
+                        exact[slot >> 3] |= 1 << (slot & 7)
+                    else:
+                        doubt = True
+        sure, perhaps = self._longest(prompt, exact, sizes), {}
+        if doubt:
+            perhaps = self._longest(prompt, every, sizes)
+        copies: list[Copy] = []
+        for (name, tier), tokens in sure.items():
+            if tier != "l0":
+                copies.append(Copy(engine=name, tier=tier, tokens=tokens, source=tier))
+        for (name, tier), tokens in perhaps.items():
+            if tokens > sure.get((name, tier), 0):
+                age_s = max(0.0, self._now_s() - engines[name].caches.of[tier].doubtful_since_s)
+                copies.append(
+                    Copy(
+                        engine=name, tier=tier, tokens=tokens, certainty="degraded", age_s=age_s, source=tier
                     )
+                )
+        cached = {name: tokens for (name, tier), tokens in sure.items() if tier == "l0"}
         return Known(cached, copies, frozenset(engines))
 
-    def _longest(self, tags: bytes, mask: bytearray, size: int, best: int) -> dict[str, int]:
-        if not tags or not best:
-            return {}
-        found = self._registry.lookup_prefix(tags, allowed=mask, best=best)
-        return {name: size * one.chunks for one in found if (name := self._groups.get(one.group)) is not None}
+    def _longest(self, prompt: Prompt, mask: bytearray, sizes: Iterable[int]) -> dict[tuple[str, Tier], int]:
+        """The tokens of the longest prefix in these slots, by engine and tier."""
+        found: dict[tuple[str, Tier], int] = {}
+        best = max(1, len(TIERS) * len(self._watched))
+        for size in sizes:
+            tags = tags_of(prompt.keys(size))
+            if not tags:
+                continue
+            for one in self._registry.lookup_prefix(tags, allowed=mask, best=best):
+                number, tier = divmod(one.group, len(TIERS))
+                name = self._numbers.get(number)
+                if name is not None:
+                    where = name, TIERS[tier]
+                    found[where] = max(size * one.chunks, found.get(where, 0))
+        return found
 
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
         """A request with this prompt had its first token: measure how long its event takes."""
         engine = self._watched.get(name)
-        if engine is not None and engine.blocks.sizes:
-            keys = prompt.keys(engine.blocks.sizes[0])
-            if keys:
-                tag = keys[-KEY : -KEY + 8]
-                self._watcher.post(lambda: engine.blocks.expect(tag, at_s))
+        if engine is None or not engine.caches.own.sizes:
+            return
+        own = engine.caches.own
+        keys = prompt.keys(own.sizes[0])
+        if keys:
+            tag = keys[-KEY : -KEY + TAG]
+            self._watcher.post(lambda: own.expect(tag, at_s))
 
     def reported(self, name: str, prompt: Prompt, expected: int, cached: int) -> None:
         """An engine tells how many tokens of a prompt were `cached`, of which `expected` were taken for that."""
         engine = self._watched.get(name)
-        if engine is None or not engine.blocks.sizes:
+        if engine is None or not engine.caches.own.sizes:
             return
-        size = engine.blocks.sizes[0]
+        own = engine.caches.own
+        size = own.sizes[0]
         keys = prompt.keys(size)
         had, thought = cached // size * KEY, expected // size * KEY
-        blocks = engine.blocks
         if had > thought:
-            self._watcher.post(lambda: blocks.told(keys[thought:had]))
+            self._watcher.post(lambda: own.told(keys[:had]))
         # An engine computes the last block again if it has all.
         elif thought - had > KEY:
-            self._watcher.post(lambda: blocks.denied(keys[had:thought]))
+            self._watcher.post(lambda: own.denied(keys[had:thought]))
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
     @property
     def block_life_s(self) -> float:
         """Measured life of a block, the median of the engines."""
-        lives = [one.blocks.life_s for one in self._watched.values() if one.blocks.life_s]
+        lives = [life_s for one in self._watched.values() if (life_s := one.caches.own.life_s)]
         return statistics.median(lives) if lives else BLOCK_LIFE_S
 
     @property
     def event_lag_s(self) -> float:
         """Measured time from a first token to the event of its blocks, of the slowest engine."""
-        return max(
-            (one.blocks.lag_s for one in self._watched.values() if one.blocks.lag_s), default=EVENT_LAG_S
-        )
+        lags = [lag_s for one in self._watched.values() if (lag_s := one.caches.own.lag_s)]
+        return max(lags, default=EVENT_LAG_S)
 
-    def page(self) -> Mapping[str, dict[str, object]]:
+    def page(self) -> dict[str, dict[str, Any]]:
         """What is heard, by engine."""
         return {
             name: {
                 "phase": one.feed.phase.value,
                 "whole": one.feed.whole,
-                "doubtful": "doubtful" in one.blocks.slots,
-                "blocks": len(one.blocks),
-                "block_tokens": list(one.blocks.sizes),
+                "doubtful": any("doubtful" in blocks.slots for blocks in one.caches.of.values()),
+                "blocks": {tier: len(blocks) for tier, blocks in one.caches.of.items()},
+                "block_tokens": {tier: list(blocks.sizes) for tier, blocks in one.caches.of.items()},
                 "batches": one.feed.batches,
                 "gaps": one.feed.gaps,
                 "restarts": one.feed.restarts,
                 "malformed": one.feed.malformed,
-                "orphans": one.blocks.orphans,
-                "block_life_s": round(one.blocks.life_s, 3),
-                "event_lag_s": round(one.blocks.lag_s, 4),
+                "orphans": sum(blocks.orphans for blocks in one.caches.of.values()),
+                "block_life_s": round(one.caches.own.life_s, 3),
+                "event_lag_s": round(one.caches.own.lag_s, 4),
             }
             for name, one in sorted(self._watched.items())
         }

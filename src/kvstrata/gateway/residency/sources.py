@@ -56,7 +56,7 @@ def source_in(body: bytes, host: str) -> Source | None:
         return None
     if len(there) > 1:
         raise ValueError(
-            f"it has {len(there)} data-parallel ranks with a cache each, among which it chooses itself"
+            f"its KV events are of {len(there)} data-parallel ranks, among which it chooses itself"
         )
     one = there[0]
     replay = _at(one.replay_endpoint, host) if one.replay_endpoint and one.buffer_steps > 0 else ""

@@ -1,6 +1,6 @@
 """The thread that hears the KV events of all engines: their sockets, replays and time limits.
 
-The loop hands over engines and corrections by `post`; the thread alone changes the `Blocks`.  A replay has a socket of
+The loop hands over engines and corrections by `post`; the thread alone changes the `Caches`.  A replay has a socket of
 its own, so that nothing of an earlier one that took too long is mistaken for it.
 """
 
@@ -37,16 +37,18 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Watched:
-    """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed` and `blocks`."""
+    """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed` and `caches`."""
 
     def __init__(self, name: str, source: Source, feed: Feed) -> None:
         self.name = name
         self.source = source
         self.feed = feed
-        self.blocks = feed.blocks
+        self.caches = feed.caches
         self.heard_s = 0.0
         """When the last batch came, or the last replay ended."""
         self.published: zmq.Socket[Any] | None = None
+        self.monitor: zmq.Socket[Any] | None = None
+        """Tells of new connections of `published`."""
         self.replay: zmq.Socket[Any] | None = None
         self.replayed_s = 0.0
         """When the last message of the replay under way came."""
@@ -158,9 +160,11 @@ class Watcher:
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
         socket.setsockopt(zmq.SUBSCRIBE, engine.source.topic.encode())
+        engine.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             socket.connect(engine.source.endpoint)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
             socket.close()
             self._log.warning("kv_events_unreachable", engine=engine.name, reason=str(error))
             return
@@ -174,13 +178,17 @@ class Watcher:
         engine = self._watched.pop(name, None)
         if engine is None:
             return
-        for socket in (engine.published, engine.replay):
-            if socket is not None:
-                socket.close()
-        engine.blocks.forget()
+        if engine.published is not None:
+            engine.published.disable_monitor()
+            engine.published.close()
+        if engine.replay is not None:
+            engine.replay.close()
+        engine.caches.forget()
 
     def _read(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
         for _ in range(TURN):
+            if socket is engine.published and self._reconnected(engine):
+                return
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -191,6 +199,18 @@ class Watcher:
                 self._published(engine, frames)
             if socket is not (engine.replay if engine.replay is not None else engine.published):
                 return
+
+    def _reconnected(self, engine: Watched) -> bool:
+        """Look whether the connection is a new one; returns whether a replay has begun because of it."""
+        assert engine.monitor is not None
+        if not engine.monitor.poll(0):
+            return False
+        while engine.monitor.poll(0):
+            engine.monitor.recv_multipart()
+        if not engine.feed.reconnected():
+            return False
+        self._ask(engine)
+        return True
 
     def _published(self, engine: Watched, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:

@@ -1,0 +1,57 @@
+"""What one engine has in each tier: its own cache, and its server's L1 and L2, as far as its events tell.
+
+vLLM's own events are of the medium GPU.  Our connector tells the chunks that the engine stored in L1 (medium CPU), and
+those that have left it.  Other connectors tell of slower media, which count as L2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvstrata.gateway.residency.batches import AllBlocksCleared, Batch
+from kvstrata.gateway.residency.blocks import Blocks
+from kvstrata.native.registry import Registry
+from kvstrata.policy.routing.model import Tier
+
+TIERS: Final[tuple[Tier, ...]] = ("l0", "l1", "l2")
+OF_MEDIUM: dict[str | None, Tier] = {None: "l0", "GPU": "l0", "CPU": "l1"}
+
+
+class Caches:
+    """See the module. Belongs to the thread of the watcher; others read what `Blocks` lets them read."""
+
+    def __init__(self, registry: Registry, first_group: int, now_s: Callable[[], float]) -> None:
+        """The tiers have the registry's groups from `first_group` on."""
+        self.of: dict[Tier, Blocks] = {
+            tier: Blocks(registry, first_group + number, now_s) for number, tier in enumerate(TIERS)
+        }
+
+    @property
+    def own(self) -> Blocks:
+        """The engine's own cache."""
+        return self.of["l0"]
+
+    def apply(self, batch: Batch) -> None:
+        """Take in a batch. Raises ValueError for one that contradicts itself; what came before stays applied."""
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.own.forget()
+            else:
+                self.of[OF_MEDIUM.get(event.medium, "l2")].apply(event)
+
+    def doubt(self) -> None:
+        """Events were lost."""
+        for blocks in self.of.values():
+            blocks.doubt()
+
+    def restarted(self) -> None:
+        """The engine has another life: its own cache is empty, and what its server holds goes on unheard."""
+        self.own.forget()
+        for blocks in self.of.values():
+            blocks.doubt()
+
+    def forget(self) -> None:
+        """The engine is gone."""
+        for blocks in self.of.values():
+            blocks.forget()

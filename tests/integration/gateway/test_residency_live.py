@@ -1,0 +1,156 @@
+"""A real gateway hears the KV events of simulated engines: what they computed before it came, and what is gone.
+
+Prompts are token ids, of which the gateway knows which blocks they make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from tests.harness.daemon import free_port
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.waiting import eventually_async
+from tests.integration.gateway.test_faults import at_rest
+
+pytestmark = pytest.mark.integration
+
+COMPLETIONS = "/v1/completions"
+
+
+class Sim:
+    """A simulated engine that publishes KV events; started again it has the same ports and an empty cache."""
+
+    def __init__(self) -> None:
+        self.port, self.events, self.replay = (free_port() for _ in range(3))
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.name = f"127.0.0.1:{self.port}"
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, session: aiohttp.ClientSession) -> None:
+        command = ["-m", "kvstrata", "sim", "--port", str(self.port), "--model", "m", "--speed", "10"]
+        command += ["--adapter", "a", "--kv-events-endpoint", f"tcp://127.0.0.1:{self.events}"]
+        command += ["--kv-events-replay-endpoint", f"tcp://127.0.0.1:{self.replay}"]
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+
+        async def up() -> bool:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{self.url}/health") as response:
+                    return response.status == 200
+            return False
+
+        await eventually_async("the engine answers", up)
+
+    async def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            await self.process.wait()
+
+
+@pytest_asyncio.fixture
+async def sims(session: aiohttp.ClientSession) -> AsyncIterator[list[Sim]]:
+    engines = [Sim() for _ in range(3)]
+    try:
+        await asyncio.gather(*(one.start(session) for one in engines))
+        yield engines
+    finally:
+        for one in engines:
+            await one.kill()
+
+
+async def cached(session: aiohttp.ClientSession, url: str, prompt: list[int], **more: Any) -> int:
+    """Ask for one token; returns how many tokens of the prompt the engine had cached."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, **more}
+    async with session.post(url + COMPLETIONS, json=body) as response:
+        document = await response.json()
+        assert response.status == 200, document
+    return int((document["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
+def drawn(draw: random.Random) -> list[int]:
+    return [draw.randrange(256) for _ in range(draw.randrange(300, 3_000))]
+
+
+async def heard(gateway: GatewayProcess, session: aiohttp.ClientSession) -> dict[str, Any]:
+    return dict((await gateway.status(session))["kv_events"])
+
+
+async def test_what_engines_hold_is_known_from_their_events(
+    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    seed = random.randrange(1 << 30)
+    draw = random.Random(seed)
+    # Computed before the gateway comes.
+    held = {one.name: [drawn(draw) for _ in range(4)] for one in sims}
+    for one in sims:
+        for prompt in held[one.name]:
+            await cached(session, one.url, prompt)
+    gateway = GatewayProcess(tmp_path, [one.url for one in sims], policy="ttft")
+    await asyncio.to_thread(gateway.start)
+    try:
+
+        async def whole() -> bool:
+            page = await heard(gateway, session)
+            return len(page) == 3 and all(row["whole"] and row["blocks"]["l0"] for row in page.values())
+
+        await eventually_async("all events were heard", whole)
+        for prompts in held.values():
+            for prompt in prompts:
+                longer = [*prompt, *drawn(draw)[:200]]
+                assert await cached(session, gateway.url, longer) >= len(prompt) // 16 * 16 - 16, seed
+        # Another salt and an adapter have other KV: nothing of them is anywhere.
+        assert await cached(session, gateway.url, held[sims[0].name][0], cache_salt="s") == 0
+        assert await cached(session, gateway.url, held[sims[0].name][0], model="a") == 0
+
+        # One engine empties its cache, another one dies and comes back empty.
+        async with session.post(sims[0].url + "/reset_prefix_cache") as response:
+            assert response.status == 200
+        await sims[1].kill()
+        await sims[1].start(session)
+
+        async def forgotten() -> bool:
+            page = await heard(gateway, session)
+            return all(one.name in page and not page[one.name]["blocks"]["l0"] for one in sims[:2])
+
+        await eventually_async("what is gone is forgotten", forgotten)
+        again = held[sims[2].name][0]
+        assert await cached(session, gateway.url, again) >= len(again) // 16 * 16 - 16, seed
+        for one in sims[:2]:
+            # Computed anew somewhere, then known there.
+            prompt = held[one.name][1]
+            await cached(session, gateway.url, prompt)
+            await asyncio.sleep(0.1)
+            assert await cached(session, gateway.url, prompt) >= len(prompt) // 16 * 16 - 16, seed
+        samples = await gateway.samples(session)
+        assert not any("mistaken_prefixes" in name for name in samples), seed
+        await at_rest(gateway, session)
+    finally:
+        gateway.kill()
+
+
+async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(
+    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    gateway = GatewayProcess(tmp_path, [one.url for one in sims], policy="ttft")
+    await asyncio.to_thread(gateway.start)
+    try:
+        draw = random.Random(random.randrange(1 << 30))
+        prefix = [draw.randrange(256) for _ in range(4_000)]
+        prompts = [[*prefix, *drawn(draw)[:100]] for _ in range(12)]
+        hits = await asyncio.gather(*(cached(session, gateway.url, prompt) for prompt in prompts))
+        # The simulated engine, as vLLM, lets requests that are admitted in one step compute the same prefix.
+        assert sum(hit >= 3_984 for hit in hits) >= 6, hits
+    finally:
+        gateway.kill()

@@ -1,0 +1,397 @@
+"""What is known of an engine's cache equals what it holds, through loss, replays, restarts and garbage."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.gateway.residency import blocks as blocks_module
+from kvstrata.gateway.residency.batches import decoded
+from kvstrata.gateway.residency.caches import Caches
+from kvstrata.gateway.residency.feed import Feed, Phase
+from kvstrata.gateway.residency.knowledge import Prompt
+from kvstrata.gateway.residency.prompt import keys_of, root_of
+from kvstrata.gateway.residency.sources import Source, source_in
+from kvstrata.native.registry import Registry
+from kvstrata.rpc.cluster_wire import tags_of
+from kvstrata.testing.engine_sim.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEventBatch,
+)
+
+SIZE = 4
+
+
+class Cache:
+    """An engine's cache: chains of blocks, each stored any number of times, under names that only it knows."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.life = 0
+        self.copies: dict[tuple[int, ...], int] = {}
+        """How often each prefix, given as the first tokens of its blocks, is there."""
+        self.names: dict[tuple[int, ...], int] = {}
+
+    def name(self, chain: tuple[int, ...]) -> int:
+        return self.names.setdefault(chain, self.draw.getrandbits(64))
+
+    def store(self) -> Event:
+        parents = [(), *self.copies]
+        parent = self.draw.choice(parents)
+        chain, names = parent, []
+        tokens: list[int] = []
+        for _ in range(self.draw.randrange(1, 4)):
+            first = self.draw.randrange(3)
+            chain = (*chain, first)
+            names.append(self.name(chain))
+            tokens += [first] * SIZE
+            self.copies[chain] = self.copies.get(chain, 0) + 1
+        parent_name = self.name(parent) if parent else None
+        return BlockStored(names, parent_name, tokens, SIZE, None, "GPU", None, group_idx=0)
+
+    def remove(self) -> Event | None:
+        if not self.copies:
+            return None
+        # As engines do, the end of a chain first: what lies below a block goes before it.
+        leaves = [
+            chain
+            for chain in self.copies
+            if not any(other[: len(chain)] == chain and other != chain for other in self.copies)
+        ]
+        chain = self.draw.choice(leaves)
+        self.copies[chain] -= 1
+        if not self.copies[chain]:
+            del self.copies[chain]
+        return BlockRemoved([self.name(chain)], "GPU", group_idx=0)
+
+    def step(self) -> list[Event]:
+        events: list[Event] = []
+        for _ in range(self.draw.randrange(1, 4)):
+            what = self.draw.random()
+            event: Event | None
+            if what < 0.03:
+                self.copies.clear()
+                event = AllBlocksCleared()
+            elif what < 0.45:
+                event = self.remove()
+            else:
+                event = self.store()
+            if event is not None:
+                events.append(event)
+        return events or [self.store()]
+
+    def restart(self) -> None:
+        self.copies.clear()
+        self.names.clear()
+        self.life += 1
+
+
+class Seen:
+    """A registry with one engine."""
+
+    def __init__(self) -> None:
+        self.registry = Registry(max_bytes=64 << 20)
+        self.now_s = 0.0
+        self.caches = Caches(self.registry, 6, lambda: self.now_s)
+        self.blocks = self.caches.own
+
+    def chains(self, which: str) -> set[tuple[int, ...]]:
+        """All prefixes that a lookup finds in a slot, up to six blocks long."""
+        slot = self.blocks.slots.get(which)  # type: ignore[call-overload]
+        if slot is None:
+            return set()
+        mask = bytearray(8_192)
+        mask[slot >> 3] |= 1 << (slot & 7)
+        found: set[tuple[int, ...]] = set()
+        heads: list[tuple[int, ...]] = [()]
+        while heads:
+            head = heads.pop()
+            for first in range(3):
+                chain = (*head, first)
+                tokens = [one for one in chain for _ in range(SIZE)]
+                tags = tags_of(keys_of(root_of(SIZE), tokens, SIZE, None))
+                if slot in self.registry.holders(tags)[-1]:
+                    found.add(chain)
+                    heads.append(chain)
+        return found
+
+
+def payload(events: list[Event], number: int) -> bytes:
+    return msgspec.msgpack.encode(KVEventBatch(float(number), events, 0))
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 40))
+def test_what_is_known_equals_what_the_engine_holds(seed: int, steps: int) -> None:
+    cache, seen = Cache(random.Random(seed)), Seen()
+    for number in range(steps):
+        seen.caches.apply(decoded(payload(cache.step(), number)))
+        assert seen.chains("exact") == set(cache.copies), (seed, number)
+        assert len(seen.blocks) == len(cache.copies)
+
+
+class Publisher:
+    """An engine's publisher over a line that loses, repeats and breaks."""
+
+    def __init__(self, draw: random.Random, kept: int) -> None:
+        self.cache = Cache(draw)
+        self.kept = kept
+        self.sent: list[bytes] = []
+        self.times = itertools.count()
+
+    def publish(self) -> tuple[int, bytes]:
+        self.sent.append(payload(self.cache.step(), next(self.times)))
+        return len(self.sent) - 1, self.sent[-1]
+
+    def replay(self, first: int) -> list[tuple[int, bytes]]:
+        return [(n, one) for n, one in enumerate(self.sent) if n >= max(first, len(self.sent) - self.kept)]
+
+    def restart(self) -> None:
+        self.cache.restart()
+        self.sent.clear()
+
+
+def replayed(feed: Feed, publisher: Publisher) -> None:
+    """A replay, and further ones as long as the feed wants them."""
+    for _ in range(4):
+        first = feed.replay_from
+        feed.ask()
+        for number, one in publisher.replay(first):
+            if not feed.again(number, one):
+                break
+        else:
+            if feed.asked(answered=True):
+                return
+    raise AssertionError("the feed asks without an end")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    lost=st.sampled_from((0.0, 0.1, 0.5)),
+    kept=st.sampled_from((3, 1_000)),
+    steps=st.integers(1, 50),
+)
+def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, kept: int, steps: int) -> None:
+    draw = random.Random(seed)
+    publisher, seen = Publisher(draw, kept), Seen()
+    feed = Feed(seen.caches, replays=True)
+    replayed(feed, publisher)
+    for _ in range(steps):
+        if draw.random() < 0.05:
+            publisher.restart()
+            assert feed.reconnected()
+            if draw.random() < 0.5:
+                publisher.publish()
+            replayed(feed, publisher)
+        number, one = publisher.publish()
+        if draw.random() < lost:
+            continue
+        if feed.published(number, one):
+            replayed(feed, publisher)
+            assert not feed.published(number, one)
+        if draw.random() < 0.1:
+            assert not feed.published(number, one), "a repeated batch is no news"
+    replayed(feed, publisher)
+    held = set(publisher.cache.copies)
+    if not feed.gaps:
+        # Prefixes below blocks that were told before the feed joined have no key.
+        assert seen.chains("exact") <= held, seed
+        assert feed.restarts or kept < 1_000 or seen.chains("exact") == held, seed
+    # What is lost for good can only be doubtful.
+    assert seen.chains("exact") <= held, seed
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 50))
+def test_without_replays_what_may_be_gone_is_doubtful(seed: int, steps: int) -> None:
+    draw = random.Random(seed)
+    publisher, seen = Publisher(draw, 0), Seen()
+    feed = Feed(seen.caches, replays=False)
+    for _ in range(steps):
+        if draw.random() < 0.05:
+            publisher.restart()
+            assert not feed.reconnected()
+        number, one = publisher.publish()
+        if draw.random() > 0.2:
+            assert not feed.published(number, one)
+            assert seen.chains("exact") <= set(publisher.cache.copies), seed
+
+
+def test_a_restarted_engine_is_noticed_by_its_last_batch() -> None:
+    publisher, seen = Publisher(random.Random(1), 1_000), Seen()
+    feed = Feed(seen.caches, replays=True)
+    replayed(feed, publisher)
+    for _ in range(5):
+        feed.published(*publisher.publish())
+    publisher.restart()
+    for _ in range(9):
+        publisher.publish()  # unheard
+    replayed(feed, publisher)
+    assert feed.restarts == 1 and feed.whole
+    assert seen.chains("exact") == set(publisher.cache.copies)
+
+
+def test_a_restarted_engine_that_has_told_nothing_yet_is_noticed() -> None:
+    publisher, seen = Publisher(random.Random(2), 1_000), Seen()
+    feed = Feed(seen.caches, replays=True)
+    replayed(feed, publisher)
+    for _ in range(5):
+        feed.published(*publisher.publish())
+    publisher.restart()
+    replayed(feed, publisher)
+    assert feed.restarts == 1 and not len(seen.blocks) and feed.phase is Phase.IN_ORDER
+
+
+def stored(names: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": None,
+        "token_ids": tokens,
+        "block_size": SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"ts": 1}),
+        msgspec.msgpack.encode([1.0, [{"type": "Other"}]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1, 2, 3])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1, 2, 3, -4])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1, 2, 3, 1 << 33])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1] * 4, extra_keys=[])]]),
+        msgspec.msgpack.encode([1.0, [stored([1], [1] * 4, block_size=0)]]),
+        b"\x91" * 5_000,
+    ],
+)
+def test_garbage_is_counted_and_makes_the_rest_doubtful(body: bytes) -> None:
+    seen = Seen()
+    feed = Feed(seen.caches, replays=False)
+    feed.published(0, msgspec.msgpack.encode([1.0, [stored([9], [5] * 4)]]))
+    assert not feed.published(1, body)
+    assert feed.malformed == 1 and feed.gaps == 1
+    assert not seen.blocks.slots.get("exact") and seen.blocks.slots["doubtful"]
+
+
+def test_an_engine_cannot_fill_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 3)
+    seen = Seen()
+    feed = Feed(seen.caches, replays=False)
+    for number in range(5):
+        feed.published(number, msgspec.msgpack.encode([1.0, [stored([number], [number] * 4)]]))
+    assert feed.malformed == 1 and len(seen.blocks) <= 3
+
+
+def test_adapters_and_salts_are_apart() -> None:
+    seen = Seen()
+    tokens = [1] * 4 + [2] * 4
+    plain = stored([1, 2], tokens)
+    adapter = stored([3, 4], tokens, lora_name="a", extra_keys=[("a",), ("a",)])
+    salted = stored([5, 6], tokens, extra_keys=[("s",), None])
+    for event in (adapter, salted, plain):
+        prompts = {
+            "plain": Prompt(tokens),
+            "adapter": Prompt(tokens, adapter="a"),
+            "salted": Prompt(tokens, salt="s"),
+        }
+        before = {name: held(seen, one) for name, one in prompts.items()}
+        seen.caches.apply(decoded(msgspec.msgpack.encode([1.0, [event]])))
+        after = {name: held(seen, one) for name, one in prompts.items()}
+        changed = [name for name in prompts if before[name] != after[name]]
+        assert len(changed) == 1 and after[changed[0]] == 2, event
+
+
+def held(seen: Seen, prompt: Prompt) -> int:
+    found = seen.registry.lookup_prefix(tags_of(prompt.keys(SIZE)))
+    return found[0].chunks if found else 0
+
+
+def test_media_are_apart_and_a_restart_leaves_the_servers_chunks_doubtful() -> None:
+    seen = Seen()
+    feed = Feed(seen.caches, replays=False)
+    own = stored([1], [1] * 4)
+    chunk = stored([2], [1] * 8, block_size=8, medium="CPU")
+    feed.published(0, msgspec.msgpack.encode([1.0, [own, chunk]]))
+    assert [len(one) for one in seen.caches.of.values()] == [1, 1, 0]
+    assert seen.caches.of["l1"].sizes == (8,)
+    feed.published(1, msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
+    assert [len(one) for one in seen.caches.of.values()] == [0, 1, 0]
+    feed.published(0, msgspec.msgpack.encode([2.0, [own]]))  # another life
+    assert feed.restarts == 1 and len(seen.caches.own) == 1
+    assert list(seen.caches.of["l1"].slots) == ["doubtful"]
+    feed.published(1, msgspec.msgpack.encode([2.0, [{**chunk, "type": "BlockRemoved"}]]))
+    assert not len(seen.caches.of["l1"])
+
+
+def test_a_denied_block_is_gone_and_one_that_was_stored_meanwhile_stays() -> None:
+    seen = Seen()
+    prompt = Prompt([1] * 4 + [2] * 4)
+    event = msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])
+    seen.caches.apply(decoded(event))
+    seen.caches.apply(decoded(event))  # by the request that found nothing
+    seen.blocks.denied(prompt.keys(SIZE))
+    assert held(seen, prompt) == 2
+    seen.blocks.denied(prompt.keys(SIZE))
+    assert held(seen, prompt) == 0
+
+
+def test_what_an_engine_reports_is_known_but_doubtful() -> None:
+    seen = Seen()
+    prompt = Prompt([1] * 4 + [2] * 4)
+    seen.blocks.told(prompt.keys(SIZE))
+    assert held(seen, prompt) == 2 and list(seen.blocks.slots) == ["doubtful"]
+    seen.blocks.denied(prompt.keys(SIZE))
+    assert held(seen, prompt) == 0
+
+
+def sources() -> Iterator[tuple[dict[str, Any], str, Source | None]]:
+    on = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
+    yield {}, "h", None
+    yield {"0": {"enable_kv_cache_events": False}}, "h", None
+    yield {"0": on}, "h", Source("tcp://h:5557")
+    yield {"0": {**on, "endpoint": "tcp://10.1.2.3:5557"}}, "::1", Source("tcp://[::1]:5557")
+    yield {"0": {**on, "replay_endpoint": "tcp://*:5558"}}, "h", Source("tcp://h:5557", "tcp://h:5558")
+    yield {"0": {**on, "replay_endpoint": "tcp://*:5558", "buffer_steps": 0}}, "h", Source("tcp://h:5557")
+
+
+@pytest.mark.parametrize(("answer", "host", "wanted"), list(sources()))
+def test_events_are_heard_at_the_engines_own_host(
+    answer: dict[str, Any], host: str, wanted: Source | None
+) -> None:
+    assert source_in(msgspec.json.encode(answer), host) == wanted
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b'{"0": 1}',
+        b'{"0": {"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}}',
+        b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}}',
+        b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:99999"}}',
+        b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:1"},'
+        b' "1": {"enable_kv_cache_events": true, "endpoint": "tcp://*:2"}}',
+    ],
+)
+def test_sources_that_cannot_be_heard_are_told(answer: bytes) -> None:
+    with pytest.raises(ValueError, match="event"):
+        source_in(answer, "h")
