@@ -50,7 +50,9 @@ class Choice(NamedTuple):
     cached_tokens: int
     """About how many tokens of the prompt it is taken to have cached."""
     cached_exact: int
-    """Of these, the ones that it has for certain."""
+    """Tokens that it has in its own cache for certain."""
+    in_l1: int
+    """Tokens that it stored in its server's L1, which are still there."""
     idle: bool
     """Whether no other prompt waited there."""
     running: float
@@ -84,21 +86,40 @@ class Choosing:
             return None
         for engine in serving:
             if engine.name == wanted.made_by:
-                return self._choice(wanted, engine, 0, 0, None)
+                return self._choice(wanted, engine, 0, Knowledge(), None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
         policy = POLICIES[self.settings.policy]()
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
-        decision = choose(request, self._fleet.loads(serving), knowledge, now_s, policy=policy)
+        tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
+        loads = self._fleet.loads(serving, tiers)
+        decision = choose(request, loads, knowledge, now_s, policy=policy)
         cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
         chosen = next(engine for engine in serving if engine.name == decision.engine)
-        return self._choice(wanted, chosen, cached_tokens, knowledge.cached.get(chosen.name, 0), decision)
+        return self._choice(wanted, chosen, cached_tokens, knowledge, decision)
 
     def _choice(
-        self, wanted: Wanted, engine: ServingEngine, cached: int, exact: int, decision: Decision | None
+        self,
+        wanted: Wanted,
+        engine: ServingEngine,
+        cached_tokens: int,
+        knowledge: Knowledge,
+        decision: Decision | None,
     ) -> Choice:
-        load = engine.load
-        return Choice(wanted, engine, cached, exact, not load.waiting, load.running, self._now_s(), decision)
+        load, name = engine.load, engine.name
+        in_l1 = [copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier == "l1"]
+        exact, idle = knowledge.cached.get(name, 0), not load.waiting
+        return Choice(
+            wanted,
+            engine,
+            cached_tokens,
+            exact,
+            max(in_l1, default=0),
+            idle,
+            load.running,
+            self._now_s(),
+            decision,
+        )
 
     def _knowledge(self, wanted: Wanted, serving: list[ServingEngine], now_s: float) -> Knowledge:
         generations = {engine.name: engine.generation for engine in serving}
@@ -146,7 +167,12 @@ class Choosing:
         if choice.idle:
             # In our own count of tokens, so that no engine can make itself look fast by reporting many.
             computed = round(wanted.tokens * (1.0 - share))
-            self._fleet.computed(engine, computed, first_s - choice.at_s, choice.running)
+            seconds = first_s - choice.at_s
+            loaded = min(cached, choice.in_l1) - choice.cached_exact
+            if loaded > computed:
+                self._fleet.loaded(engine, "l1", loaded, seconds - computed / engine.load.prefill_tokens_s)
+            elif loaded <= 0:
+                self._fleet.computed(engine, computed, seconds, choice.running)
         if wanted.prompt is not None:
             self._residency.reported(engine.name, wanted.prompt, choice.cached_exact, min(cached, prompt))
         if self.prefixes.mistaken(wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share):
