@@ -228,7 +228,7 @@ class Gateway(Process):
                 meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
             )
         )
-        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
+        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages, choosing.decisions)
         self._server, self._bounds = make_server(self._app, settings.http)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
