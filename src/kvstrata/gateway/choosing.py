@@ -151,6 +151,14 @@ class Choosing:
             event_lag_s=self._residency.event_lag_s,
         )
 
+    def expected_s(self, choice: Choice) -> float | None:
+        """Time to the first token, as far as it is known: None without a measured rate, and at an idle engine."""
+        way = choice.decision.way if choice.decision is not None else None
+        engine = choice.engine
+        if way is None or not engine.load.requests or not self._fleet.measured(engine):
+            return None
+        return way.ttft_s
+
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine

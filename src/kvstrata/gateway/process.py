@@ -105,6 +105,10 @@ def plan(settings: GatewaySettings) -> Plan:
     if len({key for _, key in tenants}) < len(tenants):
         raise ConfigError("tenants: two have the same key; give each its own", field="tenants")
     _refuse_twice("slo", "name", [one.name for one in settings.slo])
+    for i, slo in enumerate(settings.slo):
+        if slo.shed and (settings.policy != TTFT or not slo.ttft_ms):
+            lacks = f"policy: {TTFT}" if settings.policy != TTFT else f"slo[{i}].ttft_ms"
+            raise ConfigError(f"slo[{i}].shed: needs `{lacks}` too", field=f"slo[{i}].shed")
     classes = {one.name for one in settings.slo}
     for i, tenant in enumerate(settings.tenants):
         if tenant.slo and tenant.slo not in classes:

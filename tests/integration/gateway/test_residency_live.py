@@ -193,3 +193,37 @@ async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(
             await operators(gateway, session, "/gateway/decisions/none")
     finally:
         gateway.kill()
+
+
+async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(
+    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    classes = [{"name": "fast", "ttft_ms": 400, "shed": True}, {"name": "patient", "ttft_ms": 400}]
+    gateway = GatewayProcess(tmp_path, [sims[0].url], policy="ttft", slo=classes)
+    await asyncio.to_thread(gateway.start)
+    draw = random.Random(random.randrange(1 << 30))
+
+    async def ask(slo: str) -> tuple[int, str]:
+        prompt = [draw.randrange(256) for _ in range(30_000)]
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+        headers = {"X-SLO-Class": slo}
+        async with session.post(gateway.url + COMPLETIONS, json=body, headers=headers) as response:
+            if response.status == 429:
+                assert int(response.headers["Retry-After"]) >= 1
+                assert (await response.json())["error"]["code"] == "slo_unreachable"
+            else:
+                await response.read()
+            return response.status, response.headers.get("Retry-After", "")
+
+    try:
+        for _ in range(2):
+            assert (await ask("fast"))[0] == 200, "nothing is refused by an idle engine"
+        statuses = [status for status, _ in await asyncio.gather(*(ask("fast") for _ in range(12)))]
+        assert statuses.count(200) + statuses.count(429) == 12 and statuses.count(429) >= 4, statuses
+        patient = await asyncio.gather(*(ask("patient") for _ in range(12)))
+        assert {status for status, _ in patient} == {200}
+        await at_rest(gateway, session)
+        assert (await ask("fast"))[0] == 200
+        await gateway.until_sample(session, 'slo_requests_total{slo="fast",tenant=""}', 15)
+    finally:
+        gateway.kill()
