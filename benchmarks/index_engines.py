@@ -201,7 +201,7 @@ class RocksDb(Index):
         self._sync = sync
 
     def open(self, folder: Path) -> None:
-        import rocksdict
+        import rocksdict  # type: ignore[import-not-found]  # fetched for the measured process
 
         options = rocksdict.Options(raw_mode=True)
         options.set_write_buffer_size(CACHE_BYTES)
@@ -250,7 +250,7 @@ class Lmdb(Index):
         self._sync = sync
 
     def open(self, folder: Path) -> None:
-        import lmdb
+        import lmdb  # type: ignore[import-not-found]
 
         self._db = lmdb.open(str(folder / "lmdb"), map_size=4 << 30, max_dbs=1, sync=self._sync)
         self._places = self._db.open_db(b"placements", dupsort=True, dupfixed=True)

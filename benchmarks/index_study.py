@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.common import NotHere, figure, percentile, scratch, sized
 from benchmarks.index_engines import ENGINES, INSTANCES, RECORD_BYTES, Visit
-from benchmarks.run import merge
+from benchmarks.run import RESULTS, merge
 from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
 from tests.tools import fetch_wheels
 
@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def visits_of(trace: list[TraceRequest]) -> list[Visit]:
     """What requests ask of the index and tell it."""
     held: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(INSTANCES)]
-    visits = []
+    visits: list[Visit] = []
     for request in trace:
         chain = list(dict.fromkeys(request.blocks[:MOST_CHAIN]))
         prefixes = [next((n for n, b in enumerate(chain) if b not in one), len(chain)) for one in held]
@@ -163,7 +163,7 @@ def main() -> None:
         found = run()
     else:
         found = study(read_trace(arguments.trace)[: arguments.requests], arguments.trace.name)
-    merge(found)
+    merge(found, RESULTS)
     print(json.dumps(found[0]["rows"], indent=1))
 
 

@@ -23,8 +23,10 @@ import random
 import time
 from typing import Any, NamedTuple
 
+import msgspec
+
 from benchmarks.common import figure, percentile, scratch, sized
-from benchmarks.run import merge
+from benchmarks.run import RESULTS, merge
 from benchmarks.vllm_hit_ttft import ready
 from kvstrata.testing.engine_sim import fleet
 from kvstrata.testing.engine_sim.engine import SimEngine
@@ -43,7 +45,6 @@ BLOCK_TOKENS, KV_BLOCKS = 32, 800
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 MAX_TOKENS = 4096
 GRACE_S, PATIENCE = 240.0, 10
-FIELDS = set(EngineModel.__struct_fields__)
 
 
 class Shape(NamedTuple):
@@ -105,13 +106,16 @@ def seen(load: list[Arrival], first_s: list[float], last_s: list[float], cached:
 
 def simulated(load: list[Arrival], costs: dict[str, float]) -> Seen:
     """Serve a load in virtual time."""
-    model = EngineModel(
-        **{name: value for name, value in costs.items() if name in FIELDS},  # type: ignore[arg-type]
-        **SIZES,
-        block_tokens=BLOCK_TOKENS,
-        kv_blocks=KV_BLOCKS - 1,  # vLLM keeps one
-        max_model_tokens=MAX_TOKENS,
-        kv_events=False,
+    model = msgspec.convert(
+        {
+            **costs,
+            **SIZES,
+            "block_tokens": BLOCK_TOKENS,
+            "kv_blocks": KV_BLOCKS - 1,  # vLLM keeps one
+            "max_model_tokens": MAX_TOKENS,
+            "kv_events": False,
+        },
+        EngineModel,
     )
     engine = SimEngine(model)
     requests = [
@@ -215,7 +219,7 @@ def main() -> None:
     parser.add_argument("--wall-clock", action="store_true", help="let requests come by the wall's clock")
     arguments = parser.parse_args()
     found = measure(arguments.seconds, arguments.fit_seconds, wall=arguments.wall_clock)
-    merge(found)
+    merge(found, RESULTS)
     print(json.dumps(found, indent=1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def samples(costs: list[float], *, noise: float, seed: int, count: int = 400) ->
 def test_costs_are_found_again(costs: tuple[float, ...], seed: int) -> None:
     fitted = fit_costs(samples(list(costs), noise=0, seed=seed))
     assert [fitted[name] for name in FIELDS] == pytest.approx(costs, rel=1e-3)
-    EngineModel(**fitted)
+    msgspec.convert(fitted, EngineModel)
 
 
 def test_no_cost_is_negative() -> None:
@@ -54,7 +55,7 @@ def test_no_cost_is_negative() -> None:
     fitted = fit_costs(noisy)
     assert min(fitted.values()) >= 0
     assert fitted["step_us"] >= 1
-    EngineModel(**fitted)
+    msgspec.convert(fitted, EngineModel)
 
 
 @pytest.mark.parametrize(
