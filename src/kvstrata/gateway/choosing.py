@@ -11,15 +11,15 @@ engines, is taken from what passed through here (prefixes.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import Prefixes
-from kvstrata.gateway.residency.knowledge import Prompt, Residency
-from kvstrata.policy.routing.choose import POLICIES, Record, choose
+from kvstrata.gateway.residency.knowledge import Known
+from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
 from kvstrata.policy.routing.model import Decision, Knowledge, Request
 
 
@@ -64,18 +64,34 @@ class Choice(NamedTuple):
     """For operators; None: too many at once."""
 
 
+class Knows(Protocol):
+    """What the choice asks of engines' caches, and tells about them: see Residency."""
+
+    def known(self, prompt: Prompt, names: Iterable[str]) -> Known: ...
+
+    def computed(self, name: str, prompt: Prompt, at_s: float) -> None: ...
+
+    def reported(self, name: str, prompt: Prompt, expected: int, cached: int) -> None: ...
+
+    @property
+    def block_life_s(self) -> float: ...
+
+    @property
+    def event_lag_s(self) -> float: ...
+
+
 class Choosing:
     """See the module. Belongs to the event loop."""
 
     def __init__(
         self,
-        settings: GatewaySettings,
+        policy: AnyPolicy,
         fleet: Fleet,
-        residency: Residency,
+        residency: Knows,
         meters: Meters,
         now_s: Callable[[], float],
     ) -> None:
-        self.settings = settings
+        self.policy = policy
         self._fleet = fleet
         self._residency = residency
         self._meters = meters
@@ -92,12 +108,11 @@ class Choosing:
             if engine.name == wanted.made_by:
                 return self._choice(wanted, engine, 0, Knowledge(), None, None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
-        policy = POLICIES[self.settings.policy]()
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
         loads = self._fleet.loads(serving, tiers)
-        decision = choose(request, loads, knowledge, now_s, policy=policy)
+        decision = choose(request, loads, knowledge, now_s, policy=self.policy)
         kept = None
         if self.decisions.wanted():
             record = Record(
@@ -105,7 +120,7 @@ class Choosing:
                 fleet=loads,
                 knowledge=knowledge,
                 now_s=now_s,
-                policy=policy,
+                policy=self.policy,
                 decision=decision,
             )
             kept = self.decisions.keep(record, wanted.model)

@@ -30,7 +30,7 @@ from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable,
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
-from kvstrata.gateway.residency.knowledge import Prompt
+from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import RESPONSES, Asked, response_in
 from kvstrata.observability.logging import EventLog

@@ -26,6 +26,7 @@ from kvstrata.gateway.fleet import DNS, Fleet, place_of
 from kvstrata.gateway.metering import Meters
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
+from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.http_token import FIELD, fresh_token
 from kvstrata.process.http_unix import socket_path
@@ -220,7 +221,7 @@ class Gateway(Process):
         self.closers.append(soon(token.close))
         self._residency = residency = Residency(now_s)
         self.closers.append(soon(residency.close))
-        self._choosing = choosing = Choosing(settings, fleet, residency, meters, now_s)
+        self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._forwarder = Forwarder(
             settings, fleet, meters, links, choosing, now_s, drop_keys=lambda: door.knows_tenants
         )
@@ -302,7 +303,8 @@ class Gateway(Process):
         set_level(settings.log_level)
         self._fleet.slow_start_s = settings.health.slow_start_s
         self._meters.slo = {one.name: one for one in settings.slo}
-        self._forwarder.settings = self._app.settings = self._choosing.settings = settings
+        self._forwarder.settings = self._app.settings = settings
+        self._choosing.policy = POLICIES[settings.policy]()
         self._forwarder.budget.share = settings.retries.budget_share
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
