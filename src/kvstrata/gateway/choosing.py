@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Prompt, Residency
 from kvstrata.policy.routing.choose import POLICIES, choose
@@ -113,6 +114,15 @@ class Choosing:
             event_lag_s=self._residency.event_lag_s,
         )
 
+    def none_serves(self, model: str) -> Failure:
+        """Why no engine was found for a model (empty: for any)."""
+        if model and self._fleet.knows_all_models():
+            return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
+        known = len(self._fleet.engines)
+        that = f" that has the model {model!a:.200}" if model else ""
+        says = f"no engine serves now ({known} known){that}; come again in a second"
+        return Failure(503, "no_engine", says, retry_after_s=1)
+
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
@@ -138,6 +148,13 @@ class Choosing:
         self._fleet.ended(choice.engine, str(choice.wanted.number))
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
+
+    def answered(self, choice: Choice, meter: Meter) -> None:
+        """What the `usage` of an answer tells that has ended."""
+        tokens = meter.tokens()
+        prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
+        if prompt and cached is not None:
+            self.learn(choice, prompt, cached, meter.first_s)
 
     def learn(self, choice: Choice, prompt: int, cached: int, first_s: float) -> None:
         """What an answer tells: tokens of its prompt, how many of them were cached, when its first token came."""

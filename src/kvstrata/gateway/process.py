@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
     from kvstrata.gateway.probing import Probing
+    from kvstrata.gateway.reading import Reader
     from kvstrata.gateway.residency.knowledge import Residency
     from kvstrata.process.http_connections import Bounds
 
@@ -185,6 +186,7 @@ class Gateway(Process):
         self._probing: Probing
         self._residency: Residency
         self._choosing: Choosing
+        self._reader: Reader
         self._server: uvicorn.Server
         self._bounds: Bounds
 
@@ -198,6 +200,7 @@ class Gateway(Process):
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
         from kvstrata.gateway.probing import Probing
+        from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
         from kvstrata.observability.exposition import Pages
 
@@ -217,8 +220,9 @@ class Gateway(Process):
         self._residency = residency = Residency(now_s)
         self.closers.append(soon(residency.close))
         self._choosing = choosing = Choosing(settings, fleet, residency, meters, now_s)
+        self._reader = reader = Reader(settings, fleet)
         self._forwarder = Forwarder(
-            settings, fleet, meters, links, choosing, now_s, drop_keys=lambda: door.knows_tenants
+            settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
         )
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
@@ -228,7 +232,7 @@ class Gateway(Process):
                 meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
             )
         )
-        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
+        self._app = App(settings, door, fleet, meters, self._forwarder, reader, self.page, pages)
         self._server, self._bounds = make_server(self._app, settings.http)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
@@ -298,7 +302,8 @@ class Gateway(Process):
         set_level(settings.log_level)
         self._fleet.slow_start_s = settings.health.slow_start_s
         self._meters.slo = {one.name: one for one in settings.slo}
-        self._forwarder.settings = self._app.settings = self._choosing.settings = settings
+        self._forwarder.settings = self._app.settings = settings
+        self._choosing.settings = self._reader.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
