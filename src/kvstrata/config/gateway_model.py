@@ -228,6 +228,32 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 10.0
 
 
+class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gRPC port on which Envoy asks which engine gets a request (`ext_proc`)."""
+
+    enabled: Annotated[bool, Meta(description="Open the port. Needs the extra `picker`.")] = False
+    only: Annotated[
+        bool,
+        Meta(
+            description="Requests come through Envoy only: the HTTP port answers probes and operators, so it needs no "
+            "`tenants` off loopback."
+        ),
+    ] = False
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9002
+    tls_cert_file: Annotated[
+        str, Meta(description="File with the port's certificate chain (PEM); empty: no TLS.")
+    ] = ""
+    tls_key_file: Annotated[str, Meta(description="File with the certificate's key (PEM).")] = ""
+    tls_ca_file: Annotated[
+        str,
+        Meta(
+            description="File with the certificates (PEM) of who signs Envoy's; without a certificate of theirs nobody "
+            "may ask. Empty: everybody who reaches the port may."
+        ),
+    ] = ""
+
+
 PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -275,6 +301,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()
+    picker: PickerSettings = PickerSettings()
     max_in_flight: Annotated[
         int,
         Meta(ge=1, le=1_000_000, description="Requests under way at a time; more get 503 with Retry-After."),
@@ -286,7 +313,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = 30.0
     insecure: Annotated[
-        bool, Meta(description="Serve clients without keys on addresses that other machines reach.")
+        bool,
+        Meta(
+            description="Serve clients without keys, and any Envoy, on addresses that other machines reach."
+        ),
     ] = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

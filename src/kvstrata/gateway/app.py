@@ -126,6 +126,10 @@ class App:
     # -- requests for engines --------------------------------------------------------------------------------
 
     async def _request(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
+        if self.settings.picker.only:
+            says = "this port answers probes and operators only; requests come through Envoy (picker.only)"
+            await answer_failure(send, Failure(404, "picker_only", says), path, close=_unread(headers))
+            return
         tenant = self._door.tenant_of(headers)
         if isinstance(tenant, Failure):
             await answer_failure(send, tenant, path, close=_unread(headers))
