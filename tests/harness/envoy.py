@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 from collections.abc import Sequence
@@ -57,13 +58,7 @@ class Envoy(Spawned):
 
     async def start(self) -> None:
         """Start it and wait until it listens."""
-        config = self._folder / "envoy.yaml"
-        config.write_text(yaml.safe_dump(self.settings))
-        words = [program(), "-c", config, "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
-        with open(self.log, "wb") as log:
-            self._process = subprocess.Popen(
-                [*map(str, words)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
-            )
+        await asyncio.to_thread(self._spawn)
 
         async def listens() -> bool:
             assert isinstance(self._process, subprocess.Popen)
@@ -75,6 +70,15 @@ class Envoy(Spawned):
                 return False
 
         await eventually_async("Envoy listens", listens)
+
+    def _spawn(self) -> None:
+        config = self._folder / "envoy.yaml"
+        config.write_text(yaml.safe_dump(self.settings))
+        words = [program(), "-c", config, "--concurrency", "1", "--use-dynamic-base-id", "-l", "warning"]
+        with open(self.log, "wb") as log:
+            self._process = subprocess.Popen(
+                [*map(str, words)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ
+            )
 
     async def __aenter__(self) -> Self:
         await self.start()

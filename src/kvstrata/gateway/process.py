@@ -23,6 +23,7 @@ from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.fleet import DNS, Fleet, endpoint_of, place_of
+from kvstrata.gateway.kubernetes import Account, Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
@@ -56,8 +57,8 @@ PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
 TTFT = "ttft"
 """The policy that goes by what engines have cached."""
 RESTART = frozenset(("log_format",))
-"""Settings that need a restart, beside the rest of `http` and `picker`."""
-OPENED = ("http.", "picker.")
+"""Settings that need a restart, beside those of OPENED."""
+OPENED = ("http.", "picker.", "engines_from.")
 
 
 class Plan(NamedTuple):
@@ -69,6 +70,10 @@ class Plan(NamedTuple):
     engines: list[tuple[EngineSettings, str]]
     """With the key of each; empty: it has none."""
     tenants: list[tuple[GatewayTenantSettings, str]]
+    account: Account | None = None
+    """Who asks Kubernetes for engines; None: nobody does."""
+    service_key: str = ""
+    """Of those engines."""
 
 
 def plan(settings: GatewaySettings) -> Plan:
@@ -87,10 +92,16 @@ def plan(settings: GatewaySettings) -> Plan:
             "--insecure to serve everybody who reaches this port",
             field="http.host",
         )
-    if not settings.engines:
+    service = settings.engines_from.kubernetes
+    if not settings.engines and service is None:
         raise ConfigError(
-            "engines: none is named; give --engine URL, or `engines` in the file", field="engines"
+            "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file",
+            field="engines",
         )
+    account = Account(service) if service is not None else None
+    service_key = (
+        _key(service.api_key_file, "engines_from.kubernetes.api_key_file") if service is not None else ""
+    )
     engines = [
         (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
     ]
@@ -123,7 +134,7 @@ def plan(settings: GatewaySettings) -> Plan:
     token = (
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
-    return Plan(settings, token, engines, tenants)
+    return Plan(settings, token, engines, tenants, account, service_key)
 
 
 def _check_picker(settings: GatewaySettings) -> None:
@@ -285,6 +296,7 @@ class Gateway(Process):
             await self._start_picker(settings)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
+        await self._start_endpoints()
         await probing.probed()  # requests that come at once find engines
         self.supervisor.spawn(probing.keep_resolved(), "resolve")
         self.supervisor.spawn(self._serve(listener), "http")
@@ -309,6 +321,24 @@ class Gateway(Process):
         }
         self.log.info("ready", version=__version__, **ready)
         tell_ready(self._ready_fd, ready)
+
+    async def _start_endpoints(self) -> None:
+        """Watch the engines that Kubernetes names, and wait a moment for the first list."""
+        service, account = self._settings.engines_from.kubernetes, self._plan.account
+        if service is None or account is None:
+            return
+        endpoints = Endpoints(
+            service,
+            account,
+            self._plan.service_key,
+            self._probing.set_found,
+            self._settings.timeouts.connect_s,
+        )
+        self.closers.append(endpoints.close)
+        self.supervisor.spawn(endpoints.keep(), "endpoints")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.health.timeout_s):
+                await endpoints.known.wait()
 
     async def _start_picker(self, settings: GatewaySettings) -> None:
         from kvstrata.gateway.picker.exchange import Parts
@@ -366,7 +396,12 @@ class Gateway(Process):
         """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
         wanted = await self.loop.run_in_executor(None, self._reread)
         # The ports stay as they are, so the other settings must be allowed on them.
-        kept = msgspec.structs.replace(wanted, http=self._settings.http, picker=self._settings.picker)
+        kept = msgspec.structs.replace(
+            wanted,
+            http=self._settings.http,
+            picker=self._settings.picker,
+            engines_from=self._settings.engines_from,
+        )
         newer = await self.loop.run_in_executor(None, plan, kept)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
         changed = changes(before, wanted)
