@@ -137,6 +137,9 @@ class Forwarder:
                     await self._refuse(call, send, last)
                     return
                 self._meters.retries[last.failure.code] += 1
+            elif (hopeless := self.choosing.hopeless(choice, call.meter)) is not None:
+                await self._refuse(call, send, Refused(hopeless, begun=False))
+                return
             tried.append(choice.engine)
             call.meter.engine = choice.engine.name
             self.choosing.dispatched(choice)

@@ -223,6 +223,9 @@ class Exchange:
         choice = self._parts.choosing.choose(wanted, self._not_allowed())
         if choice is None:
             return self._refuse(self._parts.choosing.none_serves(wanted.model))
+        hopeless = self._parts.choosing.hopeless(choice, self._meter)
+        if hopeless is not None:
+            return self._refuse(hopeless)
         self._choice, self._meter.engine = choice, choice.engine.name
         self._parts.choosing.dispatched(choice)
         self.state = State.CHOSEN
