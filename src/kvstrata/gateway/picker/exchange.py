@@ -285,7 +285,13 @@ class Exchange:
                 choosing = self._parts.choosing
                 choosing.ended(choice, answered=False)
                 self._choice = choice._replace(
-                    engine=engine, cached_tokens=0, cached_exact=0, idle=False, decision=None
+                    engine=engine,
+                    cached_tokens=0,
+                    cached_exact=0,
+                    in_l1=0,
+                    idle=False,
+                    decision=None,
+                    kept=None,
                 )
                 self._meter.engine = engine.name
                 choosing.dispatched(self._choice)
