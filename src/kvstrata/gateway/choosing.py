@@ -155,7 +155,7 @@ class Choosing:
 
     def none_serves(self, model: str) -> Failure:
         """Why no engine was found for a model (empty: for any)."""
-        if model and self._fleet.knows_all_models():
+        if model and self._fleet.knows_all_models() and not self._fleet.serving(model):
             return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
         known = len(self._fleet.engines)
         that = f" that has the model {model!a:.200}" if model else ""

@@ -48,17 +48,17 @@ class Gone(Exception):
     """The resource version is too old for a watch: list again."""
 
 
-class _Meta(msgspec.Struct):
+class _Meta(msgspec.Struct, frozen=True):
     name: str = ""
     resourceVersion: str = ""
     cont: str = msgspec.field(name="continue", default="")
 
 
-class _Conditions(msgspec.Struct):
+class _Conditions(msgspec.Struct, frozen=True):
     ready: bool | None = None
 
 
-class _Target(msgspec.Struct):
+class _Target(msgspec.Struct, frozen=True):
     name: str = ""
 
 
