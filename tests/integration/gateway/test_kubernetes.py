@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
-from tests.harness.waiting import eventually_async
+from tests.harness.waiting import eventually_async, until
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_proxy import certificate
 
@@ -52,6 +52,7 @@ class ApiServer:
         self.lists: list[Got] = []
         self.watches: list[dict[str, list[str]]] = []
         self.token = "first"
+        self.refused = 0
         self.account = folder / "account"
         self.account.mkdir()
         pem = certificate(folder / "api.pem")
@@ -78,12 +79,12 @@ class ApiServer:
         query = parse_qs(url.query)
         assert (url.path, query["labelSelector"]) == (PATH, ["kubernetes.io/service-name=vllm"])
         if got.headers["authorization"] != f"Bearer {self.token}":
+            self.refused += 1
             await line.answer({"kind": "Status", "code": 401}, 401)
         elif "watch" in query:
             self.watches.append(query)
             await line.begin("application/json")
-            while (data := await self.events.get()) is not None:
-                await line.part(data)
+            await self._watched(line)
             line.cut()
         else:
             self.lists.append(got)
@@ -94,6 +95,18 @@ class ApiServer:
             else:
                 items = self.items[1:] if "continue" in query else self.items
                 await line.answer({"metadata": {"resourceVersion": str(self.version)}, "items": items})
+
+    async def _watched(self, line: Line) -> None:
+        """Send events until the test breaks the watch, or the gateway ends it."""
+        gone = asyncio.ensure_future(line.gone())
+        while True:
+            event = asyncio.ensure_future(self.events.get())
+            await asyncio.wait((gone, event), return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() or (data := event.result()) is None:
+                event.cancel()
+                gone.cancel()
+                return
+            await line.part(data)
 
     async def __aenter__(self) -> Self:
         await self._server.start()
@@ -149,25 +162,37 @@ async def test_engines_come_and_go_with_their_endpoints(
         assert [len(api.lists), api.watches[-1]["resourceVersion"]] == [3, ["20"]]
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    (
-        b"{no json\n",
-        b'{"type": "ODD", "object": {"metadata": {}}}\n',
-        b'{"type": "ADDED", "object": 7}\n',
-        b'{"type": "ERROR", "object": {"code": 500, "message": "x"}}\n',
-    ),
-)
 async def test_engines_stay_while_the_api_server_makes_no_sense(
-    api: ApiServer, start: Start, session: aiohttp.ClientSession, garbage: bytes
+    api: ApiServer, start: Start, session: aiohttp.ClientSession
+) -> None:
+    async with ScriptedEngine() as a:
+        api.items = [slice_of("a", 1, a)]
+        gateway = await start(urls=[], engines_from=api.settings)
+        await until_engines(gateway, session, "a")
+        for number, garbage in enumerate(
+            (
+                b"{no json\n",
+                b'{"type": "ODD", "object": {"metadata": {}}}\n',
+                b'{"type": "ADDED", "object": 7}\n',
+                b'{"type": "ERROR", "object": {"code": 500, "message": "x"}}\n',
+            )
+        ):
+            api.events.put_nowait(garbage)
+            await until(lambda number=number: len(api.lists) == number + 2)
+            await until_engines(gateway, session, "a")
+        assert await logged(gateway, "endpoints_unknown")
+
+
+async def test_engines_stay_while_the_api_server_refuses(
+    api: ApiServer, start: Start, session: aiohttp.ClientSession
 ) -> None:
     async with ScriptedEngine() as a, ScriptedEngine() as b:
         api.items = [slice_of("a", 1, a)]
         gateway = await start(urls=[], engines_from=api.settings)
         await until_engines(gateway, session, "a")
-        api.token = "another"  # refuses everything
-        api.events.put_nowait(garbage)
-        await eventually_async("told", lambda: logged(gateway, "endpoints_unknown"))
+        api.token = "another"
+        api.events.put_nowait(None)
+        await until(lambda: api.refused >= 2)
         await until_engines(gateway, session, "a")
         api.items, api.token = [slice_of("b", 2, b)], "first"
         await until_engines(gateway, session, "b")

@@ -15,7 +15,8 @@ from tests.tools import fetch_wheels
 from tests.tools.provision import ROOT
 
 FOLDER = ROOT / "configs" / "kubernetes"
-VALIDATOR = ("kubernetes-validate==1.37.0",)
+VALIDATOR = ("kubernetes-validate==1.37.0", "importlib-resources==6.5.2")
+"""Its other requirements are among those of moto."""
 NAMES = ("gateway", "picker")
 
 
