@@ -21,9 +21,11 @@ from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
-from kvstrata.gateway.metering import CANCELLED, Meter, Meters
+from kvstrata.gateway.metering import CANCELLED, OK, Meter, Meters
 from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
 from kvstrata.gateway.routes import MAX_SESSION_CHARS, ROUTES, Asked, Route, asked, ids_in, response_of
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
+from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class App:
         fleet: Fleet,
         meters: Meters,
         forwarder: Forwarder,
+        tokens: Tokens,
         status: Callable[[], dict[str, Any]],
         pages: Pages,
     ) -> None:
@@ -59,6 +62,7 @@ class App:
         self._fleet = fleet
         self._meters = meters
         self._forwarder = forwarder
+        self._tokens = tokens
         self._status = status
         self._pages = pages
         self.in_flight = 0
@@ -241,9 +245,12 @@ class App:
         read = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
         if isinstance(read, Failure):
             return read
-        given = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
+        session = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
         query = scope["query_string"]
-        prompt = ids_in(read.text) if self.settings.policy == "ttft" else None
+        given = ids_in(read.text) if self.settings.policy == "ttft" else None
+        prompt = given
+        if given is None and self.settings.policy == "ttft" and not response:
+            prompt = await self._tokens.of(path, body, read.model, meter.tenant)
         return Call(
             scope,
             body,
@@ -251,13 +258,14 @@ class App:
             scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else ""),
             word,
             read,
-            given[:MAX_SESSION_CHARS] or read.session,
+            session[:MAX_SESSION_CHARS] or read.session,
             response or read.after_response,
             meter,
             next(self._numbers),
             max(1, len(prompt) if prompt is not None else len(read.text) // TOKEN_BYTES),
-            self._keys(read, prompt, meter),
+            self._keys(read, given, meter),
             prompt,
+            given is None and prompt is not None,
         )
 
     def _keys(self, read: Asked, prompt: array[int] | None, meter: Meter) -> list[bytes]:
@@ -296,6 +304,7 @@ class App:
     async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
         try:
             await self._forwarder.run(call, receive, send)
+            self._compare(call)
         except BrokenOff as error:
             self._log.repeated(
                 logging.WARNING,
@@ -305,6 +314,14 @@ class App:
                 reason=error.failure.message,
             )
             await call.scope["state"]["connection"].cut(receive)
+
+    def _compare(self, call: Call) -> None:
+        """Compare the tokens of a prompt that were computed here with their number in the answer's `usage`."""
+        if not call.computed or call.prompt is None or call.meter.outcome != OK:
+            return
+        reported = call.meter.tokens().get("prompt")
+        if reported and call.path in (CHAT, COMPLETIONS):
+            self._tokens.reported(call.asked.model, call.meter.engine, len(call.prompt), reported)
 
 
 def _unread(headers: Headers) -> bool:

@@ -69,6 +69,8 @@ class Call(NamedTuple):
     """Of the prompt's pieces."""
     prompt: array[int] | None = None
     """Its token ids; None: not known."""
+    computed: bool = False
+    """Whether these were computed here, or asked of an engine; otherwise the client gave them."""
 
 
 class Refused(NamedTuple):

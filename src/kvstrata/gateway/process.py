@@ -10,8 +10,9 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.fleet import DNS, Fleet, place_of
 from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access, is_loopback
@@ -43,12 +45,15 @@ if TYPE_CHECKING:
     from kvstrata.gateway.forward import Forwarder
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.residency.knowledge import Residency
+    from kvstrata.gateway.tokens.source import Tokens
     from kvstrata.process.http_connections import Bounds
 
 NEEDED = "httptools"
 """Module of the extra `gateway`."""
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
+SWITCH_S = 0.000_5
+"""Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
 TTFT = "ttft"
 """The policy that goes by what engines have cached."""
 RESTART = frozenset(("log_format",))
@@ -64,10 +69,12 @@ class Plan(NamedTuple):
     engines: list[tuple[EngineSettings, str]]
     """With the key of each; empty: it has none."""
     tenants: list[tuple[GatewayTenantSettings, str]]
+    tokenizers: dict[str, OwnTokenizer]
+    """By model."""
 
 
-def plan(settings: GatewaySettings) -> Plan:
-    """Check the settings, and read the files that they name. Raises ConfigError."""
+def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
+    """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
     if importlib.util.find_spec(NEEDED) is None:
         raise ConfigError(
             f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
@@ -116,7 +123,20 @@ def plan(settings: GatewaySettings) -> Plan:
     token = (
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
-    return Plan(settings, token, engines, tenants)
+    return Plan(settings, token, engines, tenants, _tokenizers(settings, made or {}))
+
+
+def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:
+    """The tokenizers by model. Raises ConfigError."""
+    wanted = settings.tokens.tokenizers
+    _refuse_twice("tokens.tokenizers", "model", [one.model for one in wanted])
+    found = {}
+    for i, one in enumerate(wanted):
+        kept = made.get(one.model)
+        if kept is None or kept.folder != one.path:
+            kept = OwnTokenizer(one.model, one.path, f"tokens.tokenizers[{i}].path")
+        found[one.model] = kept
+    return found
 
 
 def _key(path: str, field: str) -> str:
@@ -185,6 +205,7 @@ class Gateway(Process):
         self._probing: Probing
         self._residency: Residency
         self._choosing: Choosing
+        self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
 
@@ -199,6 +220,7 @@ class Gateway(Process):
         from kvstrata.gateway.metrics import GatewayCollector
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.residency.knowledge import Residency
+        from kvstrata.gateway.tokens.source import Tokens
         from kvstrata.observability.exposition import Pages
 
         settings, now_s = self._plan.settings, time.monotonic
@@ -216,6 +238,8 @@ class Gateway(Process):
         self.closers.append(soon(token.close))
         self._residency = residency = Residency(now_s)
         self.closers.append(soon(residency.close))
+        self._tokens = tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, links, now_s)
+        self.closers.append(tokens.close)
         self._choosing = choosing = Choosing(settings, fleet, residency, meters, now_s)
         self._forwarder = Forwarder(
             settings, fleet, meters, links, choosing, now_s, drop_keys=lambda: door.knows_tenants
@@ -225,14 +249,16 @@ class Gateway(Process):
         self._forwarder.suspect = probing.suspect
         pages = Pages(
             GatewayCollector(
-                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
+                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page, tokens
             )
         )
-        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
+        self._app = App(settings, door, fleet, meters, self._forwarder, tokens, self.page, pages)
         self._server, self._bounds = make_server(self._app, settings.http)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
         await probing.probed()  # requests that come at once find engines
+        await self._first_verified()
+        self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
         self.supervisor.spawn(probing.keep_resolved(), "resolve")
         self.supervisor.spawn(self._serve(listener), "http")
         if settings.insecure and not loopback and not settings.tenants:
@@ -255,6 +281,14 @@ class Gateway(Process):
         }
         self.log.info("ready", version=__version__, **ready)
         tell_ready(self._ready_fd, ready)
+
+    async def _first_verified(self) -> None:
+        """Compare the tokenizers with the engines that serve, if these are quick; otherwise later."""
+        if self._tokens.tokenizers:
+            sys.setswitchinterval(SWITCH_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.health.timeout_s):
+                await self._tokens.verify()
 
     async def _serve(self, listener: Listener) -> None:
         try:
@@ -289,7 +323,7 @@ class Gateway(Process):
         wanted = await self.loop.run_in_executor(None, self._reread)
         # The port stays as it is, so the other settings must be allowed on it.
         kept = msgspec.structs.replace(wanted, http=self._settings.http)
-        newer = await self.loop.run_in_executor(None, plan, kept)
+        newer = await self.loop.run_in_executor(None, plan, kept, self._tokens.tokenizers)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
         changed = changes(before, wanted)
         applied = {key for key in changed if not key.startswith("http.") and key not in RESTART}
@@ -300,6 +334,7 @@ class Gateway(Process):
         self._meters.slo = {one.name: one for one in settings.slo}
         self._forwarder.settings = self._app.settings = self._choosing.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
+        self._tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
         self._links.connect_s = settings.timeouts.connect_s
@@ -319,6 +354,7 @@ class Gateway(Process):
                 **self._numbers(),
             },
             "kv_events": self._residency.page(),
+            "tokens": self._tokens.page(),
             "engines": [
                 {
                     "name": one.name,
@@ -344,6 +380,7 @@ class Gateway(Process):
             "in_flight": self._app.in_flight,
             "retry_budget": self._forwarder.budget.left,
             "prefix_pieces": len(self._choosing.prefixes),
+            "token_cache_bytes": self._tokens.memory.bytes,
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:
