@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import (
@@ -75,8 +76,8 @@ def chatml(folder: Path, vocabulary: int = 0) -> Path:
     return save(folder, made, CHATML, eos_token="<|im_end|>")
 
 
-def byte_level(*, head: bool = False) -> Tokenizer:
-    """A byte-level tokenizer with merges, and ChatML's tokens; with `head` it puts one before texts."""
+def byte_level(*, head: bool = False, text: Sequence[str] = _CORPUS, vocabulary: int = 400) -> Tokenizer:
+    """A byte-level tokenizer trained on `text`, with ChatML's tokens; with `head` it puts one before texts."""
     made = Tokenizer(models.BPE())
     split = Regex(
         r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -89,9 +90,9 @@ def byte_level(*, head: bool = False) -> Tokenizer:
     )
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator(_CORPUS, trainer)
+    made.train_from_iterator(text, trainer)
     made.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in SPECIAL])
     if head:
         made.post_processor = processors.TemplateProcessing(

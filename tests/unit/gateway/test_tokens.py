@@ -60,7 +60,7 @@ def test_parts_of_a_text_have_the_tokens_of_the_whole(
     own: dict[str, OwnTokenizer], kind: str, texts: list[str]
 ) -> None:
     tokenizer, memory = own[kind], Memory(1 << 20)
-    whole = tokenizer._tokenizer
+    whole = tokenizer.tokenizer
     assert tokenizer.cut in made.SPECIAL
     text = ""
     for piece in texts:  # a conversation that grows

@@ -45,11 +45,12 @@ class OwnTokenizer:
                 raise ConfigError(says, field=field)
         self.model, self.folder = model, folder
         self._field = field
-        self._tokenizer = self._read_tokenizer(Path(folder))
+        self.tokenizer = self._read_tokenizer(Path(folder))
+        """As the package `tokenizers` has it."""
         self._config = self._read_config(Path(folder))
         self.template = self._read_template(Path(folder))
         self._head = self._special_head()
-        cuts = certain(self._tokenizer.get_added_tokens_decoder().values())
+        cuts = certain(self.tokenizer.get_added_tokens_decoder().values())
         self.cut = self._best_cut(cuts)
         """The token before which texts are cut; empty: none is certain."""
         self._context = f"{model}\0{folder}\0".encode()
@@ -106,11 +107,11 @@ class OwnTokenizer:
 
     def _batch(self, texts: list[str]) -> list[array[int]]:
         return [
-            array("I", one.ids) for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            array("I", one.ids) for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
     def _whole(self, text: str) -> array[int]:
-        return array("I", self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids)
+        return array("I", self.tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids)
 
     # -- reading -----------------------------------------------------------------------------------------------
 
