@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import figure, sized
-from benchmarks.run import merge
+from benchmarks.run import RESULTS, merge
 from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     make_program()
     found = trace_figure("disk_write_amp", read_trace(arguments.trace), arguments.trace.name)
-    merge([found])
+    merge([found], RESULTS)
     print(json.dumps(found, indent=1))
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import runpy
 import sys
 import threading
 import time
@@ -264,6 +265,12 @@ class Engine:
         while len(finished) < len(names):
             finished.update({done["request"]: done for done in self.step()})
         return [finished[name] for name in names]
+
+    def serve(self, arrivals: list[list[Any]], own_time: bool = False) -> dict[str, Any]:
+        """Serve a load at its times; see `vllm_timed.serve`."""
+        timed = runpy.run_path(str(Path(__file__).with_name("vllm_timed.py")))
+        told: dict[str, Any] = timed["serve"](self, arrivals, own_time)
+        return told
 
     def abort(self, request: str) -> None:
         """Abort a request."""

@@ -137,9 +137,9 @@ class VllmProcess:
         except BrokenPipeError:
             raise VllmFailed(self.log_tail()) from None
 
-    def result(self) -> Any:
+    def result(self, timeout_s: float = ANSWER_S) -> Any:
         """Wait for the answer to the oldest `send`. Raises VllmFailed."""
-        return self._answer(ANSWER_S)
+        return self._answer(timeout_s)
 
     def generate(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
         """Answer one prompt; return {"tokens", "cached_tokens", "ttft_s", "wall_s", "finish", ...}."""

@@ -17,6 +17,7 @@ WITH_VLLM = (
     "mooncake_frozen_master",
     "p2p_serve",
     "serve_tiers",
+    "sim_fidelity",
     "spec_acceptance",
     "vllm_hit_ttft",
     "vllm_miss_overhead",

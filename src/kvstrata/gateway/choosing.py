@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Prompt, Residency
-from kvstrata.policy.routing.choose import POLICIES, choose
+from kvstrata.policy.routing.choose import POLICIES, Record, choose
 from kvstrata.policy.routing.model import Decision, Knowledge, Request
 
 
@@ -59,6 +60,8 @@ class Choice(NamedTuple):
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
+    kept: Kept | None
+    """For operators; None: too many at once."""
 
 
 class Choosing:
@@ -78,6 +81,7 @@ class Choosing:
         self._meters = meters
         self._now_s = now_s
         self.prefixes = Prefixes()
+        self.decisions = Decisions(now_s)
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
@@ -86,7 +90,7 @@ class Choosing:
             return None
         for engine in serving:
             if engine.name == wanted.made_by:
-                return self._choice(wanted, engine, 0, Knowledge(), None)
+                return self._choice(wanted, engine, 0, Knowledge(), None, None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
         policy = POLICIES[self.settings.policy]()
         now_s = self._now_s()
@@ -94,9 +98,20 @@ class Choosing:
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
         loads = self._fleet.loads(serving, tiers)
         decision = choose(request, loads, knowledge, now_s, policy=policy)
+        kept = None
+        if self.decisions.wanted():
+            record = Record(
+                request=request,
+                fleet=loads,
+                knowledge=knowledge,
+                now_s=now_s,
+                policy=policy,
+                decision=decision,
+            )
+            kept = self.decisions.keep(record, wanted.model)
         cached_tokens = min(decision.way.cached_tokens, wanted.tokens - 1) if decision.way is not None else 0
         chosen = next(engine for engine in serving if engine.name == decision.engine)
-        return self._choice(wanted, chosen, cached_tokens, knowledge, decision)
+        return self._choice(wanted, chosen, cached_tokens, knowledge, decision, kept)
 
     def _choice(
         self,
@@ -105,6 +120,7 @@ class Choosing:
         cached_tokens: int,
         knowledge: Knowledge,
         decision: Decision | None,
+        kept: Kept | None,
     ) -> Choice:
         load, name = engine.load, engine.name
         in_l1 = [copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier == "l1"]
@@ -119,6 +135,7 @@ class Choosing:
             load.running,
             self._now_s(),
             decision,
+            kept,
         )
 
     def _knowledge(self, wanted: Wanted, serving: list[ServingEngine], now_s: float) -> Knowledge:
@@ -133,6 +150,14 @@ class Choosing:
             block_life_s=self._residency.block_life_s,
             event_lag_s=self._residency.event_lag_s,
         )
+
+    def expected_s(self, choice: Choice) -> float | None:
+        """Time to the first token, as far as it is known: None without a measured rate, and at an idle engine."""
+        way = choice.decision.way if choice.decision is not None else None
+        engine = choice.engine
+        if way is None or not engine.load.requests or not self._fleet.measured(engine):
+            return None
+        return way.ttft_s
 
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
@@ -150,6 +175,8 @@ class Choosing:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
         self._fleet.answers(str(wanted.number))
+        if choice.kept is not None:
+            choice.kept.ttft_s = now_s - choice.at_s
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
@@ -163,6 +190,8 @@ class Choosing:
     def learn(self, choice: Choice, prompt: int, cached: int, first_s: float) -> None:
         """What an answer tells: tokens of its prompt, how many of them were cached, when its first token came."""
         wanted, engine = choice.wanted, choice.engine
+        if choice.kept is not None:
+            choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
         if choice.idle:
             # In our own count of tokens, so that no engine can make itself look fast by reporting many.

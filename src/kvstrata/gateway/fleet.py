@@ -180,6 +180,10 @@ class Fleet:
                 rate = self.rates.rate(each.name, each.load.running, now_s)
                 self.queues.rate(each.name, rate.tokens_s, now_s)
 
+    def measured(self, engine: ServingEngine) -> bool:
+        """Whether the engine's own rate was measured."""
+        return self.rates.rate(engine.name, engine.load.running, self._now_s()).samples > 0
+
     def loaded(self, engine: ServingEngine, tier: Tier, tokens: int, seconds: float) -> None:
         """A prompt that did not wait had so many tokens loaded from a tier in this time."""
         self.load_rates.observe(engine.name, tier, tokens, seconds)

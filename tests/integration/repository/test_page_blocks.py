@@ -49,6 +49,7 @@ BLOCKS = {
     "docs/engine-sim.md": {
         "kvstrata sim": "tests/integration/testing/test_engine_sim.py starts one and asks it",
         "from kvstrata.testing": RUN,
+        "import json": RUN,
     },
     "docs/engines.md": {
         "vllm serve MODEL": "needs NIXL and a model; tests/vllm/test_beside.py has both connectors in one engine",
@@ -279,3 +280,10 @@ def test_the_fleet_of_the_page_finds_the_prompt_that_its_requests_share() -> Non
     text = block("docs/engine-sim.md", "from kvstrata.testing")
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert done.stdout.startswith(f"[0, {', '.join(['1488'] * 39)}] "), done.stderr
+
+
+def test_the_fit_of_the_page_is_an_engine_file() -> None:
+    text = block("docs/engine-sim.md", "import json")
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    fitted = json.loads(done.stdout)
+    assert (round(fitted["step_us"]), round(fitted["prefill_token_us"])) == (5000, 40), done.stderr

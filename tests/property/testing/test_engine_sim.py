@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.testing.engine_sim import decoders
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
 from kvstrata.testing.engine_sim.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvstrata.testing.engine_sim.requests import End, SimRequest
 
 FOREVER = 1 << 100
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_spans() -> Iterator[None]:
+    """Let requests get their parts of the steps that were counted together after few of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoders, "MOST_SPANS", 5)
+        yield
 
 
 class Arrival(NamedTuple):

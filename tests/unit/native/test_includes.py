@@ -19,6 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "codec": {"base"},
     "files": {"base"},
     "registry": {"base"},
+    "sim": set(),
     "message": {"base"},
     "record": {"base", "hash"},
     "copy": {"base", "hash", "codec", "record"},
@@ -42,6 +43,7 @@ ARROWS: dict[str, set[str]] = {
         "files",
         "registry",
         "message",
+        "sim",
     },
 }
 """What a folder may include besides itself and the public headers, `include`."""

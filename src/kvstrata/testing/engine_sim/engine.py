@@ -14,19 +14,35 @@ Times are picoseconds from an origin that the caller chooses.  A step begins onl
 time, so it contains everything that arrived until its beginning, in whatever order the calls were made.  The state at a
 time therefore depends on what was submitted when, and not on how often `advance` was called.
 
-With `fast`, steps in which all requests decode and none ends are computed together; the results are the same.
+With `fast`, requests that decode are counted together (`Decoders`), and so are steps in which all requests decode.  The
+results are the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import BadRequest
-from kvstrata.testing.engine_sim.block_cache import BlockCache
+from kvstrata.native.engine_blocks import EngineBlocks
+from kvstrata.testing.engine_sim.decoders import Decoders
 from kvstrata.testing.engine_sim.engine_model import EngineModel, StepCosts
-from kvstrata.testing.engine_sim.kv_events import KIND, MEDIUM, BlockStored, Event
+from kvstrata.testing.engine_sim.kv_events import (
+    KIND,
+    MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+)
 from kvstrata.testing.engine_sim.requests import End, SimRequest, Span
+
+if TYPE_CHECKING:
+    from kvstrata.native.engine_blocks import StoredParts
+
+    Change = tuple[int, int, tuple[int, ...], StoredParts | None]
 
 
 class Step(NamedTuple):
@@ -36,6 +52,8 @@ class Step(NamedTuple):
     end_ps: int
     work: list[tuple[SimRequest, int]]
     """Requests, and how many tokens of each are computed."""
+    decodes: bool
+    """Whether each of the decoders gets a token too."""
 
 
 class Totals:
@@ -61,7 +79,10 @@ class SimEngine:
         self._fast = fast
         self._events: list[Event] | None = [] if model.kv_events else None
         self._batches: list[tuple[int, list[Event]]] = []
-        self._cache = BlockCache(model.kv_blocks, self._events)
+        self._blocks = EngineBlocks(model.kv_blocks, model.block_tokens, finds=model.prefix_caching)
+        self._decoders = Decoders(self._blocks)
+        self._decoded = False
+        """Whether decoders got tokens since `take_changed`."""
         self._waiting: deque[SimRequest] = deque()
         self._running: list[SimRequest] = []
         self._requests: dict[str, SimRequest] = {}
@@ -84,11 +105,11 @@ class SimEngine:
     @property
     def used_share(self) -> float:
         """Share of the blocks that requests use."""
-        return self._cache.used_share
+        return 1.0 - self._blocks.free / self._blocks.count
 
     def stored_keys(self) -> dict[int, int]:
         """How many blocks hold each key that can be found."""
-        return self._cache.stored_keys()
+        return self._blocks.stored_keys()
 
     def next_ps(self) -> int | None:
         """The end of the step in flight, else the time after which one begins; None for an idle engine."""
@@ -134,6 +155,8 @@ class SimEngine:
             return True
         if request in self._running:
             self._running.remove(request)
+            if request.joined:
+                self._decoders.leave(request)
         else:
             self._waiting.remove(request)
         self._finish(request, End.ABORT, at_ps)
@@ -142,8 +165,10 @@ class SimEngine:
     def clear_cache(self, at_ps: int) -> bool:
         """Forget all stored blocks; returns False, and changes nothing, while requests run."""
         self.advance(at_ps)
-        if not self._cache.clear():
+        if not self._blocks.clear():
             return False
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
         self._close_batch(at_ps)
         return True
 
@@ -156,13 +181,16 @@ class SimEngine:
                 self._complete(self._step)
             if self._free_ps >= until_ps or not (self._running or self._waiting):
                 return
-            if self._fast:
-                self._run_decodes(until_ps)
-            if self._free_ps < until_ps:
+            if not (self._fast and self._run_decodes(until_ps)):
                 self._begin()
 
     def take_changed(self) -> list[SimRequest]:
         """Requests that got tokens or ended since the last call."""
+        if self._decoded:
+            self._decoded = False
+            self._decoders.settle_all()
+            for request in self._decoders.requests:
+                self._note_change(request)
         changed, self._changed = self._changed, []
         for request in changed:
             request.changed = False
@@ -175,26 +203,44 @@ class SimEngine:
 
     def validate(self) -> None:
         """Check the invariants between requests and blocks."""
-        self._cache.validate(block for request in self._running for block in request.blocks)
-        assert all(not request.blocks for request in self._waiting)
+        self._blocks.validate(block for request in self._running for block in request.sequence.blocks)
+        assert all(not request.sequence.blocks for request in self._waiting)
+        assert self._running[: len(self._decoders.requests)] == self._decoders.requests
         assert len(self._running) <= self.model.max_num_seqs
         assert len(self._requests) == len(self._running) + len(self._waiting)
 
     def _begin(self) -> None:
+        decoders, costs = self._decoders, self._costs
+        sequences, left = len(decoders.requests), self.model.max_num_batched_tokens
+        if sequences and (sequences > left or not self._blocks.fits(1)):
+            self._part()
+            sequences = 0
+        took = costs.step
+        if sequences:
+            took += costs.decodes(sequences, decoders.context_tokens)
+            self._tell_changes(self._blocks.decode(1, tell=self._events is not None))
         work: list[tuple[SimRequest, int]] = []
-        left, preempted = self._serve_running(work)
-        if not preempted:
+        left, preempted = self._serve_running(work, sequences, left - sequences)
+        if not preempted and self._waiting:
             self._admit(work, left)
-        assert work, "the first request always gets tokens and blocks"
+        assert work or sequences, "the first request always gets tokens and blocks"
         self.totals.steps += 1
         start = self._free_ps
-        self._step = Step(start, start + self._duration(work), work)
+        self._step = Step(start, start + took + self._duration(work), work, sequences > 0)
 
-    def _serve_running(self, work: list[tuple[SimRequest, int]]) -> tuple[int, bool]:
-        """Schedule those that run; returns the tokens that the step has left, and whether a request was preempted."""
-        left = self.model.max_num_batched_tokens
+    def _part(self) -> None:
+        """Let the decoders be scheduled one by one: not each gets a token or a block."""
+        for request in self._decoders.requests[:]:
+            self._decoders.leave(request)
+            self._note_change(request)
+
+    def _serve_running(self, work: list[tuple[SimRequest, int]], first: int, left: int) -> tuple[int, bool]:
+        """Schedule those that run, from a place on; `left` are the step's tokens.
+
+        Returns the tokens that are left then, and whether a request was preempted.
+        """
         preempted = False
-        at = 0
+        at = first
         while at < len(self._running) and left:
             request = self._running[at]
             tokens = min(request.known_tokens - request.computed, left)
@@ -211,15 +257,11 @@ class SimEngine:
         size = self.model.block_tokens
         while left and self._waiting and len(self._running) < self.model.max_num_seqs:
             request = self._waiting[0]
-            found = self._find(request)
-            needed = -(-request.known_tokens // size) - len(found) + self._cache.unused(found)
-            if needed > self._cache.free_blocks:
+            found = self._blocks.admit(request.sequence, request.known_tokens)
+            if found < 0:
                 return
             self._waiting.popleft()
-            self._cache.hold(found)
-            request.blocks = found
-            request.stored_blocks = len(found)
-            request.computed = len(found) * size
+            request.computed = found * size
             self._count_lookup(request)
             tokens = min(request.known_tokens - request.computed, left)
             self._running.append(request)
@@ -227,13 +269,6 @@ class SimEngine:
             assert grown
             work.append((request, tokens))
             left -= tokens
-
-    def _find(self, request: SimRequest) -> list[int]:
-        if not self.model.prefix_caching:
-            return []
-        size = self.model.block_tokens
-        most = (request.known_tokens - 1) // size
-        return self._cache.lookup(request.block_keys(most, size)[:most])
 
     def _count_lookup(self, request: SimRequest) -> None:
         if request.cached_tokens is None:
@@ -246,39 +281,19 @@ class SimEngine:
     def _grow(self, request: SimRequest, tokens: int) -> bool:
         """Give a request the blocks for more tokens, and let full ones be found; returns whether they were free."""
         end = request.computed + tokens
-        missing = -(-end // self.model.block_tokens) - len(request.blocks)
-        if missing > 0:
-            if missing > self._cache.free_blocks:
-                return False
-            request.blocks += self._cache.take(missing)
-        if self.model.prefix_caching:
-            self._store(request, end // self.model.block_tokens)
-        return True
-
-    def _store(self, request: SimRequest, full: int) -> None:
-        first = request.stored_blocks
-        if full <= first:
-            return
-        size = self.model.block_tokens
-        keys = request.block_keys(full, size)[first:full]
-        for number, key in zip(range(first, full), keys, strict=True):
-            self._cache.store(request.blocks[number], key)
-        request.stored_blocks = full
+        grown = self._blocks.grow(request.sequence, end)
+        if grown is None:
+            return False
         if self._events is not None:
-            self._events.append(
-                BlockStored(
-                    block_hashes=keys,
-                    parent_block_hash=request.keys[first - 1] if first else None,
-                    token_ids=request.tokens[first * size : full * size].tolist(),
-                    block_size=size,
-                    lora_id=None if request.adapter is None else 1,
-                    medium=MEDIUM,
-                    lora_name=request.adapter,
-                    extra_keys=request.extra_keys(range(first, full)),
-                    group_idx=0,
-                    kv_cache_spec_kind=KIND,
-                )
-            )
+            stored, removed = grown
+            if removed:
+                self._events += _removed(removed)
+            if stored:
+                size = self.model.block_tokens
+                full = end // size
+                parts = request.sequence.stored_parts(full - stored, full, size)
+                self._events.append(_stored(request, parts, size))
+        return True
 
     def _preempt(self) -> SimRequest:
         """Send the request that was admitted last back to wait before all others."""
@@ -290,47 +305,60 @@ class SimEngine:
         return request
 
     def _give_back(self, request: SimRequest) -> None:
-        self._cache.release(request.blocks)
-        request.blocks = []
-        request.stored_blocks = request.computed = 0
+        self._blocks.release(request.sequence)
+        request.computed = 0
 
     def _duration(self, work: list[tuple[SimRequest, int]]) -> int:
-        costs, total = self._costs, self._costs.step
-        decodes = context = 0
+        """What the requests that are not decoders add to a step."""
+        costs, total = self._costs, 0
         for request, tokens in work:
             if tokens == 1 and request.produced:
-                decodes += 1
-                context += request.computed + 1
+                total += costs.decodes(1, request.computed + 1)
             else:
                 total += costs.prefill(request.computed, tokens)
-        return total + costs.decodes(decodes, context)
+        return total
 
     def _complete(self, step: Step) -> None:
         """Count what a step has computed, hand out its tokens, and let go whoever is ready or was aborted."""
         self._step = None
         self._free_ps = step.end_ps
-        ended = set()
+        for request in self._aborted:
+            if request.joined:
+                self._decoders.leave(request)
+        span = Span(1, step.start_ps, step.end_ps - step.start_ps, 0)
+        ended = self._count_decodes(span) if step.decodes else []
         for request, tokens in step.work:
             request.computed += tokens
-            if request in self._aborted or request.computed < request.known_tokens:
+            if request.computed < request.known_tokens or request in self._aborted:
                 continue
-            request.spans.append(Span(1, step.start_ps, step.end_ps - step.start_ps, 0))
-            self._produce(request, 1)
+            request.spans.append(span)
+            request.produced += 1
+            self.totals.answer_tokens += 1
             if request.produced == request.answer_tokens:
-                ended.add(request)
+                ended.append(request)
                 self._finish(request, request.planned_end, step.end_ps)
+                continue
+            self._note_change(request)
+            if self._fast:
+                self._decoders.join(request)
         for request in self._aborted:
-            ended.add(request)
+            ended.append(request)
             self._finish(request, End.ABORT, step.end_ps)
-        self._aborted = []
-        if ended:
-            self._running = [request for request in self._running if request not in ended]
+        self._aborted.clear()
+        for request in ended:
+            self._running.remove(request)
         self._close_batch(step.end_ps)
 
-    def _produce(self, request: SimRequest, tokens: int) -> None:
-        request.produced += tokens
-        self.totals.answer_tokens += tokens
-        self._note_change(request)
+    def _count_decodes(self, span: Span) -> list[SimRequest]:
+        """The decoders got the tokens of a span; returns those that ended with it, which still run."""
+        decoders = self._decoders
+        self.totals.answer_tokens += span.tokens * len(decoders.requests)
+        self._decoded = True
+        decoders.count(span)
+        ended = decoders.take_ended()
+        for request in ended:
+            self._finish(request, request.planned_end, self._free_ps)
+        return ended
 
     def _finish(self, request: SimRequest, end: End, at_ps: int) -> None:
         self._give_back(request)
@@ -350,69 +378,73 @@ class SimEngine:
             self._batches.append((at_ps, self._events[:]))
             self._events.clear()
 
-    def _run_decodes(self, until_ps: int) -> None:
-        """Compute the next steps together, as long as all that run decode, none ends, and blocks suffice.
+    def _run_decodes(self, until_ps: int) -> bool:
+        """Compute the next steps together if nothing but decoding happens in them; returns whether there were any.
 
-        Every such step ends by `until_ps`.
+        The last of them is at most that with which a request ends, and ends by `until_ps`.
         """
-        running = self._running
-        sequences = len(running)
-        if not running or sequences > self.model.max_num_batched_tokens:
-            return
-        if self._waiting and sequences < self.model.max_num_seqs:
-            return
-        context, steps = 0, 1 << 62
-        for request in running:
-            if request.known_tokens - request.computed != 1 or not request.produced:
-                return
-            context += request.known_tokens
-            steps = min(steps, request.answer_tokens - request.produced - 1)
-        steps = min(steps, self._cache.free_blocks // sequences * self.model.block_tokens)
+        decoders, model = self._decoders, self.model
+        sequences = len(decoders.requests)
+        if not sequences or sequences != len(self._running) or sequences > model.max_num_batched_tokens:
+            return False
+        if self._waiting and sequences < model.max_num_seqs:
+            return False
+        first = self._costs.step + self._costs.decodes(sequences, decoders.context_tokens)
         growth = self._costs.decodes(0, sequences)
-        whole = Span(steps, self._free_ps, self._costs.step + self._costs.decodes(sequences, context), growth)
-        steps = _steps_until(whole, until_ps)
-        if steps < 2:
-            return
-        span = whole._replace(tokens=steps)
-        self._fill_blocks(span)
-        for request in running:
-            request.computed += steps
-            request.spans.append(span)
-            self._produce(request, steps)
+        steps = min(
+            decoders.steps_left(),
+            self._blocks.free // sequences * model.block_tokens,
+            _steps_in(until_ps - self._free_ps, first, growth),
+        )
+        if not steps:
+            return False
+        span = Span(steps, self._free_ps, first, growth)
+        self._tell_changes(self._blocks.decode(steps, tell=self._events is not None), span)
         self.totals.steps += steps
         self._free_ps = span.end_ps(steps)
+        for request in self._count_decodes(span):
+            self._running.remove(request)
+        return True
 
-    def _fill_blocks(self, span: Span) -> None:
-        """Take and store the blocks of decode steps in the order in which the steps would have, one after the other."""
-        size = self.model.block_tokens
-        changes: list[tuple[int, int]] = []
-        for number, request in enumerate(self._running):
-            first = request.computed
-            opened = set(range(-first % size, span.tokens, size))
-            opened.update(range((-first - 1) % size, span.tokens, size))
-            changes += [(step, number) for step in opened]
-        changes.sort()
-        last = 0
-        for step, number in changes:
-            if step != last:
-                self._close_batch(span.end_ps(last + 1))
-                last = step
-            request = self._running[number]
-            end = request.computed + step + 1
-            if -(-end // size) > len(request.blocks):
-                request.blocks += self._cache.take(1)
-            if self.model.prefix_caching:
-                self._store(request, end // size)
-        self._close_batch(span.end_ps(last + 1))
+    def _tell_changes(self, changes: list[Change], span: Span | None = None) -> None:
+        """Tell of decoders' blocks: in the batches of a span's steps, or in that of the one step that begins."""
+        batch, last, size = self._events, -1, self.model.block_tokens
+        for step, number, removed, parts in changes:
+            if span is not None and step != last:
+                batch, last = [], step
+                self._batches.append((span.end_ps(step + 1), batch))
+            assert batch is not None
+            if removed:
+                batch += _removed(removed)
+            if parts is not None:
+                batch.append(_stored(self._decoders.requests[number], parts, size))
 
 
-def _steps_until(span: Span, until_ps: int) -> int:
-    """How many of a span's steps end by a time."""
-    low, high = 0, span.tokens
-    while low < high:
-        middle = (low + high + 1) // 2
-        if span.end_ps(middle) <= until_ps:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _removed(keys: Iterable[int]) -> list[BlockRemoved]:
+    return [BlockRemoved([key], MEDIUM, 0) for key in keys]
+
+
+def _stored(request: SimRequest, parts: StoredParts, size: int) -> BlockStored:
+    keys, parent, tokens = parts
+    adapter = request.adapter
+    plain = adapter is None and request.salt is None
+    return BlockStored(  # positions take less time than names
+        keys,
+        parent,
+        tokens,
+        size,
+        None if adapter is None else 1,
+        MEDIUM,
+        adapter,
+        [None] * len(keys) if plain else request.extra_keys(len(keys), first=parent is None),
+        0,
+        KIND,
+    )
+
+
+def _steps_in(time_ps: int, first_ps: int, growth_ps: int) -> int:
+    """How many steps end within a time, when the first takes `first_ps` and each next one `growth_ps` longer."""
+    if not growth_ps:
+        return time_ps // first_ps
+    linear = 2 * first_ps - growth_ps
+    return (math.isqrt(linear * linear + 8 * growth_ps * time_ps) - linear) // (2 * growth_ps)

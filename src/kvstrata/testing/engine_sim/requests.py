@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
+from kvstrata.native.engine_blocks import Sequence as BlockSequence
+
 KEY_BYTES = 8
 _SYLLABLES = (
     "ka",
@@ -84,16 +86,16 @@ class SimRequest:
         self.tokens.extend(prompt)
         self.tokens.extend(answer)
         self.planned_end = end
-        self.root = root
+        self.sequence = BlockSequence(self.tokens, int.from_bytes(root, "big"))
+        """Its blocks in the engine, and their keys."""
         self.adapter = adapter
         self.salt = salt
-        self.keys: list[int] = []
-        self.blocks: list[int] = []
-        self.stored_blocks = 0
         self.computed = 0
         """Tokens whose KV is there, or is computed by the step in flight once that has ended."""
         self.produced = 0
-        """Tokens of the answer."""
+        """Tokens of the answer. This and `spans` are up to date after the engine's `take_changed`, and at the end."""
+        self.joined = self.settled_steps = self.settled_spans = 0
+        """Of `Decoders`; `joined` is 0 for a request that does not decode."""
         self.cached_tokens: int | None = None
         """Tokens that the request found computed when it was first scheduled; None before."""
         self.preemptions = 0
@@ -125,22 +127,15 @@ class SimRequest:
             yield from (span.end_ps(count) for count in range(1, span.tokens + 1))
 
     def block_keys(self, blocks: int, block_tokens: int) -> list[int]:
-        """The keys of the first blocks, and perhaps of more. REQUIRES: they are full of known tokens."""
-        keys = self.keys
-        if len(keys) < blocks:
-            digest = keys[-1].to_bytes(KEY_BYTES, "big") if keys else self.root
-            width = block_tokens * self.tokens.itemsize
-            with memoryview(self.tokens) as tokens, tokens.cast("B") as raw:
-                for at in range(len(keys) * width, blocks * width, width):
-                    digest = blake2b(digest + raw[at : at + width], digest_size=KEY_BYTES).digest()
-                    keys.append(int.from_bytes(digest, "big"))
-        return keys
+        """The keys of the first blocks. Raises ValueError unless the tokens fill them."""
+        return self.sequence.keys(0, blocks, block_tokens)
 
-    def extra_keys(self, blocks: range) -> list[tuple[str, ...] | None]:
-        """What the hashes of blocks contain besides tokens and the block before: the adapter, and first the salt."""
+    def extra_keys(self, blocks: int, *, first: bool) -> list[tuple[str, ...] | None]:
+        """What the hashes of blocks contain besides tokens and the block before: the adapter, and the salt in the
+        prompt's first block."""
         own = None if self.adapter is None else (self.adapter,)
-        found: list[tuple[str, ...] | None] = [own] * len(blocks)
-        if self.salt is not None and 0 in blocks:
+        found: list[tuple[str, ...] | None] = [own] * blocks
+        if self.salt is not None and first:
             found[0] = (*(own or ()), self.salt)
         return found
 

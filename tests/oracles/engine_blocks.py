@@ -1,4 +1,4 @@
-"""The KV blocks of a simulated engine: which are free, which can be found, which goes next.
+"""The KV blocks of a simulated engine in plain Python: the twin of `engine_blocks.pyx`.
 
 1. Every block is free or has users, never both.
 2. A free block with a key can still be found until it is taken for something else; the least recently freed goes first.
@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from kvstrata.testing.engine_sim.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, Event
 
+class OracleBlocks:
+    """The blocks' states, and in `removed` all keys that were removed."""
 
-class BlockCache:
-    """Owns the blocks' states. `events` is None if nobody wants to be told of removed blocks."""
-
-    def __init__(self, blocks: int, events: list[Event] | None) -> None:
+    def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self._events = events
+        self.removed: list[int] = []
         self._users = [0] * blocks
         self._keys: list[int | None] = [None] * blocks
         self._found: dict[int, int] = {}
@@ -31,11 +29,6 @@ class BlockCache:
     def free_blocks(self) -> int:
         """Blocks without users."""
         return len(self._free)
-
-    @property
-    def used_share(self) -> float:
-        """Share of the blocks that have users."""
-        return 1.0 - len(self._free) / self.blocks
 
     def lookup(self, keys: Iterable[int]) -> list[int]:
         """The blocks of the longest prefix of `keys` that is there. They are not held."""
@@ -96,26 +89,15 @@ class BlockCache:
         self._found.clear()
         self._twins.clear()
         self._keys = [None] * self.blocks
-        if self._events is not None:
-            self._events.append(AllBlocksCleared())
         return True
 
     def stored_keys(self) -> dict[int, int]:
         """How many blocks hold each key."""
         return {key: 1 + len(self._twins.get(key, ())) for key in self._found}
 
-    def validate(self, held: Iterable[int]) -> None:
-        """Check the invariants, given every block of every request once for each that uses it."""
-        users = [0] * self.blocks
-        for block in held:
-            users[block] += 1
-        assert users == self._users
-        assert set(self._free) == {block for block, count in enumerate(users) if not count}
-        keyed = [key for key in self._keys if key is not None]
-        counts = self.stored_keys()
-        assert len(keyed) == sum(counts.values())
-        assert set(keyed) == set(counts)
-        assert all(self._keys[block] == key for key, block in self._found.items())
+    def free_order(self) -> list[int]:
+        """The free blocks, the next victim first."""
+        return list(self._free)
 
     def _forget(self, block: int) -> None:
         """Make a block's key lead elsewhere or nowhere."""
@@ -132,5 +114,4 @@ class BlockCache:
             del self._found[key]
         if twins is not None and not twins:
             del self._twins[key]
-        if self._events is not None:
-            self._events.append(BlockRemoved([key], MEDIUM, group_idx=0))
+        self.removed.append(key)
