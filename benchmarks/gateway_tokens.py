@@ -177,7 +177,7 @@ async def measure(tokenizer: OwnTokenizer, text: str) -> dict[str, list[float]]:
         async with Ticks() as ticks:
             for one in asked:
                 begun = time.perf_counter()
-                ids = await tokens.of(CHAT, one.body, "m", "")
+                ids = (await tokens.of(CHAT, one.body, "m", "")).ids
                 seen["next" if one.new_chars else "first"].append(1e3 * (time.perf_counter() - begun))
                 assert ids is not None
                 seen["tokens"].append(len(ids))

@@ -92,18 +92,21 @@ def chats() -> list[dict[str, Any]]:
     ]
 
 
-def check_tokens(gateway: GatewayProcess, model: Path) -> None:
-    """The gateway computes the ids of chats that engines compute."""
+def check_tokens(gateway: GatewayProcess, model: Path, engine: VllmApi) -> None:
+    """The gateway computes the ids of chats that an engine computes, and the answers to passed ids are the same."""
     own = status(gateway)["tokens"]
     found = own["models"][str(model)]
     assert set(found["features"]) == set(FEATURES) and found["cut"] and not found["degraded"], (
         gateway.log.read_text()
     )
+    assert gateway.log.read_text().count("takes_ids=True") == 2
     tokenizer = OwnTokenizer("m", str(tokenizer_folder_of(gateway)), "path")
     for body in chats():
         prompt = prompt_in(CHAT, json.dumps(body).encode())
         assert prompt is not None
-        answer = chat(gateway.url, model, body.pop("messages"), **body)
+        messages = body.pop("messages")
+        answer, straight = (chat(url, model, messages, **body) for url in (gateway.url, engine.url))
+        assert answer["choices"] == straight["choices"]
         assert answer["prompt_token_ids"] == list(tokenizer.ids_of(prompt, parted=False) or [])
     after = status(gateway)["tokens"]["prompts"][f"{model}/tokenizer"]
     assert after == own["prompts"].get(f"{model}/tokenizer", 0) + len(chats())
@@ -139,7 +142,11 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
 ) -> None:
     extra = server.connector_config()
     words = chatml(tmp_path / "tokenizer", 32_000)
-    tokens = {"tokenizers": [{"model": str(small_model), "path": str(words)}], "deadline_ms": 10_000}
+    tokens = {
+        "tokenizers": [{"model": str(small_model), "path": str(words)}],
+        "deadline_ms": 10_000,
+        "pass_ids": True,
+    }
     with (
         VllmApi(small_model, tmp_path / "one", extra=extra, flags=flags(), tokenizer=words) as one,
         VllmApi(small_model, tmp_path / "two", extra=extra, flags=flags(), tokenizer=words) as two,
@@ -153,8 +160,9 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
         until(lambda: chunks_in_l1(server) >= before + 4, "storing")
         assert tokens_of(gateway, small_model, prompt) == cold
         done = "vllm:request_success_total"
-        until(lambda: metric(one, done) + metric(two, done) == 2, "both turns")
-        counts = {api: metric(api, done) for api in (one, two)}
+        # Each was asked for one token, to see whether it takes ids.
+        until(lambda: metric(one, done) + metric(two, done) == 4, "both turns")
+        counts = {api: metric(api, done) - 1 for api in (one, two)}
         assert sorted(counts.values()) == [0, 2], "one engine had both turns"
         [kept] = [api for api, count in counts.items() if count]
         [other] = [api for api, count in counts.items() if not count]
@@ -179,7 +187,7 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
         )
         assert metric(kept, "vllm:generation_tokens_total") < 1_000
 
-        check_tokens(gateway, small_model)
+        check_tokens(gateway, small_model, kept)
         kept.kill()
 
         def loaded() -> bool:  # on a busy machine the server may be silent, and the engine computes

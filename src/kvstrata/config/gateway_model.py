@@ -271,6 +271,13 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "tells them."
         ),
     ] = False
+    pass_ids: Annotated[
+        bool,
+        Meta(
+            description="Pass the ids of chats on to engines that take them (`kv_transfer_params.prompt_token_ids`), "
+            "which then need not tokenise again. Each engine is asked for one token first, to see whether it does."
+        ),
+    ] = False
     deadline_ms: Annotated[
         float,
         Meta(

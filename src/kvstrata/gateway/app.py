@@ -264,9 +264,12 @@ class App:
         session = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
         query = scope["query_string"]
         given = ids_in(read.text) if self.settings.policy == "ttft" else None
-        prompt = given
+        prompt, passed = given, b""
         if given is None and self.settings.policy == "ttft" and not response:
-            prompt = await self._tokens.of(path, body, read.model, meter.tenant)
+            known = await self._tokens.of(path, body, read.model, meter.tenant)
+            prompt, passed = known.ids, known.body
+            meter.body_bytes += len(passed)
+            self.held_bytes += len(passed)
         return Call(
             scope,
             body,
@@ -282,6 +285,7 @@ class App:
             self._keys(read, given, meter),
             prompt,
             given is None and prompt is not None,
+            passed,
         )
 
     def _keys(self, read: Asked, prompt: array[int] | None, meter: Meter) -> list[bytes]:

@@ -251,6 +251,7 @@ class Gateway(Process):
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
         self._forwarder.suspect = probing.suspect
+        self._forwarder.takes_ids = tokens.takes_ids
         pages = Pages(
             GatewayCollector(
                 meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page, tokens

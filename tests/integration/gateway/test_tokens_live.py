@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -149,3 +150,43 @@ async def test_an_engine_that_does_not_render_is_left_alone(
     asked = [got.target for got in scripted.got if got.target.startswith(CHAT)]
     assert asked == [f"{CHAT}/render", CHAT, CHAT, CHAT]
     assert await prompts(gateway, session) == {"unknown_model": 3}
+
+
+async def test_engines_that_take_ids_get_them(
+    sim: str, start: Start, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    folder = tokenizer_folder.bytes_only(tmp_path / "model")
+    tokens = {"tokenizers": [{"model": "m", "path": str(folder)}], "deadline_ms": 10_000, "pass_ids": True}
+
+    async def ignores(got: Got, line: Line) -> None:  # an engine that does not know the field
+        if got.method == "GET":
+            await line.answer({})
+            return
+        async with session.post(sim + got.target, json=got.document | {"kv_transfer_params": None}) as answer:
+            await line.answer(await answer.read(), answer.status)
+
+    scripted = ScriptedEngine("m", behaviour=ignores)
+    for takes, engine in ((True, None), (False, scripted)):
+        gateway = await start(
+            *([engine] if engine else []), urls=[] if engine else [sim], policy="ttft", tokens=tokens
+        )
+        await eventually_async("the comparison", functools.partial(_logged, gateway, f"takes_ids={takes}"))
+        if engine is not None:
+            engine.got.clear()
+        messages = user("Was kostet 5 € in ¥?")
+        answer = await ask(gateway, session, messages=messages)
+        async with session.post(
+            sim + CHAT, json={"model": "m", "max_tokens": 3, "messages": messages}
+        ) as straight:
+            same = await straight.json()
+        assert (
+            answer["choices"] == same["choices"]
+            and answer["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+        )
+        assert await prompts(gateway, session) == {"tokenizer": 1}
+        gateway.kill()
+    assert [got.document.get("kv_transfer_params") for got in scripted.got if got.target == CHAT] == [None]
+
+
+async def _logged(gateway: GatewayProcess, words: str) -> bool:
+    return words in gateway.log.read_text()

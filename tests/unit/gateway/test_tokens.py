@@ -240,14 +240,14 @@ async def test_ids_are_given_for_what_each_engine_agrees_on_only(own: dict[str, 
     patient = {"deadline_ms": 10_000}
     tokens = service(tokenizer, None, **patient)
     expected = tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert await tokens.of(CHAT, body, "m", "") == expected
-    assert await tokens.of(CHAT, body, "a", "") == expected, "an adapter has its model's tokenizer"
-    assert await tokens.of(CHAT, body, "z", "") is None
-    assert await tokens.of("/v1/responses", body, "m", "") is None
+    assert (await tokens.of(CHAT, body, "m", "")).ids == expected
+    assert (await tokens.of(CHAT, body, "a", "")).ids == expected, "an adapter has its model's tokenizer"
+    assert (await tokens.of(CHAT, body, "z", "")).ids is None
+    assert (await tokens.of("/v1/responses", body, "m", "")).ids is None
     tokens._fleet.engines["e"].generation += 1
-    assert await tokens.of(CHAT, body, "m", "") is None, "an engine that came back is another one"
-    assert await service(tokenizer, {("completion", False)}, **patient).of(CHAT, body, "m", "") is None
-    assert await service(tokenizer, {("plain", True)}, **patient).of(CHAT, body, "m", "") is None, (
+    assert (await tokens.of(CHAT, body, "m", "")).ids is None, "an engine that came back is another one"
+    assert (await service(tokenizer, {("completion", False)}, **patient).of(CHAT, body, "m", "")).ids is None
+    assert (await service(tokenizer, {("plain", True)}, **patient).of(CHAT, body, "m", "")).ids is None, (
         "ChatML takes text"
     )
     assert dict(tokens.counts) == {
@@ -265,7 +265,7 @@ async def test_a_request_goes_on_when_its_time_is_over(
     tokens = service(tokenizer, None, deadline_ms=300)
     plain = tokenizer._batch
     monkeypatch.setattr(tokenizer, "_batch", lambda texts: go_on.wait(30) and plain(texts))
-    assert await tokens.of(CHAT, json.dumps(BODY).encode(), "m", "") is None
+    assert (await tokens.of(CHAT, json.dumps(BODY).encode(), "m", "")).ids is None
     assert tokens.counts["m", "late"] == 1
     assert not len(tokens.memory)
     go_on.set()
@@ -284,12 +284,12 @@ async def test_a_model_whose_ids_are_wrong_again_and_again_is_degraded(own: dict
     for _ in range(MISTAKES - 1):
         tokens.reported("m", "e", 5, 6)
     tokens.reported("m", "e", 5, 5)
-    assert not tokens.degraded and await tokens.of(CHAT, body, "m", "") is not None
+    assert not tokens.degraded and (await tokens.of(CHAT, body, "m", "")).ids is not None
     tokens.reported("a", "e", 5, 6)
     assert tokens.degraded == {"m"} and tokens.mistakes["m", "e"] == MISTAKES
-    assert await tokens.of(CHAT, body, "m", "") is None and tokens.counts["m", "degraded"] == 1
+    assert (await tokens.of(CHAT, body, "m", "")).ids is None and tokens.counts["m", "degraded"] == 1
     tokens.set(tokens.settings, tokens.tokenizers)
-    assert not tokens.degraded and await tokens.of(CHAT, body, "m", "") is not None
+    assert not tokens.degraded and (await tokens.of(CHAT, body, "m", "")).ids is not None
     await tokens.close()
 
 
@@ -298,4 +298,17 @@ async def test_few_wrong_lengths_among_many_degrade_nothing(own: dict[str, OwnTo
     for number in range(2_000):
         tokens.reported("m", "e", 5, 6 if number % 500 == 499 else 5)
     assert not tokens.degraded and tokens.mistakes["m", "e"] == 4
+    await tokens.close()
+
+
+async def test_ids_are_put_beside_the_text_of_a_chat_without_parameters_of_its_own(
+    own: dict[str, OwnTokenizer],
+) -> None:
+    tokens = service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True)
+    known = await tokens.of(CHAT, b"  " + json.dumps(BODY).encode(), "m", "")
+    assert known.ids is not None
+    assert json.loads(known.body) == {**BODY, "kv_transfer_params": {"prompt_token_ids": list(known.ids)}}
+    own_ones = {**BODY, "kv_transfer_params": {"x": 1}}
+    assert (await tokens.of(CHAT, json.dumps(own_ones).encode(), "m", "")).body == b""
+    assert (await tokens.of(COMPLETIONS, b'{"prompt": "x"}', "m", "")).body == b""
     await tokens.close()

@@ -26,9 +26,9 @@ from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.tokens.asking import Silent, post, rendered
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import FEATURES, prompt_in
+from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
-from kvstrata.gateway.tokens.verifying import Verdict, verify
+from kvstrata.gateway.tokens.verifying import Verdict, takes_ids, verify, with_ids
 from kvstrata.observability.logging import EventLog
 
 MAX_WAITING = 256
@@ -53,6 +53,8 @@ class Known(NamedTuple):
     ids: array[int] | None
     how: str
     """`tokenizer`, `render`, or why they are not known."""
+    body: bytes = b""
+    """The request with its ids beside the text, for engines that take them; empty: not wanted."""
 
 
 class Tokens:
@@ -90,8 +92,8 @@ class Tokens:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    async def of(self, path: str, body: bytes, model: str, tenant: str) -> array[int] | None:
-        """The token ids of a request's prompt; None: they are not known, or not in time."""
+    async def of(self, path: str, body: bytes, model: str, tenant: str) -> Known:
+        """The token ids of a request's prompt, unless they are not known in time."""
         base = self._base(model)
         known = Known(None, "unknown_model")
         try:
@@ -110,7 +112,12 @@ class Tokens:
         except TimeoutError:
             known = Known(None, "late")
         self.counts[base if base in self._tokenizers else OTHER, known.how] += 1
-        return known.ids
+        return known
+
+    def takes_ids(self, engine: ServingEngine, model: str) -> bool:
+        """Whether an engine takes ids beside a chat."""
+        seen = self._verdicts.get((engine.name, self._base(model)))
+        return seen is not None and seen[0] == (engine, engine.generation) and seen[1].takes_ids
 
     def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
         """An engine tells how many tokens a prompt had whose ids `of` gave."""
@@ -137,7 +144,10 @@ class Tokens:
         if self._waiting >= MAX_WAITING:
             return Known(None, "busy")
         self._waiting += 1
-        work = self._pool.submit(_work, self._tokenizers[model], agreed, path, body, self.memory, tenant)
+        passes = self.settings.pass_ids and path == CHAT
+        work = self._pool.submit(
+            _work, self._tokenizers[model], agreed, path, body, self.memory, tenant, passes
+        )
         loop = asyncio.get_running_loop()
 
         def worked(_: object) -> None:
@@ -220,6 +230,9 @@ class Tokens:
         try:
             async with asyncio.timeout(VERIFY_S):
                 verdict = await verify(self._links, engine.place, model, tokenizer, random.Random())
+                if self.settings.pass_ids:
+                    takes = await takes_ids(self._links, engine.place, model, tokenizer)
+                    verdict = verdict._replace(takes_ids=takes)
         except (Silent, TimeoutError) as error:
             reason = str(error) or "no answer in time"
             self._log.repeated(
@@ -234,8 +247,9 @@ class Tokens:
         if self._tokenizers.get(model) is not tokenizer:
             return
         self._verdicts[engine.name, model] = (seen, verdict)
-        good = sorted({feature for feature, _ in verdict.agreed})
-        self._log.info("tokens_verified", engine=engine.name, model=model, features=",".join(good))
+        good = ",".join(sorted({feature for feature, _ in verdict.agreed}))
+        told: dict[str, object] = {"features": good, "takes_ids": verdict.takes_ids}
+        self._log.info("tokens_verified", engine=engine.name, model=model, **told)
         for feature, reason in verdict.reasons.items():
             says = {"engine": engine.name, "model": model, "feature": feature, "reason": reason}
             self._log.warning("tokens_differ", **says)
@@ -244,7 +258,8 @@ class Tokens:
 
     def set(self, settings: TokenSettings, tokenizers: dict[str, OwnTokenizer]) -> None:
         """Go by other settings. What was verified of a model stays if its tokenizer is the same."""
-        same = {name for name, one in tokenizers.items() if self._tokenizers.get(name) is one}
+        asks = settings.pass_ids and not self.settings.pass_ids
+        same = {name for name, one in tokenizers.items() if self._tokenizers.get(name) is one and not asks}
         self._verdicts = {name: one for name, one in self._verdicts.items() if name[1] in same}
         self._tokenizers = tokenizers
         if settings.threads != self.settings.threads:
@@ -296,6 +311,7 @@ def _work(
     body: bytes,
     memory: Memory,
     tenant: str,
+    passes: bool,
 ) -> Known:
     """Tokenise a prompt, on a thread."""
     prompt = prompt_in(path, body)
@@ -304,7 +320,9 @@ def _work(
     for parted in (False, True):
         if all((feature, parted) in agreed for feature in prompt.features):
             ids = tokenizer.ids_of(prompt, parted=parted, memory=memory, tenant=tenant)
-            return Known(ids, "tokenizer" if ids is not None else "unsupported")
+            if ids is None:
+                return Known(None, "unsupported")
+            return Known(ids, "tokenizer", with_ids(body, ids) if passes and ids else b"")
     return Known(None, "unverified")
 
 

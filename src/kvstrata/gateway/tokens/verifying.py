@@ -23,6 +23,7 @@ from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 
 PATH = "/tokenize"
+PARAMETERS = "kv_transfer_params"
 DRAWN = 4
 """Drawn cases of each feature, beside the fixed one."""
 _FIXED = "What is 12345.67 € in ¥?  \n\tdef f(x):\n        return x  # ünï 日本語 🙂‍↔️ \r\n\n end "
@@ -37,6 +38,8 @@ class Verdict(NamedTuple):
     """Features, each with whether the template gets contents as lists of parts."""
     reasons: dict[str, str]
     """Why a feature is not used, by feature."""
+    takes_ids: bool = False
+    """Whether the engine takes a chat's ids from the gateway."""
 
 
 class Case(NamedTuple):
@@ -148,6 +151,44 @@ async def verify(
                 break
         agreed |= {(feature, parted) for parted in forms}
     return Verdict(frozenset(agreed), reasons)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+
+
+async def takes_ids(links: Links, place: Place, model: str, tokenizer: OwnTokenizer) -> bool:
+    """Whether an engine takes the ids beside a chat for its prompt, by a chat of other ids. Raises Silent."""
+    messages = [{"role": "user", "content": "x"}]
+    longer = Case(CHAT, {"messages": [{"role": "user", "content": "What is longer than one letter?"}]})
+    ids = await asyncio.to_thread(_ours, tokenizer, longer, False)
+    if ids is None:
+        return False
+    document = {"model": model, "messages": messages, "max_tokens": 1, "stream": False}
+    document[PARAMETERS] = {"prompt_token_ids": ids.tolist()}
+    status, body = await post(links, place, CHAT, msgspec.json.encode(document))
+    try:
+        return status == 200 and msgspec.json.decode(body, type=_Answer).usage.prompt_tokens == len(ids)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+
+
+def with_ids(body: bytes, ids: array[int]) -> bytes:
+    """The body of a chat with its ids beside the text; empty if it has such parameters of its own."""
+    start = body.find(b"{") + 1
+    if not start or PARAMETERS.encode() in body:
+        return b""
+    # The chat's own fields follow, at least its messages.
+    return b'%b"%b":{"prompt_token_ids":%b},%b' % (
+        body[:start],
+        PARAMETERS.encode(),
+        msgspec.json.encode(ids.tolist()),
+        body[start:],
+    )
 
 
 def _ours(tokenizer: OwnTokenizer, case: Case, parted: bool) -> array[int] | None:
