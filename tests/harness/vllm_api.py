@@ -22,7 +22,8 @@ from tests.harness.vllm_run import transfer
 class VllmApi(Daemon):
     """One endpoint. `extra` is the connector's extra config, None for no connector.
 
-    `state` is a folder for the log and for vLLM's files.  The models have no tokenizer: prompts are token ids.
+    `state` is a folder for the log and for vLLM's files.  The models have no tokenizer, so prompts are token ids,
+    unless `tokenizer` is the folder of one.
     """
 
     ready_s = 600.0
@@ -30,11 +31,18 @@ class VllmApi(Daemon):
     """Forks the servers, which saves each of them importing vLLM; None: they are started the usual way."""
 
     def __init__(
-        self, model: Path, state: Path, *, extra: dict[str, Any] | None, flags: Sequence[str] = ()
+        self,
+        model: Path,
+        state: Path,
+        *,
+        extra: dict[str, Any] | None,
+        flags: Sequence[str] = (),
+        tokenizer: Path | None = None,
     ) -> None:
         state.mkdir(parents=True, exist_ok=True)
         self._state = state
-        self._arguments = ["--model", str(model), "--skip-tokenizer-init", "--enforce-eager", *flags]
+        self._arguments = ["--model", str(model), "--enforce-eager", *flags]
+        self._arguments += ["--tokenizer", str(tokenizer)] if tokenizer else ["--skip-tokenizer-init"]
         if extra is not None:
             self._arguments += ["--kv-transfer-config", json.dumps(transfer(extra))]
         super().__init__(state / "vllm-api.log", 1)

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, prompt_in
+from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.server_process import ServerProcess
+from tests.harness.tokenizer_folder import chatml
 from tests.harness.vllm_api import VllmApi
 from tests.vllm.conftest import EXACT, chunks_in_l1, make_prompt, until
 
@@ -27,7 +30,8 @@ def flags() -> tuple[str, ...]:
         "endpoint": f"tcp://*:{free_port()}",
         "replay_endpoint": f"tcp://*:{free_port()}",
     }
-    return "--enable-prefix-caching", "--dtype", EXACT, "--kv-events-config", json.dumps(events)
+    tools = "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
+    return "--enable-prefix-caching", "--dtype", EXACT, "--kv-events-config", json.dumps(events), *tools
 
 
 def ask(gateway: GatewayProcess, model: Path, prompt: list[int], **more: Any) -> Any:
@@ -49,6 +53,68 @@ def tokens_of(gateway: GatewayProcess, model: Path, prompt: list[int]) -> list[i
     """The tokens of a completion."""
     with ask(gateway, model, prompt) as answer:
         return list(json.load(answer)["choices"][0]["token_ids"])
+
+
+def chat(url: str, model: Path, messages: list[Any], **more: Any) -> Any:
+    """The answer of a chat."""
+    body = {
+        "model": str(model),
+        "messages": messages,
+        "max_tokens": 4,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps({**body, **more}).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"b": {}, "a": {}}}}
+
+
+def chats() -> list[dict[str, Any]]:
+    """Bodies of chats: turns of one, with tools, with what they answered, with parts and options."""
+    user, parts = (
+        {"role": "user", "content": "Grüße <|im_end|> 12345"},
+        [{"type": "text", "text": one} for one in "ab"],
+    )
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"a": "x y"}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    thought = {"role": "assistant", "content": "so", "reasoning_content": "because"}
+    tools = [user, called, {"role": "tool", "tool_call_id": "abcdefghi", "content": "7"}]
+    return [
+        {"messages": [{"role": "system", "content": "s"}, user]},
+        {"messages": [user, thought, {"role": "user", "content": parts}], "reasoning_effort": "none"},
+        {"messages": tools, "tools": [TOOL]},
+    ]
+
+
+def check_tokens(gateway: GatewayProcess, model: Path, engine: VllmApi) -> None:
+    """The gateway computes the ids of chats that an engine computes, and the answers to passed ids are the same."""
+    own = status(gateway)["tokens"]
+    found = own["models"][str(model)]
+    assert set(found["features"]) == set(FEATURES) and found["cut"] and not found["degraded"], (
+        gateway.log.read_text()
+    )
+    assert gateway.log.read_text().count("takes_ids=True") == 2
+    tokenizer = OwnTokenizer("m", str(tokenizer_folder_of(gateway)), "path")
+    for body in chats():
+        prompt = prompt_in(CHAT, json.dumps(body).encode())
+        assert prompt is not None
+        messages = body.pop("messages")
+        answer, straight = (chat(url, model, messages, **body) for url in (gateway.url, engine.url))
+        assert answer["choices"] == straight["choices"]
+        assert answer["prompt_token_ids"] == list(tokenizer.ids_of(prompt, parted=False) or [])
+    after = status(gateway)["tokens"]["prompts"][f"{model}/tokenizer"]
+    assert after == own["prompts"].get(f"{model}/tokenizer", 0) + len(chats())
+
+
+def tokenizer_folder_of(gateway: GatewayProcess) -> str:
+    """The tokenizer that a gateway has."""
+    return str(gateway.settings["tokens"]["tokenizers"][0]["path"])
 
 
 def status(gateway: GatewayProcess) -> Any:
@@ -75,10 +141,16 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
     server: ServerProcess, small_model: Path, tmp_path: Path, vllm_python: Path
 ) -> None:
     extra = server.connector_config()
+    words = chatml(tmp_path / "tokenizer", 32_000)
+    tokens = {
+        "tokenizers": [{"model": str(small_model), "path": str(words)}],
+        "deadline_ms": 10_000,
+        "pass_ids": True,
+    }
     with (
-        VllmApi(small_model, tmp_path / "one", extra=extra, flags=flags()) as one,
-        VllmApi(small_model, tmp_path / "two", extra=extra, flags=flags()) as two,
-        GatewayProcess(tmp_path / "gateway", [one.url, two.url], policy="ttft") as gateway,
+        VllmApi(small_model, tmp_path / "one", extra=extra, flags=flags(), tokenizer=words) as one,
+        VllmApi(small_model, tmp_path / "two", extra=extra, flags=flags(), tokenizer=words) as two,
+        GatewayProcess(tmp_path / "gateway", [one.url, two.url], policy="ttft", tokens=tokens) as gateway,
     ):
         with urllib.request.urlopen(f"{gateway.url}/v1/models") as answer:
             assert [entry["id"] for entry in json.load(answer)["data"]] == [str(small_model)]
@@ -88,8 +160,9 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
         until(lambda: chunks_in_l1(server) >= before + 4, "storing")
         assert tokens_of(gateway, small_model, prompt) == cold
         done = "vllm:request_success_total"
-        until(lambda: metric(one, done) + metric(two, done) == 2, "both turns")
-        counts = {api: metric(api, done) for api in (one, two)}
+        # Each was asked for one token, to see whether it takes ids.
+        until(lambda: metric(one, done) + metric(two, done) == 4, "both turns")
+        counts = {api: metric(api, done) - 1 for api in (one, two)}
         assert sorted(counts.values()) == [0, 2], "one engine had both turns"
         [kept] = [api for api, count in counts.items() if count]
         [other] = [api for api, count in counts.items() if not count]
@@ -114,6 +187,7 @@ def test_a_conversation_keeps_its_engine_and_goes_on_at_another_when_that_is_kil
         )
         assert metric(kept, "vllm:generation_tokens_total") < 1_000
 
+        check_tokens(gateway, small_model, kept)
         kept.kill()
 
         def loaded() -> bool:  # on a busy machine the server may be silent, and the engine computes

@@ -323,6 +323,67 @@ class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
 
 
+class TokenizerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tokenizer of one model."""
+
+    model: Annotated[
+        str,
+        Meta(min_length=1, max_length=1_024, description="The model's name, as its engines serve it."),
+    ]
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Folder with the model's `tokenizer.json`, and for chats its `tokenizer_config.json` or "
+            "`chat_template.jinja`.",
+        ),
+    ]
+
+
+class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the policy `ttft` gets the token ids of prompts that are text."""
+
+    tokenizers: Annotated[
+        list[TokenizerSettings],
+        Meta(
+            max_length=64,
+            description="Tokenizers of models. Each is compared with each engine of its model (/tokenize), and used "
+            "for what they agree on.",
+        ),
+    ] = []
+    render: Annotated[
+        bool,
+        Meta(
+            description="Ask an engine for the ids (/v1/.../render, vLLM's `--enable-scale-out`) where no tokenizer "
+            "tells them."
+        ),
+    ] = False
+    pass_ids: Annotated[
+        bool,
+        Meta(
+            description="Pass the ids of chats on to engines that take them (`kv_transfer_params.prompt_token_ids`), "
+            "which then need not tokenise again. Each engine is asked for one token first, to see whether it does."
+        ),
+    ] = False
+    deadline_ms: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=10_000,
+            description="Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
+        ),
+    ] = 20.0
+    cache_mb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=65_536,
+            description="Memory for the ids of conversations' earlier turns, in MiB; a token takes 4 bytes.",
+        ),
+    ] = 64.0
+    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise.")] = 2
+
+
 PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -368,6 +429,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Tenants; empty: clients need no key, and their `Authorization` goes to the engine.",
         ),
     ] = []
+    tokens: TokenSettings = TokenSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()

@@ -20,9 +20,11 @@ from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
-from kvstrata.gateway.metering import CANCELLED, Meter, Meters
+from kvstrata.gateway.metering import CANCELLED, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
-from kvstrata.gateway.routes import Route, route_of
+from kvstrata.gateway.routes import ROUTES, Route, route_of
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
+from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class App:
         meters: Meters,
         forwarder: Forwarder,
         reader: Reader,
+        tokens: Tokens,
         status: Callable[[], dict[str, Any]],
         pages: Pages,
         decisions: Decisions,
@@ -63,6 +66,7 @@ class App:
         self._meters = meters
         self._forwarder = forwarder
         self._reader = reader
+        self._tokens = tokens
         self._status = status
         self._pages = pages
         self._decisions = decisions
@@ -238,9 +242,17 @@ class App:
         read = self._reader.read(path, route, body, headers, word, meter.tenant)
         if isinstance(read, Failure):
             return read
+        found, wanted = read
+        passed, computed = b"", False
+        if wanted.prompt is None and self.settings.policy == "ttft" and path in ROUTES:
+            known = await self._tokens.of(path, body, found.model, meter.tenant)
+            passed, computed = known.body, known.ids is not None
+            wanted = self._reader.with_ids(found, wanted, known.ids)
+            meter.body_bytes += len(passed)
+            self.held_bytes += len(passed)
         query = scope["query_string"]
         target = scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else "")
-        return Call(scope, body, path, target, *read, meter)
+        return Call(scope, body, path, target, found, wanted, meter, computed, passed)
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
         """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""
@@ -271,6 +283,7 @@ class App:
     async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
         try:
             await self._forwarder.run(call, receive, send)
+            self._compare(call)
         except BrokenOff as error:
             self._log.repeated(
                 logging.WARNING,
@@ -280,6 +293,15 @@ class App:
                 reason=error.failure.message,
             )
             await call.scope["state"]["connection"].cut(receive)
+
+    def _compare(self, call: Call) -> None:
+        """Compare the tokens of a prompt that were computed here with their number in the answer's `usage`."""
+        prompt = call.wanted.prompt
+        if not call.computed or prompt is None or call.meter.outcome != OK:
+            return
+        reported = call.meter.tokens().get("prompt")
+        if reported and call.path in (CHAT, COMPLETIONS):
+            self._tokens.reported(call.asked.model, call.meter.engine, len(prompt.tokens), reported)
 
 
 def _unread(headers: Headers) -> bool:

@@ -228,6 +228,15 @@ class Fleet:
                 return model if entry.get("parent") else ""
         return ""
 
+    def parent(self, model: str) -> str:
+        """The base model of a model's name, as engines tell it: itself unless it is an adapter; empty: unknown."""
+        for engine in self.engines.values():
+            entry = engine.models.get(model)
+            if entry is not None:
+                parent = entry.get("parent")
+                return parent if isinstance(parent, str) and parent else model
+        return ""
+
     def loads(self, engines: Iterable[ServingEngine], tiers: Collection[Tier] = ()) -> RoutingFleet:
         """What the choice needs to know of these engines, with their paths to tiers that hold something."""
         loads = []

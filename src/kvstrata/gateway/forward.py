@@ -53,6 +53,10 @@ class Call(NamedTuple):
     asked: Asked
     wanted: Wanted
     meter: Meter
+    computed: bool = False
+    """Whether the prompt's ids were computed here, or asked of an engine; otherwise the client gave them, or nobody."""
+    passed: bytes = b""
+    """The body with them beside the text, for engines that take them; empty: not wanted."""
 
 
 class Refused(NamedTuple):
@@ -102,6 +106,8 @@ class Forwarder:
         self.budget = RetryBudget(settings.retries.budget_share)
         self.suspect: Callable[[ServingEngine], None] = lambda _: None
         """Called with an engine whose connection failed, so that it is probed now."""
+        self.takes_ids: Callable[[ServingEngine, str], bool] = lambda engine, model: False
+        """Whether an engine takes the ids of a model's chats."""
         self._log = EventLog("gateway")
 
     async def run(self, call: Call, receive: Receive, send: Send) -> None:
@@ -201,8 +207,11 @@ class Forwarder:
         place, raw = engine.place, call.scope["headers"]
         headers = passing.to_engine(raw, call.wanted.word, place.api_key, drop_keys=self._drop_keys())
         method = call.scope["method"]
+        body = call.body
+        if call.passed and self.takes_ids(engine, call.asked.model):
+            body = call.passed
         return await self._links.send(
-            place.address, request_bytes(method, call.target, place.address, headers, call.body)
+            place.address, request_bytes(method, call.target, place.address, headers, body)
         )
 
     async def _elsewhere(self, engine: ServingEngine, answer: Answer) -> Refused:

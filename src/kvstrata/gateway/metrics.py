@@ -17,6 +17,8 @@ from kvstrata.observability.logging import log_stats
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from kvstrata.gateway.tokens.source import Tokens
+
 _WHOSE = ("tenant", "model", "engine")
 GATEWAY_FAMILIES: dict[str, Family] = {
     "kvstrata_gateway_requests": Family(
@@ -61,6 +63,29 @@ GATEWAY_FAMILIES: dict[str, Family] = {
         "Requests of whose prompt an engine reports less than half as cached of what the gateway expected.",
     ),
     "kvstrata_gateway_prefix_pieces": Family("gauge", (), "Pieces of prompts whose engines are remembered."),
+    "kvstrata_gateway_prompts": Family(
+        "counter",
+        ("model", "how"),
+        "Prompts of text by how their token ids are known: by our own `tokenizer`, by an engine's `render`, or not: "
+        "`late`, `unverified` (an engine's ids differ), `unsupported` (it has something that only the engine knows), "
+        "`degraded`, `busy`, `unknown_model` (it has no tokenizer here).",
+    ),
+    "kvstrata_gateway_mistaken_tokens": Family(
+        "counter",
+        ("model", "engine"),
+        "Prompts of which an engine reports another number of tokens than the gateway computed.",
+    ),
+    "kvstrata_gateway_tokens_verified": Family(
+        "gauge",
+        ("model", "engine", "feature"),
+        "1 if an engine and our tokenizer make the same ids of prompts with this feature, else 0.",
+    ),
+    "kvstrata_gateway_tokens_degraded": Family(
+        "gauge", ("model",), "1 if a model's ids were wrong too often, so that they are not used, else 0."
+    ),
+    "kvstrata_gateway_token_cache_bytes": Family(
+        "gauge", (), "Memory for the token ids of earlier turns, in bytes."
+    ),
     "kvstrata_gateway_known_blocks": Family(
         "gauge",
         ("engine", "tier"),
@@ -104,6 +129,7 @@ class GatewayCollector:
         tenants: Callable[[], Mapping[str, int]],
         http: Callable[[], Mapping[str, int]],
         kv_events: Callable[[], Mapping[str, Mapping[str, Any]]],
+        tokens: Tokens,
     ) -> None:
         """`numbers`: those of the families without labels. `tenants`: requests under way. `http`: the port's counts.
 
@@ -115,6 +141,7 @@ class GatewayCollector:
         self._tenants = tenants
         self._http = http
         self._kv_events = kv_events
+        self._tokens = tokens
 
     def collect(self) -> Iterable[Metric]:
         """All metric families now."""
@@ -163,9 +190,27 @@ class GatewayCollector:
             found[f"kvstrata_gateway_{name}_seconds"] = [
                 (labels, getattr(one, name)) for labels, one in series
             ]
+        found |= self._of_tokens()
         for name, value in numbers.items():
             found[f"kvstrata_gateway_{name}"] = [([], value)]
         return found
+
+    def _of_tokens(self) -> dict[str, Values]:
+        tokens = self._tokens
+        return {
+            "kvstrata_gateway_prompts": [
+                (list(name), count) for name, count in sorted(tokens.counts.items())
+            ],
+            "kvstrata_gateway_mistaken_tokens": [
+                (list(name), count) for name, count in sorted(tokens.mistakes.items())
+            ],
+            "kvstrata_gateway_tokens_verified": [
+                ([model, engine, feature], float(good)) for model, engine, feature, good in tokens.features()
+            ],
+            "kvstrata_gateway_tokens_degraded": [
+                ([model], float(model in tokens.degraded)) for model in tokens.tokenizers
+            ],
+        }
 
 
 def _counted(series: Iterable[tuple[list[str], Series]], of: Callable[[Series], Mapping[str, int]]) -> Values:

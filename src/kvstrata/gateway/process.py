@@ -10,8 +10,9 @@ import contextlib
 import gc
 import importlib.util
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from kvstrata.gateway.door import Door
 from kvstrata.gateway.fleet import DNS, Fleet, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account, Endpoints
 from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.routing.choose import POLICIES
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.reading import Reader
     from kvstrata.gateway.residency.knowledge import Residency
+    from kvstrata.gateway.tokens.source import Tokens
     from kvstrata.process.http_connections import Bounds
 
 NEEDED = "httptools"
@@ -55,6 +58,8 @@ GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
 """Modules of the extra `picker`, and their packages."""
+SWITCH_S = 0.000_5
+"""Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
 TTFT = "ttft"
 """The policy that goes by what engines have cached."""
 RESTART = frozenset(("log_format",))
@@ -71,14 +76,16 @@ class Plan(NamedTuple):
     engines: list[tuple[EngineSettings, str]]
     """With the key of each; empty: it has none."""
     tenants: list[tuple[GatewayTenantSettings, str]]
+    tokenizers: dict[str, OwnTokenizer]
+    """By model."""
     account: Account | None = None
     """Who asks Kubernetes for engines; None: nobody does."""
     service_key: str = ""
     """Of those engines."""
 
 
-def plan(settings: GatewaySettings) -> Plan:
-    """Check the settings, and read the files that they name. Raises ConfigError."""
+def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
+    """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
     if importlib.util.find_spec(NEEDED) is None:
         raise ConfigError(
             f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
@@ -139,7 +146,7 @@ def plan(settings: GatewaySettings) -> Plan:
     token = (
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
-    return Plan(settings, token, engines, tenants, account, service_key)
+    return Plan(settings, token, engines, tenants, _tokenizers(settings, made or {}), account, service_key)
 
 
 def _check_picker(settings: GatewaySettings) -> None:
@@ -180,6 +187,19 @@ def _check_picker(settings: GatewaySettings) -> None:
                 f"address, or dns+{engine.url} for all addresses of the name",
                 field=f"engines[{i}].url",
             )
+
+
+def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:
+    """The tokenizers by model. Raises ConfigError."""
+    wanted = settings.tokens.tokenizers
+    _refuse_twice("tokens.tokenizers", "model", [one.model for one in wanted])
+    found = {}
+    for i, one in enumerate(wanted):
+        kept = made.get(one.model)
+        if kept is None or kept.folder != one.path:
+            kept = OwnTokenizer(one.model, one.path, f"tokens.tokenizers[{i}].path")
+        found[one.model] = kept
+    return found
 
 
 def _key(path: str, field: str) -> str:
@@ -250,6 +270,7 @@ class Gateway(Process):
         self._choosing: Choosing
         self._reader: Reader
         self._picker: PickerServer | None = None
+        self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
 
@@ -265,6 +286,7 @@ class Gateway(Process):
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
+        from kvstrata.gateway.tokens.source import Tokens
         from kvstrata.observability.exposition import Pages
 
         settings, now_s = self._plan.settings, time.monotonic
@@ -282,6 +304,8 @@ class Gateway(Process):
         self.closers.append(soon(token.close))
         self._residency = residency = Residency(now_s)
         self.closers.append(soon(residency.close))
+        self._tokens = tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, links, now_s)
+        self.closers.append(tokens.close)
         self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._reader = reader = Reader(settings, fleet)
         self._forwarder = Forwarder(
@@ -290,13 +314,23 @@ class Gateway(Process):
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
         self._forwarder.suspect = probing.suspect
+        self._forwarder.takes_ids = tokens.takes_ids
         pages = Pages(
             GatewayCollector(
-                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
+                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page, tokens
             )
         )
         self._app = App(
-            settings, door, fleet, meters, self._forwarder, reader, self.page, pages, choosing.decisions
+            settings,
+            door,
+            fleet,
+            meters,
+            self._forwarder,
+            reader,
+            tokens,
+            self.page,
+            pages,
+            choosing.decisions,
         )
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.enabled:
@@ -305,6 +339,8 @@ class Gateway(Process):
         await probing.resolve()
         await self._start_endpoints()
         await probing.probed()  # requests that come at once find engines
+        await self._first_verified()
+        self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
         self.supervisor.spawn(probing.keep_resolved(), "resolve")
         self.supervisor.spawn(self._serve(listener), "http")
         if settings.insecure and not loopback and not settings.tenants:
@@ -364,6 +400,14 @@ class Gateway(Process):
         self.closers.append(picker.close)
         await picker.start(settings.picker)
 
+    async def _first_verified(self) -> None:
+        """Compare the tokenizers with the engines that serve, if these are quick; otherwise later."""
+        if self._tokens.tokenizers:
+            sys.setswitchinterval(SWITCH_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.health.timeout_s):
+                await self._tokens.verify()
+
     async def _serve(self, listener: Listener) -> None:
         try:
             await self._server.serve(sockets=[listener.socket])
@@ -409,7 +453,7 @@ class Gateway(Process):
             picker=self._settings.picker,
             engines_from=self._settings.engines_from,
         )
-        newer = await self.loop.run_in_executor(None, plan, kept)
+        newer = await self.loop.run_in_executor(None, plan, kept, self._tokens.tokenizers)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
         changed = changes(before, wanted)
         applied = {key for key in changed if not key.startswith(OPENED) and key not in RESTART}
@@ -424,6 +468,7 @@ class Gateway(Process):
         if self._picker is not None:
             self._picker.held.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
+        self._tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
         self._links.connect_s = settings.timeouts.connect_s
@@ -443,6 +488,7 @@ class Gateway(Process):
                 **self._numbers(),
             },
             "kv_events": self._residency.page(),
+            "tokens": self._tokens.page(),
             "engines": [
                 {
                     "name": one.name,
@@ -468,6 +514,7 @@ class Gateway(Process):
             "in_flight": self._in_flight,
             "retry_budget": self._forwarder.budget.left,
             "prefix_pieces": len(self._choosing.prefixes),
+            "token_cache_bytes": self._tokens.memory.bytes,
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:

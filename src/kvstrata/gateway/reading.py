@@ -61,6 +61,12 @@ class Reader:
             prompt=self._prompt(found, prompt),
         )
 
+    def with_ids(self, found: Asked, wanted: Wanted, ids: array[int] | None) -> Wanted:
+        """The same with the token ids of a prompt of text; None: they are not known."""
+        if not ids:
+            return wanted
+        return wanted._replace(tokens=len(ids), prompt=self._prompt(found, ids))
+
     def slo_of(self, headers: Headers, tenant: Tenant | None, known: Iterable[str]) -> str:
         """The class of service of a request, one of those that are known; empty: none."""
         given = headers.get(self.settings.slo_header.lower().encode(), b"").decode("latin-1")

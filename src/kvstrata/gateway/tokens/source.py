@@ -1,0 +1,330 @@
+"""Gives the token ids of requests' prompts, under a deadline.
+
+    given as ids ─▶ own tokenizer, as far as each engine of the model agrees with it ─▶ an engine's /render ─▶ unknown
+
+Invariants
+1. Ids are given only for prompts whose features each serving engine of the model was seen to tokenise in the same way.
+2. A request waits for at most `deadline_ms`; work that was begun goes on, and helps the conversation's next turn.
+3. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
+   prompts count as unknown until the settings are read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+import random
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from kvstrata.config.gateway_model import TokenSettings
+from kvstrata.gateway.engine_link import Links
+from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
+from kvstrata.gateway.tokens.asking import Silent, post, rendered
+from kvstrata.gateway.tokens.memory import Memory
+from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, prompt_in
+from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.gateway.tokens.verifying import Verdict, takes_ids, verify, with_ids
+from kvstrata.observability.logging import EventLog
+
+MAX_WAITING = 256
+"""Prompts that wait for a thread; further ones are unknown at once."""
+MISTAKES = 3
+MISTAKEN_SHARE = 0.01
+"""A model is degraded after so many wrong lengths, if they are such a share of those that were compared."""
+VERIFY_S = 30.0
+"""Time for all questions to one engine; afterwards it is asked again."""
+RENDERED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
+REFUSED_S = 60.0
+"""Time for which an engine that refuses /render is not asked again."""
+OTHER = "other"
+
+_Seen = tuple[ServingEngine, int]
+"""An engine, and its generation."""
+
+
+class Known(NamedTuple):
+    """What a prompt's tokens are, and who says so."""
+
+    ids: array[int] | None
+    how: str
+    """`tokenizer`, `render`, or why they are not known."""
+    body: bytes = b""
+    """The request with its ids beside the text, for engines that take them; empty: not wanted."""
+
+
+class Tokens:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        settings: TokenSettings,
+        tokenizers: dict[str, OwnTokenizer],
+        fleet: Fleet,
+        links: Links,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self._tokenizers = tokenizers
+        self._fleet = fleet
+        self._links = links
+        self._now_s = now_s
+        self.memory = Memory(_bytes(settings))
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens")
+        self._waiting = 0
+        self._verdicts: dict[tuple[str, str], tuple[_Seen, Verdict]] = {}
+        """By engine and model."""
+        self._refused: dict[str, float] = {}
+        """When engines refused /render, by name."""
+        self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        """Prompts by model and by how their tokens are known."""
+        self.mistakes: collections.Counter[tuple[str, str]] = collections.Counter()
+        """Prompts whose length an engine reports otherwise, by model and engine."""
+        self._compared: collections.Counter[str] = collections.Counter()
+        self._wrong: collections.Counter[str] = collections.Counter()
+        """Of these, since the settings were read."""
+        self.degraded: set[str] = set()
+        self._log = EventLog("tokens")
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    async def of(self, path: str, body: bytes, model: str, tenant: str) -> Known:
+        """The token ids of a request's prompt, unless they are not known in time."""
+        base = self._base(model)
+        known = Known(None, "unknown_model")
+        try:
+            async with asyncio.timeout(self.settings.deadline_ms / 1_000):
+                if base in self.degraded:
+                    known = Known(None, "degraded")
+                elif base in self._tokenizers:
+                    known = await self._tokenized(path, body, base, tenant)
+                if (
+                    known.ids is None
+                    and self.settings.render
+                    and path in RENDERED
+                    and base not in self.degraded
+                ):
+                    known = await self._rendered(path, body, model) or known
+        except TimeoutError:
+            known = Known(None, "late")
+        self.counts[base if base in self._tokenizers else OTHER, known.how] += 1
+        return known
+
+    def takes_ids(self, engine: ServingEngine, model: str) -> bool:
+        """Whether an engine takes ids beside a chat."""
+        seen = self._verdicts.get((engine.name, self._base(model)))
+        return seen is not None and seen[0] == (engine, engine.generation) and seen[1].takes_ids
+
+    def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
+        """An engine tells how many tokens a prompt had whose ids `of` gave."""
+        base = self._base(model)
+        self._compared[base] += 1
+        if ours == theirs:
+            return
+        self._wrong[base] += 1
+        self.mistakes[base if base in self._tokenizers else OTHER, engine] += 1
+        wrong = self._wrong[base]
+        said = {"model": base, "engine": engine, "tokens": ours, "reported": theirs}
+        self._log.repeated(logging.WARNING, f"{base}/{engine}", "prompt_tokens_differ", **said)
+        if base not in self.degraded and wrong >= max(MISTAKES, MISTAKEN_SHARE * self._compared[base]):
+            self.degraded.add(base)
+            note = "token ids of this model's prompts are taken for unknown until the settings are read again"
+            self._log.error(
+                "tokens_degraded", model=base, mistakes=wrong, compared=self._compared[base], note=note
+            )
+
+    async def _tokenized(self, path: str, body: bytes, model: str, tenant: str) -> Known:
+        agreed = self.agreed(model)
+        if not agreed:
+            return Known(None, "unverified")
+        if self._waiting >= MAX_WAITING:
+            return Known(None, "busy")
+        self._waiting += 1
+        passes = self.settings.pass_ids and path == CHAT
+        work = self._pool.submit(
+            _work, self._tokenizers[model], agreed, path, body, self.memory, tenant, passes
+        )
+        loop = asyncio.get_running_loop()
+
+        def worked(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._worked)
+
+        work.add_done_callback(worked)
+        return await asyncio.wrap_future(work)
+
+    def _worked(self) -> None:
+        self._waiting -= 1
+
+    async def _rendered(self, path: str, body: bytes, model: str) -> Known | None:
+        """What an engine says; None if none is willing."""
+        now_s = self._now_s()
+        for engine in self._fleet.serving(model):
+            if now_s - self._refused.get(engine.name, float("-inf")) < REFUSED_S:
+                continue
+            try:
+                status, answer = await post(self._links, engine.place, f"{path}/render", body)
+            except Silent:
+                return None
+            if status == 200:
+                ids = await asyncio.to_thread(rendered, answer)
+                return Known(ids, "render" if ids is not None else "unsupported")
+            if status in (401, 403, 404, 405, 501):
+                self._refused[engine.name] = now_s
+                says = {"engine": engine.name, "status": status}
+                self._log.repeated(logging.WARNING, engine.name, "render_refused", **says)
+                continue
+            return None  # the engine will say to the client what is wrong with the request
+        return None
+
+    def _base(self, model: str) -> str:
+        """The model whose tokenizer a model has: its own, or that of the model to which it is an adapter."""
+        if model in self._tokenizers:
+            return model
+        if not model:  # engines take their own
+            served = {name for name in self._fleet.models() if name in self._tokenizers}
+            return next(iter(served)) if len(served) == 1 == len(self._fleet.models()) else ""
+        return self._fleet.parent(model)
+
+    # -- verification ------------------------------------------------------------------------------------------
+
+    def agreed(self, model: str) -> frozenset[tuple[str, bool]]:
+        """What each serving engine of a model agrees on with its tokenizer."""
+        found: frozenset[tuple[str, bool]] | None = None
+        for engine in self._fleet.serving(model):
+            seen, verdict = self._verdicts.get((engine.name, model), (None, None))
+            if verdict is None or seen != (engine, engine.generation):
+                return frozenset()
+            found = verdict.agreed if found is None else found & verdict.agreed
+        return found or frozenset()
+
+    async def keep_verified(self, every_s: Callable[[], float]) -> None:
+        """Verify engines that come, again and again."""
+        while True:
+            await asyncio.sleep(every_s())
+            await self.verify()
+
+    async def verify(self) -> None:
+        """Compare tokenizers with all engines that were not compared yet."""
+        todo = [
+            (engine, model)
+            for engine in self._fleet.engines.values()
+            if engine.state is EngineState.UP
+            for model in self._tokenizers
+            if model in engine.models and not self._is_seen(engine, model)
+        ]
+        await asyncio.gather(*(self._verify(engine, model) for engine, model in todo))
+        names = self._fleet.engines.keys()
+        self._verdicts = {name: one for name, one in self._verdicts.items() if name[0] in names}
+
+    def _is_seen(self, engine: ServingEngine, model: str) -> bool:
+        seen = self._verdicts.get((engine.name, model))
+        return seen is not None and seen[0] == (engine, engine.generation)
+
+    async def _verify(self, engine: ServingEngine, model: str) -> None:
+        seen, tokenizer = (engine, engine.generation), self._tokenizers[model]
+        try:
+            async with asyncio.timeout(VERIFY_S):
+                verdict = await verify(self._links, engine.place, model, tokenizer, random.Random())
+                if self.settings.pass_ids:
+                    takes = await takes_ids(self._links, engine.place, model, tokenizer)
+                    verdict = verdict._replace(takes_ids=takes)
+        except (Silent, TimeoutError) as error:
+            reason = str(error) or "no answer in time"
+            self._log.repeated(
+                logging.WARNING,
+                engine.name,
+                "tokens_not_verified",
+                engine=engine.name,
+                model=model,
+                reason=reason,
+            )
+            return
+        if self._tokenizers.get(model) is not tokenizer:
+            return
+        self._verdicts[engine.name, model] = (seen, verdict)
+        good = ",".join(sorted({feature for feature, _ in verdict.agreed}))
+        told: dict[str, object] = {"features": good, "takes_ids": verdict.takes_ids}
+        self._log.info("tokens_verified", engine=engine.name, model=model, **told)
+        for feature, reason in verdict.reasons.items():
+            says = {"engine": engine.name, "model": model, "feature": feature, "reason": reason}
+            self._log.warning("tokens_differ", **says)
+
+    # -- the rest ----------------------------------------------------------------------------------------------
+
+    def set(self, settings: TokenSettings, tokenizers: dict[str, OwnTokenizer]) -> None:
+        """Go by other settings. What was verified of a model stays if its tokenizer is the same."""
+        asks = settings.pass_ids and not self.settings.pass_ids
+        same = {name for name, one in tokenizers.items() if self._tokenizers.get(name) is one and not asks}
+        self._verdicts = {name: one for name, one in self._verdicts.items() if name[1] in same}
+        self._tokenizers = tokenizers
+        if settings.threads != self.settings.threads:
+            self._pool.shutdown(wait=False)
+            self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens")
+        self.settings = settings
+        self.memory.resize(_bytes(settings))
+        self.degraded.clear()
+        self._compared.clear()
+        self._wrong.clear()
+
+    async def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def tokenizers(self) -> dict[str, OwnTokenizer]:
+        """By model."""
+        return self._tokenizers
+
+    def features(self) -> list[tuple[str, str, str, bool]]:
+        """Model, engine, feature, and whether they agree."""
+        return [
+            (model, engine, feature, any(word == feature for word, _ in verdict.agreed))
+            for (engine, model), (_, verdict) in sorted(self._verdicts.items(), key=lambda item: item[0])
+            for feature in FEATURES
+        ]
+
+    def page(self) -> dict[str, Any]:
+        """At a glance."""
+        return {
+            "models": {
+                model: {
+                    "cut": tokenizer.cut,
+                    "features": sorted({feature for feature, _ in self.agreed(model)}),
+                    "degraded": model in self.degraded,
+                }
+                for model, tokenizer in self._tokenizers.items()
+            },
+            "prompts": {f"{model}/{how}": count for (model, how), count in sorted(self.counts.items())},
+            "cache": {"parts": len(self.memory), "bytes": self.memory.bytes},
+        }
+
+
+def _work(
+    tokenizer: OwnTokenizer,
+    agreed: frozenset[tuple[str, bool]],
+    path: str,
+    body: bytes,
+    memory: Memory,
+    tenant: str,
+    passes: bool,
+) -> Known:
+    """Tokenise a prompt, on a thread."""
+    prompt = prompt_in(path, body)
+    if prompt is None:
+        return Known(None, "unsupported")
+    for parted in (False, True):
+        if all((feature, parted) in agreed for feature in prompt.features):
+            ids = tokenizer.ids_of(prompt, parted=parted, memory=memory, tenant=tenant)
+            if ids is None:
+                return Known(None, "unsupported")
+            return Known(ids, "tokenizer", with_ids(body, ids) if passes and ids else b"")
+    return Known(None, "unverified")
+
+
+def _bytes(settings: TokenSettings) -> int:
+    return int(settings.cache_mb * (1 << 20))

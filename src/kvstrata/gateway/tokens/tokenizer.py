@@ -1,0 +1,201 @@
+"""A model's own tokenizer: its `tokenizer.json` and chat template, read from a local folder.
+
+A tokenizer says what *it* makes of a prompt.  Whether an engine makes the same of it is verifying.py's to find out.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from array import array
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.errors import ConfigError
+from kvstrata.gateway.tokens.cuts import certain, parts_of
+from kvstrata.gateway.tokens.memory import Memory
+from kvstrata.gateway.tokens.prompts import Chat, Text
+from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+NEEDED = ("tokenizers", "jinja2")
+"""Modules of the extra `gateway-tokens`."""
+MAX_FILE_BYTES = 256 << 20
+MAX_TEXT_CHARS = 8 << 20
+"""Longest text that is tokenised here."""
+BATCH_CHARS = 256 << 10
+"""Characters of parts that are tokenised in one call, so that their ids become Python objects a few at a time."""
+_PROBE_TURNS = 4
+
+
+class OwnTokenizer:
+    """One model's tokenizer. Threads may use it at once."""
+
+    def __init__(self, model: str, folder: str, field: str) -> None:
+        """Read the tokenizer of `model` from `folder`. Raises ConfigError, which names `field`."""
+        for module in NEEDED:
+            if importlib.util.find_spec(module) is None:
+                says = (
+                    f"{field}: a tokenizer needs {module}; install it: pip install 'kvstrata[gateway-tokens]'"
+                )
+                raise ConfigError(says, field=field)
+        self.model, self.folder = model, folder
+        self._field = field
+        self.tokenizer = self._read_tokenizer(Path(folder))
+        """As the package `tokenizers` has it."""
+        self._config = self._read_config(Path(folder))
+        self.template = self._read_template(Path(folder))
+        self._head = self._special_head()
+        cuts = certain(self.tokenizer.get_added_tokens_decoder().values())
+        self.cut = self._best_cut(cuts)
+        """The token before which texts are cut; empty: none is certain."""
+        self._context = f"{model}\0{folder}\0".encode()
+
+    # -- use, on any thread ------------------------------------------------------------------------------------
+
+    def ids_of(
+        self, prompt: Chat | Text, *, parted: bool, memory: Memory | None = None, tenant: str = ""
+    ) -> array[int] | None:
+        """The token ids of a prompt, with the help of what `memory` has; None if this tokenizer cannot tell.
+
+        `parted`: the template gets contents as lists of parts.
+        """
+        if isinstance(prompt, Text):
+            if prompt.special and self._head is None:
+                return self._whole(prompt.text) if len(prompt.text) <= MAX_TEXT_CHARS else None
+            ids = self.encode(prompt.text, memory, tenant)
+            return self._head + ids if prompt.special and ids is not None and self._head else ids
+        if self.template is None:
+            return None
+        try:
+            text = self.template.render(prompt, parted=parted)
+        except NotRendered:
+            return None
+        return self.encode(text, memory, tenant)
+
+    def encode(self, text: str, memory: Memory | None = None, tenant: str = "") -> array[int] | None:
+        """The ids of a text without special tokens around it; None if it is too long."""
+        if len(text) > MAX_TEXT_CHARS:
+            return None
+        parts = parts_of(text, self.cut)
+        if memory is None:
+            return _joined(self._parts(parts))
+        keys = memory.keys(self._context + tenant.encode(), parts)
+        found = memory.find(keys)
+        missing = [at for at, ids in enumerate(found) if ids is None]
+        for at, ids in zip(missing, self._parts([parts[at] for at in missing]), strict=True):
+            found[at] = ids
+            memory.add(keys[at], ids)
+        return _joined([ids for ids in found if ids is not None])
+
+    def _parts(self, parts: list[str]) -> list[array[int]]:
+        """The ids of each part."""
+        found: list[array[int]] = []
+        batch: list[str] = []
+        size = 0
+        for part in parts:
+            batch.append(part)
+            size += len(part)
+            if size >= BATCH_CHARS:
+                found += self._batch(batch)
+                batch, size = [], 0
+        return found + self._batch(batch) if batch else found
+
+    def _batch(self, texts: list[str]) -> list[array[int]]:
+        return [
+            array("I", one.ids) for one in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
+
+    def _whole(self, text: str) -> array[int]:
+        return array("I", self.tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _fail(self, says: str) -> ConfigError:
+        return ConfigError(f"{self._field}: {self.folder!r:.200}: {says}", field=self._field)
+
+    def _read(self, path: Path) -> str:
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise self._fail(f"{path.name} is larger than {MAX_FILE_BYTES} bytes; is it the right file?")
+            return path.read_text("utf-8")
+        except FileNotFoundError:
+            raise self._fail(f"has no {path.name}; give the folder of the model that has it") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._fail(f"{path.name} cannot be read: {error}") from None
+
+    def _read_tokenizer(self, folder: Path) -> Tokenizer:
+        # Each request has one thread; further ones would take the event loop's core from it.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from tokenizers import Tokenizer
+
+        text = self._read(folder / "tokenizer.json")
+        try:
+            made = Tokenizer.from_str(text)
+        except Exception as error:  # the boundary of the package, which raises no class of its own
+            raise self._fail(f"tokenizer.json is none that `tokenizers` reads: {error!s:.200}") from None
+        made.no_truncation()
+        made.no_padding()
+        return made
+
+    def _read_config(self, folder: Path) -> dict[str, Any]:
+        if not (folder / "tokenizer_config.json").exists():
+            return {}
+        try:
+            found = json.loads(self._read(folder / "tokenizer_config.json"))
+        except ValueError as error:
+            raise self._fail(f"tokenizer_config.json is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise self._fail("tokenizer_config.json must be a JSON object")
+        return found
+
+    def _read_template(self, folder: Path) -> ChatTemplate | None:
+        """The chat template; None if the model has none, or several by name."""
+        if (folder / "chat_template.jinja").exists():
+            text: object = self._read(folder / "chat_template.jinja")
+        else:
+            text = self._config.get("chat_template")
+        if not isinstance(text, str):
+            return None
+        special = {}
+        for name, value in self._config.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(content, str):
+                special[name] = content
+        try:
+            return ChatTemplate(text, special)
+        except ValueError as error:
+            raise self._fail(f"its chat template is no template: {error}") from None
+
+    def _special_head(self) -> array[int] | None:
+        """What is put before the ids of a text with special tokens; None if that is not all that is done to it."""
+        head = self._whole("")
+        for text in ("x", " two words\n"):
+            if self._whole(text) != head + array("I", self._batch([text])[0]):
+                return None
+        return head
+
+    def _best_cut(self, cuts: list[str]) -> str:
+        """The token that most often begins a part of a conversation."""
+        if self.template is None:
+            return ""
+        turns = [{"role": role, "content": "x"} for role in ("user", "assistant") * _PROBE_TURNS]
+        chat = Chat([*turns, turns[0]], None, True, {}, frozenset())
+        for parted in (False, True):
+            try:
+                text = self.template.render(chat, parted=parted)
+            except NotRendered:
+                continue
+            counts = {cut: text.count(cut) for cut in cuts}
+            best = max(counts, key=lambda cut: (counts[cut], cut), default="")
+            if best and counts[best] >= _PROBE_TURNS:
+                return best
+        return ""
+
+
+def _joined(parts: list[array[int]]) -> array[int]:
+    return functools.reduce(array.__iadd__, parts, array("I"))
