@@ -66,6 +66,7 @@ demo: setup  ## show the main job end to end, with real vLLM where that is small
 #+ MODEL=gemma3, gpt-oss, mistral, llama4 or qwen3-next: a small model of that family
 #+ REMOTE=mooncake, redis or s3: two servers that share such a tier
 #+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
+#+ GATEWAY=1: a gateway before two engines; a killed engine's conversation goes on at the other one
 	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
 
 ##@ Before a commit

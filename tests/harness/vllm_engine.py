@@ -184,7 +184,7 @@ class Engine:
         def publish(batch: Any) -> None:
             for event in batch.events:
                 record = asdict(event) if is_dataclass(event) else msgspec.structs.asdict(event)
-                names = ("medium", "token_ids", "block_size", "group_idx", "kv_cache_spec_kind")
+                names = ("medium", "token_ids", "block_size", "extra_keys", "group_idx", "kv_cache_spec_kind")
                 kept = {name: record.get(name) for name in names}
                 kept |= {"event": type(event).__name__, "blocks": len(record.get("block_hashes") or ())}
                 self.published.append(kept)

@@ -132,6 +132,11 @@ def test_events_name_stored_chunks_with_their_tokens_and_removed_chunks(rig):
     tokens = [token for event in stored for token in event["token_ids"]]
     assert tokens == prompt[:768]
     assert {event["block_size"] for event in stored} == {256}
+    assert not any(key for event in stored for key in event["extra_keys"] or ())
+    rig.stored(prompt, salt="other")
+    told = [e for e in rig.vllm.ask("events") if (e["medium"], e["event"]) == ("CPU", "BlockStored")]
+    salted = [key for event in told for key in event["extra_keys"]]
+    assert salted == [["other"], None, None], "as in vLLM's own events"
     for _ in range(2):
         rig.vllm.generate([5, 6, 7])  # events are taken in steps, and vLLM makes none without requests
     asking.ask(rig.server.url, asking.Ask("/v1/clear", {"tier": "l1"}))

@@ -19,8 +19,8 @@ class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
     token_file: Annotated[
         str,
         Meta(
-            description="File with the bearer token of operators, who may ask for /metrics and /gateway/status, "
-            "readable by its owner only. Empty: a token is made at each start, whose file the log names."
+            description="File with the bearer token of operators, who may ask for /metrics and /gateway/…, readable by "
+            "its owner only. Empty: a token is made at each start, whose file the log names."
         ),
     ] = ""
     max_connections: Annotated[
@@ -116,6 +116,14 @@ class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         Meta(ge=0, le=86_400_000, description="Longest time to the end of the answer, in milliseconds."),
     ] = 0.0
+    shed: Annotated[
+        bool,
+        Meta(
+            description="Refuse a request with 429 and Retry-After when, by the measured rates and the queues, no "
+            "engine can give its first token within `ttft_ms`. Needs the policy `ttft`. An engine without requests "
+            "refuses none."
+        ),
+    ] = False
 
 
 class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

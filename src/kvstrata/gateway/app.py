@@ -17,6 +17,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.decisions import Decisions
 from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
@@ -33,7 +34,9 @@ if TYPE_CHECKING:
 
 PROBES = frozenset(("/healthz", "/health", "/ping", "/readyz"))
 STATUS = "/gateway/status"
+DECISIONS = "/gateway/decisions"
 OPERATORS = frozenset(("/metrics", STATUS))
+SHOWN_DECISIONS = 50
 UNREAD = frozenset((413, 503))
 """Statuses of answers that may come before the end of the request's body."""
 SMALL_BYTES = 64 << 10
@@ -53,6 +56,7 @@ class App:
         forwarder: Forwarder,
         status: Callable[[], dict[str, Any]],
         pages: Pages,
+        decisions: Decisions,
     ) -> None:
         self.settings = settings
         self._door = door
@@ -61,6 +65,7 @@ class App:
         self._forwarder = forwarder
         self._status = status
         self._pages = pages
+        self._decisions = decisions
         self.in_flight = 0
         """Requests for engines that have not ended."""
         self.held_bytes = 0
@@ -85,10 +90,11 @@ class App:
         if path in PROBES:
             await self._probe(path, send)
             return
-        failure = self._door.knows_sender(headers, path, operators=path in OPERATORS)
+        operators = path in OPERATORS or path == DECISIONS or path.startswith(f"{DECISIONS}/")
+        failure = self._door.knows_sender(headers, path, operators=operators)
         if failure is not None:
             await answer_failure(send, failure, path, close=_unread(headers))
-        elif path in OPERATORS:
+        elif operators:
             await self._operators(path, headers, send)
         else:
             await self._request(scope, path, headers, receive, send)
@@ -108,6 +114,16 @@ class App:
             await answer_failure(send, Failure(401, "operators_only", says), path)
         elif path == STATUS:
             await _json(send, 200, self._status())
+        elif path == DECISIONS:
+            await _json(send, 200, {"decisions": self._decisions.page(SHOWN_DECISIONS)})
+        elif path.startswith(DECISIONS):
+            word = path.removeprefix(f"{DECISIONS}/")
+            found = self._decisions.again(word)
+            if found is not None:
+                await _json(send, 200, found)
+            else:
+                says = f"request: the decision for {word!a:.200} is not among the last that were kept"
+                await answer_failure(send, Failure(404, "unknown_request", says, "request"), path)
         else:
             page = self._pages.page(headers.get(b"accept", b"").decode("latin-1"))
             await _answer(send, 200, page.media_type, page.text)

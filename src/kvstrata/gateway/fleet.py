@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,8 +20,10 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.observability.logging import EventLog
+from kvstrata.policy.routing.load_rates import LoadRates
 from kvstrata.policy.routing.model import EngineState as Load
 from kvstrata.policy.routing.model import Fleet as RoutingFleet
+from kvstrata.policy.routing.model import Tier
 from kvstrata.policy.routing.queues import Queues
 from kvstrata.policy.routing.rates import Rates
 
@@ -99,6 +101,7 @@ class Fleet:
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
+        self.load_rates = LoadRates()
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self._log = EventLog("engines")
@@ -125,6 +128,7 @@ class Fleet:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
                 engine.state, engine.reason = EngineState.LEAVING, "no longer in the settings"
                 self.rates.forget(engine.name)
+                self.load_rates.forget(engine.name)
                 if engine.in_flight:
                     self._leaving.append(engine)
                 elif engine.name not in wanted:
@@ -176,6 +180,14 @@ class Fleet:
                 rate = self.rates.rate(each.name, each.load.running, now_s)
                 self.queues.rate(each.name, rate.tokens_s, now_s)
 
+    def measured(self, engine: ServingEngine) -> bool:
+        """Whether the engine's own rate was measured."""
+        return self.rates.rate(engine.name, engine.load.running, self._now_s()).samples > 0
+
+    def loaded(self, engine: ServingEngine, tier: Tier, tokens: int, seconds: float) -> None:
+        """A prompt that did not wait had so many tokens loaded from a tier in this time."""
+        self.load_rates.observe(engine.name, tier, tokens, seconds)
+
     def answers(self, number: str) -> None:
         """The first part of a request's answer has come."""
         self.queues.first_token(number, self._now_s())
@@ -214,12 +226,16 @@ class Fleet:
                 return model if entry.get("parent") else ""
         return ""
 
-    def loads(self, engines: Iterable[ServingEngine]) -> RoutingFleet:
-        """What the choice needs to know of these engines."""
+    def loads(self, engines: Iterable[ServingEngine], tiers: Collection[Tier] = ()) -> RoutingFleet:
+        """What the choice needs to know of these engines, with their paths to tiers that hold something."""
         loads = []
         for engine in engines:
-            engine.load.share = self.share(engine)
-            loads.append(engine.load)
+            load = engine.load
+            load.share = self.share(engine)
+            load.paths = {
+                tier: self.load_rates.path(engine.name, tier, load.prefill_tokens_s) for tier in tiers
+            }
+            loads.append(load)
         return RoutingFleet(engines=loads)
 
     def knows_all_models(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import math
 from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -150,6 +151,9 @@ class Forwarder:
                     await self._refuse(call, send, last)
                     return
                 self._meters.retries[last.failure.code] += 1
+            elif (hopeless := self._hopeless(call, choice)) is not None:
+                await self._refuse(call, send, Refused(hopeless, begun=False))
+                return
             tried.append(choice.engine)
             call.meter.engine = choice.engine.name
             self.choosing.dispatched(choice)
@@ -164,6 +168,20 @@ class Forwarder:
             if not repeatable or len(tried) >= self.settings.retries.attempts:
                 await self._refuse(call, send, last)
                 return
+
+    def _hopeless(self, call: Call, choice: Choice) -> Failure | None:
+        """The refusal of a request whose class of service cannot be met, if the class wants that."""
+        slo = self._meters.slo.get(call.meter.slo)
+        if slo is None or not slo.shed:
+            return None
+        expected_s = self.choosing.expected_s(choice)
+        if expected_s is None:
+            return None
+        late_s = self._now_s() - call.meter.arrived_s + expected_s - slo.ttft_ms / 1_000
+        if late_s <= 0:
+            return None
+        says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
+        return Failure(429, "slo_unreachable", says, retry_after_s=math.ceil(late_s))
 
     def _learn(self, call: Call, choice: Choice) -> None:
         """What the answer's `usage` tells."""

@@ -105,6 +105,10 @@ def plan(settings: GatewaySettings) -> Plan:
     if len({key for _, key in tenants}) < len(tenants):
         raise ConfigError("tenants: two have the same key; give each its own", field="tenants")
     _refuse_twice("slo", "name", [one.name for one in settings.slo])
+    for i, slo in enumerate(settings.slo):
+        if slo.shed and (settings.policy != TTFT or not slo.ttft_ms):
+            lacks = f"policy: {TTFT}" if settings.policy != TTFT else f"slo[{i}].ttft_ms"
+            raise ConfigError(f"slo[{i}].shed: needs `{lacks}` too", field=f"slo[{i}].shed")
     classes = {one.name for one in settings.slo}
     for i, tenant in enumerate(settings.tenants):
         if tenant.slo and tenant.slo not in classes:
@@ -228,7 +232,7 @@ class Gateway(Process):
                 meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
             )
         )
-        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages)
+        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages, choosing.decisions)
         self._server, self._bounds = make_server(self._app, settings.http)
         probing.set_engines(self._plan.engines)
         await probing.resolve()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from tests.integration.gateway.test_faults import at_rest
 pytestmark = pytest.mark.integration
 
 COMPLETIONS = "/v1/completions"
+NUMBERS = itertools.count()
 
 
 class Sim:
@@ -79,6 +81,26 @@ async def cached(session: aiohttp.ClientSession, url: str, prompt: list[int], **
     return int((document["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
 
 
+async def operators(gateway: GatewayProcess, session: aiohttp.ClientSession, path: str) -> Any:
+    """A page for operators."""
+    headers = {"Authorization": f"Bearer {gateway.token}"}
+    async with session.get(gateway.url + path, headers=headers, raise_for_status=True) as response:
+        return await response.json()
+
+
+async def known_of(
+    gateway: GatewayProcess, session: aiohttp.ClientSession, prompt: list[int], **more: Any
+) -> dict[str, int]:
+    """Send a prompt; returns how many of its tokens the gateway knew each engine to have."""
+    word = f"request-{next(NUMBERS)}"
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, **more}
+    headers = {"X-Request-ID": word}
+    async with session.post(gateway.url + COMPLETIONS, json=body, headers=headers) as response:
+        assert response.status == 200, await response.text()
+    record = (await operators(gateway, session, f"/gateway/decisions/{word}"))["record"]
+    return dict(record["knowledge"]["cached"])
+
+
 def drawn(draw: random.Random) -> list[int]:
     return [draw.randrange(256) for _ in range(draw.randrange(300, 3_000))]
 
@@ -106,13 +128,15 @@ async def test_what_engines_hold_is_known_from_their_events(
             return len(page) == 3 and all(row["whole"] and row["blocks"]["l0"] for row in page.values())
 
         await eventually_async("all events were heard", whole)
-        for prompts in held.values():
+        for name, prompts in held.items():
             for prompt in prompts:
                 longer = [*prompt, *drawn(draw)[:200]]
-                assert await cached(session, gateway.url, longer) >= len(prompt) // 16 * 16 - 16, seed
+                known = await known_of(gateway, session, longer)
+                assert known[name] == len(prompt) // 16 * 16, seed
         # Another salt and an adapter have other KV: nothing of them is anywhere.
-        assert await cached(session, gateway.url, held[sims[0].name][0], cache_salt="s") == 0
-        assert await cached(session, gateway.url, held[sims[0].name][0], model="a") == 0
+        prompt = held[sims[0].name][0]
+        assert not await known_of(gateway, session, prompt, cache_salt="s")
+        assert not await known_of(gateway, session, prompt, model="a")
 
         # One engine empties its cache, another one dies and comes back empty.
         async with session.post(sims[0].url + "/reset_prefix_cache") as response:
@@ -125,14 +149,16 @@ async def test_what_engines_hold_is_known_from_their_events(
             return all(one.name in page and not page[one.name]["blocks"]["l0"] for one in sims[:2])
 
         await eventually_async("what is gone is forgotten", forgotten)
-        again = held[sims[2].name][0]
-        assert await cached(session, gateway.url, again) >= len(again) // 16 * 16 - 16, seed
+        again = await known_of(gateway, session, held[sims[2].name][0])
+        assert again[sims[2].name] >= len(held[sims[2].name][0]) // 16 * 16, seed
         for one in sims[:2]:
-            # Computed anew somewhere, then known there.
-            prompt = held[one.name][1]
-            await cached(session, gateway.url, prompt)
-            await asyncio.sleep(0.1)
-            assert await cached(session, gateway.url, prompt) >= len(prompt) // 16 * 16 - 16, seed
+            # What was lost is computed anew somewhere, and then known there.
+            assert one.name not in await known_of(gateway, session, held[one.name][1]), seed
+
+            async def known_again(one: Sim = one) -> bool:
+                return bool(await known_of(gateway, session, held[one.name][1]))
+
+            await eventually_async("the blocks are known", known_again)
         samples = await gateway.samples(session)
         assert not any("mistaken_prefixes" in name for name in samples), seed
         await at_rest(gateway, session)
@@ -152,5 +178,52 @@ async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(
         hits = await asyncio.gather(*(cached(session, gateway.url, prompt) for prompt in prompts))
         # The simulated engine, as vLLM, lets requests that are admitted in one step compute the same prefix.
         assert sum(hit >= 3_984 for hit in hits) >= 6, hits
+
+        # Each decision says why, what was expected and what came, and is made again from its record.
+        page = await operators(gateway, session, "/gateway/decisions")
+        assert len(page["decisions"]) == len(prompts)
+        for row in page["decisions"]:
+            assert row["decision"]["engine"] in {one.name for one in sims} and row["decision"]["alternatives"]
+            assert row["observed"]["cached_tokens"] in hits and row["observed"]["ttft_s"] > 0
+            again = await operators(gateway, session, f"/gateway/decisions/{row['request']}")
+            assert again["equal"] and again["again"] == row["decision"]
+        async with session.get(f"{gateway.url}/gateway/decisions") as response:
+            assert response.status == 401
+        with pytest.raises(aiohttp.ClientResponseError, match="404"):
+            await operators(gateway, session, "/gateway/decisions/none")
+    finally:
+        gateway.kill()
+
+
+async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(
+    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    classes = [{"name": "fast", "ttft_ms": 400, "shed": True}, {"name": "patient", "ttft_ms": 400}]
+    gateway = GatewayProcess(tmp_path, [sims[0].url], policy="ttft", slo=classes)
+    await asyncio.to_thread(gateway.start)
+    draw = random.Random(random.randrange(1 << 30))
+
+    async def ask(slo: str) -> tuple[int, str]:
+        prompt = [draw.randrange(256) for _ in range(30_000)]
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1}
+        headers = {"X-SLO-Class": slo}
+        async with session.post(gateway.url + COMPLETIONS, json=body, headers=headers) as response:
+            if response.status == 429:
+                assert int(response.headers["Retry-After"]) >= 1
+                assert (await response.json())["error"]["code"] == "slo_unreachable"
+            else:
+                await response.read()
+            return response.status, response.headers.get("Retry-After", "")
+
+    try:
+        for _ in range(2):
+            assert (await ask("fast"))[0] == 200, "nothing is refused by an idle engine"
+        statuses = [status for status, _ in await asyncio.gather(*(ask("fast") for _ in range(12)))]
+        assert statuses.count(200) + statuses.count(429) == 12 and statuses.count(429) >= 4, statuses
+        patient = await asyncio.gather(*(ask("patient") for _ in range(12)))
+        assert {status for status, _ in patient} == {200}
+        await at_rest(gateway, session)
+        assert (await ask("fast"))[0] == 200
+        await gateway.until_sample(session, 'slo_requests_total{slo="fast",tenant=""}', 15)
     finally:
         gateway.kill()

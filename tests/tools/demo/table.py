@@ -21,7 +21,7 @@ class Table:
     def add(self, case: str, act: int, *, run: bool = True, ok: bool = True, **values: Any) -> None:
         """Adds a row."""
         row: Row = {
-            "case": case, "act": act, "run": run, "ok": ok,
+            "case": case, "act": act, "run": run, "ok": ok, "engine": None,
             "ttft_s": None, "cached_tokens": None, "tokens_equal": None, "bytes_equal": None, "gb_per_s": None,
             **values,
         }  # fmt: skip

@@ -235,8 +235,8 @@ def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():
     side.heard([WorkerReport(1, stored=[(store.store_id, 0b01111)])], [], [])
     keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
     assert side.stores.take_events() == [
-        (list(range(16)), b"", keys[:2], None),
-        (list(range(24, 32)), keys[2], keys[3:4], None),
+        (list(range(16)), b"", keys[:2], request, 0),
+        (list(range(24, 32)), keys[2], keys[3:4], request, 24),
     ]
     assert side.stores.take_events() == []
 

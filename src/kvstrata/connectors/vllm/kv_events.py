@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.v1.core import kv_cache_utils
 
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 
@@ -29,8 +30,11 @@ class EventMaker:
         self._of_removed = {"group_idx": told}
         self._of_stored = {"group_idx": told, "kv_cache_spec_kind": _kind(specs[told])}
 
-    def stored(self, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], lora: Any) -> BlockStored:
-        """These chunks, which hold `tokens` and follow `parent` (empty: none), are in L1 in all slices."""
+    def stored(
+        self, tokens: Sequence[int], parent: bytes, keys: Sequence[bytes], request: Any, first_token: int
+    ) -> BlockStored:
+        """These chunks of a request are in L1 in all slices; they hold `tokens` and follow `parent` (empty: none)."""
+        lora = request.lora_request
         return BlockStored(
             block_hashes=list(keys),
             parent_block_hash=parent or None,
@@ -39,12 +43,30 @@ class EventMaker:
             lora_id=lora.lora_int_id if lora is not None else None,
             medium=MEDIUM_CPU,
             lora_name=lora.lora_name if lora is not None else None,
+            extra_keys=_extra_keys(request, first_token, len(keys), self._chunk_tokens),
             **self._of_stored,
         )
 
     def removed(self, keys: Sequence[bytes]) -> BlockRemoved:
         """These chunks have left L1."""
         return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU, **self._of_removed)
+
+
+def _extra_keys(
+    request: Any, first_token: int, n_chunks: int, chunk_tokens: int
+) -> list[tuple[Any, ...] | None] | None:
+    """What decides the chunks' KV besides tokens, as in vLLM's own events: adapter, media, salt, embeddings.
+
+    Without it a router would take equal tokens with another image, or of another tenant's salt, for the same KV.
+    """
+    starts = range(first_token, first_token + n_chunks * chunk_tokens, chunk_tokens)
+    found = [
+        kv_cache_utils.generate_block_hash_extra_keys(request, start, start + chunk_tokens, 0)[0]
+        for start in starts
+    ]
+    # Newer versions tag the keys for the hash, and publish them without tags.
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return untagged(found) if untagged is not None else found
 
 
 def _kind(spec: Any) -> str:

@@ -39,8 +39,8 @@ UNCONFIRMED_STEPS = 64
 """After this many later steps a report counts as lost; vLLM has 1 or 2 more steps under way than pipeline stages."""
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
 
-MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any], Any]
-"""(tokens, parent key, keys, LoRA request) → vLLM's event that these chunks were stored."""
+MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any, int], Any]
+"""(tokens, parent key, keys, request, the first token's place in it) → vLLM's event that chunks were stored."""
 MakeRemoval = Callable[[Sequence[bytes]], Any]
 """Keys → vLLM's event that these chunks were removed."""
 
@@ -436,11 +436,11 @@ class _StoreRecord:
     __slots__ = (
         "chain",
         "first_chunk",
-        "lora",
         "mask",
         "not_gathered",
         "not_stored",
         "parent",
+        "request",
         "request_id",
         "root",
         "tokens",
@@ -454,14 +454,14 @@ class _StoreRecord:
         """Chunks that are in L1 according to all reports so far, one bit each."""
         self.tokens: list[int] = []
         self.root = self.chain = self.parent = b""
-        self.lora: Any = None
+        self.request: Any = None
 
     def keep_for_events(self, request: Any, root: bytes, store: Store, chunk_tokens: int) -> None:
-        """Keep the tokens that the events will carry, and the root of the identity."""
+        """Keep the tokens that the events will carry, their request, and the root of the identity."""
         first = self.first_chunk * chunk_tokens
         self.tokens = list(request.all_token_ids[first : first + batch.count(store.chain) * chunk_tokens])
         self.root = root
-        self.chain, self.parent, self.lora = store.chain, store.parent, request.lora_request
+        self.chain, self.parent, self.request = store.chain, store.parent, request
 
     def events(self, make: MakeEvent, chunk_tokens: int) -> list[Any]:
         """One event per run of chunks that are in L1 in all slices."""
@@ -472,6 +472,7 @@ class _StoreRecord:
                 if end > start:
                     parent = keys[start - 1] if start else self.parent
                     tokens = self.tokens[start * chunk_tokens : end * chunk_tokens]
-                    made.append(make(tokens, parent, keys[start:end], self.lora))
+                    place = (self.first_chunk + start) * chunk_tokens
+                    made.append(make(tokens, parent, keys[start:end], self.request, place))
                 start = end + 1
         return made

@@ -20,6 +20,9 @@ from kvstrata.rpc.cluster_wire import tags_of
 MAX_BYTES = 8 << 30
 """Bound on the index of all engines' blocks, which takes memory as it needs it."""
 MASK_BYTES = 8_192
+MAX_ASKED = 512
+"""Blocks of a prompt that are asked for at most.  Of longer prompts only every second, third, … is, since a block is
+kept only while those before it are."""
 MAX_ENGINES = 65_536 // len(TIERS)
 BLOCK_LIFE_S, EVENT_LAG_S = 300.0, 1.0
 """Until they have been measured."""
@@ -42,6 +45,14 @@ class Prompt:
                 root_of(block_tokens), self.tokens, block_tokens, extras
             )
         return found
+
+    def tags(self, block_tokens: int) -> tuple[bytes, int]:
+        """The tags to ask for, and the number of blocks for which each stands: the last of so many."""
+        tags = tags_of(self.keys(block_tokens))
+        step = -(-len(tags) // (TAG * MAX_ASKED))
+        if step > 1:
+            tags = memoryview(tags).cast("Q")[step - 1 :: step].tobytes()
+        return tags, max(1, step)
 
 
 class Known(NamedTuple):
@@ -151,7 +162,7 @@ class Residency:
         found: dict[tuple[str, Tier], int] = {}
         best = max(1, len(TIERS) * len(self._watched))
         for size in sizes:
-            tags = tags_of(prompt.keys(size))
+            tags, step = prompt.tags(size)
             if not tags:
                 continue
             for one in self._registry.lookup_prefix(tags, allowed=mask, best=best):
@@ -159,7 +170,7 @@ class Residency:
                 name = self._numbers.get(number)
                 if name is not None:
                     where = name, TIERS[tier]
-                    found[where] = max(size * one.chunks, found.get(where, 0))
+                    found[where] = max(size * step * one.chunks, found.get(where, 0))
         return found
 
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
@@ -182,10 +193,11 @@ class Residency:
         size = own.sizes[0]
         keys = prompt.keys(size)
         had, thought = cached // size * KEY, expected // size * KEY
-        if had > thought:
+        # Of long prompts not every block was asked for, and an engine computes the last block again if it has all.
+        slack = (len(keys) // KEY // MAX_ASKED + 1) * KEY
+        if had > thought + slack:
             self._watcher.post(lambda: own.told(keys[:had]))
-        # An engine computes the last block again if it has all.
-        elif thought - had > KEY:
+        elif thought > had + slack:
             self._watcher.post(lambda: own.denied(keys[had:thought]))
 
     # -- numbers ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 from kvstrata.connectors.vllm.compat.contract import MARK, Verdict
 
@@ -60,11 +61,12 @@ def events() -> list[str]:
     from kvstrata.connectors.vllm.groups import whole_group
     from kvstrata.connectors.vllm.kv_events import EventMaker
 
+    request = SimpleNamespace(lora_request=None, mm_features=[], cache_salt="salt", prompt_embeds=None)
     try:
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
         groups = [whole_group(16, 256), whole_group(16, 256, 1)]
         for make in (EventMaker(groups[:1], [spec]), EventMaker(groups, [spec, spec])):
-            make.stored([1], b"", [b"key"], None)
+            make.stored([1], b"", [b"key"], request, 0)
             make.removed([b"key"])
     except (TypeError, ValueError, AttributeError) as error:
         return [f"KV events cannot be made: {error}"]
