@@ -31,7 +31,8 @@ import msgspec
 
 from benchmarks.common import figure, median_spread, percentile, sized, wait_until
 from kvstrata.gateway.residency.batches import decoded
-from kvstrata.gateway.residency.knowledge import Prompt, Residency
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.testing.engine_sim.kv_events import BlockRemoved, BlockStored, Event, KVEventBatch
 from kvstrata.testing.engine_sim.zmq_events import Publisher

@@ -168,6 +168,8 @@ class ScriptedEngine:
         elif got.target == "/v1/models":
             entries = [{"id": name, "object": "model"} for name in self.models]
             await line.answer({"object": "list", "data": entries})
+        elif got.target == "/kv_event_sources":
+            await line.answer({"detail": "Not Found"}, 404)
         else:
             self.got.append(got)
             await self.behaviour(got, line)
@@ -181,5 +183,12 @@ async def _read(reader: asyncio.StreamReader) -> Got | None:
     first, *lines = head.decode("latin-1").split("\r\n")[:-2]
     method, target, _ = first.split(" ", 2)
     headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in lines)}
-    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    if headers.get("transfer-encoding") == "chunked":
+        body = b""
+        while size := int(await reader.readline(), 16):
+            body += await reader.readexactly(size)
+            await reader.readline()
+        await reader.readline()
+    else:
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
     return Got(method, target, headers, body)

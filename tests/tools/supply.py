@@ -28,7 +28,7 @@ from tests.tools import provision, setup_env
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 FOLDER = ROOT / "requirements"
-IMAGE_EXTRAS = ("codecs", "mooncake", "object_store")
+IMAGE_EXTRAS = ("codecs", "gateway", "mooncake", "object_store", "picker")
 TOOLS = ("uv>=0.9", "pip-audit>=2.9", "cyclonedx-bom>=7")
 HEADER = "# Written by `make lock` from {source}. Do not edit.\n"
 SHIPPED = ("image", "image-build", "test", "tools")

@@ -182,6 +182,9 @@ def gateway_parser() -> argparse.ArgumentParser:
         help="how an engine is chosen: ttft, least_loaded, round_robin or session (least_loaded)")  # fmt: skip
     add("--token-file", dest="http.token_file", metavar="FILE",
         help="file with the bearer token of operators (one that the process makes)")  # fmt: skip
+    add("--picker", dest="picker.enabled", action="store_true",
+        help="answer Envoy's questions for an engine on a gRPC port as well")  # fmt: skip
+    add("--picker-port", dest="picker.port", type=_number, help="that port (9002)")
     add("--drain-s", dest="drain_s", type=_number, metavar="S", help="time for requests at a stop (30)")
     add("--insecure", dest="insecure", action="store_true",
         help="serve clients without keys on addresses that other machines reach")  # fmt: skip

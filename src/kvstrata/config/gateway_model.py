@@ -97,6 +97,67 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
 
 
+DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+
+
+class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines behind a service of Kubernetes: one for each endpoint that is ready."""
+
+    service: Annotated[
+        str,
+        Meta(
+            pattern=DNS_LABEL,
+            extra={"demand": "must be the name of a service"},
+            description="The service; its EndpointSlices are watched.",
+        ),
+    ]
+    namespace: Annotated[
+        str,
+        Meta(
+            pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",
+            extra={"demand": "must be empty or the name of a namespace"},
+            description="Its namespace; empty: the pod's own.",
+        ),
+    ] = ""
+    port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port of the endpoints; 0: the first, or that of `port_name`.")
+    ] = 0
+    port_name: Annotated[
+        str, Meta(max_length=63, description="Name of that port; empty: that of `port`.")
+    ] = ""
+    https: Annotated[bool, Meta(description="Whether the engines speak HTTPS.")] = False
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="File with the engines' `--api-key`, readable by its owner only; empty: they have none."
+        ),
+    ] = ""
+    api_url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|https://[^\s/?#@]+/?)$",
+            extra={"demand": "must be empty or https://HOST:PORT"},
+            description="The API server; empty: that of the pod's environment.",
+        ),
+    ] = ""
+    account_dir: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Folder of the pod's service account: `token`, `ca.crt`, `namespace`. The account must be "
+            "allowed to list and watch `endpointslices`.",
+        ),
+    ] = "/var/run/secrets/kubernetes.io/serviceaccount"
+
+
+class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where engines come from beside `engines`."""
+
+    kubernetes: Annotated[
+        KubernetesSettings | None, Meta(description="A service of Kubernetes; without it none is watched.")
+    ] = None
+
+
 class SloSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A class of service: what a request must reach to count as good. 0: any time is good."""
 
@@ -236,6 +297,32 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 10.0
 
 
+class PickerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gRPC port on which Envoy asks which engine gets a request (`ext_proc`)."""
+
+    enabled: Annotated[bool, Meta(description="Open the port. Needs the extra `picker`.")] = False
+    only: Annotated[
+        bool,
+        Meta(
+            description="Requests come through Envoy only: the HTTP port answers probes and operators, so it needs no "
+            "`tenants` off loopback."
+        ),
+    ] = False
+    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65_535, description="Port; 0 takes a free one.")] = 9002
+    tls_cert_file: Annotated[
+        str, Meta(description="File with the port's certificate chain (PEM); empty: no TLS.")
+    ] = ""
+    tls_key_file: Annotated[str, Meta(description="File with the certificate's key (PEM).")] = ""
+    tls_ca_file: Annotated[
+        str,
+        Meta(
+            description="File with the certificates (PEM) of who signs Envoy's; without a certificate of theirs nobody "
+            "may ask. Empty: everybody who reaches the port may."
+        ),
+    ] = ""
+
+
 PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -246,6 +333,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     engines: Annotated[
         list[EngineSettings], Meta(max_length=4_096, description="Engines that requests are sent to.")
     ] = []
+    engines_from: EnginesFrom = EnginesFrom()
     policy: Annotated[
         PolicyName,
         Meta(
@@ -283,6 +371,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()
+    picker: PickerSettings = PickerSettings()
     max_in_flight: Annotated[
         int,
         Meta(ge=1, le=1_000_000, description="Requests under way at a time; more get 503 with Retry-After."),
@@ -294,7 +383,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = 30.0
     insecure: Annotated[
-        bool, Meta(description="Serve clients without keys on addresses that other machines reach.")
+        bool,
+        Meta(
+            description="Serve clients without keys, and any Envoy, on addresses that other machines reach."
+        ),
     ] = False
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import traceback
-from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +21,8 @@ from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
 from kvstrata.gateway.metering import CANCELLED, Meter, Meters
-from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
-from kvstrata.gateway.routes import MAX_SESSION_CHARS, ROUTES, Asked, Route, asked, ids_in, response_of
+from kvstrata.gateway.reading import Reader
+from kvstrata.gateway.routes import Route, route_of
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -54,6 +52,7 @@ class App:
         fleet: Fleet,
         meters: Meters,
         forwarder: Forwarder,
+        reader: Reader,
         status: Callable[[], dict[str, Any]],
         pages: Pages,
         decisions: Decisions,
@@ -63,6 +62,7 @@ class App:
         self._fleet = fleet
         self._meters = meters
         self._forwarder = forwarder
+        self._reader = reader
         self._status = status
         self._pages = pages
         self._decisions = decisions
@@ -73,7 +73,6 @@ class App:
         self.stopping = False
         self._idle = asyncio.Event()
         """Set when the last request under way has ended."""
-        self._numbers = itertools.count()
         self._log = EventLog("gateway")
 
     async def idle(self) -> None:
@@ -143,6 +142,10 @@ class App:
     # -- requests for engines --------------------------------------------------------------------------------
 
     async def _request(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
+        if self.settings.picker.only:
+            says = "this port answers probes and operators only; requests come through Envoy (picker.only)"
+            await answer_failure(send, Failure(404, "picker_only", says), path, close=_unread(headers))
+            return
         tenant = self._door.tenant_of(headers)
         if isinstance(tenant, Failure):
             await answer_failure(send, tenant, path, close=_unread(headers))
@@ -154,12 +157,12 @@ class App:
         if get and path == "/version":
             await _json(send, 200, {"version": __version__})
             return
-        route = self._route(scope["method"], path)
+        route = route_of(scope["method"], path)
         if isinstance(route, Failure):
             await answer_failure(send, route, path, close=_unread(headers))
             return
         meter = self._meters.begin(tenant.name if tenant is not None else "")
-        meter.slo = self._slo_of(headers, tenant)
+        meter.slo = self._reader.slo_of(headers, tenant, self._meters.slo)
         try:
             await self._admitted(scope, path, route, tenant, meter, headers, receive, send)
         except Exception as error:  # the boundary of the port: a defect of ours ends one request
@@ -175,27 +178,6 @@ class App:
         finally:
             meter.outcome = meter.outcome or CANCELLED
             self._meters.end(meter)
-
-    def _route(self, method: str, path: str) -> Route | Failure:
-        if method == "POST" and (route := ROUTES.get(path)) is not None:
-            return route
-        if response_of(path):
-            # Only the response itself can be read; only its cancellation can be posted.
-            if (method == "GET") != path.endswith("/cancel"):
-                return Route(repeatable=method == "GET")
-        elif path not in ROUTES:
-            says = (
-                f"{path!a:.200} is not a path of this gateway; paths that administer an engine, or that only "
-                "one engine answers, must be asked of the engine itself"
-            )
-            return Failure(404, "unknown_path", says)
-        return Failure(405, "wrong_method", f"{method:.20} is not a method of {path:.200}")
-
-    def _slo_of(self, headers: Headers, tenant: Tenant | None) -> str:
-        given = headers.get(self.settings.slo_header.lower().encode(), b"").decode("latin-1")
-        if given in self._meters.slo:
-            return given
-        return tenant.settings.slo if tenant is not None else ""
 
     async def _admitted(
         self,
@@ -253,35 +235,12 @@ class App:
         body = await self._body(receive, headers, meter)
         if body is None or isinstance(body, Failure):
             return body
-        response = response_of(path)
-        read = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
+        read = self._reader.read(path, route, body, headers, word, meter.tenant)
         if isinstance(read, Failure):
             return read
-        given = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
         query = scope["query_string"]
-        prompt = ids_in(read.text) if self.settings.policy == "ttft" else None
-        return Call(
-            scope,
-            body,
-            path,
-            scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else ""),
-            word,
-            read,
-            given[:MAX_SESSION_CHARS] or read.session,
-            response or read.after_response,
-            meter,
-            next(self._numbers),
-            max(1, len(prompt) if prompt is not None else len(read.text) // TOKEN_BYTES),
-            self._keys(read, prompt, meter),
-            prompt,
-        )
-
-    def _keys(self, read: Asked, prompt: array[int] | None, meter: Meter) -> list[bytes]:
-        """The keys of the prompt's pieces; none if the policy does not go by them."""
-        if self.settings.policy != "ttft" or not read.text:
-            return []
-        context = (read.model.encode(), meter.tenant.encode(), *read.context)
-        return keys_of(context, read.text if prompt is None else prompt.tobytes())
+        target = scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else "")
+        return Call(scope, body, path, target, *read, meter)
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
         """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""
@@ -317,7 +276,7 @@ class App:
                 logging.WARNING,
                 "broke_off",
                 "answer_broke_off",
-                request=call.word,
+                request=call.wanted.word,
                 reason=error.failure.message,
             )
             await call.scope["state"]["connection"].cut(receive)

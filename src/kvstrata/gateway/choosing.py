@@ -10,16 +10,18 @@ engines, is taken from what passed through here (prefixes.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway.decisions import Decisions, Kept
+from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import Prefixes
-from kvstrata.gateway.residency.knowledge import Prompt, Residency
-from kvstrata.policy.routing.choose import POLICIES, Record, choose
+from kvstrata.gateway.residency.knowledge import Known
+from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
 from kvstrata.policy.routing.model import Decision, Knowledge, Request
 
 
@@ -64,18 +66,34 @@ class Choice(NamedTuple):
     """For operators; None: too many at once."""
 
 
+class Knows(Protocol):
+    """What the choice asks of engines' caches, and tells about them: see Residency."""
+
+    def known(self, prompt: Prompt, names: Iterable[str]) -> Known: ...
+
+    def computed(self, name: str, prompt: Prompt, at_s: float) -> None: ...
+
+    def reported(self, name: str, prompt: Prompt, expected: int, cached: int) -> None: ...
+
+    @property
+    def block_life_s(self) -> float: ...
+
+    @property
+    def event_lag_s(self) -> float: ...
+
+
 class Choosing:
     """See the module. Belongs to the event loop."""
 
     def __init__(
         self,
-        settings: GatewaySettings,
+        policy: AnyPolicy,
         fleet: Fleet,
-        residency: Residency,
+        residency: Knows,
         meters: Meters,
         now_s: Callable[[], float],
     ) -> None:
-        self.settings = settings
+        self.policy = policy
         self._fleet = fleet
         self._residency = residency
         self._meters = meters
@@ -92,12 +110,11 @@ class Choosing:
             if engine.name == wanted.made_by:
                 return self._choice(wanted, engine, 0, Knowledge(), None, None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
-        policy = POLICIES[self.settings.policy]()
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
         loads = self._fleet.loads(serving, tiers)
-        decision = choose(request, loads, knowledge, now_s, policy=policy)
+        decision = choose(request, loads, knowledge, now_s, policy=self.policy)
         kept = None
         if self.decisions.wanted():
             record = Record(
@@ -105,7 +122,7 @@ class Choosing:
                 fleet=loads,
                 knowledge=knowledge,
                 now_s=now_s,
-                policy=policy,
+                policy=self.policy,
                 decision=decision,
             )
             kept = self.decisions.keep(record, wanted.model)
@@ -151,6 +168,15 @@ class Choosing:
             event_lag_s=self._residency.event_lag_s,
         )
 
+    def none_serves(self, model: str) -> Failure:
+        """Why no engine was found for a model (empty: for any)."""
+        if model and self._fleet.knows_all_models() and not self._fleet.serving(model):
+            return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
+        known = len(self._fleet.engines)
+        that = f" that has the model {model!a:.200}" if model else ""
+        says = f"no engine serves now ({known} known){that}; come again in a second"
+        return Failure(503, "no_engine", says, retry_after_s=1)
+
     def expected_s(self, choice: Choice) -> float | None:
         """Time to the first token, as far as it is known: None without a measured rate, and at an idle engine."""
         way = choice.decision.way if choice.decision is not None else None
@@ -158,6 +184,20 @@ class Choosing:
         if way is None or not engine.load.requests or not self._fleet.measured(engine):
             return None
         return way.ttft_s
+
+    def hopeless(self, choice: Choice, meter: Meter) -> Failure | None:
+        """The refusal of a request whose class of service cannot be met, if the class wants that."""
+        slo = self._meters.slo.get(meter.slo)
+        if slo is None or not slo.shed:
+            return None
+        expected_s = self.expected_s(choice)
+        if expected_s is None:
+            return None
+        late_s = self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
+        if late_s <= 0:
+            return None
+        says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
+        return Failure(429, "slo_unreachable", says, retry_after_s=math.ceil(late_s))
 
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
@@ -186,6 +226,13 @@ class Choosing:
         self._fleet.ended(choice.engine, str(choice.wanted.number))
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
+
+    def answered(self, choice: Choice, meter: Meter) -> None:
+        """What the `usage` of an answer tells that has ended."""
+        tokens = meter.tokens()
+        prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
+        if prompt and cached is not None:
+            self.learn(choice, prompt, cached, meter.first_s)
 
     def learn(self, choice: Choice, prompt: int, cached: int, first_s: float) -> None:
         """What an answer tells: tokens of its prompt, how many of them were cached, when its first token came."""

@@ -258,7 +258,8 @@ class Answer(asyncio.Protocol):
 class Links:
     """The links of a gateway to all engines. Belongs to the event loop."""
 
-    def __init__(self, connect_s: float) -> None:
+    def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: how addresses with TLS are proven; None: by the authorities that this host trusts."""
         import httptools  # of the extra `gateway`
 
         self.make_parser = httptools.HttpResponseParser
@@ -266,7 +267,7 @@ class Links:
         self.connect_s = connect_s
         self._idle: dict[Address, list[Answer]] = {}
         self._open: set[Answer] = set()
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def send(self, address: Address, request: list[bytes]) -> Answer:
         """Send a request, on a kept link if there is one; the caller calls `end` of the answer. Raises Unreachable."""

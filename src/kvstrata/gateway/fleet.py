@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
+import ipaddress
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -266,3 +268,13 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     return Place(settings.name or f"{host}:{port}", address, api_key, source_of(settings))
+
+
+@functools.lru_cache(8_192)
+def endpoint_of(address: Address) -> str:
+    """`ip:port` of an engine; empty: it is known by a name, which Envoy cannot be told."""
+    try:
+        ip = ipaddress.ip_address(address.host)
+    except ValueError:
+        return ""
+    return f"[{ip}]:{address.port}" if ip.version == 6 else f"{ip}:{address.port}"

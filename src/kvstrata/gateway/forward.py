@@ -16,10 +16,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
-import math
-from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,9 +27,9 @@ from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable,
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
-from kvstrata.gateway.residency.knowledge import Prompt
+from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.retries import RetryBudget
-from kvstrata.gateway.routes import RESPONSES, Asked, response_in
+from kvstrata.gateway.routes import Asked
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -43,8 +40,6 @@ if TYPE_CHECKING:
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
 MAX_ERROR_BYTES = 64 << 10
-MAX_RESPONSES = 1 << 16
-"""Stored responses whose engine is remembered; the oldest are forgotten first."""
 
 
 class Call(NamedTuple):
@@ -55,21 +50,9 @@ class Call(NamedTuple):
     path: str
     target: str
     """Path and query as the client sent them."""
-    word: str
-    """Its id."""
     asked: Asked
-    session: str
-    response: str
-    """The stored response that the path names, or that the request goes on from."""
+    wanted: Wanted
     meter: Meter
-    number: int
-    """Of all requests that have arrived."""
-    tokens: int
-    """About how many tokens its prompt has."""
-    keys: list[bytes]
-    """Of the prompt's pieces."""
-    prompt: array[int] | None = None
-    """Its token ids; None: not known."""
 
 
 class Refused(NamedTuple):
@@ -102,6 +85,7 @@ class Forwarder:
         meters: Meters,
         links: Links,
         choosing: Choosing,
+        reader: Reader,
         now_s: Callable[[], float],
         *,
         drop_keys: Callable[[], bool],
@@ -112,12 +96,12 @@ class Forwarder:
         self._meters = meters
         self._links = links
         self.choosing = choosing
+        self._reader = reader
         self._now_s = now_s
         self._drop_keys = drop_keys
         self.budget = RetryBudget(settings.retries.budget_share)
         self.suspect: Callable[[ServingEngine], None] = lambda _: None
         """Called with an engine whose connection failed, so that it is probed now."""
-        self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
         self._log = EventLog("gateway")
 
     async def run(self, call: Call, receive: Receive, send: Send) -> None:
@@ -138,20 +122,22 @@ class Forwarder:
 
     async def _answer(self, call: Call, send: Send) -> None:
         self.budget.request()
-        wanted = self._wanted(call)
+        wanted = call.wanted
         tried: list[ServingEngine] = []
         last: Refused | None = None
         while True:
             choice = self.choosing.choose(wanted, tried)
             if choice is None:
-                await self._refuse(call, send, last or Refused(self._none_serves(call), begun=False))
+                await self._refuse(
+                    call, send, last or Refused(self.choosing.none_serves(wanted.model), begun=False)
+                )
                 return
             if tried and last is not None:
                 if not self.budget.take():
                     await self._refuse(call, send, last)
                     return
                 self._meters.retries[last.failure.code] += 1
-            elif (hopeless := self._hopeless(call, choice)) is not None:
+            elif (hopeless := self.choosing.hopeless(choice, call.meter)) is not None:
                 await self._refuse(call, send, Refused(hopeless, begun=False))
                 return
             tried.append(choice.engine)
@@ -162,59 +148,12 @@ class Forwarder:
             finally:
                 self.choosing.ended(choice, answered=bool(call.meter.first_s))
             if last is None:
-                self._learn(call, choice)
+                self.choosing.answered(choice, call.meter)
                 return
             repeatable = not last.begun or call.asked.repeatable
             if not repeatable or len(tried) >= self.settings.retries.attempts:
                 await self._refuse(call, send, last)
                 return
-
-    def _hopeless(self, call: Call, choice: Choice) -> Failure | None:
-        """The refusal of a request whose class of service cannot be met, if the class wants that."""
-        slo = self._meters.slo.get(call.meter.slo)
-        if slo is None or not slo.shed:
-            return None
-        expected_s = self.choosing.expected_s(choice)
-        if expected_s is None:
-            return None
-        late_s = self._now_s() - call.meter.arrived_s + expected_s - slo.ttft_ms / 1_000
-        if late_s <= 0:
-            return None
-        says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
-        return Failure(429, "slo_unreachable", says, retry_after_s=math.ceil(late_s))
-
-    def _learn(self, call: Call, choice: Choice) -> None:
-        """What the answer's `usage` tells."""
-        tokens = call.meter.tokens()
-        prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
-        if prompt and cached is not None:
-            self.choosing.learn(choice, prompt, cached, call.meter.first_s)
-
-    def _wanted(self, call: Call) -> Wanted:
-        asked = call.asked
-        prompt = None
-        if call.prompt is not None:
-            prompt = Prompt(call.prompt, adapter=self._fleet.adapter(asked.model), salt=asked.salt)
-        return Wanted(
-            word=call.word,
-            number=call.number,
-            model=asked.model,
-            tokens=call.tokens,
-            session=call.session,
-            made_by=self._responses.get(call.response, "") if call.response else "",
-            keys=call.keys,
-            prompt=prompt,
-        )
-
-    def _none_serves(self, call: Call) -> Failure:
-        model = call.asked.model
-        if model and self._fleet.knows_all_models():
-            return Failure(404, "model_not_found", f"model: no engine here has {model!a:.200}", "model")
-        known = sum(1 for _ in self._fleet.engines)
-        says = f"no engine serves now ({known} known)" + (
-            f" that has the model {model!a:.200}" if model else ""
-        )
-        return Failure(503, "no_engine", f"{says}; come again in a second", retry_after_s=1)
 
     async def _attempt(self, call: Call, choice: Choice, send: Send) -> Refused | None:
         """Send the request to an engine and pass its answer on; None once an answer was passed on."""
@@ -260,7 +199,7 @@ class Forwarder:
 
     async def _send(self, call: Call, engine: ServingEngine) -> Answer:
         place, raw = engine.place, call.scope["headers"]
-        headers = passing.to_engine(raw, call.word, place.api_key, drop_keys=self._drop_keys())
+        headers = passing.to_engine(raw, call.wanted.word, place.api_key, drop_keys=self._drop_keys())
         method = call.scope["method"]
         return await self._links.send(
             place.address, request_bytes(method, call.target, place.address, headers, call.body)
@@ -285,9 +224,9 @@ class Forwarder:
         stream = names.get(b"content-type", b"").startswith(b"text/event-stream")
         meter.begins(self._now_s(), first, stream=stream, itl=self._meters.of(meter).itl)
         self.choosing.first_token(choice)
-        self._remember_response(call, engine, first)
+        self._reader.answered(call.path, engine.name, first)
         meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
-        headers = passing.to_client(answer.headers, call.word)
+        headers = passing.to_client(answer.headers, call.wanted.word)
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         watch = _Silence(answer, self.settings.timeouts.silence_s)
         try:
@@ -335,23 +274,17 @@ class Forwarder:
         finally:
             client.source = None
 
-    def _remember_response(self, call: Call, engine: ServingEngine, first: bytes) -> None:
-        if call.path == RESPONSES and (made := response_in(first)):
-            self._responses[made] = engine.name
-            if len(self._responses) > MAX_RESPONSES:
-                self._responses.popitem(last=False)
-
     async def _refuse(self, call: Call, send: Send, refused: Refused) -> None:
         """Pass an engine's refusal on, or answer with a failure of our own."""
         call.meter.outcome = refused.failure.code
         if refused.status:
-            headers = passing.to_client(refused.headers, call.word)
+            headers = passing.to_client(refused.headers, call.wanted.word)
             headers = [one for one in headers if one[0] != b"content-length"]
             headers.append((b"content-length", str(len(refused.body)).encode()))
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": refused.body})
         else:
-            await answer_failure(send, refused.failure, call.path, call.word)
+            await answer_failure(send, refused.failure, call.path, call.wanted.word)
 
 
 class _Silence:

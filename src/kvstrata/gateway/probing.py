@@ -56,6 +56,8 @@ class Probing:
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
         """With the key of each."""
+        self._found: list[Place] = []
+        """Engines that Kubernetes names."""
         self._now: dict[ServingEngine, asyncio.Event] = {}
         self._log = EventLog("probing")
 
@@ -70,6 +72,12 @@ class Probing:
             else:
                 places.append(place_of(settings, key))
         self._have(places)
+
+    def set_found(self, places: list[Place]) -> None:
+        """Have exactly these engines beside those of the settings."""
+        before = set(self._found)
+        self._found = places
+        self._have([one.place for one in self._fleet.engines.values() if one.place not in before])
 
     def listens(self, wanted: bool) -> None:
         """Whether engines' KV events are wanted."""
@@ -201,7 +209,7 @@ class Probing:
         return sorted({str(address[0]) for *_, address in found})[:MAX_ADDRESSES]
 
     def _have(self, places: list[Place]) -> None:
-        for engine in self._fleet.set_places(places):
+        for engine in self._fleet.set_places([*places, *self._found]):
             self._now[engine] = asyncio.Event()
             self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
 

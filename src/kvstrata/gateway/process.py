@@ -22,10 +22,12 @@ from kvstrata.config.gateway_model import EngineSettings, GatewaySettings, Gatew
 from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.door import Door
-from kvstrata.gateway.fleet import DNS, Fleet, place_of
+from kvstrata.gateway.fleet import DNS, Fleet, endpoint_of, place_of
+from kvstrata.gateway.kubernetes import Account, Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
+from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.http_token import FIELD, fresh_token
 from kvstrata.process.http_unix import socket_path
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from kvstrata.gateway.choosing import Choosing
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
+    from kvstrata.gateway.picker.server import PickerServer
     from kvstrata.gateway.probing import Probing
+    from kvstrata.gateway.reading import Reader
     from kvstrata.gateway.residency.knowledge import Residency
     from kvstrata.process.http_connections import Bounds
 
@@ -49,10 +53,13 @@ NEEDED = "httptools"
 """Module of the extra `gateway`."""
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
+PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
+"""Modules of the extra `picker`, and their packages."""
 TTFT = "ttft"
 """The policy that goes by what engines have cached."""
 RESTART = frozenset(("log_format",))
-"""Settings that need a restart, beside the rest of `http`."""
+"""Settings that need a restart, beside those of OPENED."""
+OPENED = ("http.", "picker.", "engines_from.")
 
 
 class Plan(NamedTuple):
@@ -64,6 +71,10 @@ class Plan(NamedTuple):
     engines: list[tuple[EngineSettings, str]]
     """With the key of each; empty: it has none."""
     tenants: list[tuple[GatewayTenantSettings, str]]
+    account: Account | None = None
+    """Who asks Kubernetes for engines; None: nobody does."""
+    service_key: str = ""
+    """Of those engines."""
 
 
 def plan(settings: GatewaySettings) -> Plan:
@@ -72,18 +83,26 @@ def plan(settings: GatewaySettings) -> Plan:
         raise ConfigError(
             f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
         )
-    http = settings.http
+    http, picker = settings.http, settings.picker
+    _check_picker(settings)
     on_socket = socket_path(http.host) is not None
-    if not (on_socket or is_loopback(http.host) or settings.tenants or settings.insecure):
+    closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
+    if not (closed or settings.tenants or settings.insecure):
         raise ConfigError(
             f"http.host: {http.host!r} is not loopback, and clients need no key: name tenants with keys, or use "
             "--insecure to serve everybody who reaches this port",
             field="http.host",
         )
-    if not settings.engines:
+    service = settings.engines_from.kubernetes
+    if not settings.engines and service is None:
         raise ConfigError(
-            "engines: none is named; give --engine URL, or `engines` in the file", field="engines"
+            "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file",
+            field="engines",
         )
+    account = Account(service) if service is not None else None
+    service_key = (
+        _key(service.api_key_file, "engines_from.kubernetes.api_key_file") if service is not None else ""
+    )
     engines = [
         (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
     ]
@@ -120,7 +139,47 @@ def plan(settings: GatewaySettings) -> Plan:
     token = (
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
-    return Plan(settings, token, engines, tenants)
+    return Plan(settings, token, engines, tenants, account, service_key)
+
+
+def _check_picker(settings: GatewaySettings) -> None:
+    picker = settings.picker
+    if not picker.enabled:
+        if picker.only:
+            raise ConfigError(
+                "picker.only: nothing would take requests; set picker.enabled", field="picker.only"
+            )
+        return
+    for module, package in PICKER_NEEDS.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"the picker needs {package}; install it: pip install 'kvstrata[gateway,picker]'",
+                field="picker.enabled",
+            )
+    if bool(picker.tls_cert_file) != bool(picker.tls_key_file):
+        missing = "tls_key_file" if picker.tls_cert_file else "tls_cert_file"
+        raise ConfigError(
+            f"picker.{missing}: a certificate and its key belong together; name both",
+            field=f"picker.{missing}",
+        )
+    if picker.tls_ca_file and not picker.tls_cert_file:
+        raise ConfigError(
+            "picker.tls_ca_file: clients show certificates only over TLS; name tls_cert_file and tls_key_file",
+            field="picker.tls_ca_file",
+        )
+    if not (is_loopback(picker.host) or picker.tls_ca_file or settings.insecure):
+        raise ConfigError(
+            f"picker.host: {picker.host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure "
+            "to answer everybody who reaches this port",
+            field="picker.host",
+        )
+    for i, engine in enumerate(settings.engines):
+        if not engine.url.startswith(DNS) and not endpoint_of(place_of(engine, "").address):
+            raise ConfigError(
+                f"engines[{i}].url: {engine.url!r:.200} names a host, but Envoy must be told an address: write the "
+                f"address, or dns+{engine.url} for all addresses of the name",
+                field=f"engines[{i}].url",
+            )
 
 
 def _key(path: str, field: str) -> str:
@@ -189,6 +248,8 @@ class Gateway(Process):
         self._probing: Probing
         self._residency: Residency
         self._choosing: Choosing
+        self._reader: Reader
+        self._picker: PickerServer | None = None
         self._server: uvicorn.Server
         self._bounds: Bounds
 
@@ -202,6 +263,7 @@ class Gateway(Process):
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
         from kvstrata.gateway.probing import Probing
+        from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
         from kvstrata.observability.exposition import Pages
 
@@ -220,9 +282,10 @@ class Gateway(Process):
         self.closers.append(soon(token.close))
         self._residency = residency = Residency(now_s)
         self.closers.append(soon(residency.close))
-        self._choosing = choosing = Choosing(settings, fleet, residency, meters, now_s)
+        self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
+        self._reader = reader = Reader(settings, fleet)
         self._forwarder = Forwarder(
-            settings, fleet, meters, links, choosing, now_s, drop_keys=lambda: door.knows_tenants
+            settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
         )
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
@@ -232,10 +295,15 @@ class Gateway(Process):
                 meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page
             )
         )
-        self._app = App(settings, door, fleet, meters, self._forwarder, self.page, pages, choosing.decisions)
+        self._app = App(
+            settings, door, fleet, meters, self._forwarder, reader, self.page, pages, choosing.decisions
+        )
         self._server, self._bounds = make_server(self._app, settings.http)
+        if settings.picker.enabled:
+            await self._start_picker(settings)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
+        await self._start_endpoints()
         await probing.probed()  # requests that come at once find engines
         self.supervisor.spawn(probing.keep_resolved(), "resolve")
         self.supervisor.spawn(self._serve(listener), "http")
@@ -249,6 +317,7 @@ class Gateway(Process):
             "pid": os.getpid(),
             "host": settings.http.host,
             "http_port": listener.port,
+            "picker_port": self._picker.port if self._picker is not None else 0,
             "http_socket": str(listener.path or ""),
             "http_token_file": token.path,
             "engines": len(fleet.engines),
@@ -259,6 +328,41 @@ class Gateway(Process):
         }
         self.log.info("ready", version=__version__, **ready)
         tell_ready(self._ready_fd, ready)
+
+    async def _start_endpoints(self) -> None:
+        """Watch the engines that Kubernetes names, and wait a moment for the first list."""
+        service, account = self._settings.engines_from.kubernetes, self._plan.account
+        if service is None or account is None:
+            return
+        endpoints = Endpoints(
+            service,
+            account,
+            self._plan.service_key,
+            self._probing.set_found,
+            self._settings.timeouts.connect_s,
+        )
+        self.closers.append(endpoints.close)
+        self.supervisor.spawn(endpoints.keep(), "endpoints")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.health.timeout_s):
+                await endpoints.known.wait()
+
+    async def _start_picker(self, settings: GatewaySettings) -> None:
+        from kvstrata.gateway.picker.exchange import Parts
+        from kvstrata.gateway.picker.server import PickerServer
+
+        parts = Parts(
+            self._door,
+            self._fleet,
+            self._meters,
+            self._choosing,
+            self._reader,
+            self._probing.suspect,
+            time.monotonic,
+        )
+        self._picker = picker = PickerServer(settings, parts)
+        self.closers.append(picker.close)
+        await picker.start(settings.picker)
 
     async def _serve(self, listener: Listener) -> None:
         try:
@@ -273,11 +377,16 @@ class Gateway(Process):
 
     def under_way(self) -> dict[str, object]:
         """A stop waits for requests."""
-        return {"requests": self._app.in_flight}
+        return {"requests": self._in_flight}
 
     def given_up(self) -> dict[str, object]:
         """Requests that were cut."""
-        return {"requests_cut": self._app.in_flight}
+        return {"requests_cut": self._in_flight}
+
+    @property
+    def _in_flight(self) -> int:
+        """Requests under way, at the HTTP port and at Envoy."""
+        return self._app.in_flight + (self._picker.held.exchanges if self._picker is not None else 0)
 
     async def drain(self, drain_s: float) -> None:
         """Take no new connections, and let requests end."""
@@ -286,23 +395,34 @@ class Gateway(Process):
             server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_s):
+                if self._picker is not None:
+                    await self._picker.drain(drain_s)
                 await self._app.idle()
 
     async def reload(self) -> dict[str, object]:
         """Apply newer settings, but those that the port was opened with. Raises ConfigError."""
         wanted = await self.loop.run_in_executor(None, self._reread)
-        # The port stays as it is, so the other settings must be allowed on it.
-        kept = msgspec.structs.replace(wanted, http=self._settings.http)
+        # The ports stay as they are, so the other settings must be allowed on them.
+        kept = msgspec.structs.replace(
+            wanted,
+            http=self._settings.http,
+            picker=self._settings.picker,
+            engines_from=self._settings.engines_from,
+        )
         newer = await self.loop.run_in_executor(None, plan, kept)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
         changed = changes(before, wanted)
-        applied = {key for key in changed if not key.startswith("http.") and key not in RESTART}
+        applied = {key for key in changed if not key.startswith(OPENED) and key not in RESTART}
         settings = replaced(before, newer.settings, applied)
         self._settings = settings
         set_level(settings.log_level)
         self._fleet.slow_start_s = settings.health.slow_start_s
         self._meters.slo = {one.name: one for one in settings.slo}
-        self._forwarder.settings = self._app.settings = self._choosing.settings = settings
+        self._forwarder.settings = self._app.settings = settings
+        self._choosing.policy = POLICIES[settings.policy]()
+        self._reader.settings = settings
+        if self._picker is not None:
+            self._picker.held.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
@@ -345,7 +465,7 @@ class Gateway(Process):
 
     def _numbers(self) -> dict[str, float]:
         return {
-            "in_flight": self._app.in_flight,
+            "in_flight": self._in_flight,
             "retry_budget": self._forwarder.budget.left,
             "prefix_pieces": len(self._choosing.prefixes),
         }

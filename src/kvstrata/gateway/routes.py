@@ -114,6 +114,23 @@ def response_of(path: str) -> str:
     return match[1] if match else ""
 
 
+def route_of(method: str, path: str) -> Route | Failure:
+    """What is known of the path of a request, or why it is not passed on."""
+    if method == "POST" and (route := ROUTES.get(path)) is not None:
+        return route
+    if response_of(path):
+        # Only the response itself can be read; only its cancellation can be posted.
+        if (method == "GET") != path.endswith("/cancel"):
+            return Route(repeatable=method == "GET")
+    elif path not in ROUTES:
+        says = (
+            f"{path!a:.200} is not a path of this gateway; paths that administer an engine, or that only "
+            "one engine answers, must be asked of the engine itself"
+        )
+        return Failure(404, "unknown_path", says)
+    return Failure(405, "wrong_method", f"{method:.20} is not a method of {path:.200}")
+
+
 def response_in(part: bytes) -> str:
     """The id of the response that the first bytes of an answer tell; empty: they tell none."""
     match = _RESPONSE_ID.search(part, 0, 4_096)

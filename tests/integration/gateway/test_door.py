@@ -341,6 +341,29 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(
             "tenants[0].key_file: /nonexistent: cannot be read",
         ),
         ({"polcy": "session"}, "polcy"),
+        ({"picker": {"enabled": True, "host": "0.0.0.0"}}, "picker.host: '0.0.0.0' is not loopback"),
+        ({"picker": {"only": True}}, "picker.only: nothing would take requests; set picker.enabled"),
+        (
+            {"picker": {"enabled": True}, "engines": [{"url": "http://a:1"}]},
+            "engines[0].url: 'http://a:1' names a host, but Envoy must be told an address",
+        ),
+        (
+            {"picker": {"enabled": True, "tls_cert_file": "/a"}},
+            "picker.tls_key_file: a certificate and its key belong together",
+        ),
+        ({"picker": {"enabled": True, "tls_ca_file": "/a"}}, "name tls_cert_file and tls_key_file"),
+        (
+            {"engines_from": {"kubernetes": {"service": "a", "account_dir": "/nonexistent"}}},
+            "engines_from.kubernetes.api_url: KUBERNETES_SERVICE_HOST is not set",
+        ),
+        (
+            {
+                "engines_from": {
+                    "kubernetes": {"service": "a", "account_dir": "/nonexistent", "api_url": "https://a"}
+                }
+            },
+            "engines_from.kubernetes.account_dir: cannot read /nonexistent/namespace",
+        ),
     ],
 )
 def test_wrong_settings_stop_the_start_with_one_line(

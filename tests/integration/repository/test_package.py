@@ -168,7 +168,8 @@ import kvstrata
 assert not kvstrata.__file__.startswith(sys.argv[1]), kvstrata.__file__
 done = []
 for found in pkgutil.walk_packages(kvstrata.__path__, "kvstrata."):
-    others = ("kvstrata.connectors", "kvstrata.testing", "kvstrata.__main__", "kvstrata.gateway.connections")
+    others = ("kvstrata.connectors", "kvstrata.testing", "kvstrata.__main__")
+    others += ("kvstrata.gateway.connections", "kvstrata.gateway.picker")
     if not found.name.startswith(others):
         importlib.import_module(found.name)
         done.append(found.name)

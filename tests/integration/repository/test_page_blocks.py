@@ -59,6 +59,7 @@ BLOCKS = {
     "docs/formats.md": {"0 ": NO_COMMAND},
     "docs/gateway.md": {
         "pip install": "test_package runs the command without the extra, which says the same",
+        "engines_from:": "tests/integration/gateway/test_kubernetes.py has these settings",
         "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
     },
     "docs/getting-started.md": {

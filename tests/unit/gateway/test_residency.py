@@ -16,8 +16,7 @@ from kvstrata.gateway.residency import blocks as blocks_module
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.caches import Caches
 from kvstrata.gateway.residency.feed import Feed, Phase
-from kvstrata.gateway.residency.knowledge import Prompt
-from kvstrata.gateway.residency.prompt import keys_of, root_of
+from kvstrata.gateway.residency.prompt import Prompt, keys_of, root_of
 from kvstrata.gateway.residency.sources import Source, source_in
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import tags_of

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstrata.gateway.residency.batches import AllBlocksCleared, Batch
-from kvstrata.gateway.residency.blocks import Blocks
+from kvstrata.gateway.residency.blocks import KEY, TAG, Blocks
+from kvstrata.gateway.residency.prompt import MAX_ASKED, Prompt
 from kvstrata.native.registry import Registry
 from kvstrata.policy.routing.model import Tier
 
@@ -39,6 +40,25 @@ class Caches:
                 self.own.forget()
             else:
                 self.of[OF_MEDIUM.get(event.medium, "l2")].apply(event)
+
+    def computed(self, prompt: Prompt, at_s: float) -> None:
+        """A request with this prompt had its first token: its last block's event is to come."""
+        if self.own.sizes and (keys := prompt.keys(self.own.sizes[0])):
+            self.own.expect(keys[-KEY : -KEY + TAG], at_s)
+
+    def reported(self, prompt: Prompt, expected: int, cached: int) -> None:
+        """The engine tells how many tokens of a prompt were `cached`, of which `expected` were taken for that."""
+        if not self.own.sizes:
+            return
+        size = self.own.sizes[0]
+        keys = prompt.keys(size)
+        had, thought = cached // size * KEY, expected // size * KEY
+        # Of long prompts not every block was asked for, and an engine computes the last block again if it has all.
+        slack = (len(keys) // KEY // MAX_ASKED + 1) * KEY
+        if had > thought + slack:
+            self.own.told(keys[:had])
+        elif thought > had + slack:
+            self.own.denied(keys[had:thought])
 
     def doubt(self) -> None:
         """Events were lost."""

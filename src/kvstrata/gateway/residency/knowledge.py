@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-from kvstrata.gateway.residency.blocks import KEY, TAG
 from kvstrata.gateway.residency.caches import TIERS, Caches
 from kvstrata.gateway.residency.feed import Feed, Phase
-from kvstrata.gateway.residency.prompt import extras_of, keys_of, root_of
+from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.gateway.residency.zmq_watcher import Watched, Watcher
 from kvstrata.native.registry import Registry
 from kvstrata.policy.routing.model import Copy, Tier
-from kvstrata.rpc.cluster_wire import tags_of
 
 MAX_BYTES = 8 << 30
 """Bound on the index of all engines' blocks, which takes memory as it needs it."""
 MASK_BYTES = 8_192
-MAX_ASKED = 512
-"""Blocks of a prompt that are asked for at most.  Of longer prompts only every second, third, … is, since a block is
-kept only while those before it are."""
 MAX_ENGINES = 65_536 // len(TIERS)
 BLOCK_LIFE_S, EVENT_LAG_S = 300.0, 1.0
 """Until they have been measured."""
-
-
-class Prompt:
-    """The token ids of a prompt, and the keys of its blocks by their size."""
-
-    def __init__(self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "") -> None:
-        self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
-        self._adapter, self._salt = adapter, salt
-        self._keys: dict[int, bytes] = {}
-
-    def keys(self, block_tokens: int) -> bytes:
-        """The keys of its whole blocks, 32 bytes each."""
-        found = self._keys.get(block_tokens)
-        if found is None:
-            extras = extras_of(self._adapter, self._salt, len(self.tokens) // block_tokens)
-            found = self._keys[block_tokens] = keys_of(
-                root_of(block_tokens), self.tokens, block_tokens, extras
-            )
-        return found
-
-    def tags(self, block_tokens: int) -> tuple[bytes, int]:
-        """The tags to ask for, and the number of blocks for which each stands: the last of so many."""
-        tags = tags_of(self.keys(block_tokens))
-        step = -(-len(tags) // (TAG * MAX_ASKED))
-        if step > 1:
-            tags = memoryview(tags).cast("Q")[step - 1 :: step].tobytes()
-        return tags, max(1, step)
 
 
 class Known(NamedTuple):
@@ -66,17 +33,104 @@ class Known(NamedTuple):
     """The engines whose events are heard: what else they were sent a while ago counts no more."""
 
 
+class Index:
+    """The caches of all engines, and what they have of a prompt. Lookups may go on while another thread adds blocks."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._registry = Registry(max_bytes=MAX_BYTES)
+        self.caches: dict[str, Caches] = {}
+        """By engine; their owner is whoever hears the engine."""
+        self._numbers: dict[int, str] = {}
+        self._next = 0
+
+    @property
+    def registry(self) -> Registry:
+        """The blocks of all engines and tiers."""
+        return self._registry
+
+    def add(self, name: str) -> Caches:
+        """The caches of a new engine."""
+        while self._next in self._numbers:
+            self._next = (self._next + 1) % MAX_ENGINES
+        number, self._next = self._next, (self._next + 1) % MAX_ENGINES
+        self._numbers[number] = name
+        caches = self.caches[name] = Caches(self._registry, number * len(TIERS), self._now_s)
+        return caches
+
+    def remove(self, name: str) -> None:
+        """Find an engine no more; its caches must be told to forget."""
+        caches = self.caches.pop(name)
+        del self._numbers[caches.own.group // len(TIERS)]
+
+    def known(self, prompt: Prompt, names: Collection[str]) -> Known:
+        """What these engines have of a prompt."""
+        exact, every = bytearray(MASK_BYTES), bytearray(MASK_BYTES)
+        sizes: set[int] = set()
+        doubt = False
+        for name in names:
+            for blocks in self.caches[name].of.values():
+                sizes.update(blocks.sizes)
+                for which, slot in list(blocks.slots.items()):
+                    every[slot >> 3] |= 1 << (slot & 7)
+                    if which == "exact":
+                        exact[slot >> 3] |= 1 << (slot & 7)
+                    else:
+                        doubt = True
+        sure = self._longest(prompt, exact, sizes)
+        perhaps = self._longest(prompt, every, sizes) if doubt else {}
+        copies: list[Copy] = []
+        for (name, tier), tokens in sure.items():
+            if tier != "l0":
+                copies.append(Copy(engine=name, tier=tier, tokens=tokens, source=tier))
+        for (name, tier), tokens in perhaps.items():
+            if tokens > sure.get((name, tier), 0):
+                age_s = max(0.0, self._now_s() - self.caches[name].of[tier].doubtful_since_s)
+                copies.append(
+                    Copy(
+                        engine=name, tier=tier, tokens=tokens, certainty="degraded", age_s=age_s, source=tier
+                    )
+                )
+        cached = {name: tokens for (name, tier), tokens in sure.items() if tier == "l0"}
+        return Known(cached, copies, frozenset(names))
+
+    def _longest(self, prompt: Prompt, mask: bytearray, sizes: Iterable[int]) -> dict[tuple[str, Tier], int]:
+        """The tokens of the longest prefix in these slots, by engine and tier."""
+        found: dict[tuple[str, Tier], int] = {}
+        best = max(1, len(TIERS) * len(self.caches))
+        for size in sizes:
+            tags, step = prompt.tags(size)
+            if not tags:
+                continue
+            for one in self._registry.lookup_prefix(tags, allowed=mask, best=best):
+                number, tier = divmod(one.group, len(TIERS))
+                name = self._numbers.get(number)
+                if name is not None:
+                    where = name, TIERS[tier]
+                    found[where] = max(size * step * one.chunks, found.get(where, 0))
+        return found
+
+    @property
+    def block_life_s(self) -> float:
+        """Measured life of a block, the median of the engines."""
+        lives = [life_s for one in self.caches.values() if (life_s := one.own.life_s)]
+        return statistics.median(lives) if lives else BLOCK_LIFE_S
+
+    @property
+    def event_lag_s(self) -> float:
+        """Measured time from a first token to the event of its blocks, of the slowest engine."""
+        lags = [lag_s for one in self.caches.values() if (lag_s := one.own.lag_s)]
+        return max(lags, default=EVENT_LAG_S)
+
+
 class Residency:
-    """See the module. Belongs to the event loop, and owns the thread that hears the events."""
+    """What is heard of the engines. Belongs to the event loop, and owns the thread that hears the events."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         """`now_s` may be called from any thread."""
-        self._now_s = now_s
-        self._registry = Registry(max_bytes=MAX_BYTES)
-        self._watcher = Watcher(self._registry)
+        self._index = Index(now_s)
+        self._watcher = Watcher(self._index.registry)
         self._watched: dict[str, Watched] = {}
-        self._numbers: dict[int, str] = {}
-        self._next = 0
 
     def close(self) -> None:
         """End the thread."""
@@ -87,20 +141,14 @@ class Residency:
     def watch(self, name: str, source: Source) -> None:
         """Hear an engine's events from now on; what was known of an earlier one of this name is forgotten."""
         self.unwatch(name)
-        while self._next in self._numbers:
-            self._next = (self._next + 1) % MAX_ENGINES
-        number, self._next = self._next, (self._next + 1) % MAX_ENGINES
-        self._numbers[number] = name
-        caches = Caches(self._registry, number * len(TIERS), self._now_s)
-        engine = Watched(name, source, Feed(caches, replays=bool(source.replay)))
+        engine = Watched(name, source, Feed(self._index.add(name), replays=bool(source.replay)))
         self._watched[name] = engine
         self._watcher.watch(engine)
 
     def unwatch(self, name: str) -> None:
         """Forget an engine."""
-        engine = self._watched.pop(name, None)
-        if engine is not None:
-            del self._numbers[engine.caches.own.group // len(TIERS)]
+        if self._watched.pop(name, None) is not None:
+            self._index.remove(name)
             self._watcher.unwatch(name)
 
     def source(self, name: str) -> Source | None:
@@ -118,101 +166,38 @@ class Residency:
 
     def known(self, prompt: Prompt, names: Iterable[str]) -> Known:
         """What these engines have of a prompt."""
-        if self._watcher.ended:
-            return Known({}, [], frozenset())
-        engines = {
-            name: found
+        heard = [
+            name
             for name in names
             if (found := self._watched.get(name)) is not None and found.feed.phase is not Phase.JOINING
-        }
-        if not engines:
+        ]
+        if self._watcher.ended or not heard:
             return Known({}, [], frozenset())
-        exact, every = bytearray(MASK_BYTES), bytearray(MASK_BYTES)
-        sizes: set[int] = set()
-        doubt = False
-        for engine in engines.values():
-            for blocks in engine.caches.of.values():
-                sizes.update(blocks.sizes)
-                for which, slot in list(blocks.slots.items()):
-                    every[slot >> 3] |= 1 << (slot & 7)
-                    if which == "exact":
-                        exact[slot >> 3] |= 1 << (slot & 7)
-                    else:
-                        doubt = True
-        sure, perhaps = self._longest(prompt, exact, sizes), {}
-        if doubt:
-            perhaps = self._longest(prompt, every, sizes)
-        copies: list[Copy] = []
-        for (name, tier), tokens in sure.items():
-            if tier != "l0":
-                copies.append(Copy(engine=name, tier=tier, tokens=tokens, source=tier))
-        for (name, tier), tokens in perhaps.items():
-            if tokens > sure.get((name, tier), 0):
-                age_s = max(0.0, self._now_s() - engines[name].caches.of[tier].doubtful_since_s)
-                copies.append(
-                    Copy(
-                        engine=name, tier=tier, tokens=tokens, certainty="degraded", age_s=age_s, source=tier
-                    )
-                )
-        cached = {name: tokens for (name, tier), tokens in sure.items() if tier == "l0"}
-        return Known(cached, copies, frozenset(engines))
-
-    def _longest(self, prompt: Prompt, mask: bytearray, sizes: Iterable[int]) -> dict[tuple[str, Tier], int]:
-        """The tokens of the longest prefix in these slots, by engine and tier."""
-        found: dict[tuple[str, Tier], int] = {}
-        best = max(1, len(TIERS) * len(self._watched))
-        for size in sizes:
-            tags, step = prompt.tags(size)
-            if not tags:
-                continue
-            for one in self._registry.lookup_prefix(tags, allowed=mask, best=best):
-                number, tier = divmod(one.group, len(TIERS))
-                name = self._numbers.get(number)
-                if name is not None:
-                    where = name, TIERS[tier]
-                    found[where] = max(size * step * one.chunks, found.get(where, 0))
-        return found
+        return self._index.known(prompt, heard)
 
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
         """A request with this prompt had its first token: measure how long its event takes."""
         engine = self._watched.get(name)
-        if engine is None or not engine.caches.own.sizes:
-            return
-        own = engine.caches.own
-        keys = prompt.keys(own.sizes[0])
-        if keys:
-            tag = keys[-KEY : -KEY + TAG]
-            self._watcher.post(lambda: own.expect(tag, at_s))
+        if engine is not None:
+            self._watcher.post(lambda: engine.caches.computed(prompt, at_s))
 
     def reported(self, name: str, prompt: Prompt, expected: int, cached: int) -> None:
         """An engine tells how many tokens of a prompt were `cached`, of which `expected` were taken for that."""
         engine = self._watched.get(name)
-        if engine is None or not engine.caches.own.sizes:
-            return
-        own = engine.caches.own
-        size = own.sizes[0]
-        keys = prompt.keys(size)
-        had, thought = cached // size * KEY, expected // size * KEY
-        # Of long prompts not every block was asked for, and an engine computes the last block again if it has all.
-        slack = (len(keys) // KEY // MAX_ASKED + 1) * KEY
-        if had > thought + slack:
-            self._watcher.post(lambda: own.told(keys[:had]))
-        elif thought > had + slack:
-            self._watcher.post(lambda: own.denied(keys[had:thought]))
-
-    # -- numbers ---------------------------------------------------------------------------------------------
+        if engine is not None:
+            self._watcher.post(lambda: engine.caches.reported(prompt, expected, cached))
 
     @property
     def block_life_s(self) -> float:
-        """Measured life of a block, the median of the engines."""
-        lives = [life_s for one in self._watched.values() if (life_s := one.caches.own.life_s)]
-        return statistics.median(lives) if lives else BLOCK_LIFE_S
+        """See Index."""
+        return self._index.block_life_s
 
     @property
     def event_lag_s(self) -> float:
-        """Measured time from a first token to the event of its blocks, of the slowest engine."""
-        lags = [lag_s for one in self._watched.values() if (lag_s := one.caches.own.lag_s)]
-        return max(lags, default=EVENT_LAG_S)
+        """See Index."""
+        return self._index.event_lag_s
+
+    # -- numbers ---------------------------------------------------------------------------------------------
 
     def page(self) -> dict[str, dict[str, Any]]:
         """What is heard, by engine."""

@@ -14,6 +14,11 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvstrata.native.hashing import chain_keys
+from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
+
+MAX_ASKED = 512
+"""Blocks of a prompt that are asked for at most.  Of longer prompts only every second, third, … is, since a block is
+kept only while those before it are."""
 
 _SECRET = secrets.token_bytes(32)
 """Keys say nothing to somebody who does not know it."""
@@ -46,3 +51,30 @@ def keys_of(
 ) -> bytes:
     """The keys of the whole blocks of these tokens, 32 bytes each. Raises ValueError for what is no token."""
     return chain_keys(start, tokens, block_tokens, extras)
+
+
+class Prompt:
+    """The token ids of a prompt, and the keys of its blocks by their size."""
+
+    def __init__(self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "") -> None:
+        self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
+        self._adapter, self._salt = adapter, salt
+        self._keys: dict[int, bytes] = {}
+
+    def keys(self, block_tokens: int) -> bytes:
+        """The keys of its whole blocks, 32 bytes each."""
+        found = self._keys.get(block_tokens)
+        if found is None:
+            extras = extras_of(self._adapter, self._salt, len(self.tokens) // block_tokens)
+            found = self._keys[block_tokens] = keys_of(
+                root_of(block_tokens), self.tokens, block_tokens, extras
+            )
+        return found
+
+    def tags(self, block_tokens: int) -> tuple[bytes, int]:
+        """The tags to ask for, and the number of blocks for which each stands: the last of so many."""
+        tags = tags_of(self.keys(block_tokens))
+        step = -(-len(tags) // (TAG_BYTES * MAX_ASKED))
+        if step > 1:
+            tags = memoryview(tags).cast("Q")[step - 1 :: step].tobytes()
+        return tags, max(1, step)

@@ -1,9 +1,9 @@
-"""Our policy: send a request where its first token comes soonest, others' delay counted.
+"""Our policy: send a request where its first token comes soonest.
 
 For engine i with prefill rate mu, and a way of having h of n tokens, u = n - h of which are computed:
 
     TTFT = Q + x(h) + u / mu                 Q: seconds of work before it; x: seconds to load what is not in its cache
-    cost = TTFT + B * u / mu + K             B: requests that run meanwhile and wait; K: expected preemption
+    cost = TTFT + K                          K: expected preemption
 
 The ways are the engine's own cache alone, or a load of a longer prefix from a tier that it has a path to.  A prefix
 counts by the probability that it is still there:
@@ -36,7 +36,6 @@ class Estimate(NamedTuple):
     queue_s: float
     load_s: float
     compute_s: float
-    inflicted_s: float
     preemption_s: float
     copy: Copy | None
     cached_tokens: int
@@ -49,8 +48,8 @@ class Estimate(NamedTuple):
 
     @property
     def cost_s(self) -> float:
-        """Of the request and of those that it delays."""
-        return self.queue_s + self.load_s + self.compute_s + self.inflicted_s + self.preemption_s
+        """Of the request, with the work that it makes others do again."""
+        return self.queue_s + self.load_s + self.compute_s + self.preemption_s
 
 
 def probability(copy: Copy, knowledge: Knowledge) -> float:
@@ -91,7 +90,7 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
                 if uncached < 1:
                     uncached = 1
             rate = engine.prefill_tokens_s
-            work = uncached * (1.0 + engine.running)
+            work = float(uncached)
             backlog = engine.backlog_tokens
             if backlog:
                 past_s = now_s - engine.at_s
@@ -119,15 +118,15 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
         plain = len(shared) == 1 and shared[0].certainty == "exact"
         tier, cached, own = shared[0].tier, view.knowledge.cached.get, view.own
         for index, engine in enumerate(view.engines):
-            slower_s = (1.0 + engine.running) / engine.prefill_tokens_s
-            if costs[index] - longest * slower_s > limit:
+            token_s = 1.0 / engine.prefill_tokens_s
+            if costs[index] - longest * token_s > limit:
                 continue
             if plain and (not own or engine.name not in own):
                 path = engine.paths.get(tier)
                 load_tokens = longest - cached(engine.name, 0)
                 if path is not None and tier != "l0" and load_tokens > 0:
                     load_s = path.latency_s + (path.queued_tokens + load_tokens) / path.tokens_s
-                    saved_s = load_tokens * slower_s - load_s
+                    saved_s = load_tokens * token_s - load_s
                     if saved_s > 0.0:
                         costs[index] -= saved_s
             else:
@@ -140,7 +139,6 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             "queue_s": estimate.queue_s,
             "load_s": estimate.load_s,
             "compute_s": estimate.compute_s,
-            "inflicted_s": estimate.inflicted_s,
             "preemption_s": estimate.preemption_s,
             "cached_tokens": estimate.cached_tokens,
         }
@@ -162,11 +160,11 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
         """Return the cheapest way at one engine."""
         tokens, rate, knowledge = view.request.tokens, engine.prefill_tokens_s, view.knowledge
         queue_s = engine.queue_s(view.now_s)
-        slower_s = (1.0 + engine.running) / rate
+        token_s = 1.0 / rate
         most = tokens - 1  # At least one token is always computed.
         held_tokens = sure = min(view.held(engine.name), most)
         held_expected = float(sure)
-        best_s, uncached, best_load_s = slower_s * (tokens - sure), tokens - held_expected, 0.0
+        best_s, uncached, best_load_s = token_s * (tokens - sure), tokens - held_expected, 0.0
         best: Copy | None = None
         loads = []
         for copy in (*view.own.get(engine.name, ()), *view.shared):
@@ -182,7 +180,7 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
                 wait_s = max(0.0, copy.ready_at_s - view.now_s - queue_s)
             elif expected > held_expected:
                 held_tokens, held_expected = cached, expected
-            cost_s = wait_s + slower_s * (tokens - expected)
+            cost_s = wait_s + token_s * (tokens - expected)
             if cost_s < best_s:
                 best_s, uncached, best_load_s, best = cost_s, tokens - expected, wait_s, copy
         for copy in loads:
@@ -196,7 +194,7 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             if copy.certainty == "predicted":
                 load_s += max(0.0, copy.ready_at_s - view.now_s - queue_s)
             left = tokens - (chance * cached + (1.0 - chance) * held_expected)
-            cost_s = load_s + slower_s * left
+            cost_s = load_s + token_s * left
             if cost_s < best_s:
                 best_s, uncached, best_load_s, best = cost_s, left, load_s, copy
         excess = engine.context_tokens + tokens - engine.kv_tokens if engine.kv_tokens else 0
@@ -205,7 +203,6 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             queue_s,
             best_load_s,
             uncached / rate,
-            engine.running * uncached / rate,
             max(0, excess) / rate,
             best,
             cached,

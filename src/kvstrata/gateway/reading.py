@@ -1,0 +1,88 @@
+"""What a request that has arrived whole asks for, and what the choice of its engine goes by."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from array import array
+from collections.abc import Iterable
+
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.door import Headers, Tenant
+from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.prefixes import TOKEN_BYTES, keys_of
+from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.routes import (
+    MAX_SESSION_CHARS,
+    RESPONSES,
+    Asked,
+    Route,
+    asked,
+    ids_in,
+    response_in,
+    response_of,
+)
+
+MAX_RESPONSES = 1 << 16
+"""Stored responses whose engine is remembered; the oldest are forgotten first."""
+
+
+class Reader:
+    """Belongs to the event loop."""
+
+    def __init__(self, settings: GatewaySettings, fleet: Fleet) -> None:
+        self.settings = settings
+        self._fleet = fleet
+        self._numbers = itertools.count()
+        self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
+        """Engines of stored responses."""
+
+    def read(
+        self, path: str, route: Route, body: bytes, headers: Headers, word: str, tenant: str
+    ) -> tuple[Asked, Wanted] | Failure:
+        """Read a request. `word`: its id. `tenant`: the name of its sender; empty: clients need no key."""
+        response = response_of(path)
+        found = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
+        if isinstance(found, Failure):
+            return found
+        given = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
+        prompt = ids_in(found.text) if self.settings.policy == "ttft" else None
+        after = response or found.after_response
+        return found, Wanted(
+            word=word,
+            number=next(self._numbers),
+            model=found.model,
+            tokens=max(1, len(prompt) if prompt is not None else len(found.text) // TOKEN_BYTES),
+            session=given[:MAX_SESSION_CHARS] or found.session,
+            made_by=self._responses.get(after, "") if after else "",
+            keys=self._keys(found, prompt, tenant),
+            prompt=self._prompt(found, prompt),
+        )
+
+    def slo_of(self, headers: Headers, tenant: Tenant | None, known: Iterable[str]) -> str:
+        """The class of service of a request, one of those that are known; empty: none."""
+        given = headers.get(self.settings.slo_header.lower().encode(), b"").decode("latin-1")
+        if given in known:
+            return given
+        return tenant.settings.slo if tenant is not None else ""
+
+    def answered(self, path: str, engine: str, first: bytes) -> None:
+        """An engine's answer begins with these bytes: remember who has made the response that they name."""
+        if path == RESPONSES and (made := response_in(first)):
+            self._responses[made] = engine
+            if len(self._responses) > MAX_RESPONSES:
+                self._responses.popitem(last=False)
+
+    def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
+        """The keys of the prompt's pieces; none if the policy does not go by them."""
+        if self.settings.policy != "ttft" or not found.text:
+            return []
+        context = (found.model.encode(), tenant.encode(), *found.context)
+        return keys_of(context, found.text if prompt is None else prompt.tobytes())
+
+    def _prompt(self, found: Asked, prompt: array[int] | None) -> Prompt | None:
+        if prompt is None:
+            return None
+        return Prompt(prompt, adapter=self._fleet.adapter(found.model), salt=found.salt)

@@ -1,0 +1,197 @@
+"""A real Envoy before scripted engines, asking a real picker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+
+from tests.harness import envoy as envoy_program
+from tests.harness.envoy import Envoy
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
+from tests.harness.waiting import eventually_async
+from tests.integration.gateway.conftest import Start
+from tests.tools import fetch_wheels
+
+pytestmark = pytest.mark.integration
+
+CHAT = "/v1/chat/completions"
+PICKED = "x-gateway-destination-endpoint"
+
+
+def ask(content: str = "hello", **more: Any) -> dict[str, Any]:
+    """The body of a streamed chat completion."""
+    return {"model": "m", "messages": [{"role": "user", "content": content}], "stream": True, **more}
+
+
+class Scene(NamedTuple):
+    """Everything between a client and the engines."""
+
+    engines: list[ScriptedEngine]
+    picker: GatewayProcess
+    envoy: Envoy
+
+    @property
+    def got(self) -> list[list[Got]]:
+        """Requests of each engine, those of the start left out."""
+        return [[one for one in engine.got if one.target != "/health"] for engine in self.engines]
+
+
+@pytest.fixture
+async def scene(start: Start, tmp_path: Path) -> AsyncIterator[Scene]:
+    """Two engines, a picker with the policy `ttft`, and Envoy."""
+    try:
+        envoy_program.program()
+    except fetch_wheels.Unavailable as error:
+        pytest.skip(str(error))
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    picker = await start(
+        *engines, policy="ttft", picker={"enabled": True, "port": 0}, http={"max_body_mb": 0.5}
+    )
+    async with Envoy(tmp_path, picker.ready["picker_port"], [one.port for one in engines]) as envoy:
+        yield Scene(engines, picker, envoy)
+
+
+async def is_idle(scene: Scene, session: aiohttp.ClientSession) -> None:
+    """Wait until the picker holds nothing of any request."""
+
+    async def zero() -> bool:
+        page = await scene.picker.status(session)
+        return page["gateway"]["in_flight"] == 0 and not any(one["in_flight"] for one in page["engines"])
+
+    await eventually_async("the picker's counts are zero", zero)
+
+
+async def test_a_stream_passes_and_the_conversation_keeps_its_engine(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    history = "x" * 20_000
+    for turn in range(4):
+        history += f"turn {turn} " + "y" * 2_000
+        async with session.post(scene.envoy.url + CHAT, json=ask(history)) as response:
+            assert response.status == 200
+            assert response.content_type == "text/event-stream"
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+    mine, other = sorted(scene.got, key=len, reverse=True)
+    assert (len(mine), len(other)) == (4, 0)
+    assert mine[-1].document == ask(history)
+    chosen = next(one for one in scene.engines if one.got and one.got[-1] is mine[-1])
+    assert mine[-1].headers[PICKED] == chosen.name
+    await is_idle(scene, session)
+
+
+async def test_a_body_in_several_frames_arrives_as_it_was_sent(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    body = json.dumps(ask("z" * 300_000)).encode()
+    first_half = asyncio.Event()
+
+    async def frames() -> AsyncIterator[bytes]:
+        yield body[:100_000]
+        first_half.set()
+        yield body[100_000:250_001]
+        yield body[250_001:]
+
+    async with session.post(scene.envoy.url + CHAT, data=frames()) as response:
+        assert response.status == 200 and first_half.is_set()
+        await response.read()
+    [got] = [one for each in scene.got for one in each]
+    assert got.body == body
+    await is_idle(scene, session)
+
+
+async def test_parts_come_as_they_are_made_and_a_client_that_leaves_frees_its_engine(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    left = asyncio.Event()
+
+    async def endless(got: Got, line: Line) -> None:
+        await line.begin()
+        await line.event(delta("a"))
+        await line.gone()
+        left.set()
+
+    for engine in scene.engines:
+        engine.behaviour = endless
+    async with session.post(scene.envoy.url + CHAT, json=ask()) as response:
+        assert b'"content": "a"' in await response.content.readany()
+        page = await scene.picker.status(session)
+        assert sorted(one["in_flight"] for one in page["engines"]) == [0, 1]
+    await left.wait()
+    await is_idle(scene, session)
+    labels = f'engine="{next(one.name for one in scene.engines if one.got)}",model="m",outcome="cancelled",tenant=""'
+    await scene.picker.until_sample(session, f"requests_total{{{labels}}}", 1)
+
+
+async def test_refusals_have_the_shape_of_the_api(scene: Scene, session: aiohttp.ClientSession) -> None:
+    async def refusal(path: str, data: bytes) -> tuple[int, str]:
+        async with session.post(scene.envoy.url + path, data=data) as response:
+            error = (await response.json())["error"]
+            assert error["message"] and response.headers["x-request-id"]
+            return response.status, error["code"]
+
+    assert await refusal(CHAT, b"{") == (400, "invalid_json")
+    assert await refusal(CHAT, json.dumps(ask(model="other")).encode()) == (404, "model_not_found")
+    assert await refusal("/sleep", b"{}") == (404, "unknown_path")
+    assert await refusal(CHAT, b" " * 700_000) == (413, "body_too_large")
+    async with session.post(scene.envoy.url + CHAT, data=slices(b" " * 700_000)) as response:
+        assert response.status == 413
+    for engine in scene.engines:
+        engine.healthy = False
+    await eventually_async("no engine serves", lambda: none_serves(scene, session))
+    assert await refusal(CHAT, json.dumps(ask()).encode()) == (503, "no_engine")
+    assert scene.got == [[], []]
+    await is_idle(scene, session)
+
+
+async def slices(body: bytes) -> AsyncIterator[bytes]:
+    """A body whose length is not told before."""
+    for at in range(0, len(body), 50_000):
+        yield body[at : at + 50_000]
+
+
+async def none_serves(scene: Scene, session: aiohttp.ClientSession) -> bool:
+    """Whether each engine is down."""
+    page = await scene.picker.status(session)
+    return all(one["state"] == "down" for one in page["engines"])
+
+
+@pytest.mark.parametrize("how", ("killed", "frozen"))
+async def test_without_a_picker_requests_go_on(
+    scene: Scene, session: aiohttp.ClientSession, how: str
+) -> None:
+    async def passes(number: int) -> bool | None:
+        """Send one request. Returns whether a picker chose its engine; None if it failed."""
+        async with session.post(scene.envoy.url + CHAT, json=ask(f"number {number}")) as response:
+            await response.read()
+            if response.status != 200:
+                return None
+        [got] = [one for each in scene.got for one in each if one.document == ask(f"number {number}")]
+        return PICKED in got.headers
+
+    numbers = itertools.count()
+
+    async def unpicked() -> bool:
+        return await passes(next(numbers)) is False
+
+    async def picked() -> bool:
+        return bool(await passes(next(numbers)))
+
+    assert await picked()
+    if how == "killed":
+        scene.picker.kill()
+    else:
+        scene.picker.freeze()
+    await eventually_async("Envoy goes on without a picker", unpicked)
+    assert all(await asyncio.gather(*(unpicked() for _ in range(8))))
+    if how == "frozen":
+        scene.picker.thaw()
+        await eventually_async("the picker is asked again", picked)
+        await is_idle(scene, session)

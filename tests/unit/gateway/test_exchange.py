@@ -1,0 +1,201 @@
+"""What the picker answers to Envoy's messages, in any order and to any end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.choosing import Choosing
+from kvstrata.gateway.door import Door
+from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.fleet import Fleet, Place
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.picker import messages
+from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
+from kvstrata.gateway.reading import Reader
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.process.http_gate import Access
+
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 5_000}]}).encode()
+
+
+class Scene:
+    """Two engines, `10.0.0.1:8000` and `10.0.0.2:8000`, and what exchanges share."""
+
+    def __init__(self) -> None:
+        settings = GatewaySettings(policy="ttft")
+        now_s = iter(range(1_000_000)).__next__
+        self.fleet = Fleet(now_s, 0)
+        for engine in self.fleet.set_places(
+            Place(name, Address(f"10.0.0.{number}", 8_000, False)) for number, name in ((1, "a"), (2, "b"))
+        ):
+            self.fleet.up(engine, {"m": {"id": "m"}})
+        self.meters = Meters({}, now_s)
+        self.choosing = Choosing(settings, self.fleet, Residency(now_s), self.meters, now_s)
+        door = Door(Access(settings.http, "t" * 32), now_s, loopback=True)
+        reader = Reader(settings, self.fleet)
+        self.suspected: list[str] = []
+        self.parts = Parts(
+            door,
+            self.fleet,
+            self.meters,
+            self.choosing,
+            reader,
+            lambda one: self.suspected.append(one.name),
+            now_s,
+        )
+        self.held = Held(settings)
+
+    def exchange(self) -> Exchange:
+        """A further request."""
+        return Exchange(self.parts, self.held)
+
+    def assert_idle(self) -> None:
+        """Nothing is held of any request."""
+        assert (self.held.exchanges, self.held.body_bytes) == (0, 0)
+        for engine in self.fleet:
+            assert (engine.in_flight, engine.load.waiting, engine.load.prefill_tokens) == (0, 0, 0)
+
+
+def headers(kind: str = "request_headers", end: bool = False, **values: str) -> Any:
+    """A message with headers; `_` stands for `:`."""
+    names = {"_method": "POST", "_path": "/v1/chat/completions"} if kind == "request_headers" else {}
+    message = pb.ProcessingRequest()
+    target = getattr(message, kind)
+    target.end_of_stream = end
+    for name, value in {**names, **values}.items():
+        target.headers.headers.add(key=name.replace("_", ":"), raw_value=value.encode())
+    return message
+
+
+def part(kind: str, body: bytes, end: bool = False) -> Any:
+    """A message with a part of a body."""
+    message = pb.ProcessingRequest()
+    getattr(message, kind).body = body
+    getattr(message, kind).end_of_stream = end
+    return message
+
+
+def trailers(kind: str) -> Any:
+    """A message with trailers."""
+    message = pb.ProcessingRequest()
+    getattr(message, kind).SetInParent()
+    return message
+
+
+MESSAGES = st.sampled_from(
+    [
+        headers(),
+        headers(end=True),
+        headers(_path="/sleep"),
+        part("request_body", BODY[:100]),
+        part("request_body", BODY, end=True),
+        part("request_body", b"", end=True),
+        trailers("request_trailers"),
+        headers("response_headers", _status="200"),
+        headers("response_headers", _status="503"),
+        headers("response_headers", end=True, _status="204"),
+        part("response_body", b"data: a\n\n"),
+        part("response_body", b"", end=True),
+        trailers("response_trailers"),
+        pb.ProcessingRequest(),
+    ]
+)
+
+
+@given(st.lists(MESSAGES, max_size=12), st.integers(0, 12))
+def test_everything_is_given_back_wherever_a_stream_ends(stream: list[Any], cut: int) -> None:
+    scene = Scene()
+    exchange = scene.exchange()
+    with contextlib.suppress(OutOfTurn):
+        for message in stream[:cut]:
+            exchange.take(message)
+    exchange.end()
+    exchange.end()
+    scene.assert_idle()
+    assert sum(sum(one.outcomes.values()) for one in scene.meters.series.values()) == 1
+
+
+def test_the_body_goes_on_behind_the_choice_in_parts_that_every_proxy_takes() -> None:
+    scene = Scene()
+    exchange = scene.exchange()
+    body = BODY + b" " * 150_000
+    assert exchange.take(headers()) == []
+    assert exchange.take(part("request_body", body[:70_000])) == []
+    assert scene.held.body_bytes == 70_000
+    first, *rest = exchange.take(part("request_body", body[70_000:], end=True))
+    assert scene.held.body_bytes == 0
+    options = first.request_headers.response.header_mutation.set_headers
+    told = {one.header.key: one.header.raw_value.decode() for one in options}[messages.ENDPOINT]
+    assert told in ("10.0.0.1:8000", "10.0.0.2:8000")
+    assert first.dynamic_metadata["envoy.lb"][messages.ENDPOINT] == told
+    pieces = [one.request_body.response.body_mutation.streamed_response for one in rest]
+    assert b"".join(one.body for one in pieces) == body
+    assert [one.end_of_stream for one in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert max(len(one.body) for one in pieces) <= messages.MAX_PART_BYTES
+    assert [one.in_flight for one in scene.fleet if one.place.address.host in told] == [1]
+    exchange.end()
+    scene.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("subset", "allowed"),
+    [
+        (["10.0.0.2:8000"], "10.0.0.2:8000"),
+        (["10.0.0.2:8000, 10.0.0.9:1"], "10.0.0.2:8000"),
+        (["10.0.0.9:8000"], ""),
+        ([], ""),
+    ],
+)
+def test_only_engines_of_the_subset_are_chosen(subset: list[str], allowed: str) -> None:
+    for _ in range(4):
+        scene = Scene()
+        exchange = scene.exchange()
+        head = headers()
+        fields = head.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
+        fields.get_or_create_list(messages.SUBSET).extend(subset)
+        exchange.take(head)
+        reply = exchange.take(part("request_body", BODY, end=True))[0]
+        if allowed:
+            assert reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT] == allowed
+        else:
+            assert reply.immediate_response.status.code == 503
+            assert json.loads(reply.immediate_response.body)["error"]["code"] == "no_engine"
+        exchange.end()
+        scene.assert_idle()
+
+
+def test_another_engine_that_has_answered_gets_the_credit() -> None:
+    scene = Scene()
+    exchange = scene.exchange()
+    exchange.take(headers())
+    reply = exchange.take(part("request_body", BODY, end=True))[0]
+    told = reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT]
+    [other] = [one for one in scene.fleet if one.place.address.host not in told]
+    head = headers("response_headers", _status="200")
+    served = f"{other.place.address.host}:8000"
+    head.metadata_context.filter_metadata["envoy.lb"].update({messages.SERVED: served})
+    exchange.take(head)
+    exchange.take(part("response_body", b"data: a\n\n"))
+    assert {one.name: one.in_flight for one in scene.fleet} == {"a": 0, "b": 0} | {other.name: 1}
+    exchange.take(part("response_body", b"", end=True))
+    scene.assert_idle()
+    assert [labels[2] for labels in scene.meters.series] == [other.name]
+
+
+def test_an_engine_that_envoy_cannot_reach_is_probed_and_taken_for_cold() -> None:
+    scene = Scene()
+    exchange = scene.exchange()
+    exchange.take(headers())
+    exchange.take(part("request_body", BODY, end=True))
+    exchange.take(headers("response_headers", _status="503"))
+    exchange.take(part("response_body", b"no", end=True))
+    assert len(scene.suspected) == 1 and len(scene.choosing.prefixes) == 0
+    scene.assert_idle()
