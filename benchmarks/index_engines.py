@@ -147,7 +147,7 @@ class NativeRegistry(Index):
 
 
 class DiskLog(Index):
-    """The index of the `disk` tier: a log with records of 8 KiB, half of which is the record's header."""
+    """The index of the `disk` tier: a log with records of 8 KiB, each behind a header of 4 KiB."""
 
     own = True
 

@@ -37,11 +37,11 @@ from tests.harness import vllm_model
 from tests.harness.vllm_run import VllmProcess
 
 MODEL = "19m"
-SECONDS = sized(600.0, 3.0)
-FIT_SECONDS = sized(120.0, 3.0)
+SECONDS = sized(600.0, 5.0)
+FIT_SECONDS = sized(120.0, 8.0)
 TOLERANCE, POINTS = 15.0, 2.0
 VOCABULARY = 32_000
-BLOCK_TOKENS, KV_BLOCKS = 32, 800
+BLOCK_TOKENS, KV_BLOCKS = 32, 200
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 MAX_TOKENS = 4096
 GRACE_S, PATIENCE = 240.0, 10
@@ -58,8 +58,8 @@ class Shape(NamedTuple):
     seed: int
 
 
-FIT = Shape(rate=3.0, prefixes=6, prefix_tokens=900, own_tokens=200, answer_tokens=24, seed=1)
-LOAD = Shape(rate=4.0, prefixes=25, prefix_tokens=1200, own_tokens=140, answer_tokens=32, seed=2)
+FIT = Shape(rate=2.0, prefixes=6, prefix_tokens=400, own_tokens=60, answer_tokens=12, seed=1)
+LOAD = Shape(rate=2.5, prefixes=25, prefix_tokens=500, own_tokens=90, answer_tokens=16, seed=2)
 
 Arrival = tuple[float, list[int], int]
 """Seconds from the start, prompt, tokens of the answer."""
@@ -156,7 +156,7 @@ def measure(seconds: float, fit_seconds: float, *, wall: bool = False) -> list[d
         ) as vllm,
     ):
         told = []
-        for each in (arrivals(FIT._replace(seed=3), min(fit_seconds, 5.0)), fit_load, load):
+        for each in (arrivals(FIT._replace(seed=3), min(fit_seconds, 2.0)), fit_load, load):
             vllm.send("serve", arrivals=each, own_time=not wall)
             told.append(vllm.result(GRACE_S + PATIENCE * each[-1][0]))
             vllm.ask("reset_prefix_cache")
