@@ -21,6 +21,7 @@ from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.process.http_gate import Access
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 5_000}]}).encode()
@@ -38,7 +39,9 @@ class Scene:
         ):
             self.fleet.up(engine, {"m": {"id": "m"}})
         self.meters = Meters({}, now_s)
-        self.choosing = Choosing(settings, self.fleet, Residency(now_s), self.meters, now_s)
+        self.choosing = Choosing(
+            POLICIES[settings.policy](), self.fleet, Residency(now_s), self.meters, now_s
+        )
         door = Door(Access(settings.http, "t" * 32), now_s, loopback=True)
         reader = Reader(settings, self.fleet)
         self.suspected: list[str] = []
@@ -110,12 +113,24 @@ MESSAGES = st.sampled_from(
 )
 
 
-@given(st.lists(MESSAGES, max_size=12), st.integers(0, 12))
-def test_everything_is_given_back_wherever_a_stream_ends(stream: list[Any], cut: int) -> None:
+LEGAL = st.tuples(
+    st.just(headers()),
+    st.just(part("request_body", BODY[:100])),
+    st.sampled_from([part("request_body", BODY[100:], end=True), trailers("request_trailers")]),
+    st.sampled_from([headers("response_headers", _status=status) for status in ("200", "404", "503")]),
+    st.just(part("response_body", b"data: a\n\n")),
+    st.sampled_from([part("response_body", b"", end=True), trailers("response_trailers")]),
+)
+
+
+@given(LEGAL, st.integers(0, 6), st.lists(MESSAGES, max_size=3))
+def test_everything_is_given_back_wherever_a_stream_ends(
+    legal: tuple[Any, ...], cut: int, more: list[Any]
+) -> None:
     scene = Scene()
     exchange = scene.exchange()
     with contextlib.suppress(OutOfTurn):
-        for message in stream[:cut]:
+        for message in (*legal[:cut], *more):
             exchange.take(message)
     exchange.end()
     exchange.end()
