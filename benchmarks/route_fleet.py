@@ -145,9 +145,7 @@ def run() -> list[dict[str, Any]]:
                 "p99_s": round(p99(results), 4),
                 "mean_s": round(statistics.fmean(one.ttft_s for one in results), 4),
                 "good": round(good(results), 4),
-                "hit": round(
-                    sum(one.cached for one in results) / sum(len(one.asked.prompt) for one in results), 4
-                ),
+                "hit": round(sum(one.cached for one in results) / sum(one.tokens for one in results), 4),
             }
             for name, results in by.items()
         }
@@ -216,7 +214,7 @@ def burst_figure(by: dict[str, list[Result]]) -> dict[str, Any]:
     """Siblings of one new prefix."""
     computed, loads = {}, {}
     for name, results in by.items():
-        hot = [one for one in results if one.asked.hot]
+        hot = [one for one in results if one.hot]
         engines = collections.Counter(one.engine for one in hot)
         prefills = collections.Counter(one.engine for one in hot if one.cached < BURST_PREFIX // 16 * 16)
         computed[name] = sum(prefills.values()) / SEEDS / len(engines)

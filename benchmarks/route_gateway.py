@@ -38,10 +38,12 @@ FOREVER_S = 1e6
 class Result(NamedTuple):
     """What became of a request."""
 
-    asked: Asked
     engine: str
     ttft_s: float
+    tokens: int
+    """Of the prompt."""
     cached: int
+    hot: bool
 
 
 class Heard:
@@ -178,4 +180,6 @@ class Run:
         cached = request.cached_tokens or 0
         self.choosing.ended(choice, answered=True)
         self.choosing.learn(choice, len(asked.prompt), cached, first_s)
-        self.results.append(Result(asked, choice.engine.name, first_s - asked.at, cached))
+        self.results.append(
+            Result(choice.engine.name, first_s - asked.at, len(asked.prompt), cached, asked.hot)
+        )

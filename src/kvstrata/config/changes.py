@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,8 +13,11 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def value_of(settings: msgspec.Struct, key: str) -> Any:
-    """The value of a dotted key."""
-    return functools.reduce(getattr, key.split("."), settings)
+    """The value of a dotted key; None in a part that is not there."""
+    found: Any = settings
+    for name in key.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 def changes(before: S, after: S) -> set[str]:

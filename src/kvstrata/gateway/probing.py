@@ -171,9 +171,9 @@ class Probing:
             try:
                 status, body = await self._get(engine, "/kv_event_sources")
                 source = source_in(body, engine.place.address.host) if status == 200 else None
-            except ValueError as error:
+            except (ValueError, LinkBroken) as error:
                 self._log.repeated(
-                    300, engine.name, "kv_events_unknown", engine=engine.name, reason=str(error)
+                    30, engine.name, "kv_events_unknown", engine=engine.name, reason=str(error)
                 )
         if not self._listens:
             return

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from tests.harness import envoy as envoy_program
-from tests.harness.envoy import Envoy
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine, delta
 from tests.harness.waiting import eventually_async
+from tests.integration.gateway import envoy as envoy_program
 from tests.integration.gateway.conftest import Start
+from tests.integration.gateway.envoy import Envoy
 from tests.tools import fetch_wheels
 
 pytestmark = pytest.mark.integration
