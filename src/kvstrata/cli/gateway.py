@@ -20,7 +20,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.cli.starting import start
     from kvstrata.config.flags import parse_gateway_flags
     from kvstrata.config.gateway_model import GatewaySettings
-    from kvstrata.gateway.process import plan, run
+    from kvstrata.gateway.plan import plan
+    from kvstrata.gateway.process import run
 
     return start("lmcache-gateway", GatewaySettings, parse_gateway_flags(arguments), restarts, plan, run)
 

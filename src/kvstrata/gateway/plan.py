@@ -1,0 +1,181 @@
+"""Checks a gateway's settings against each other, and reads the files that they name; nothing is opened."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from kvstrata.config.gateway_model import EngineSettings, GatewaySettings, GatewayTenantSettings
+from kvstrata.config.tokens import read_bearer_token
+from kvstrata.errors import ConfigError
+from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
+from kvstrata.gateway.kubernetes import Account
+from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.process.http_gate import is_loopback
+from kvstrata.process.http_token import FIELD, fresh_token
+from kvstrata.process.http_unix import socket_path
+
+NEEDED = "httptools"
+"""Module of the extra `gateway`."""
+PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
+"""Modules of the extra `picker`, and their packages."""
+TTFT = "ttft"
+"""The policy that goes by what engines have cached."""
+
+
+class Plan(NamedTuple):
+    """Checked settings with the keys in their files; nothing is opened yet."""
+
+    settings: GatewaySettings
+    token: str
+    """Of operators; empty for a unix socket."""
+    engines: list[tuple[EngineSettings, str]]
+    """With the key of each; empty: it has none."""
+    tenants: list[tuple[GatewayTenantSettings, str]]
+    tokenizers: dict[str, OwnTokenizer]
+    """By model."""
+    account: Account | None = None
+    """Who asks Kubernetes for engines; None: nobody does."""
+    service_key: str = ""
+    """Of those engines."""
+
+
+def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
+    """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
+    if importlib.util.find_spec(NEEDED) is None:
+        raise ConfigError(
+            f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
+        )
+    http, picker = settings.http, settings.picker
+    _check_picker(settings)
+    on_socket = socket_path(http.host) is not None
+    closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
+    if not (closed or settings.tenants or settings.insecure):
+        raise ConfigError(
+            f"http.host: {http.host!r} is not loopback, and clients need no key: name tenants with keys, or use "
+            "--insecure to serve everybody who reaches this port",
+            field="http.host",
+        )
+    service = settings.engines_from.kubernetes
+    if not settings.engines and service is None:
+        raise ConfigError(
+            "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file",
+            field="engines",
+        )
+    account = Account(service) if service is not None else None
+    service_key = (
+        _key(service.api_key_file, "engines_from.kubernetes.api_key_file") if service is not None else ""
+    )
+    engines = [
+        (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
+    ]
+    _check_names(engines)
+    for i, one in enumerate(settings.engines):
+        if one.url.startswith(DNS) and one.kv_events.startswith("tcp:"):
+            raise ConfigError(
+                f"engines[{i}].kv_events: {one.kv_events!r} is one place, but {one.url!r:.200} stands for several "
+                "engines; leave it empty, so that each is asked",
+                field=f"engines[{i}].kv_events",
+            )
+        if one.kv_events_replay and not one.kv_events.startswith("tcp:"):
+            raise ConfigError(
+                f"engines[{i}].kv_events_replay: needs `kv_events` beside it, as tcp://HOST:PORT",
+                field=f"engines[{i}].kv_events_replay",
+            )
+    tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
+    _refuse_twice("tenants", "name", [one.name for one, _ in tenants])
+    if len({key for _, key in tenants}) < len(tenants):
+        raise ConfigError("tenants: two have the same key; give each its own", field="tenants")
+    _refuse_twice("slo", "name", [one.name for one in settings.slo])
+    for i, slo in enumerate(settings.slo):
+        if slo.shed and (settings.policy != TTFT or not slo.ttft_ms):
+            lacks = f"policy: {TTFT}" if settings.policy != TTFT else f"slo[{i}].ttft_ms"
+            raise ConfigError(f"slo[{i}].shed: needs `{lacks}` too", field=f"slo[{i}].shed")
+    classes = {one.name for one in settings.slo}
+    for i, tenant in enumerate(settings.tenants):
+        if tenant.slo and tenant.slo not in classes:
+            known = ", ".join(sorted(classes)) or "none"
+            raise ConfigError(
+                f"tenants[{i}].slo: no class of service is named {tenant.slo!r}; `slo` has {known}",
+                field=f"tenants[{i}].slo",
+            )
+    token = (
+        "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
+    )
+    return Plan(settings, token, engines, tenants, _tokenizers(settings, made or {}), account, service_key)
+
+
+def _check_picker(settings: GatewaySettings) -> None:
+    picker = settings.picker
+    if not picker.enabled:
+        if picker.only:
+            raise ConfigError(
+                "picker.only: nothing would take requests; set picker.enabled", field="picker.only"
+            )
+        return
+    for module, package in PICKER_NEEDS.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"the picker needs {package}; install it: pip install 'kvstrata[gateway,picker]'",
+                field="picker.enabled",
+            )
+    if bool(picker.tls_cert_file) != bool(picker.tls_key_file):
+        missing = "tls_key_file" if picker.tls_cert_file else "tls_cert_file"
+        raise ConfigError(
+            f"picker.{missing}: a certificate and its key belong together; name both",
+            field=f"picker.{missing}",
+        )
+    if picker.tls_ca_file and not picker.tls_cert_file:
+        raise ConfigError(
+            "picker.tls_ca_file: clients show certificates only over TLS; name tls_cert_file and tls_key_file",
+            field="picker.tls_ca_file",
+        )
+    if not (is_loopback(picker.host) or picker.tls_ca_file or settings.insecure):
+        raise ConfigError(
+            f"picker.host: {picker.host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure "
+            "to answer everybody who reaches this port",
+            field="picker.host",
+        )
+    for i, engine in enumerate(settings.engines):
+        if not engine.url.startswith(DNS) and not endpoint_of(place_of(engine, "").address):
+            raise ConfigError(
+                f"engines[{i}].url: {engine.url!r:.200} names a host, but Envoy must be told an address: write the "
+                f"address, or dns+{engine.url} for all addresses of the name",
+                field=f"engines[{i}].url",
+            )
+
+
+def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:
+    """The tokenizers by model. Raises ConfigError."""
+    wanted = settings.tokens.tokenizers
+    _refuse_twice("tokens.tokenizers", "model", [one.model for one in wanted])
+    found = {}
+    for i, one in enumerate(wanted):
+        kept = made.get(one.model)
+        if kept is None or kept.folder != one.path:
+            kept = OwnTokenizer(one.model, one.path, f"tokens.tokenizers[{i}].path")
+        found[one.model] = kept
+    return found
+
+
+def _key(path: str, field: str) -> str:
+    return read_bearer_token(path, field) if path else ""
+
+
+def _check_names(engines: list[tuple[EngineSettings, str]]) -> None:
+    """Raise ConfigError if two engines are the same, or one has no port."""
+    places = [
+        place_of(msgspec.structs.replace(one, url=one.url.removeprefix(DNS)), key) for one, key in engines
+    ]
+    _refuse_twice("engines", "name", [place.name for place in places])
+    _refuse_twice("engines", "url", [f"{place.address.host}:{place.address.port}" for place in places])
+
+
+def _refuse_twice(field: str, what: str, words: list[str]) -> None:
+    for i, word in enumerate(words):
+        if word in words[:i]:
+            says = f"{field}[{i}].{what}: {word!r:.200} is there twice; leave one out"
+            raise ConfigError(says, field=f"{field}[{i}].{what}")
