@@ -58,16 +58,21 @@ std::size_t KeyTable::cell_of(std::uint64_t key) const noexcept {
   return at;
 }
 
-std::uint32_t KeyTable::find(std::uint64_t key) const noexcept { return cells_[cell_of(key)].block; }
+std::uint32_t KeyTable::find(std::uint64_t key) const noexcept {
+  return cells_[cell_of(key)].block;
+}
 
-void KeyTable::set(std::uint64_t key, std::uint32_t block) noexcept { cells_[cell_of(key)] = {key, block}; }
+void KeyTable::set(std::uint64_t key, std::uint32_t block) noexcept {
+  cells_[cell_of(key)] = {key, block};
+}
 
 void KeyTable::erase(std::uint64_t key) noexcept {
   std::size_t hole = cell_of(key);
   if (cells_[hole].block == kNone) {
     return;
   }
-  // Cells behind the hole move into it unless they would then lie before the cell that their key wants.
+  // Cells behind the hole move into it unless they would then lie before the cell that their key
+  // wants.
   for (std::size_t at = (hole + 1) & mask_; cells_[at].block != kNone; at = (at + 1) & mask_) {
     const std::size_t wanted = cells_[at].key & mask_;
     if (((at - wanted) & mask_) >= ((at - hole) & mask_)) {
@@ -78,7 +83,9 @@ void KeyTable::erase(std::uint64_t key) noexcept {
   cells_[hole].block = kNone;
 }
 
-void KeyTable::clear() noexcept { std::fill(cells_.begin(), cells_.end(), Cell{0, kNone}); }
+void KeyTable::clear() noexcept {
+  std::fill(cells_.begin(), cells_.end(), Cell{0, kNone});
+}
 
 EngineBlocks::EngineBlocks(std::size_t n, std::size_t block_tokens, bool finds)
     : block_tokens_(block_tokens),
@@ -126,7 +133,8 @@ std::ptrdiff_t EngineBlocks::admit(Sequence& sequence, std::size_t known) {
   return static_cast<std::ptrdiff_t>(blocks.size());
 }
 
-bool EngineBlocks::grow(Sequence& sequence, std::size_t tokens, std::vector<std::uint64_t>& removed) {
+bool EngineBlocks::grow(Sequence& sequence, std::size_t tokens,
+                        std::vector<std::uint64_t>& removed) {
   auto& blocks = sequence.blocks;
   const std::size_t wanted = blocks_of(tokens, block_tokens_);
   if (wanted > blocks.size() + free_count_) {
@@ -145,8 +153,8 @@ bool EngineBlocks::grow(Sequence& sequence, std::size_t tokens, std::vector<std:
   return true;
 }
 
-void EngineBlocks::decode(std::span<Decoder> decoders, std::size_t steps, std::vector<Change>& changes,
-                          std::vector<std::uint64_t>& removed) {
+void EngineBlocks::decode(std::span<Decoder> decoders, std::size_t steps,
+                          std::vector<Change>& changes, std::vector<std::uint64_t>& removed) {
   const std::size_t size = block_tokens_;
   const auto first = static_cast<std::ptrdiff_t>(changes.size());
   for (std::size_t number = 0; number < decoders.size(); ++number) {

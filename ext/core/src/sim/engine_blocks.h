@@ -5,7 +5,8 @@
 // 1. Every block is free or has users, never both.
 // 2. A free block with a key can still be found until it is taken for something else; the least
 //    recently freed goes first. Free blocks without a key go before all others.
-// 3. A key may lie in several blocks ("twins"), when requests with one prefix were computed at once.
+// 3. A key may lie in several blocks ("twins"), when requests with one prefix were computed at
+// once.
 //    The block that was stored first is found.
 //
 // Not for use by several threads at once.
@@ -76,13 +77,13 @@ class EngineBlocks {
   std::size_t count() const noexcept { return users_.size(); }
   std::size_t free() const noexcept { return free_count_; }
 
-  // Gives a sequence without blocks the longest prefix of its first `known` tokens that is there, but
-  // not the block of the last token. Returns how many blocks that were, or -1, with nothing changed,
-  // if the free blocks would not suffice for the known tokens.
+  // Gives a sequence without blocks the longest prefix of its first `known` tokens that is there,
+  // but not the block of the last token. Returns how many blocks that were, or -1, with nothing
+  // changed, if the free blocks would not suffice for the known tokens.
   std::ptrdiff_t admit(Sequence& sequence, std::size_t known);
 
-  // Gives a sequence blocks for its first `tokens` tokens, and lets full blocks be found. Appends the
-  // keys that were removed for it. False, with nothing changed, if too few blocks are free.
+  // Gives a sequence blocks for its first `tokens` tokens, and lets full blocks be found. Appends
+  // the keys that were removed for it. False, with nothing changed, if too few blocks are free.
   bool grow(Sequence& sequence, std::size_t tokens, std::vector<std::uint64_t>& removed);
 
   // Grows each sequence by `steps` tokens, as steps of one token each would, one after the other.

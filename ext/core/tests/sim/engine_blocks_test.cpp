@@ -63,8 +63,8 @@ TEST(decoders_open_and_fill_blocks_in_the_order_of_steps) {
   CHECK(!blocks.fits(decoders, 13));
   CHECK(blocks.fits(decoders, 5));
   blocks.decode(decoders, 5, changes, removed);
-  const std::vector<std::vector<std::size_t>> expected{{0, 0, 0}, {0, 1, 1}, {1, 1, 0}, {3, 0, 2},
-                                                       {4, 0, 0}, {4, 1, 2}};
+  const std::vector<std::vector<std::size_t>> expected{{0, 0, 0}, {0, 1, 1}, {1, 1, 0},
+                                                       {3, 0, 2}, {4, 0, 0}, {4, 1, 2}};
   CHECK(changes.size() == expected.size());
   for (std::size_t i = 0; i < changes.size(); ++i) {
     CHECK(changes[i].step == expected[i][0] && changes[i].number == expected[i][1]);
