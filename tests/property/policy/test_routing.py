@@ -247,7 +247,8 @@ def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
     [
         ([], {}, 10.0),
         ([], {"backlog_tokens": 3_000.0}, 13.0),
-        ([], {"running": 2.0}, 30.0),
+        ([], {"backlog_tokens": 3_000.0, "behind_tokens": 4_000}, 14.0),
+        ([], {"running": 2.0}, 10.0),
         ([], {"kv_tokens": 12_000, "context_tokens": 4_000}, 12.0),
         ([Copy(engine="a", tier="l0", tokens=8_000)], {}, 2.0),
         ([Copy(engine="a", tier="l0", tokens=10_000)], {}, 0.001),

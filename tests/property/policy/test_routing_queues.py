@@ -109,6 +109,7 @@ class Counters(RuleBasedStateMachine):
             assert state.requests == len(flights)
             assert state.waiting == len(waiting)
             assert state.prefill_tokens == sum(flight["tokens"] for flight in waiting)
+            assert state.behind_tokens == sum(flight["tokens"] for flight in waiting[1:])
             assert state.inflight_tokens == sum(flight["tokens"] for flight in flights)
             assert state.context_tokens == sum(flight["context"] for flight in flights)
             assert state.running == math.fsum(flight["weight"] for flight in flights if flight["runs"])
@@ -134,9 +135,20 @@ def queue_of(*tokens: int) -> tuple[Queues, EngineState]:
     return queues, state
 
 
-def test_a_queue_drains_at_the_measured_rate() -> None:
-    _, state = queue_of(2_000, 3_000)
-    assert [state.queue_s(now_s) for now_s in (10.0, 11.5, 15.0, 99.0)] == [5.0, 3.5, 0.0, 0.0]
+def test_a_queue_drains_at_the_measured_rate_but_not_past_its_oldest_request() -> None:
+    queues, state = queue_of(2_000, 3_000)
+    assert [state.queue_s(now_s) for now_s in (10.0, 11.5, 15.0, 99.0)] == [5.0, 3.5, 3.0, 3.0]
+    queues.first_token("0", 99.0)
+    assert [state.queue_s(now_s) for now_s in (99.0, 100.5, 103.0)] == [3.0, 1.5, 0.0]
+
+
+def test_engines_that_differ_by_chance_have_one_rate() -> None:
+    rates = Rates(1.0)
+    for number in range(20):
+        for engine, speed in (("a", 1.0), ("b", 1.02), ("c", 0.99), ("slow", 0.25)):
+            rates.observe(engine, 1_000, 1.0 / (speed * (0.9 + 0.01 * number)), 0, float(number))
+    found = {engine: rates.rate(engine, 0, 20.0).tokens_s for engine in ("a", "b", "c", "slow")}
+    assert found["a"] == found["b"] == found["c"] > 3.5 * found["slow"]
 
 
 def test_a_first_token_that_comes_early_or_late_corrects_the_backlog() -> None:

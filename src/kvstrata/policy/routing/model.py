@@ -55,6 +55,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     backlog_tokens: float = 0.0
     """Tokens to be computed before a new request's, estimated at `at_s`; drained at `prefill_tokens_s` since."""
     at_s: float = 0.0
+    behind_tokens: int = 0
+    """Uncached tokens of the waiting requests behind the oldest: as long as that has no first token, these are not
+    computed, whatever the estimate says."""
     prefill_tokens: int = 0
     """Uncached tokens of all requests whose first token has not come, undrained."""
     inflight_tokens: int = 0
@@ -78,7 +81,8 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     def queue_s(self, now_s: float) -> float:
         """Return the seconds until the engine has computed what was sent to it before."""
-        return max(0.0, self.backlog_tokens / self.prefill_tokens_s - max(0.0, now_s - self.at_s))
+        drained_s = self.backlog_tokens / self.prefill_tokens_s - max(0.0, now_s - self.at_s)
+        return max(drained_s, self.behind_tokens / self.prefill_tokens_s)
 
 
 class Fleet(msgspec.Struct, kw_only=True):

@@ -75,6 +75,11 @@ class EngineQueue:
         state.inflight_tokens += flight.uncached_tokens
         state.context_tokens += flight.context_tokens
         state.backlog_tokens += flight.uncached_tokens
+        self._count_behind()
+
+    def _count_behind(self) -> None:
+        oldest = next(iter(self.waiting.values()), 0)
+        self.state.behind_tokens = self.state.prefill_tokens - oldest
 
     def stop_waiting(self, request: str, computed: bool) -> None:
         """Take a request out of those that wait; `computed`: because its first token came."""
@@ -90,6 +95,7 @@ class EngineQueue:
         else:
             beyond = done - tokens if computed else done
         state.backlog_tokens = min(max(0.0, state.prefill_tokens - max(0.0, beyond)), state.prefill_tokens)
+        self._count_behind()
 
     def start_running(self, request: str, weight: float) -> None:
         """Count a request among those that a prefill delays."""

@@ -8,6 +8,8 @@ only if such samples have half of all tokens, and short prompts, whose time is m
 1. At most `MAX_SAMPLES` newest samples are kept for a class, at most `MAX_ENGINES` engines.
 2. A class without samples takes those of the nearest one that has some, the lower of two.
 3. An engine without samples has the median rate of the others; without any it has `assumed_tokens_s`.
+4. An engine has the median rate of all as long as that lies within the middle half of its own samples: engines that
+   are alike must not seem to differ by chance, or the one that seems fastest would get every prompt.
 """
 
 from __future__ import annotations
@@ -44,12 +46,12 @@ def load_class(running: float) -> int:
     return min(MAX_CLASSES - 1, int(max(0.0, running)).bit_length())
 
 
-def weighted_median(samples: list[tuple[float, int]]) -> float:
-    """Return the value at which half of the weight is reached; (value, weight) pairs, at least one."""
-    half, passed = sum(weight for _, weight in samples) / 2, 0
+def weighted_median(samples: list[tuple[float, int]], share: float = 0.5) -> float:
+    """Return the value at which a share of the weight is reached; (value, weight) pairs, at least one."""
+    wanted, passed = share * sum(weight for _, weight in samples), 0
     for value, weight in sorted(samples):
         passed += weight
-        if passed >= half:
+        if passed >= wanted:
             return value
     raise AssertionError("weights are positive")
 
@@ -83,15 +85,18 @@ class Rates:
     def rate(self, engine: str, running: float, now_s: float) -> Rate:
         """Return the engine's rate under a load, by rules 2 and 3."""
         own = self._of(engine, running)
-        if own:
-            tokens_s = weighted_median([(sample.tokens_s, sample.tokens) for sample in own])
-            return Rate(tokens_s, max(0.0, now_s - own[-1].at_s), len(own))
-        others = sorted(
+        rates = sorted(
             weighted_median([(sample.tokens_s, sample.tokens) for sample in self._of(other, running)])
             for other in self._samples
         )
-        tokens_s = others[(len(others) - 1) // 2] if others else self._assumed_tokens_s
-        return Rate(tokens_s, math.inf, 0)
+        usual = rates[(len(rates) - 1) // 2] if rates else self._assumed_tokens_s
+        if not own:
+            return Rate(usual, math.inf, 0)
+        samples = [(sample.tokens_s, sample.tokens) for sample in own]
+        tokens_s = weighted_median(samples)
+        if weighted_median(samples, 0.25) <= usual <= weighted_median(samples, 0.75):
+            tokens_s = usual
+        return Rate(tokens_s, max(0.0, now_s - own[-1].at_s), len(own))
 
     def _of(self, engine: str, running: float) -> deque[Sample]:
         classes = self._samples.get(engine)

@@ -92,12 +92,12 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             rate = engine.prefill_tokens_s
             work = float(uncached)
             backlog = engine.backlog_tokens
-            if backlog:
+            if backlog or engine.behind_tokens:
                 past_s = now_s - engine.at_s
                 if past_s > 0.0:
                     backlog -= past_s * rate
-                if backlog > 0.0:
-                    work += backlog
+                behind = engine.behind_tokens
+                work += backlog if backlog > behind else behind
             kv_tokens = engine.kv_tokens
             if kv_tokens:
                 excess = engine.context_tokens + tokens - kv_tokens
