@@ -212,13 +212,18 @@ def no_reuse_figure(rows: dict[str, dict[str, dict[str, float]]]) -> dict[str, A
 
 def burst_figure(by: dict[str, list[Result]]) -> dict[str, Any]:
     """Siblings of one new prefix."""
-    computed, loads = {}, {}
+    computed, engines_of, loads = {}, {}, {}
     for name, results in by.items():
-        hot = [one for one in results if one.hot]
-        engines = collections.Counter(one.engine for one in hot)
-        prefills = collections.Counter(one.engine for one in hot if one.cached < BURST_PREFIX // 16 * 16)
-        computed[name] = sum(prefills.values()) / SEEDS / len(engines)
-        loads[name] = max(engines.values()) / (len(hot) / ENGINES)
+        size = len(results) // SEEDS
+        prefills, got, busiest = 0, 0, []
+        for seed in range(SEEDS):
+            hot = [one for one in results[seed * size : (seed + 1) * size] if one.hot]
+            engines = collections.Counter(one.engine for one in hot)
+            prefills += sum(one.cached < BURST_PREFIX // 16 * 16 for one in hot)
+            got += len(engines)
+            busiest.append(max(engines.values()) / (len(hot) / ENGINES))
+        computed[name], engines_of[name] = prefills / got, got / SEEDS
+        loads[name] = statistics.fmean(busiest)
     return figure(
         "route_burst",
         value=computed["ttft"],
@@ -228,5 +233,6 @@ def burst_figure(by: dict[str, list[Result]]) -> dict[str, Any]:
         target="≤ 1 for each engine that got it, no engine > 1.5 × the mean",
         ok=computed["ttft"] <= 1 and loads["ttft"] <= 1.5,
         computed_by_policy=computed,
+        engines_by_policy=engines_of,
         busiest_by_policy=loads,
     )
