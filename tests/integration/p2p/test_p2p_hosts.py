@@ -231,6 +231,8 @@ def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> N
         thread.join()
     rig.goes_on(seed=50)
     rig.freed()
+    # An adapter whose engine is just being opened tells no numbers.
+    eventually("both tell their numbers", lambda: rig.reopened(0) and rig.reopened(1))
     assert rig.reopened(0)["devices"] == rig.reopened(1)["devices"] == 0
 
 
