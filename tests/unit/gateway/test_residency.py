@@ -340,16 +340,38 @@ def test_media_are_apart_and_a_restart_leaves_the_servers_chunks_doubtful() -> N
     assert not len(seen.caches.of["l1"])
 
 
-def test_a_denied_block_is_gone_and_one_that_was_stored_meanwhile_stays() -> None:
+def test_a_denied_block_that_was_computed_again_is_gone_with_its_next_removal() -> None:
     seen = Seen()
     prompt = Prompt([1] * 4 + [2] * 4)
     event = msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])
+    removed = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1, 2]}]])
     seen.caches.apply(decoded(event))
-    seen.caches.apply(decoded(event))  # by the request that found nothing
+    seen.caches.apply(decoded(event))  # by the request that found nothing: a removal was not heard
     seen.blocks.denied(prompt.keys(SIZE))
     assert held(seen, prompt) == 2
-    seen.blocks.denied(prompt.keys(SIZE))
+    seen.caches.apply(decoded(removed))
     assert held(seen, prompt) == 0
+
+
+def test_a_block_that_was_evicted_and_computed_between_choice_and_answer_stays() -> None:
+    seen = Seen()
+    prompt = Prompt([1] * 4 + [2] * 4)
+    event = msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])
+    removed = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1, 2]}]])
+    for body in (event, removed, event):
+        seen.caches.apply(decoded(body))
+    seen.blocks.denied(prompt.keys(SIZE))
+    assert held(seen, prompt) == 2
+
+
+def test_a_doubtful_block_that_is_denied_is_gone() -> None:
+    seen = Seen()
+    prompt = Prompt([1] * 4 + [2] * 4)
+    seen.caches.apply(decoded(msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])))
+    seen.caches.doubt()
+    assert held(seen, prompt) == 2
+    seen.blocks.denied(prompt.keys(SIZE))
+    assert held(seen, prompt) == 0 and not len(seen.blocks)
 
 
 def test_what_an_engine_reports_is_known_but_doubtful() -> None:

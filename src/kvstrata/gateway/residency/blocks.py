@@ -5,7 +5,7 @@ was heard before events were lost, and may have been removed unheard.
 
 1. A block counts once for each time that it was stored: engines store it twice if two requests compute it at once, and
    tell each removal.  What was stored before events were lost counts no more once it is stored again.
-2. What is removed, cleared or denied is in neither slot.
+2. What is removed or cleared is in neither slot, and what is denied is not in `doubtful`.
 3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
    orphan and otherwise left out, as are its children.
 4. At most MAX_BLOCKS blocks; beyond them all are forgotten.
@@ -115,11 +115,12 @@ class Blocks:
     def denied(self, keys: bytes) -> None:
         """The engine has computed these blocks although they were taken for cached: a removal was not heard.
 
-        Those whose storing by the same request was heard meanwhile stay.
+        They are there now, since it has computed them; what counts once more than that counts no longer.  Those that
+        were told once stay: their removal and their new storing may both have been heard since the choice.
         """
         gone = {keys[at : at + KEY] for at in range(0, len(keys), KEY)}
-        for known in (self._keys, self._old_keys):
-            self._removed([name for name, key in known.items() if key in gone])
+        self._removed([name for name in self._more if self._keys[name] in gone])
+        self._removed([name for name, key in self._old_keys.items() if key in gone])
         if "doubtful" in self.slots:
             self._registry.evict(self.slots["doubtful"], _tags(keys))
 

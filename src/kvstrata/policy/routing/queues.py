@@ -98,7 +98,7 @@ class EngineQueue:
         self._count_behind()
 
     def start_running(self, request: str, weight: float) -> None:
-        """Count a request among those that a prefill delays."""
+        """Count a request among the running ones."""
         self.weights[request] = weight
         self.state.running = math.fsum(self.weights.values())
 
