@@ -106,6 +106,8 @@ class ScriptedEngine:
         self.behaviour = behaviour
         self._tls = tls
         self.healthy = True
+        self.silent_s = 0.0
+        """Time until it says where it publishes KV events."""
         self.got: list[Got] = []
         """Requests but for probes, in the order of their arrival."""
         self.probes = 0
@@ -169,6 +171,7 @@ class ScriptedEngine:
             entries = [{"id": name, "object": "model"} for name in self.models]
             await line.answer({"object": "list", "data": entries})
         elif got.target == "/kv_event_sources":
+            await asyncio.sleep(self.silent_s)
             await line.answer({"detail": "Not Found"}, 404)
         else:
             self.got.append(got)

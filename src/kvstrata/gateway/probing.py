@@ -21,7 +21,7 @@ from kvstrata.config.gateway_model import EngineSettings, HealthSettings
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.residency.sources import source_in, source_of
+from kvstrata.gateway.residency.sources import Source, source_in, source_of
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
 
@@ -51,8 +51,8 @@ class Probing:
         self._supervisor = supervisor
         self._residency = residency
         self._listens = False
-        self._asked: set[ServingEngine] = set()
-        """Engines that were asked where they publish KV events."""
+        self._asked: dict[ServingEngine, Source | None] = {}
+        """Engines that were asked where they publish KV events, with what the settings said of it then."""
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
         """With the key of each."""
@@ -146,7 +146,7 @@ class Probing:
                     reason = "" if status == 200 else f"/v1/models answers {status}"
                 if not reason:
                     models = _models_in(body)
-                    if self._listens and (engine not in self._asked or engine.state is EngineState.DOWN):
+                    if self._listens and (engine.state is EngineState.DOWN or not self._has_asked(engine)):
                         await self._hear(engine)
                     self._fleet.up(engine, models)
                     return
@@ -164,21 +164,26 @@ class Probing:
         if self._now_s() - engine.answered_s >= self.settings.abandon_s:
             self._fleet.abandon(engine)
 
+    def _has_asked(self, engine: ServingEngine) -> bool:
+        """Whether the engine was asked under the settings that it has now."""
+        return engine in self._asked and self._asked[engine] == engine.place.events
+
     async def _hear(self, engine: ServingEngine) -> None:
         """Listen to the KV events of an engine that begins to serve, if it publishes any."""
         source = engine.place.events
         if source is None:
             try:
-                status, body = await self._get(engine, "/kv_event_sources")
+                # Less than the probe's own time: an engine that does not answer this serves all the same.
+                async with asyncio.timeout(self.settings.timeout_s / 2):
+                    status, body = await self._get(engine, "/kv_event_sources")
                 source = source_in(body, engine.place.address.host) if status == 200 else None
-            except (ValueError, LinkBroken) as error:
-                self._log.repeated(
-                    30, engine.name, "kv_events_unknown", engine=engine.name, reason=str(error)
-                )
+            except (ValueError, LinkBroken, TimeoutError) as error:
+                reason = str(error) or "no answer"
+                self._log.repeated(30, engine.name, "kv_events_unknown", engine=engine.name, reason=reason)
         if not self._listens:
             return
-        known = engine in self._asked
-        self._asked.add(engine)
+        known = self._has_asked(engine)
+        self._asked[engine] = engine.place.events
         if source is None or not source.endpoint:
             self._residency.unwatch(engine.name)
         elif known and source == self._residency.source(engine.name):
@@ -226,7 +231,7 @@ class Probing:
                         await now.wait()
         finally:
             del self._now[engine]
-            self._asked.discard(engine)
+            self._asked.pop(engine, None)
             if engine.name not in self._fleet.engines:
                 self._residency.unwatch(engine.name)
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ import pytest_asyncio
 
 from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.test_faults import at_rest
 
@@ -225,5 +227,45 @@ async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(
         await at_rest(gateway, session)
         assert (await ask("fast"))[0] == 200
         await gateway.until_sample(session, 'slo_requests_total{slo="fast",tenant=""}', 15)
+    finally:
+        gateway.kill()
+
+
+async def test_an_engine_that_does_not_say_where_it_publishes_serves_all_the_same(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with ScriptedEngine("m") as engine:
+        engine.silent_s = 60.0
+        gateway = GatewayProcess(tmp_path, [engine.url], policy="ttft", health={"timeout_s": 1})
+        await asyncio.to_thread(gateway.start)
+        try:
+
+            async def up() -> bool:
+                [row] = (await gateway.status(session))["engines"]
+                return bool(row["state"] == "up")
+
+            await eventually_async("the engine serves", up)
+            assert "kv_events_unknown" in gateway.log.read_text()
+        finally:
+            gateway.kill()
+
+
+async def test_a_reload_changes_whether_an_engine_is_heard(
+    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    gateway = GatewayProcess(tmp_path, [sims[0].url], policy="ttft")
+    gateway.settings["engines"][0]["kv_events"] = "off"
+    await asyncio.to_thread(gateway.start)
+    try:
+        assert not await heard(gateway, session)
+        for setting, wanted in (("", [sims[0].name]), ("off", [])):
+            gateway.settings["engines"][0]["kv_events"] = setting
+            gateway.write()
+            gateway.signal(signal.SIGHUP)
+
+            async def changed(wanted: list[str] = wanted) -> bool:
+                return list(await heard(gateway, session)) == wanted
+
+            await eventually_async(f"kv_events: {setting!r}", changed)
     finally:
         gateway.kill()
