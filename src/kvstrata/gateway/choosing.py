@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
@@ -45,6 +46,18 @@ class Wanted(NamedTuple):
     """Its token ids; None: not known."""
 
 
+class Turn:
+    """When a request has its turn at an engine."""
+
+    period: BusyPeriod | None = None
+    """None: not dispatched."""
+
+    def spoil(self) -> None:
+        """How long its prompt takes tells nothing."""
+        if self.period is not None:
+            self.period.spoil()
+
+
 class Choice(NamedTuple):
     """An engine for a request, and what the engine was like."""
 
@@ -56,14 +69,12 @@ class Choice(NamedTuple):
     """Tokens that it has in its own cache for certain."""
     in_l1: int
     """Tokens that it stored in its server's L1, which are still there."""
-    idle: bool
-    """Whether no other prompt waited there."""
-    running: float
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
     kept: Kept | None
     """For operators; None: too many at once."""
+    turn: Turn
 
 
 class Knows(Protocol):
@@ -139,20 +150,19 @@ class Choosing:
         decision: Decision | None,
         kept: Kept | None,
     ) -> Choice:
-        load, name = engine.load, engine.name
+        name = engine.name
         in_l1 = [copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier == "l1"]
-        exact, idle = knowledge.cached.get(name, 0), not load.waiting
+        exact = knowledge.cached.get(name, 0)
         return Choice(
             wanted,
             engine,
             cached_tokens,
             exact,
             max(in_l1, default=0),
-            idle,
-            load.running,
             self._now_s(),
             decision,
             kept,
+            Turn(),
         )
 
     def _knowledge(self, wanted: Wanted, serving: list[ServingEngine], now_s: float) -> Knowledge:
@@ -202,7 +212,7 @@ class Choosing:
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
-        self._fleet.began(
+        choice.turn.period = self._fleet.began(
             engine, str(wanted.number), max(1, wanted.tokens - choice.cached_tokens), wanted.tokens
         )
         way = choice.decision.way if choice.decision is not None else None
@@ -214,7 +224,7 @@ class Choosing:
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
-        self._fleet.answers(str(wanted.number))
+        self._fleet.answers(engine, str(wanted.number))
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
@@ -223,6 +233,8 @@ class Choosing:
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
         """The request has ended at this engine, however. `answered`: its first token had come."""
+        if not answered:
+            choice.turn.spoil()
         self._fleet.ended(choice.engine, str(choice.wanted.number))
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
@@ -240,16 +252,25 @@ class Choosing:
         if choice.kept is not None:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
-        if choice.idle:
-            # In our own count of tokens, so that no engine can make itself look fast by reporting many.
-            computed = round(wanted.tokens * (1.0 - share))
-            seconds = first_s - choice.at_s
-            loaded = min(cached, choice.in_l1) - choice.cached_exact
-            if loaded > computed:
-                self._fleet.loaded(engine, "l1", loaded, seconds - computed / engine.load.prefill_tokens_s)
-            elif loaded <= 0:
-                self._fleet.computed(engine, computed, seconds, choice.running)
+        self._time(choice, cached, share, first_s)
         if wanted.prompt is not None:
             self._residency.reported(engine.name, wanted.prompt, choice.cached_exact, min(cached, prompt))
         if self.prefixes.mistaken(wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share):
             self._meters.mistaken[engine.name] += 1
+
+    def _time(self, choice: Choice, cached: int, share: float, first_s: float) -> None:
+        """How long computing and loading took."""
+        engine, period = choice.engine, choice.turn.period
+        if period is None:
+            return
+        # In our own count of tokens, so that no engine can make itself look fast by reporting many.
+        computed = round(choice.wanted.tokens * (1.0 - share))
+        loaded = min(cached, choice.in_l1) - choice.cached_exact
+        if loaded > 0:
+            period.spoil()
+            if loaded > computed and period.prompts == 1:
+                seconds = first_s - choice.at_s
+                self._fleet.loaded(engine, "l1", loaded, seconds - computed / engine.load.prefill_tokens_s)
+        busy = period.report(computed)
+        if busy is not None:
+            self._fleet.computed(engine, busy)

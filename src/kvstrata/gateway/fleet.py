@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
+from kvstrata.gateway.busy_periods import Busy, BusyPeriod
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.observability.logging import EventLog
@@ -33,7 +34,7 @@ LEAST_SHARE = 0.25
 ASSUMED_TOKENS_S = 10_000.0
 """Rate at which engines are taken to compute prompts until one has told its tokens."""
 RATED_S = 1.0
-"""Time between two looks at the measured rates, each of which takes some 20 µs for each engine."""
+"""Time between two looks at the measured rates."""
 DNS = "dns+"
 
 
@@ -79,6 +80,8 @@ class ServingEngine:
         """When it answered a probe for the last time, or when the gateway first heard of it."""
         self.waiting: set[asyncio.Timeout] = set()
         """The time limits of requests that wait for its first byte."""
+        self.busy: BusyPeriod | None = None
+        """As long as a prompt waits."""
         self.returned = False
         """Whether it has been down since the gateway knows it."""
 
@@ -164,39 +167,50 @@ class Fleet:
         for limit in list(engine.waiting):
             limit.reschedule(0.0)
 
-    def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> None:
+    def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> BusyPeriod:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""
-        now_s = self._now_s()
+        now_s, load = self._now_s(), engine.load
+        if not load.waiting or engine.busy is None:
+            engine.busy = BusyPeriod(now_s, load.running)
+        engine.busy.add()
         self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s)
         engine.sent += 1
+        return engine.busy
 
-    def computed(self, engine: ServingEngine, tokens: int, seconds: float, running: float) -> None:
-        """A prompt that did not wait took this time until its first token, beside so many running requests."""
+    def computed(self, engine: ServingEngine, busy: Busy) -> None:
+        """The engine has computed prompts."""
         now_s = self._now_s()
         if (
-            self.rates.observe(engine.name, tokens, seconds, running, now_s)
+            self.rates.observe(engine.name, busy.tokens, busy.seconds, busy.running)
             and now_s >= self._rated_s + RATED_S
         ):
             self._rated_s = now_s
-            for each in self.engines.values():  # those without samples get the others' rate
-                rate = self.rates.rate(each.name, each.load.running, now_s)
-                self.queues.rate(each.name, rate.tokens_s, now_s)
+            for each in self.engines.values():
+                self.queues.rate(each.name, self.rates.rate(each.name, each.load.running), now_s)
 
     def measured(self, engine: ServingEngine) -> bool:
         """Whether the engine's own rate was measured."""
-        return self.rates.rate(engine.name, engine.load.running, self._now_s()).samples > 0
+        return self.rates.samples(engine.name) > 0
 
     def loaded(self, engine: ServingEngine, tier: Tier, tokens: int, seconds: float) -> None:
         """A prompt that did not wait had so many tokens loaded from a tier in this time."""
         self.load_rates.observe(engine.name, tier, tokens, seconds)
 
-    def answers(self, number: str) -> None:
+    def answers(self, engine: ServingEngine, number: str) -> None:
         """The first part of a request's answer has come."""
         self.queues.first_token(number, self._now_s())
+        self._rests(engine)
+
+    def _rests(self, engine: ServingEngine) -> None:
+        """End the busy period if no prompt waits any more."""
+        if engine.busy is not None and not engine.load.waiting:
+            engine.busy.end(self._now_s())
+            engine.busy = None
 
     def ended(self, engine: ServingEngine, number: str) -> None:
         """A request that `began` has ended, however."""
         self.queues.ended(number, self._now_s())
+        self._rests(engine)
         if engine in self._leaving and not engine.in_flight:
             self._leaving.remove(engine)
             if engine.name not in self.engines:

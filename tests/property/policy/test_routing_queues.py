@@ -6,13 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstrata.policy.routing.model import EngineState
 from kvstrata.policy.routing.queues import Queues
-from kvstrata.policy.routing.rates import Rates, load_class
 
 NAMES = ["a", "b", "c"]
 REQUESTS = st.integers(0, 9).map(str)
@@ -142,15 +140,6 @@ def test_a_queue_drains_at_the_measured_rate_but_not_past_its_oldest_request() -
     assert [state.queue_s(now_s) for now_s in (99.0, 100.5, 103.0)] == [3.0, 1.5, 0.0]
 
 
-def test_engines_that_differ_by_chance_have_one_rate() -> None:
-    rates = Rates(1.0)
-    for number in range(20):
-        for engine, speed in (("a", 1.0), ("b", 1.02), ("c", 0.99), ("slow", 0.25)):
-            rates.observe(engine, 1_000, 1.0 / (speed * (0.9 + 0.01 * number)), 0, float(number))
-    found = {engine: rates.rate(engine, 0, 20.0).tokens_s for engine in ("a", "b", "c", "slow")}
-    assert found["a"] == found["b"] == found["c"] > 3.5 * found["slow"]
-
-
 def test_a_first_token_that_comes_early_or_late_corrects_the_backlog() -> None:
     queues, state = queue_of(2_000, 3_000)
     queues.first_token("0", 10.5)  # Thought to need 2 s.
@@ -166,42 +155,6 @@ def test_the_first_token_of_a_younger_request_takes_only_its_own_tokens() -> Non
     assert state.queue_s(11.0) == 1.5  # 1,000 done, 500 of them for this request.
 
 
-@given(
-    good=st.floats(500, 50_000),
-    tokens=st.lists(st.integers(1_000, 2_000), min_size=5, max_size=30),
-    wild=st.lists(st.floats(1e-3, 1e3), max_size=2),
-)
-def test_a_few_outliers_do_not_move_a_rate(good: float, tokens: list[int], wild: list[float]) -> None:
-    rates = Rates(1.0)
-    for number, factor in enumerate(wild):
-        rates.observe("a", 1_000, 1_000 / (good * factor), 3, float(number))
-    for each in tokens:
-        rates.observe("a", each, each / good, 2, 10.0)
-    assert rates.rate("a", 3, 12.0).tokens_s == pytest.approx(good)
-
-
-def test_a_rate_has_its_age_and_comes_from_the_nearest_load() -> None:
-    rates = Rates(777.0)
-    assert rates.rate("a", 0, 5.0) == (777.0, math.inf, 0)
-    rates.observe("a", 1_000, 1.0, 0, 5.0)
-    rates.observe("a", 1_000, 2.0, 20, 9.0)
-    assert rates.rate("a", 1, 11.0) == (1_000.0, 6.0, 1)
-    assert rates.rate("a", 100, 11.0) == (500.0, 2.0, 1)
-    rates.observe("b", 1_000, 4.0, 0, 9.0)
-    rates.observe("c", 1_000, 0.5, 0, 9.0)
-    assert rates.rate("new", 0, 9.0) == (1_000.0, math.inf, 0)
-    rates.forget("a")
-    assert rates.rate("a", 0, 9.0).samples == 0
-    assert [load_class(load) for load in (0, 1, 3, 4, 127, 128, 9_999)] == [0, 1, 2, 3, 7, 8, 8]
-
-
-@pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)])
-def test_a_sample_that_says_nothing_is_not_kept(tokens: int, seconds: float) -> None:
-    rates = Rates(1.0)
-    assert not rates.observe("a", tokens, seconds, 0, 1.0)
-    assert rates.rate("a", 0, 1.0).samples == 0
-
-
 def test_bad_numbers_are_refused_and_change_nothing() -> None:
     queues, state = queue_of(100)
     before = repr(state)
@@ -212,6 +165,4 @@ def test_bad_numbers_are_refused_and_change_nothing() -> None:
         queues.dispatched("x", "a", 1, 1, 1.0, math.nan)
     with pytest.raises(ValueError, match="tokens_s: 0"):
         queues.rate("a", 0.0, 1.0)
-    with pytest.raises(ValueError, match="assumed_tokens_s: 0"):
-        Rates(0)
     assert repr(state) == before

@@ -289,12 +289,12 @@ class Exchange:
                     cached_tokens=0,
                     cached_exact=0,
                     in_l1=0,
-                    idle=False,
                     decision=None,
                     kept=None,
                 )
                 self._meter.engine = engine.name
                 choosing.dispatched(self._choice)
+                self._choice.turn.spoil()  # It was sent there before.
                 return
 
     def _answer_part(self, message: Message) -> list[Reply]:

@@ -1,20 +1,29 @@
 """Measures how fast engines compute prompts: tokens a second, by how many requests run meanwhile.
 
-A sample is a prompt whose first token came: the tokens that were computed for it, the seconds from the end of its
-queueing to the first token, and the requests that ran meanwhile.  Samples fall into classes of load by powers of two:
-0, 1, 2-3, 4-7, and so on.  A rate is the median of a class, each sample weighted by its tokens: an outlier moves it
-only if such samples have half of all tokens, and short prompts, whose time is mostly overhead, hardly count.
+A sample is a prompt, or several that shared steps: the tokens that were computed, the seconds from an empty queue to
+the (last) first token, and the requests that ran meanwhile.  Loads fall into classes by powers of two: 0, 1, 2-3, 4-7,
+and so on.  Over all engines
 
-1. At most `MAX_SAMPLES` newest samples are kept for a class, at most `MAX_ENGINES` engines.
-2. A class without samples takes those of the nearest one that has some, the lower of two.
-3. An engine without samples has the median rate of the others; without any it has `assumed_tokens_s`.
-4. An engine has the median rate of all as long as that lies within the middle half of its own samples: engines that
-   are alike must not seem to differ by chance, or the one that seems fastest would get every prompt.
+    seconds = what any first token takes under the load + tokens / usual rate under the load
+
+and the rate of one engine is the usual one times its *factor*:
+
+1. Samples of a load are sorted into cells by powers of two of their tokens.  The line goes through the medians of the
+   cells that have at least `FEWEST` samples, or of all until those tell a slope: outliers move it only if they are
+   half of a cell.
+2. A load that has only short prompts says little of a rate: each load's slope is drawn to that of all loads together,
+   as if `COMMON` usual samples had it.  A load without samples has the line of the nearest that has some, the lower
+   of two.  Without any sample the rate is `assumed_tokens_s`.
+3. An engine's factor is 1 unless more of its samples are faster, or slower, than their cell's median than chance
+   explains; then it is the median of these ratios.  Engines that are alike must not seem to differ, or the one that
+   seems fastest gets every prompt: believing single samples cost a tenth of the 99th percentile of a real trace.
+4. The newest `MAX_SAMPLES` are kept of an engine and of a cell, of at most `MAX_ENGINES` engines.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
@@ -22,23 +31,79 @@ MAX_SAMPLES = 64
 MAX_CLASSES = 9
 """The last has 128 running requests or more."""
 MAX_ENGINES = 4_096
-
-
-class Rate(NamedTuple):
-    """A rate, and what it rests on."""
-
-    tokens_s: float
-    age_s: float
-    """Since the newest sample of the class; infinite for a rate of other engines or an assumed one."""
-    samples: int
+FEWEST = 6
+COMMON = 16
+DEVIATIONS = 2.0
+"""Standard deviations from an even split of its samples beyond which an engine counts as different."""
+MOVED = 0.1
+"""Change of the common rate after which factors are found anew."""
+SETTLED = 16
+"""Samples of an engine after which its factor is found anew with every eighth only."""
 
 
 class Sample(NamedTuple):
-    """One prompt."""
+    """See the module."""
 
-    tokens_s: float
     tokens: int
-    at_s: float
+    seconds: float
+    load: int
+
+
+class Line(NamedTuple):
+    """Seconds to a first token: `latency_s + tokens / tokens_s`."""
+
+    latency_s: float
+    tokens_s: float
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds for a prompt of which so many tokens are computed."""
+        return self.latency_s + tokens / self.tokens_s
+
+
+class Point(NamedTuple):
+    """The medians of a cell."""
+
+    tokens: float
+    seconds: float
+    samples: int
+
+
+class Cell:
+    """The newest samples of all engines under one load and of about one size."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, float]] = deque(maxlen=MAX_SAMPLES)
+        self._point: Point | None = None
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Add a sample."""
+        self._samples.append((tokens, seconds))
+        self._point = None
+
+    def point(self) -> Point:
+        """Return the medians. There is at least one sample."""
+        if self._point is None:
+            tokens = statistics.median(tokens for tokens, _ in self._samples)
+            # Within a cell longer prompts take longer: the median rate stands for the cell, not the median time.
+            rate = statistics.median(tokens / seconds for tokens, seconds in self._samples)
+            self._point = Point(tokens, tokens / rate, len(self._samples))
+        return self._point
+
+    def rate(self) -> float:
+        """Return the median rate."""
+        point = self.point()
+        return point.tokens / point.seconds
+
+
+class Own:
+    """The newest samples of one engine, and its factor."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self.observed = 0
+        self.factor = 1.0
+        self.version = 0
+        """Of the lines that the factor was found with."""
 
 
 def load_class(running: float) -> int:
@@ -46,14 +111,40 @@ def load_class(running: float) -> int:
     return min(MAX_CLASSES - 1, int(max(0.0, running)).bit_length())
 
 
-def weighted_median(samples: list[tuple[float, int]], share: float = 0.5) -> float:
-    """Return the value at which a share of the weight is reached; (value, weight) pairs, at least one."""
-    wanted, passed = share * sum(weight for _, weight in samples), 0
-    for value, weight in sorted(samples):
-        passed += weight
-        if passed >= wanted:
-            return value
-    raise AssertionError("weights are positive")
+def lines_through(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
+    """Return the line of each load, by rule 2; none if the points do not tell a slope."""
+    spreads: dict[int, tuple[float, float, float, float]] = {}
+    samples = squares = products = 0.0
+    for load, points in points_by_load.items():
+        n = float(sum(point.samples for point in points))
+        mean_tokens = sum(point.samples * point.tokens for point in points) / n
+        mean_s = sum(point.samples * point.seconds for point in points) / n
+        square = sum(point.samples * (point.tokens - mean_tokens) ** 2 for point in points)
+        product = sum(
+            point.samples * (point.tokens - mean_tokens) * (point.seconds - mean_s) for point in points
+        )
+        spreads[load] = mean_tokens, mean_s, square, product
+        samples, squares, products = samples + n, squares + square, products + product
+    if squares <= 0.0 or products <= 0.0:
+        return {}
+    common_square = COMMON * squares / samples
+    common_product = common_square * products / squares
+    lines = {}
+    for load, (mean_tokens, mean_s, square, product) in spreads.items():
+        slope = max(0.0, product + common_product) / (square + common_square)
+        # No rate is lower than if the latency were nothing, and none more than four times the common one.
+        slope = min(max(slope, 0.25 * products / squares), mean_s / mean_tokens)
+        lines[load] = Line(mean_s - slope * mean_tokens, 1.0 / slope)
+    return lines
+
+
+def flat(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
+    """Return one rate for all loads, for prompts of one size, or long ones that seem to take less than short ones."""
+    points = [point for points in points_by_load.values() for point in points]
+    tokens = sum(point.samples * point.tokens for point in points)
+    return dict.fromkeys(
+        points_by_load, Line(0.0, tokens / sum(point.samples * point.seconds for point in points))
+    )
 
 
 class Rates:
@@ -62,45 +153,79 @@ class Rates:
     def __init__(self, assumed_tokens_s: float) -> None:
         if not (math.isfinite(assumed_tokens_s) and assumed_tokens_s > 0):
             raise ValueError(f"assumed_tokens_s: {assumed_tokens_s}; it must be a finite number above 0")
-        self._assumed_tokens_s = assumed_tokens_s
-        self._samples: OrderedDict[str, dict[int, deque[Sample]]] = OrderedDict()
-        """By engine, the least recently observed first; then by class."""
+        self._assumed = Line(0.0, assumed_tokens_s)
+        self._engines: OrderedDict[str, Own] = OrderedDict()
+        """The least recently observed first."""
+        self._cells: dict[int, dict[int, Cell]] = {}
+        """By load, then by size."""
+        self._lines: dict[int, Line] = {}
+        """By load; empty: to be found."""
+        self._version = 0
+        self._version_tokens_s = 0.0
+        """A usual rate at this version."""
 
-    def observe(self, engine: str, tokens: int, seconds: float, running: float, now_s: float) -> bool:
+    def observe(self, engine: str, tokens: int, seconds: float, running: float) -> bool:
         """Add a sample; return whether it says anything: a prompt without computed tokens or time does not."""
         if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
             return False
-        classes = self._samples.setdefault(engine, {})
-        self._samples.move_to_end(engine)
-        if len(self._samples) > MAX_ENGINES:
-            self._samples.popitem(last=False)
-        kept = classes.setdefault(load_class(running), deque(maxlen=MAX_SAMPLES))
-        kept.append(Sample(tokens / seconds, tokens, now_s))
+        own = self._engines.setdefault(engine, Own())
+        self._engines.move_to_end(engine)
+        if len(self._engines) > MAX_ENGINES:
+            self._engines.popitem(last=False)
+        load = load_class(running)
+        own.samples.append(Sample(tokens, seconds, load))
+        own.observed += 1
+        if own.observed <= SETTLED or not own.observed % 8:
+            own.version = -1
+        cells = self._cells.setdefault(load, {})
+        cells.setdefault(tokens.bit_length(), Cell()).add(tokens, seconds)
+        self._lines = {}
         return True
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
-        self._samples.pop(engine, None)
+        self._engines.pop(engine, None)
 
-    def rate(self, engine: str, running: float, now_s: float) -> Rate:
-        """Return the engine's rate under a load, by rules 2 and 3."""
-        own = self._of(engine, running)
-        rates = sorted(
-            weighted_median([(sample.tokens_s, sample.tokens) for sample in self._of(other, running)])
-            for other in self._samples
-        )
-        usual = rates[(len(rates) - 1) // 2] if rates else self._assumed_tokens_s
-        if not own:
-            return Rate(usual, math.inf, 0)
-        samples = [(sample.tokens_s, sample.tokens) for sample in own]
-        tokens_s = weighted_median(samples)
-        if weighted_median(samples, 0.25) <= usual <= weighted_median(samples, 0.75):
-            tokens_s = usual
-        return Rate(tokens_s, max(0.0, now_s - own[-1].at_s), len(own))
+    def samples(self, engine: str) -> int:
+        """Return how many samples of the engine are kept."""
+        own = self._engines.get(engine)
+        return len(own.samples) if own is not None else 0
 
-    def _of(self, engine: str, running: float) -> deque[Sample]:
-        classes = self._samples.get(engine)
-        if not classes:
-            return deque()
-        wanted = load_class(running)
-        return classes[min(classes, key=lambda each: (abs(each - wanted), each))]
+    def rate(self, engine: str, running: float) -> float:
+        """Return the engine's rate under a load, in tokens a second."""
+        usual = self._usual(load_class(running))
+        own = self._engines.get(engine)
+        if own is None:
+            return usual.tokens_s
+        if own.version != self._version:
+            own.factor, own.version = self._factor(own.samples), self._version
+        return usual.tokens_s * own.factor
+
+    def _usual(self, load: int) -> Line:
+        if not self._cells:
+            return self._assumed
+        if not self._lines:
+            self._lines = self._found_lines()
+            tokens_s = statistics.median(line.tokens_s for line in self._lines.values())
+            if abs(tokens_s - self._version_tokens_s) > MOVED * self._version_tokens_s:
+                self._version_tokens_s = tokens_s
+                self._version += 1
+        line = self._lines.get(load)
+        return line or self._lines[min(self._lines, key=lambda each: (abs(each - load), each))]
+
+    def _found_lines(self) -> dict[int, Line]:
+        points = {load: [cell.point() for cell in cells.values()] for load, cells in self._cells.items()}
+        full = {load: [one for one in found if one.samples >= FEWEST] for load, found in points.items()}
+        full = {load: found for load, found in full.items() if found}
+        return lines_through(full) or lines_through(points) or flat(points)
+
+    def _factor(self, samples: deque[Sample]) -> float:
+        """By rule 3. A sample that is itself the usual says nothing."""
+        ratios = [
+            one.tokens / one.seconds / self._cells[one.load][one.tokens.bit_length()].rate()
+            for one in samples
+        ]
+        slower, faster = sum(ratio < 1.0 for ratio in ratios), sum(ratio > 1.0 for ratio in ratios)
+        if abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster):
+            return 1.0
+        return statistics.median(ratios)

@@ -1,0 +1,116 @@
+"""Measured rates of engines: what moves them, and what must not."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.policy.routing.rates import Rates, load_class
+
+
+@given(
+    tokens_s=st.floats(500, 50_000),
+    latency_s=st.floats(0, 0.05),
+    tokens=st.lists(st.integers(16, 60_000), min_size=20, max_size=60),
+)
+def test_a_rate_is_the_slope_of_a_line(tokens_s: float, latency_s: float, tokens: list[int]) -> None:
+    rates = Rates(1.0)
+    sizes = [*tokens, 100, 50_000]
+    for each in sizes:
+        assert rates.observe("a", each, latency_s + each / tokens_s, 0)
+    usual = latency_s / sum(sizes) * len(sizes) + 1 / tokens_s  # Each token's share, latency included.
+    # Cells stand by their medians, so a line is found again but for the spread within cells.
+    assert 0.8 / tokens_s <= 1 / rates.rate("a", 0) <= 1.25 * usual
+
+
+def test_short_prompts_say_little_of_a_rate() -> None:
+    rates = Rates(1.0)
+    for number in range(40):
+        rates.observe("a", 1_000 * (1 + number % 20), 0.02 + 0.05 * (1 + number % 20), 0)
+    for number in range(40):
+        rates.observe("a", 20 + number % 9, 0.1, 8)
+    assert rates.rate("a", 0) == pytest.approx(20_000, rel=0.05)
+    assert rates.rate("a", 8) == pytest.approx(20_000, rel=0.25), (
+        "20 tokens in 0.1 s are not 200 tokens a second"
+    )
+
+
+@given(
+    wild=st.lists(st.tuples(st.integers(1, 40_000), st.floats(1e-3, 1e3)), max_size=3),
+    seed=st.integers(0, 999),
+)
+def test_a_few_outliers_do_not_move_a_rate(wild: list[tuple[int, float]], seed: int) -> None:
+    draw = random.Random(seed)
+    rates = Rates(1.0)
+    for size in (300, 3_000, 24_000):
+        for _ in range(9):
+            tokens = round(size * draw.uniform(0.9, 1.1))
+            rates.observe("abc"[draw.randrange(3)], tokens, 0.01 + tokens / 20_000, 2)
+    before = rates.rate("a", 2)
+    for tokens, seconds in wild:
+        rates.observe("b", tokens, seconds, 2)
+    assert rates.rate("a", 2) == pytest.approx(before, rel=0.1)
+
+
+@given(seed=st.integers(0, 999))
+def test_engines_that_differ_by_chance_have_one_rate_and_a_slow_one_its_own(seed: int) -> None:
+    draw = random.Random(seed)
+    rates = Rates(1.0)
+    for _ in range(60):
+        for engine, speed in (("a", 1.0), ("b", 1.0), ("c", 1.0), ("slow", 0.25)):
+            tokens = round(math.exp(draw.uniform(3, 10)))
+            seconds = (0.01 + tokens / 20_000) / speed * draw.uniform(0.8, 1.2)
+            rates.observe(engine, tokens, seconds, draw.choice([0, 3, 9]))
+    found = {engine: rates.rate(engine, 3) for engine in ("a", "b", "c", "slow", "new")}
+    assert found["slow"] == pytest.approx(0.25 * found["new"], rel=0.4)
+    for engine in "abc":
+        assert found[engine] == pytest.approx(found["new"], rel=0.15)
+
+
+def test_a_single_sample_makes_no_engine_different() -> None:
+    rates = Rates(1.0)
+    for number in range(30):
+        for engine in ("a", "b"):
+            rates.observe(engine, 1_000 + number, 0.1, 0)
+    rates.observe("c", 500, 5.0, 0)
+    rates.observe("d", 500, 0.001, 0)
+    assert rates.rate("c", 0) == rates.rate("d", 0) == rates.rate("a", 0) == rates.rate("new", 0)
+    assert (rates.samples("c"), rates.samples("new")) == (1, 0)
+
+
+def test_a_rate_comes_from_the_nearest_load() -> None:
+    rates = Rates(777.0)
+    assert rates.rate("a", 0) == 777.0
+    for tokens in (1_000, 2_000, 4_000, 8_000, 16_000) * 20:
+        rates.observe("a", tokens, tokens / 1_000, 0)
+        rates.observe("a", tokens, tokens / 500, 20)
+    assert rates.rate("a", 1) == pytest.approx(1_000, rel=0.2)
+    assert rates.rate("a", 100) == pytest.approx(500, rel=0.2)
+    assert [load_class(load) for load in (0, 1, 3, 4, 127, 128, 9_999)] == [0, 1, 2, 3, 7, 8, 8]
+
+
+def test_a_forgotten_engine_has_the_usual_rate() -> None:
+    rates = Rates(1.0)
+    for number in range(20):
+        rates.observe("a", 1_000 + number, 1.0, 0)
+        rates.observe("b", 1_000 + number, 1.1, 0)
+        rates.observe("slow", 1_000 + number, 10.0, 0)
+    assert rates.rate("slow", 0) < 0.2 * rates.rate("a", 0)
+    rates.forget("slow")
+    assert rates.rate("slow", 0) == rates.rate("new", 0)
+
+
+@pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)])
+def test_a_sample_that_says_nothing_is_not_kept(tokens: int, seconds: float) -> None:
+    rates = Rates(1.0)
+    assert not rates.observe("a", tokens, seconds, 0)
+    assert rates.samples("a") == 0
+
+
+def test_the_assumed_rate_must_be_one() -> None:
+    with pytest.raises(ValueError, match="assumed_tokens_s: 0"):
+        Rates(0)
