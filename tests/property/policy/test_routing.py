@@ -62,6 +62,8 @@ def engine(name: str, **more: Any) -> st.SearchStrategy[EngineState]:
         "healthy": st.booleans(),
         "backlog_tokens": st.floats(0, 1e6),
         "at_s": st.floats(NOW_S - 100, NOW_S + 1),
+        "behind_tokens": st.integers(0, 10**6),
+        "moved_s": st.none() | st.floats(NOW_S - 1_000, NOW_S + 1),
         "prefill_tokens": st.integers(0, 10**6),
         "inflight_tokens": st.integers(0, 10**7),
         "requests": st.integers(0, 300),

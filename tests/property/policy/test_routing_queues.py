@@ -135,9 +135,23 @@ def queue_of(*tokens: int) -> tuple[Queues, EngineState]:
 
 def test_a_queue_drains_at_the_measured_rate_but_not_past_its_oldest_request() -> None:
     queues, state = queue_of(2_000, 3_000)
-    assert [state.queue_s(now_s) for now_s in (10.0, 11.5, 15.0, 99.0)] == [5.0, 3.5, 3.0, 3.0]
+    assert [state.queue_s(now_s) for now_s in (10.0, 11.5, 14.0, 15.0)] == [5.0, 3.5, 3.0, 3.0]
     queues.first_token("0", 99.0)
-    assert [state.queue_s(now_s) for now_s in (99.0, 100.5, 103.0)] == [3.0, 1.5, 0.0]
+    assert [state.queue_s(now_s) for now_s in (99.0, 100.5, 102.0)] == [3.0, 1.5, 0.0]
+
+
+def test_an_engine_that_is_late_is_expected_to_take_as_long_again() -> None:
+    queues, state = queue_of(2_000, 3_000)
+    assert [state.queue_s(now_s) for now_s in (15.0, 16.0, 75.0)] == [3.0, 4.0, 63.0]
+    queues.dispatched("2", "a", 10_000, 10_000, 75.0)
+    assert state.queue_s(75.0) == 13.0 + 50.0
+    queues.first_token("0", 75.0)
+    assert state.queue_s(75.0) == 13.0
+    for request in "012":
+        queues.ended(request, 75.0)
+    assert state.queue_s(999.0) == 0.0
+    queues.dispatched("3", "a", 1_000, 1_000, 1_000.0)
+    assert [state.queue_s(now_s) for now_s in (1_000.0, 1_001.0, 1_003.0)] == [1.0, 0.0, 2.0]
 
 
 def test_a_first_token_that_comes_early_or_late_corrects_the_backlog() -> None:

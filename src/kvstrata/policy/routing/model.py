@@ -58,6 +58,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     behind_tokens: int = 0
     """Uncached tokens of the waiting requests behind the oldest: as long as that has no first token, these are not
     computed, whatever the estimate says."""
+    moved_s: float | None = None
+    """When a first token came for the last time, or when a request found none waiting. None: not known."""
     prefill_tokens: int = 0
     """Uncached tokens of all requests whose first token has not come, undrained."""
     inflight_tokens: int = 0
@@ -80,9 +82,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Tiers without a path cannot be loaded from."""
 
     def queue_s(self, now_s: float) -> float:
-        """Return the seconds until the engine has computed what was sent to it before."""
-        drained_s = self.backlog_tokens / self.prefill_tokens_s - max(0.0, now_s - self.at_s)
-        return max(drained_s, self.behind_tokens / self.prefill_tokens_s)
+        """Return the seconds until the engine has computed what was sent to it before.
+
+        An engine that should have computed all of it, and has not, is expected to need as long again as it is late.
+        """
+        rate = self.prefill_tokens_s
+        drained_s = self.backlog_tokens / rate - max(0.0, now_s - self.at_s)
+        queue_s = max(drained_s, self.behind_tokens / rate)
+        if self.waiting and self.moved_s is not None:
+            queue_s += max(0.0, now_s - self.moved_s - self.prefill_tokens / rate)
+        return queue_s
 
 
 class Fleet(msgspec.Struct, kw_only=True):

@@ -64,9 +64,11 @@ class EngineQueue:
                 state.backlog_tokens = max(0.0, state.backlog_tokens - computed)
             state.at_s = now_s
 
-    def add(self, request: str, flight: InFlight) -> None:
+    def add(self, request: str, flight: InFlight, now_s: float) -> None:
         """Reserve for a new request."""
         state = self.state
+        if not state.waiting:
+            state.moved_s = now_s
         self.requests.add(request)
         self.waiting[request] = flight.uncached_tokens
         state.requests += 1
@@ -166,7 +168,7 @@ class Queues:
             return False
         queue.drain(now_s)
         flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens, weight)
-        queue.add(request, flight)
+        queue.add(request, flight, now_s)
         return True
 
     def first_token(self, request: str, now_s: float) -> bool:
@@ -177,6 +179,7 @@ class Queues:
         flight.running = True
         flight.engine.drain(now_s)
         flight.engine.stop_waiting(request, computed=True)
+        flight.engine.state.moved_s = now_s
         flight.engine.start_running(request, flight.weight)
         return True
 

@@ -92,12 +92,17 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
             rate = engine.prefill_tokens_s
             work = float(uncached)
             backlog = engine.backlog_tokens
-            if backlog or engine.behind_tokens:
+            if backlog or engine.waiting:
                 past_s = now_s - engine.at_s
                 if past_s > 0.0:
                     backlog -= past_s * rate
                 behind = engine.behind_tokens
                 work += backlog if backlog > behind else behind
+                moved_s = engine.moved_s
+                if moved_s is not None and engine.waiting:
+                    late = (now_s - moved_s) * rate - engine.prefill_tokens
+                    if late > 0.0:
+                        work += late
             kv_tokens = engine.kv_tokens
             if kv_tokens:
                 excess = engine.context_tokens + tokens - kv_tokens
