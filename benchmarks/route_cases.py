@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
@@ -84,6 +85,7 @@ def name_of(policy: Contender) -> str:
     return policy.name if isinstance(policy, Outside) else policy_name(policy)
 
 
+@functools.lru_cache(4)
 def drawn(case: Case, seed: int, requests: int, engines: int, level: float) -> list[Asked]:
     """The requests of one draw, at a share of what the engines could serve."""
     draw = random.Random(seed)
