@@ -7,12 +7,14 @@ import math
 import os
 import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from benchmarks.common import percentile, sized
+from benchmarks.route_dynamo import grid as dynamo_grid
 from benchmarks.route_gateway import Death, Outside, Result, Run
 from benchmarks.route_loads import LOADS, Asked, at_rate, trace
 from kvstrata.policy.routing.choose import POLICIES, AnyPolicy, policy_name
@@ -22,6 +24,8 @@ from kvstrata.policy.routing.lmetric import Lmetric
 from kvstrata.policy.routing.mooncake_conductor import MooncakeConductor
 from kvstrata.policy.routing.smg import Smg
 from kvstrata.testing.engine_sim.engine_model import EngineModel
+
+Contender = AnyPolicy | Outside
 
 ENGINES = sized(8, 3)
 REQUESTS = sized(500, 40)
@@ -36,7 +40,7 @@ GOOD_S = 1.0
 """A request whose first token comes later is not good."""
 TRACE = os.environ.get("KVSTRATA_TRACE", "")
 MODEL = EngineModel()
-GRIDS: dict[str, list[AnyPolicy]] = {
+GRIDS: dict[str, Sequence[Contender]] = {
     "least_loaded": [POLICIES["least_loaded"]()],
     "session": [POLICIES["session"]()],
     "dynamo": [
@@ -50,7 +54,7 @@ GRIDS: dict[str, list[AnyPolicy]] = {
     "smg": [Smg(), Smg(cache_threshold=0.3), Smg(balance_abs_threshold=8), Smg(balance_rel_threshold=1.5)],
     "mooncake_conductor": [MooncakeConductor(), MooncakeConductor(balancing_threshold=1.5)],
 }
-"""The rivals' knobs that are tried."""
+"""The knobs that are tried of our versions of rivals."""
 
 
 class Case(NamedTuple):
@@ -65,8 +69,6 @@ class Case(NamedTuple):
     """Whether the first engine is killed, and comes back with an empty cache."""
 
 
-Contender = AnyPolicy | Outside
-
 REUSE = {
     "conversations": Case("conversations"),
     "shared": Case("shared"),
@@ -78,6 +80,13 @@ REUSE = {
     **({"trace": Case("trace")} if TRACE else {}),
 }
 OTHERS = {"none": Case("none"), "burst": Case("burst")}
+
+
+def knobs_of(policy: Contender) -> dict[str, Any]:
+    """The knobs that a policy has."""
+    knobs: dict[str, Any]
+    knobs = dict(policy.knobs) if isinstance(policy, Outside) else msgspec.to_builtins(policy)
+    return knobs
 
 
 def name_of(policy: Contender) -> str:
@@ -120,14 +129,15 @@ def good(results: list[Result]) -> float:
     return sum(one.ttft_s <= GOOD_S for one in results) / len(results)
 
 
-def tuned() -> list[AnyPolicy]:
+def tuned() -> list[Contender]:
     """Each rival with the knobs that were best on the training seed."""
     cases = [REUSE["conversations"], REUSE["shared"], REUSE["agents"], OTHERS["none"]]
 
-    def loss(policy: AnyPolicy) -> float:
+    def loss(policy: Contender) -> float:
         return sum(math.log(p99(served(policy, case, SEED + 1_000, TRAINED))) for case in cases)
 
-    return [grid[0] if len(grid) == 1 or not TUNES else min(grid, key=loss) for grid in GRIDS.values()]
+    grids = [grid for grid in (*GRIDS.values(), dynamo_grid()) if grid]
+    return [grid[0] if len(grid) == 1 or not TUNES else min(grid, key=loss) for grid in grids]
 
 
 def row(results: list[Result]) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 Eight engines (an 8B model on an H100, by computed times) at 85 % of what they could serve if every prefix that was seen
 were cached.  The walk is the gateway's own code (benchmarks/route_gateway.py).  The rivals are our versions of their
-published formulas, each with the knobs that were best on loads of other seeds; `ttft` has no knobs, and was not changed
-after it had seen these seeds.
+published formulas, and Dynamo itself (benchmarks/route_dynamo.py), each with the knobs that were best on loads of other
+seeds; `ttft` has no knobs, and was not changed after it had seen these seeds.
 
     _p99_ttft   99th percentile of the time to the first token, beside the best rival's, geometric mean over the loads
                 with reuse: conversations, shared system prompts, agents, one engine four times slower, events late by
@@ -25,8 +25,6 @@ import math
 import statistics
 from typing import Any
 
-import msgspec
-
 from benchmarks.common import figure
 from benchmarks.route_cases import (
     ENGINES,
@@ -36,6 +34,7 @@ from benchmarks.route_cases import (
     SEED,
     SEEDS,
     Contender,
+    knobs_of,
     name_of,
     row,
     served,
@@ -44,7 +43,7 @@ from benchmarks.route_cases import (
 from benchmarks.route_gateway import Result
 from benchmarks.route_loads import BURST_PREFIX
 from benchmarks.route_oracle import Oracle
-from kvstrata.policy.routing.choose import POLICIES, policy_name
+from kvstrata.policy.routing.choose import POLICIES
 
 Rows = dict[str, dict[str, dict[str, float]]]
 """By load and policy."""
@@ -53,17 +52,16 @@ ORACLE = Oracle.name
 
 def run() -> list[dict[str, Any]]:
     """Serve all loads by all policies."""
-    policies = [POLICIES["ttft"](), *tuned()]
-    contenders: list[Contender] = [*policies, Oracle()]
+    policies: list[Contender] = [POLICIES["ttft"](), *tuned(), Oracle()]
     found: dict[str, dict[str, list[Result]]] = {}
     for name, case in {**REUSE, **OTHERS}.items():
         found[name] = {
             name_of(policy): [
                 one for seed in range(SEEDS) for one in served(policy, case, SEED + seed, REQUESTS)
             ]
-            for policy in contenders
+            for policy in policies
         }
-    knobs = {policy_name(policy): msgspec.to_builtins(policy) for policy in policies}
+    knobs = {name_of(policy): knobs_of(policy) for policy in policies}
     rows = {load: {name: row(results) for name, results in by.items()} for load, by in found.items()}
     return [
         *reuse_figures(rows, knobs),

@@ -60,6 +60,13 @@ class Outside:
     """A choice that is not the gateway's; it hears what it needs. Base of those that need less."""
 
     name = ""
+    knobs: Mapping[str, str] = {}
+
+    def begin(self, names: list[str]) -> None:
+        """A run begins, with these engines."""
+
+    def finish(self) -> None:
+        """It has ended, also by an error."""
 
     def engine_for(self, engines: Mapping[str, SimEngine], request: SimRequest, at_ps: int) -> str:
         """The name of the engine that gets a request. The engines are those that may; look at them, change nothing."""
@@ -67,6 +74,9 @@ class Outside:
 
     def event(self, engine: str, encoded: bytes) -> None:
         """A batch of an engine's KV events has come."""
+
+    def lost(self, engine: str) -> None:
+        """A batch was lost on its way."""
 
     def gone(self, engine: str) -> None:
         """An engine was killed; its requests have ended."""
@@ -148,6 +158,15 @@ class Run:
 
     def serve(self, load: list[Asked]) -> list[Result]:
         """Serve a load to its end."""
+        if self.outside is None:
+            return self._serve(load)
+        self.outside.begin(list(self.engines))
+        try:
+            return self._serve(load)
+        finally:
+            self.outside.finish()
+
+    def _serve(self, load: list[Asked]) -> list[Result]:
         turns: list[tuple[float, Callable[[], None]]] = []
         for number, asked in enumerate(load):
             turns.append((asked.at, functools.partial(self._send, number, asked, asked.at)))
@@ -249,6 +268,8 @@ class Run:
             self.now_s = max(self.now_s, at_s)
             if batch is None:
                 self.index.caches[name].doubt()
+                if self.outside is not None:
+                    self.outside.lost(name)
             else:
                 encoded = msgspec.msgpack.encode(batch)
                 self.index.caches[name].apply(decoded(encoded))
