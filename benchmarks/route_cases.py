@@ -18,7 +18,6 @@ from benchmarks.route_dynamo import grid as dynamo_grid
 from benchmarks.route_gateway import Death, Outside, Result, Run
 from benchmarks.route_loads import LOADS, Asked, at_rate, trace
 from kvstrata.policy.routing.choose import POLICIES, AnyPolicy, policy_name
-from kvstrata.policy.routing.dynamo import Dynamo
 from kvstrata.policy.routing.llmd import GUIDE, Llmd
 from kvstrata.policy.routing.lmetric import Lmetric
 from kvstrata.policy.routing.mooncake_conductor import MooncakeConductor
@@ -43,12 +42,6 @@ MODEL = EngineModel()
 GRIDS: dict[str, Sequence[Contender]] = {
     "least_loaded": [POLICIES["least_loaded"]()],
     "session": [POLICIES["session"]()],
-    "dynamo": [
-        Dynamo(
-            overlap_score_credit=credit, overlap_score_credit_decay=decay, decode_active_request_weight=weight
-        )
-        for credit, decay, weight in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 0, 8))
-    ],
     "lmetric": [Lmetric(), Lmetric(count_queued=True)],
     "llmd": [Llmd(), GUIDE, Llmd(prefix_weight=5), Llmd(prefix_weight=2, token_load_weight=2)],
     "smg": [Smg(), Smg(cache_threshold=0.3), Smg(balance_abs_threshold=8), Smg(balance_rel_threshold=1.5)],
@@ -136,7 +129,7 @@ def tuned() -> list[Contender]:
     def loss(policy: Contender) -> float:
         return sum(math.log(p99(served(policy, case, SEED + 1_000, TRAINED))) for case in cases)
 
-    grids = [grid for grid in (*GRIDS.values(), dynamo_grid()) if grid]
+    grids = [*GRIDS.values(), dynamo_grid()]
     return [grid[0] if len(grid) == 1 or not TUNES else min(grid, key=loss) for grid in grids]
 
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import zmq
 
 from benchmarks.common import NotHere, sized
 from benchmarks.route_gateway import Outside
+from kvstrata.policy.routing.dynamo import Dynamo as DynamoFormula
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.kv_events import KIND, MEDIUM, BlockStored, KVEventBatch
 from kvstrata.testing.engine_sim.requests import SimRequest
@@ -154,13 +155,12 @@ class Dynamo(Outside):
     def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._loop.run_until_complete(work)
 
-    def event(self, engine: str, encoded: bytes) -> None:
-        """Publish a batch."""
-        self._workers[engine].publish(encoded)
-
-    def lost(self, engine: str) -> None:
-        """A batch was lost on its way: its number is missing."""
-        self._workers[engine].sent += 1
+    def event(self, engine: str, encoded: bytes | None) -> None:
+        """Publish a batch; the number of a lost one is missing."""
+        if encoded is None:
+            self._workers[engine].sent += 1
+        else:
+            self._workers[engine].publish(encoded)
 
     def gone(self, engine: str) -> None:
         """The worker is deleted, as by Dynamo's discovery."""
@@ -194,10 +194,10 @@ KNOBS: list[dict[str, str]] = [
     {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "2", "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY": "1"},
     {"DYN_ROUTER_DECODE_ACTIVE_REQUEST_WEIGHT": "8"},
 ]
-"""Those that its formula is tried with in benchmarks/route_cases.py."""
+"""Those that are tried."""
 
 
-def grid() -> list[Outside]:
-    """The service with each set of knobs; empty with `--small`."""
+def grid() -> Sequence[Outside | DynamoFormula]:
+    """The service with each set of knobs; with `--small` our version of its formula."""
     service = service_type()
-    return [] if service is None else [Dynamo(service, knobs) for knobs in KNOBS]
+    return [DynamoFormula()] if service is None else [Dynamo(service, knobs) for knobs in KNOBS]

@@ -72,11 +72,8 @@ class Outside:
         """The name of the engine that gets a request. The engines are those that may; look at them, change nothing."""
         raise NotImplementedError
 
-    def event(self, engine: str, encoded: bytes) -> None:
-        """A batch of an engine's KV events has come."""
-
-    def lost(self, engine: str) -> None:
-        """A batch was lost on its way."""
+    def event(self, engine: str, encoded: bytes | None) -> None:
+        """A batch of an engine's KV events has come; None: it was lost on its way."""
 
     def gone(self, engine: str) -> None:
         """An engine was killed; its requests have ended."""
@@ -183,7 +180,6 @@ class Run:
         return self.results
 
     def _send(self, number: int, asked: Asked, at_s: float, again: str = "") -> None:
-        prompt = Prompt(asked.prompt)
         request = SimRequest(f"{number}{again}", asked.prompt, answer=asked.answer)
         at_ps = int(at_s * PS_PER_S)
         made_by = ""
@@ -196,10 +192,11 @@ class Run:
             model=MODEL,
             tokens=len(asked.prompt),
             session=asked.session,
-            keys=keys_of((), prompt.tokens.tobytes()),
-            prompt=prompt,
             made_by=made_by,
         )
+        if self.outside is None:
+            prompt = Prompt(asked.prompt)
+            wanted = wanted._replace(keys=keys_of((), prompt.tokens.tobytes()), prompt=prompt)
         choice = self.choosing.choose(wanted)
         assert choice is not None
         self.choosing.dispatched(choice)
@@ -266,15 +263,13 @@ class Run:
         while self._coming and self._coming[0][0] <= until_s:
             at_s, _, name, batch = heapq.heappop(self._coming)
             self.now_s = max(self.now_s, at_s)
-            if batch is None:
+            encoded = None if batch is None else msgspec.msgpack.encode(batch)
+            if self.outside is not None:
+                self.outside.event(name, encoded)
+            elif encoded is None:
                 self.index.caches[name].doubt()
-                if self.outside is not None:
-                    self.outside.lost(name)
             else:
-                encoded = msgspec.msgpack.encode(batch)
                 self.index.caches[name].apply(decoded(encoded))
-                if self.outside is not None:
-                    self.outside.event(name, encoded)
 
     def _ended(self, asked: Asked, choice: Choice, request: SimRequest, *, cut: bool = False) -> None:
         del self._under_way[request.name]
