@@ -2,13 +2,15 @@
 
 Eight engines (an 8B model on an H100, by computed times) at 85 % of what they could serve if every prefix that was seen
 were cached.  The walk is the gateway's own code (benchmarks/route_gateway.py).  The rivals are our versions of their
-published formulas, each with the knobs that were best on loads of other seeds; `ttft` has no knobs, and was not changed
-after it had seen these seeds.
+published formulas, and Dynamo itself (benchmarks/route_dynamo.py), each with the knobs that were best on loads of other
+seeds; `ttft` has no knobs, and was not changed after it had seen these seeds.
 
     _p99_ttft   99th percentile of the time to the first token, beside the best rival's, geometric mean over the loads
                 with reuse: conversations, shared system prompts, agents, one engine four times slower, events late by
-                2 s, a tenth of the events lost; with `KVSTRATA_TRACE=FILE` also a published trace
+                2 s, a tenth of the events lost, one engine killed; with `KVSTRATA_TRACE=FILE` also a published trace
     _goodput    share of the requests whose first token came within a second, beside the best rival's, mean over them
+    _regret     mean time to the first token beside an oracle's, geometric mean over all loads but the burst: the oracle
+                simulates each engine as it really is before each choice (benchmarks/route_oracle.py)
     _no_reuse   prompts without anything in common: 99th percentile beside `least_loaded`
     _burst      many siblings of one new prefix within a second: how often an engine computed the prefix, and the
                 siblings of the busiest engine beside the mean
@@ -20,152 +22,70 @@ from __future__ import annotations
 
 import collections
 import math
-import os
-import random
 import statistics
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
+from benchmarks.common import figure
+from benchmarks.route_cases import (
+    ENGINES,
+    OTHERS,
+    REQUESTS,
+    REUSE,
+    SEED,
+    SEEDS,
+    Contender,
+    knobs_of,
+    name_of,
+    row,
+    served,
+    tuned,
+)
+from benchmarks.route_gateway import Result
+from benchmarks.route_loads import BURST_PREFIX
+from benchmarks.route_oracle import Oracle
+from kvstrata.policy.routing.choose import POLICIES
 
-from benchmarks.common import figure, percentile, sized
-from benchmarks.route_gateway import Result, Run
-from benchmarks.route_loads import BURST_PREFIX, LOADS, Asked, at_rate, trace
-from kvstrata.policy.routing.choose import POLICIES, AnyPolicy, policy_name
-from kvstrata.policy.routing.dynamo import Dynamo
-from kvstrata.policy.routing.llmd import GUIDE, Llmd
-from kvstrata.policy.routing.lmetric import Lmetric
-from kvstrata.policy.routing.mooncake_conductor import MooncakeConductor
-from kvstrata.policy.routing.smg import Smg
-from kvstrata.testing.engine_sim.engine_model import EngineModel
-
-ENGINES = sized(8, 3)
-REQUESTS = sized(500, 40)
-TRAINED = sized(300, 20)
-SEED = int(os.environ.get("BENCH_SEED", "2026"))
-SEEDS = sized(3, 1)
-TUNES = sized(full=True, small=False)
-LEVEL = 0.85
-GOOD_S = 1.0
-"""A request whose first token comes later is not good."""
-TRACE = os.environ.get("KVSTRATA_TRACE", "")
-MODEL = EngineModel()
-GRIDS: dict[str, list[AnyPolicy]] = {
-    "least_loaded": [POLICIES["least_loaded"]()],
-    "session": [POLICIES["session"]()],
-    "dynamo": [
-        Dynamo(
-            overlap_score_credit=credit, overlap_score_credit_decay=decay, decode_active_request_weight=weight
-        )
-        for credit, decay, weight in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 0, 8))
-    ],
-    "lmetric": [Lmetric(), Lmetric(count_queued=True)],
-    "llmd": [Llmd(), GUIDE, Llmd(prefix_weight=5), Llmd(prefix_weight=2, token_load_weight=2)],
-    "smg": [Smg(), Smg(cache_threshold=0.3), Smg(balance_abs_threshold=8), Smg(balance_rel_threshold=1.5)],
-    "mooncake_conductor": [MooncakeConductor(), MooncakeConductor(balancing_threshold=1.5)],
-}
-"""The rivals' knobs that are tried."""
-
-
-class Case(NamedTuple):
-    """A load, and what its fleet is like."""
-
-    load: str
-    slow: float = 1.0
-    """How many times slower the first engine is."""
-    lag_s: float = 0.005
-    lost: float = 0.0
-
-
-REUSE = {
-    "conversations": Case("conversations"),
-    "shared": Case("shared"),
-    "agents": Case("agents"),
-    "one slow engine": Case("shared", slow=4.0),
-    "events late": Case("conversations", lag_s=2.0),
-    "events lost": Case("agents", lost=0.1),
-    **({"trace": Case("trace")} if TRACE else {}),
-}
-OTHERS = {"none": Case("none"), "burst": Case("burst")}
-
-
-def served(policy: AnyPolicy, case: Case, seed: int, requests: int) -> list[Result]:
-    """Serve one draw of a load."""
-    draw = random.Random(seed)
-    asked: list[Asked]
-    asked = trace(Path(TRACE), draw, requests) if case.load == "trace" else LOADS[case.load](draw, requests)
-    models = {f"engine-{number}": MODEL for number in range(ENGINES)}
-    if case.slow != 1.0:
-        slower = {
-            name: getattr(MODEL, name) * case.slow for name in MODEL.__struct_fields__ if name.endswith("_us")
-        }
-        models["engine-0"] = msgspec.structs.replace(MODEL, **slower)
-    capacity = ENGINES - 1 + 1 / case.slow
-    load = at_rate(asked, MODEL, capacity, LEVEL)
-    return Run(policy, models, lag_s=case.lag_s, lost=case.lost, seed=seed).serve(load)
-
-
-def p99(results: list[Result]) -> float:
-    """Seconds."""
-    return percentile([one.ttft_s for one in results], 0.99)
-
-
-def good(results: list[Result]) -> float:
-    """The share of good requests."""
-    return sum(one.ttft_s <= GOOD_S for one in results) / len(results)
-
-
-def tuned() -> list[AnyPolicy]:
-    """Each rival with the knobs that were best on the training seed."""
-    cases = [REUSE["conversations"], REUSE["shared"], REUSE["agents"], OTHERS["none"]]
-
-    def loss(policy: AnyPolicy) -> float:
-        return sum(math.log(p99(served(policy, case, SEED + 1_000, TRAINED))) for case in cases)
-
-    return [grid[0] if len(grid) == 1 or not TUNES else min(grid, key=loss) for grid in GRIDS.values()]
+Rows = dict[str, dict[str, dict[str, float]]]
+"""By load and policy."""
+ORACLE = Oracle.name
 
 
 def run() -> list[dict[str, Any]]:
     """Serve all loads by all policies."""
-    ours = POLICIES["ttft"]()
-    policies = [ours, *tuned()]
+    policies: list[Contender] = [POLICIES["ttft"](), *tuned(), Oracle()]
     found: dict[str, dict[str, list[Result]]] = {}
     for name, case in {**REUSE, **OTHERS}.items():
         found[name] = {
-            policy_name(policy): [
+            name_of(policy): [
                 one for seed in range(SEEDS) for one in served(policy, case, SEED + seed, REQUESTS)
             ]
             for policy in policies
         }
-    knobs = {policy_name(policy): msgspec.to_builtins(policy) for policy in policies}
-    rows = {
-        load: {
-            name: {
-                "p50_s": round(statistics.median(one.ttft_s for one in results), 4),
-                "p99_s": round(p99(results), 4),
-                "mean_s": round(statistics.fmean(one.ttft_s for one in results), 4),
-                "good": round(good(results), 4),
-                "hit": round(sum(one.cached for one in results) / sum(one.tokens for one in results), 4),
-            }
-            for name, results in by.items()
-        }
-        for load, by in found.items()
-    }
-    return [*reuse_figures(rows, knobs), no_reuse_figure(rows), burst_figure(found["burst"])]
+    knobs = {name_of(policy): knobs_of(policy) for policy in policies}
+    rows = {load: {name: row(results) for name, results in by.items()} for load, by in found.items()}
+    return [
+        *reuse_figures(rows, knobs),
+        regret_figure(rows),
+        no_reuse_figure(rows),
+        burst_figure(found["burst"]),
+    ]
 
 
-def reuse_figures(
-    rows: dict[str, dict[str, dict[str, float]]], knobs: dict[str, Any]
-) -> list[dict[str, Any]]:
+def rivals_in(rows: Rows) -> list[str]:
+    """The names of the rivals."""
+    return [name for name in next(iter(rows.values())) if name not in ("ttft", ORACLE)]
+
+
+def reuse_figures(rows: Rows, knobs: dict[str, Any]) -> list[dict[str, Any]]:
     """The two figures over all loads with reuse."""
+    rivals = rivals_in(rows)
 
     def ratio(load: str) -> float:
         mine = rows[load]["ttft"]["p99_s"]
-        return mine / min(row["p99_s"] for name, row in rows[load].items() if name != "ttft")
+        return mine / min(rows[load][name]["p99_s"] for name in rivals)
 
     ratios = {load: ratio(load) for load in REUSE}
     mean = math.exp(statistics.fmean(math.log(one) for one in ratios.values()))
-    rivals = [name for name in next(iter(rows.values())) if name != "ttft"]
     goods = {name: statistics.fmean(rows[load][name]["good"] for load in REUSE) for name in ("ttft", *rivals)}
     best = max(rivals, key=lambda name: goods[name])
     points = 100 * (goods["ttft"] - goods[best])
@@ -196,7 +116,33 @@ def reuse_figures(
     ]
 
 
-def no_reuse_figure(rows: dict[str, dict[str, dict[str, float]]]) -> dict[str, Any]:
+def regret_figure(rows: Rows) -> dict[str, Any]:
+    """What knowing everything would save."""
+
+    def regrets(name: str) -> dict[str, float]:
+        loads = [load for load in rows if load != "burst"]
+        return {load: rows[load][name]["mean_s"] / rows[load][ORACLE]["mean_s"] for load in loads}
+
+    def mean(by: dict[str, float]) -> float:
+        return math.exp(statistics.fmean(math.log(one) for one in by.values()))
+
+    mine = regrets("ttft")
+    value = mean(mine)
+    return figure(
+        "route_regret",
+        value=value,
+        unit="× the oracle's mean",
+        ratio=value,
+        ratio_to="the oracle's mean time to the first token",
+        target="≤ 1.10",
+        ok=value <= 1.10,
+        spread=(min(mine.values()), max(mine.values())),
+        by_load=mine,
+        by_policy={name: mean(regrets(name)) for name in ("ttft", *rivals_in(rows))},
+    )
+
+
+def no_reuse_figure(rows: Rows) -> dict[str, Any]:
     """Prompts without anything in common."""
     ratio = rows["none"]["ttft"]["p99_s"] / rows["none"]["least_loaded"]["p99_s"]
     return figure(

@@ -6,10 +6,11 @@ gateway's code, after a lag, and may be lost; first tokens and ends are told whe
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.knowledge import Index, Known
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.policy.routing.baselines import LeastLoaded
 from kvstrata.policy.routing.choose import AnyPolicy
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
@@ -44,6 +46,46 @@ class Result(NamedTuple):
     """Of the prompt."""
     cached: int
     hot: bool
+
+
+class Death(NamedTuple):
+    """An engine that is killed, and comes back with nothing."""
+
+    engine: str
+    at_s: float
+    back_s: float
+
+
+class Outside:
+    """A choice that is not the gateway's; it hears what it needs. Base of those that need less."""
+
+    name = ""
+    knobs: Mapping[str, str] = {}
+
+    def begin(self, names: list[str]) -> None:
+        """A run begins, with these engines."""
+
+    def finish(self) -> None:
+        """It has ended, also by an error."""
+
+    def engine_for(self, engines: Mapping[str, SimEngine], request: SimRequest, at_ps: int) -> str:
+        """The name of the engine that gets a request. The engines are those that may; look at them, change nothing."""
+        raise NotImplementedError
+
+    def event(self, engine: str, encoded: bytes | None) -> None:
+        """A batch of an engine's KV events has come; None: it was lost on its way."""
+
+    def gone(self, engine: str) -> None:
+        """An engine was killed; its requests have ended."""
+
+    def back(self, engine: str) -> None:
+        """A killed engine serves again."""
+
+    def first_token(self, request: SimRequest) -> None:
+        """A request's answer has begun."""
+
+    def ended(self, request: SimRequest) -> None:
+        """A request has ended."""
 
 
 class Heard:
@@ -75,15 +117,17 @@ class Run:
 
     def __init__(
         self,
-        policy: AnyPolicy,
+        policy: AnyPolicy | Outside,
         models: dict[str, EngineModel],
         *,
         lag_s: float = 0.005,
         lost: float = 0.0,
         seed: int = 0,
+        deaths: Iterable[Death] = (),
     ) -> None:
         """`models`: the engines by name. `lag_s`: from a step's end to its events. `lost`: share of batches."""
         self.now_s = 0.0
+        self.models, self.deaths = models, list(deaths)
         self.lag_s, self.lost = lag_s, lost
         self.draw = random.Random(seed)
         self.engines = {name: SimEngine(model) for name, model in models.items()}
@@ -95,7 +139,9 @@ class Run:
         for engine in self.fleet.engines.values():
             self.fleet.up(engine, {MODEL: {}})
             self.index.add(engine.name)
-        self.choosing = Choosing(policy, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
+        self.outside = policy if isinstance(policy, Outside) else None
+        inside = LeastLoaded() if isinstance(policy, Outside) else policy
+        self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
         self._coming: list[tuple[float, int, str, Any]] = []
         """Events under way, as (time, number, engine, batch)."""
         self._numbers = itertools.count()
@@ -109,32 +155,78 @@ class Run:
 
     def serve(self, load: list[Asked]) -> list[Result]:
         """Serve a load to its end."""
+        if self.outside is None:
+            return self._serve(load)
+        self.outside.begin(list(self.engines))
+        try:
+            return self._serve(load)
+        finally:
+            self.outside.finish()
+
+    def _serve(self, load: list[Asked]) -> list[Result]:
+        turns: list[tuple[float, Callable[[], None]]] = []
         for number, asked in enumerate(load):
-            while self.now_s + TICK_S < asked.at:
+            turns.append((asked.at, functools.partial(self._send, number, asked, asked.at)))
+        for death in self.deaths:
+            turns.append((death.at_s, functools.partial(self._kill, death)))
+            turns.append((death.back_s, functools.partial(self._revive, death)))
+        for at_s, turn in sorted(turns, key=lambda one: one[0]):
+            while self.now_s + TICK_S < at_s:
                 self._hear(self.now_s + TICK_S)
-            self._hear(asked.at)
-            self._send(number, asked)
+            self._hear(at_s)
+            turn()
         while self._under_way:
             self._hear(self.now_s + 5 * TICK_S)
         return self.results
 
-    def _send(self, number: int, asked: Asked) -> None:
-        prompt = Prompt(asked.prompt)
+    def _send(self, number: int, asked: Asked, at_s: float, again: str = "") -> None:
+        request = SimRequest(f"{number}{again}", asked.prompt, answer=asked.answer)
+        at_ps = int(at_s * PS_PER_S)
+        made_by = ""
+        if self.outside is not None:
+            serving = {one.name: self.engines[one.name] for one in self.fleet.serving(MODEL)}
+            made_by = self.outside.engine_for(serving, request, at_ps)
         wanted = Wanted(
             word=str(number),
             number=number,
             model=MODEL,
             tokens=len(asked.prompt),
             session=asked.session,
-            keys=keys_of((), prompt.tokens.tobytes()),
-            prompt=prompt,
+            made_by=made_by,
         )
+        if self.outside is None:
+            prompt = Prompt(asked.prompt)
+            wanted = wanted._replace(keys=keys_of((), prompt.tokens.tobytes()), prompt=prompt)
         choice = self.choosing.choose(wanted)
         assert choice is not None
         self.choosing.dispatched(choice)
-        request = SimRequest(str(number), asked.prompt, answer=asked.answer)
         self._under_way[request.name] = asked, choice, request
-        self.engines[choice.engine.name].submit(request, int(asked.at * PS_PER_S))
+        self.engines[choice.engine.name].submit(request, at_ps)
+
+    def _kill(self, death: Death) -> None:
+        """An engine dies; who waits there for a first token goes to another one, the other answers are cut."""
+        self.fleet.down(self.fleet.engines[death.engine], "killed")
+        theirs = [one for one in self._under_way.values() if one[1].engine.name == death.engine]
+        for asked, choice, request in theirs:
+            if request.name in self._first:
+                self._ended(asked, choice, request, cut=True)
+                continue
+            del self._under_way[request.name]
+            self.choosing.ended(choice, answered=False)
+            if self.outside is not None:
+                self.outside.ended(request)
+        self.engines[death.engine] = SimEngine(self.models[death.engine])
+        if self.outside is not None:
+            self.outside.gone(death.engine)
+        for asked, choice, request in theirs:
+            if request.name not in self._first:
+                self._send(choice.wanted.number, asked, self.now_s, again="/2")
+
+    def _revive(self, death: Death) -> None:
+        self.index.caches[death.engine].restarted()
+        self.fleet.up(self.fleet.engines[death.engine], {MODEL: {}})
+        if self.outside is not None:
+            self.outside.back(death.engine)
 
     def _hear(self, until_s: float) -> None:
         """Everything that happens until a time, in its order."""
@@ -156,9 +248,11 @@ class Run:
             self._apply_events(at_s)
             self.now_s = max(self.now_s, min(at_s, until_s))
             if what:
-                self._ended(request)
+                self._ended(*self._under_way[request.name])
             else:
                 self.choosing.first_token(self._under_way[request.name][1])
+                if self.outside is not None:
+                    self.outside.first_token(request)
         self._apply_events(until_s)
         self.now_s = max(self.now_s, until_s)
 
@@ -169,17 +263,23 @@ class Run:
         while self._coming and self._coming[0][0] <= until_s:
             at_s, _, name, batch = heapq.heappop(self._coming)
             self.now_s = max(self.now_s, at_s)
-            if batch is None:
+            encoded = None if batch is None else msgspec.msgpack.encode(batch)
+            if self.outside is not None:
+                self.outside.event(name, encoded)
+            elif encoded is None:
                 self.index.caches[name].doubt()
             else:
-                self.index.caches[name].apply(decoded(msgspec.msgpack.encode(batch)))
+                self.index.caches[name].apply(decoded(encoded))
 
-    def _ended(self, request: SimRequest) -> None:
-        asked, choice, _ = self._under_way.pop(request.name)
+    def _ended(self, asked: Asked, choice: Choice, request: SimRequest, *, cut: bool = False) -> None:
+        del self._under_way[request.name]
         first_s = request.first_token_ps / PS_PER_S
         cached = request.cached_tokens or 0
         self.choosing.ended(choice, answered=True)
-        self.choosing.learn(choice, len(asked.prompt), cached, first_s)
+        if self.outside is not None:
+            self.outside.ended(request)
+        if not cut:  # what an answer tells comes with its end
+            self.choosing.learn(choice, len(asked.prompt), cached, first_s)
         self.results.append(
             Result(choice.engine.name, first_s - asked.at, len(asked.prompt), cached, asked.hot)
         )

@@ -43,6 +43,7 @@ cdef extern from "sim/engine_blocks.h" namespace "kvstrata::sim" nogil:
 
     cdef cppclass CoreBlocks "kvstrata::sim::EngineBlocks":
         CoreBlocks(size_t, size_t, cpp_bool) except +
+        CoreBlocks(const CoreBlocks&) except +
         size_t count()
         size_t free()
         Py_ssize_t admit(CoreSequence&, size_t) except +
@@ -93,6 +94,11 @@ cdef class Sequence:
     def stored_parts(self, Py_ssize_t first, Py_ssize_t end, Py_ssize_t block_tokens):
         self.derive(first, end, block_tokens)
         return self.parts(first, end, block_tokens)
+
+    def copy(self):
+        cdef Sequence made = Sequence(<object>self.view.obj, self.core.root)
+        made.core = self.core
+        return made
 
     cdef int derive(self, Py_ssize_t first, Py_ssize_t end, Py_ssize_t block_tokens) except -1:
         if not 0 <= first <= end or block_tokens < 1 or <size_t>(end * block_tokens) > self.core.tokens.size():
@@ -189,6 +195,11 @@ cdef class EngineBlocks:
         if sequence.decodes:
             raise ValueError("a sequence that decodes must leave before it is released")
         self.core.get().release(sequence.core)
+
+    def copy(self):
+        cdef EngineBlocks made = EngineBlocks(1, self.block_tokens, finds=False)
+        made.core = make_unique[CoreBlocks](self.core.get()[0])
+        return made
 
     def clear(self):
         return self.core.get().clear()

@@ -25,6 +25,9 @@ class Sequence:
     def stored_parts(self, first: int, end: int, block_tokens: int) -> StoredParts:
         """What tells of the blocks [first, end). Raises ValueError if the tokens do not fill them."""
 
+    def copy(self) -> Sequence:
+        """The same tokens and blocks, for a copy of the engine. The copy is no decoder."""
+
 class EngineBlocks:
     """Owns the blocks' states. A sequence belongs to one engine while it has blocks."""
 
@@ -62,6 +65,9 @@ class EngineBlocks:
 
     def release(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; the last is evicted first. Raises ValueError while it is a decoder."""
+
+    def copy(self) -> EngineBlocks:
+        """The blocks in the same states, without decoders: these must join again, by copies of their sequences."""
 
     def clear(self) -> bool:
         """Forget every key; returns False, and changes nothing, while a block has users."""

@@ -11,6 +11,7 @@ one.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 
 from kvstrata.native.engine_blocks import EngineBlocks
 from kvstrata.testing.engine_sim.requests import SimRequest, Span
@@ -33,14 +34,14 @@ class Decoders:
         self._ends: list[tuple[int, int, SimRequest]] = []
         """A heap: the step with which a request ends, the number with which it joined."""
 
-    def join(self, request: SimRequest) -> None:
-        """A request that runs decodes from now on."""
+    def join(self, request: SimRequest, ahead: int = 0) -> None:
+        """A request that runs decodes from now on; it has blocks for `ahead` tokens more than are computed."""
         self._joined += 1
         request.joined = self._joined
         request.settled_steps = self._steps
         request.settled_spans = len(self._spans)
         self.requests.append(request)
-        self._blocks.join(request.sequence, request.computed)
+        self._blocks.join(request.sequence, request.computed + ahead)
         self.context_tokens += request.known_tokens
         left = request.answer_tokens - request.produced
         heapq.heappush(self._ends, (self._steps + left, self._joined, request))
@@ -82,6 +83,16 @@ class Decoders:
             self.leave(request)
             ended.append(request)
         return ended
+
+    def copy(self, blocks: EngineBlocks, own: Mapping[str, SimRequest], ahead: int) -> Decoders:
+        """The same for a copy of the blocks and for copies of the settled requests, by name.
+
+        `ahead`: tokens for which each has been given blocks in a step that is not counted yet.
+        """
+        made = Decoders(blocks)
+        for request in self.requests:
+            made.join(own[request.name], ahead)
+        return made
 
     def settle(self, request: SimRequest) -> bool:
         """Give a request its part; returns whether it was any."""

@@ -20,6 +20,7 @@ results are the same.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -171,6 +172,24 @@ class SimEngine:
             self._events.append(AllBlocksCleared())
         self._close_batch(at_ps)
         return True
+
+    def copy(self) -> SimEngine:
+        """An engine in the same state that goes on by itself, counts from zero, and tells no events."""
+        self._decoders.settle_all()
+        made = copy.copy(self)
+        made.totals, made._events, made._batches = Totals(), None, []
+        made._blocks = self._blocks.copy()
+        own = made._requests = {name: request.copy() for name, request in self._requests.items()}
+        ahead = int(self._step is not None and self._step.decodes)
+        made._decoders, made._decoded = self._decoders.copy(made._blocks, own, ahead), False
+        made._waiting = deque(own[request.name] for request in self._waiting)
+        made._running = [own[request.name] for request in self._running]
+        made._aborted = [own[request.name] for request in self._aborted]
+        made._changed = []
+        if self._step is not None:
+            work = [(own[request.name], tokens) for request, tokens in self._step.work]
+            made._step = self._step._replace(work=work)
+        return made
 
     def advance(self, until_ps: int) -> None:
         """Begin the steps that begin before `until_ps`, and end those that end then or before."""

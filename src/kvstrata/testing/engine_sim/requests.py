@@ -6,6 +6,7 @@ so that, with one token a byte, a client that sends the answer's text back in it
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import struct
@@ -105,6 +106,12 @@ class SimRequest:
         self.end: End | None = None
         self.spans: list[Span] = []
         self.changed = False
+
+    def copy(self) -> SimRequest:
+        """The same request at a copy of its engine."""
+        made = copy.copy(self)
+        made.sequence, made.spans, made.changed = self.sequence.copy(), self.spans[:], False
+        return made
 
     @property
     def known_tokens(self) -> int:
