@@ -271,6 +271,4 @@ class Choosing:
             if loaded > computed and period.prompts == 1:
                 seconds = first_s - choice.at_s
                 self._fleet.loaded(engine, "l1", loaded, seconds - computed / engine.load.prefill_tokens_s)
-        busy = period.report(computed)
-        if busy is not None:
-            self._fleet.computed(engine, busy)
+        period.report(computed)

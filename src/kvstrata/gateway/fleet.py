@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.config.gateway_model import EngineSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.busy_periods import Busy, BusyPeriod
+from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.observability.logging import EventLog
@@ -171,22 +171,11 @@ class Fleet:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""
         now_s, load = self._now_s(), engine.load
         if not load.waiting or engine.busy is None:
-            engine.busy = BusyPeriod(now_s, load.running)
-        engine.busy.add()
+            engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
+        engine.busy.add(uncached_tokens)
         self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s)
         engine.sent += 1
         return engine.busy
-
-    def computed(self, engine: ServingEngine, busy: Busy) -> None:
-        """The engine has computed prompts."""
-        now_s = self._now_s()
-        if (
-            self.rates.observe(engine.name, busy.tokens, busy.seconds, busy.running)
-            and now_s >= self._rated_s + RATED_S
-        ):
-            self._rated_s = now_s
-            for each in self.engines.values():
-                self.queues.rate(each.name, self.rates.rate(each.name, each.load.running), now_s)
 
     def measured(self, engine: ServingEngine) -> bool:
         """Whether the engine's own rate was measured."""
@@ -203,9 +192,15 @@ class Fleet:
 
     def _rests(self, engine: ServingEngine) -> None:
         """End the busy period if no prompt waits any more."""
-        if engine.busy is not None and not engine.load.waiting:
-            engine.busy.end(self._now_s())
-            engine.busy = None
+        if engine.busy is None or engine.load.waiting:
+            return
+        now_s = self._now_s()
+        engine.busy.end(now_s)
+        engine.busy = None
+        if now_s >= self._rated_s + RATED_S:
+            self._rated_s = now_s
+            for each in self.engines.values():
+                self.queues.rate(each.name, self.rates.rate(each.name, each.load.running), now_s)
 
     def ended(self, engine: ServingEngine, number: str) -> None:
         """A request that `began` has ended, however."""

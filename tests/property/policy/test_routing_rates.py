@@ -21,7 +21,7 @@ def test_a_rate_is_the_slope_of_a_line(tokens_s: float, latency_s: float, tokens
     rates = Rates(1.0)
     sizes = [*tokens, 100, 50_000]
     for each in sizes:
-        assert rates.observe("a", each, latency_s + each / tokens_s, 0)
+        assert rates.observe("a", each, latency_s + each / tokens_s, 0) is not None
     usual = latency_s / sum(sizes) * len(sizes) + 1 / tokens_s  # Each token's share, latency included.
     # Cells stand by their medians, so a line is found again but for the spread within cells.
     assert 0.8 / tokens_s <= 1 / rates.rate("a", 0) <= 1.25 * usual
@@ -68,7 +68,7 @@ def test_engines_that_differ_by_chance_have_one_rate_and_a_slow_one_its_own(seed
     found = {engine: rates.rate(engine, 3) for engine in ("a", "b", "c", "slow", "new")}
     assert found["slow"] == pytest.approx(0.25 * found["new"], rel=0.4)
     for engine in "abc":
-        assert found[engine] == pytest.approx(found["new"], rel=0.15)
+        assert found[engine] == pytest.approx(found["new"], rel=0.25)
 
 
 def test_a_single_sample_makes_no_engine_different() -> None:
@@ -102,6 +102,39 @@ def test_a_forgotten_engine_has_the_usual_rate() -> None:
     assert rates.rate("slow", 0) < 0.2 * rates.rate("a", 0)
     rates.forget("slow")
     assert rates.rate("slow", 0) == rates.rate("new", 0)
+
+
+def test_few_samples_show_an_engine_that_takes_twice_as_long_and_none_that_takes_a_little_longer() -> None:
+    rates = Rates(1.0)
+    for number in range(10):
+        rates.observe("a", 1_000 + number, 0.1, 0)
+        rates.observe("b", 1_000 + number, 0.1, 0)
+    for _ in range(3):
+        assert rates.rate("slow", 0) == rates.rate("a", 0)
+        rates.observe("slow", 1_000, 0.4, 0)
+        rates.observe("late", 1_000, 0.15, 0)
+    assert rates.rate("slow", 0) == pytest.approx(0.25 * rates.rate("a", 0), rel=0.05)
+    assert rates.rate("late", 0) == rates.rate("a", 0)
+
+
+@given(
+    seen=st.lists(st.tuples(st.integers(1, 9_000), st.floats(0.01, 9)), max_size=90),
+    wrong=st.lists(st.tuples(st.integers(1, 9_000), st.floats(0.01, 9)), max_size=5),
+)
+def test_a_sample_that_is_retracted_leaves_nothing(
+    seen: list[tuple[int, float]], wrong: list[tuple[int, float]]
+) -> None:
+    with_wrong, without = Rates(5.0), Rates(5.0)
+    taken = [with_wrong.observe("b", tokens, seconds, 1) for tokens, seconds in wrong]
+    for rates in (with_wrong, without):
+        for tokens, seconds in seen[:50]:
+            rates.observe("a", tokens, seconds, 1)
+    for sample in taken:
+        assert sample is not None
+        with_wrong.retract(sample)
+        with_wrong.retract(sample)
+    assert with_wrong.rate("a", 1) == pytest.approx(without.rate("a", 1))
+    assert with_wrong.rate("b", 1) == pytest.approx(without.rate("b", 1))
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.gateway.busy_periods import Busy, BusyPeriod
+from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 
@@ -14,56 +14,82 @@ class Clock:
         return self.now_s
 
 
-def served() -> tuple[Clock, Fleet, ServingEngine]:
-    clock = Clock()
-    fleet = Fleet(clock, 0.0)
-    [engine] = fleet.set_places([Place("a", Address("127.0.0.1", 1, False))])
-    fleet.up(engine, {"m": {}})
-    return clock, fleet, engine
+class Served:
+    """A fleet of one engine."""
 
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.fleet = Fleet(self.clock, 0.0)
+        self.engine: ServingEngine
+        [self.engine] = self.fleet.set_places([Place("a", Address("127.0.0.1", 1, False))])
+        self.fleet.up(self.engine, {"m": {}})
 
-def begin(clock: Clock, fleet: Fleet, engine: ServingEngine, number: str, at_s: float) -> BusyPeriod:
-    clock.now_s = at_s
-    return fleet.began(engine, number, 1_000, 1_000)
+    def begin(self, number: str, at_s: float) -> BusyPeriod:
+        self.clock.now_s = at_s
+        return self.fleet.began(self.engine, number, 1_000, 1_000)
+
+    def answers(self, number: str, at_s: float) -> None:
+        self.clock.now_s = at_s
+        self.fleet.answers(self.engine, number)
+
+    @property
+    def known(self) -> list[tuple[int, float, int]]:
+        """Tokens, seconds and class of load of the engine's samples."""
+        own = self.fleet.rates._engines.get("a")
+        return [(one.tokens, one.seconds, one.load) for one in own.samples] if own is not None else []
 
 
 def test_prompts_that_share_steps_are_timed_together() -> None:
-    clock, fleet, engine = served()
-    first = begin(clock, fleet, engine, "1", 100.0)
-    assert begin(clock, fleet, engine, "2", 100.5) is first
-    clock.now_s = 101.0
-    fleet.answers(engine, "1")
-    clock.now_s = 103.0
-    fleet.answers(engine, "2")
-    assert begin(clock, fleet, engine, "3", 103.5) is not first
-    assert first.report(500) is None, "the other's answer has not ended"
-    assert first.report(1_500) == Busy(2_000, 3.0, 0)
+    served = Served()
+    first = served.begin("1", 100.0)
+    assert served.begin("2", 100.5) is first
+    served.answers("1", 101.0)
+    assert served.known == []
+    served.answers("2", 103.0)
+    assert served.known == [(2_000, 3.0, 0)], "as expected, until the answers tell more"
+    assert served.begin("3", 103.5) is not first
+    first.report(300)
+    assert served.known == [(2_000, 3.0, 0)], "the other's answer has not ended"
+    first.report(500)
+    assert served.known == [(800, 3.0, 0)]
+    served.answers("3", 104.0)
+    assert served.known == [(800, 3.0, 0), (1_000, 0.5, 2)]
 
 
-def test_requests_that_run_are_counted_where_a_period_begins() -> None:
-    clock, fleet, engine = served()
-    begin(clock, fleet, engine, "1", 100.0)
-    fleet.answers(engine, "1")
-    period = begin(clock, fleet, engine, "2", 105.0)
-    clock.now_s = 106.0
-    fleet.answers(engine, "2")
-    assert period.report(10) == Busy(10, 1.0, 1)
+def test_a_report_that_agrees_changes_nothing() -> None:
+    served = Served()
+    period = served.begin("1", 100.0)
+    served.answers("1", 101.0)
+    [before] = served.fleet.rates._engines["a"].samples
+    period.report(1_001)
+    assert list(served.fleet.rates._engines["a"].samples) == [before]
 
 
 def test_a_period_with_a_prompt_that_failed_tells_nothing_and_ends_all_the_same() -> None:
-    clock, fleet, engine = served()
-    period = begin(clock, fleet, engine, "1", 100.0)
-    begin(clock, fleet, engine, "2", 100.0)
-    fleet.answers(engine, "1")
+    served = Served()
+    period = served.begin("1", 100.0)
+    served.begin("2", 100.0)
+    served.answers("1", 101.0)
     period.spoil()
-    fleet.ended(engine, "2")
-    assert engine.busy is None
-    assert period.report(10) is None and period.report(10) is None
+    served.fleet.ended(served.engine, "2")
+    assert served.engine.busy is None
+    period.report(10)
+    period.report(10)
+    assert served.known == []
+
+
+def test_what_was_expected_of_a_prompt_that_was_loaded_is_taken_back() -> None:
+    served = Served()
+    period = served.begin("1", 100.0)
+    served.answers("1", 101.0)
+    assert len(served.known) == 1
+    period.spoil()
+    assert served.known == []
 
 
 def test_an_engine_that_leaves_has_no_period() -> None:
-    clock, fleet, engine = served()
-    begin(clock, fleet, engine, "1", 100.0)
-    fleet.set_places([])
-    fleet.ended(engine, "1")
-    assert engine.busy is None and not fleet.queues
+    served = Served()
+    served.begin("1", 100.0)
+    served.fleet.set_places([])
+    served.fleet.ended(served.engine, "1")
+    assert served.engine.busy is None and not served.fleet.queues

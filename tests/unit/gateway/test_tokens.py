@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -157,8 +157,10 @@ def test_what_may_change_a_prompt_makes_it_unknown(more: dict[str, Any]) -> None
         ),
         max_leaves=12,
     ),
-    st.sampled_from(["messages", "tools", "prompt", "chat_template_kwargs"]),
+    st.sampled_from(["messages", "tools", "prompt", "chat_template_kwargs", "reasoning_effort"]),
 )
+@example([{"role": []}], "messages")
+@example({}, "reasoning_effort")
 @settings(max_examples=40)
 def test_no_body_fails(value: Any, field: str) -> None:
     for path in (CHAT, COMPLETIONS, "/v1/responses"):

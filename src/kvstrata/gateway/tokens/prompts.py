@@ -18,13 +18,13 @@ PARTS, REASONING, OPTIONS = "parts", "reasoning", "options"
 FEATURES = (COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS, PARTS, REASONING, OPTIONS)
 """A text completion; a chat between user and assistant; with a system prompt; with tools; with calls of tools and their
 results; with content in several parts; with the reasoning of earlier answers; with variables of the template."""
-_ROLES = frozenset(("system", "user", "assistant", "tool"))
+_ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE = frozenset(
     ("role", "content", "tool_calls", "tool_call_id", "reasoning", "refusal", "annotations", "audio")
 )
 _IGNORED = frozenset(("refusal", "annotations", "audio", "function_call"))
 """Fields of an answer's message that clients send back, and no template gets; they are null."""
-_EFFORTS = frozenset(("none", "minimal", "low", "medium", "high"))
+_EFFORTS = ("none", "minimal", "low", "medium", "high")
 
 
 class _Body(msgspec.Struct):

@@ -14,9 +14,10 @@ and the rate of one engine is the usual one times its *factor*:
 2. A load that has only short prompts says little of a rate: each load's slope is drawn to that of all loads together,
    as if `COMMON` usual samples had it.  A load without samples has the line of the nearest that has some, the lower
    of two.  Without any sample the rate is `assumed_tokens_s`.
-3. An engine's factor is 1 unless more of its samples are faster, or slower, than their cell's median than chance
-   explains; then it is the median of these ratios.  Engines that are alike must not seem to differ, or the one that
-   seems fastest gets every prompt: believing single samples cost a tenth of the 99th percentile of a real trace.
+3. An engine's factor is 1 unless more of its samples are faster, or slower, than usual for their cell than chance
+   explains, or `FEW` samples say that it is twice as fast or slow; then it is the median of these ratios.  Engines that
+   are alike must not seem to differ, or the one that seems fastest gets every prompt: believing single samples cost a
+   tenth of the 99th percentile of a real trace.
 4. The newest `MAX_SAMPLES` are kept of an engine and of a cell, of at most `MAX_ENGINES` engines.
 """
 
@@ -32,6 +33,8 @@ MAX_CLASSES = 9
 """The last has 128 running requests or more."""
 MAX_ENGINES = 4_096
 FEWEST = 6
+FEW = 3
+TWICE = 2.0
 COMMON = 16
 DEVIATIONS = 2.0
 """Standard deviations from an even split of its samples beyond which an engine counts as different."""
@@ -41,12 +44,17 @@ SETTLED = 16
 """Samples of an engine after which its factor is found anew with every eighth only."""
 
 
-class Sample(NamedTuple):
+class Sample:
     """See the module."""
 
-    tokens: int
-    seconds: float
-    load: int
+    __slots__ = ("engine", "load", "seconds", "tokens")
+
+    def __init__(self, engine: str, tokens: int, seconds: float, load: int) -> None:
+        self.engine = engine
+        self.tokens = tokens
+        self.seconds = seconds
+        self.load = load
+        """Its class."""
 
 
 class Line(NamedTuple):
@@ -72,20 +80,29 @@ class Cell:
     """The newest samples of all engines under one load and of about one size."""
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[int, float]] = deque(maxlen=MAX_SAMPLES)
+        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self._point: Point | None = None
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def add(self, sample: Sample) -> None:
         """Add a sample."""
-        self._samples.append((tokens, seconds))
+        self._samples.append(sample)
         self._point = None
+
+    def remove(self, sample: Sample) -> None:
+        """Forget a sample, if it is still kept."""
+        if sample in self._samples:
+            self._samples.remove(sample)
+            self._point = None
 
     def point(self) -> Point:
         """Return the medians. There is at least one sample."""
         if self._point is None:
-            tokens = statistics.median(tokens for tokens, _ in self._samples)
+            tokens = statistics.median(one.tokens for one in self._samples)
             # Within a cell longer prompts take longer: the median rate stands for the cell, not the median time.
-            rate = statistics.median(tokens / seconds for tokens, seconds in self._samples)
+            rate = statistics.median(one.tokens / one.seconds for one in self._samples)
             self._point = Point(tokens, tokens / rate, len(self._samples))
         return self._point
 
@@ -126,7 +143,7 @@ def lines_through(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
         spreads[load] = mean_tokens, mean_s, square, product
         samples, squares, products = samples + n, squares + square, products + product
     if squares <= 0.0 or products <= 0.0:
-        return {}
+        return {}  # One size, or long prompts that seem to take less than short ones.
     common_square = COMMON * squares / samples
     common_product = common_square * products / squares
     lines = {}
@@ -139,7 +156,7 @@ def lines_through(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
 
 
 def flat(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
-    """Return one rate for all loads, for prompts of one size, or long ones that seem to take less than short ones."""
+    """Return one rate for all loads."""
     points = [point for points in points_by_load.values() for point in points]
     tokens = sum(point.samples * point.tokens for point in points)
     return dict.fromkeys(
@@ -164,23 +181,32 @@ class Rates:
         self._version_tokens_s = 0.0
         """A usual rate at this version."""
 
-    def observe(self, engine: str, tokens: int, seconds: float, running: float) -> bool:
-        """Add a sample; return whether it says anything: a prompt without computed tokens or time does not."""
+    def observe(self, engine: str, tokens: int, seconds: float, running: float) -> Sample | None:
+        """Add a sample, and return it; None if it says nothing: a prompt without computed tokens or time."""
         if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
-            return False
+            return None
         own = self._engines.setdefault(engine, Own())
         self._engines.move_to_end(engine)
         if len(self._engines) > MAX_ENGINES:
             self._engines.popitem(last=False)
-        load = load_class(running)
-        own.samples.append(Sample(tokens, seconds, load))
+        sample = Sample(engine, tokens, seconds, load_class(running))
+        own.samples.append(sample)
         own.observed += 1
         if own.observed <= SETTLED or not own.observed % 8:
             own.version = -1
-        cells = self._cells.setdefault(load, {})
-        cells.setdefault(tokens.bit_length(), Cell()).add(tokens, seconds)
+        cells = self._cells.setdefault(sample.load, {})
+        cells.setdefault(tokens.bit_length(), Cell()).add(sample)
         self._lines = {}
-        return True
+        return sample
+
+    def retract(self, sample: Sample) -> None:
+        """Forget a sample that turned out to be wrong."""
+        own = self._engines.get(sample.engine)
+        if own is not None and sample in own.samples:
+            own.samples.remove(sample)
+            own.version = -1
+        self._cells[sample.load][sample.tokens.bit_length()].remove(sample)
+        self._lines = {}
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
@@ -202,10 +228,10 @@ class Rates:
         return usual.tokens_s * own.factor
 
     def _usual(self, load: int) -> Line:
-        if not self._cells:
-            return self._assumed
         if not self._lines:
             self._lines = self._found_lines()
+            if not self._lines:
+                return self._assumed
             tokens_s = statistics.median(line.tokens_s for line in self._lines.values())
             if abs(tokens_s - self._version_tokens_s) > MOVED * self._version_tokens_s:
                 self._version_tokens_s = tokens_s
@@ -214,18 +240,28 @@ class Rates:
         return line or self._lines[min(self._lines, key=lambda each: (abs(each - load), each))]
 
     def _found_lines(self) -> dict[int, Line]:
-        points = {load: [cell.point() for cell in cells.values()] for load, cells in self._cells.items()}
+        points = {
+            load: [cell.point() for cell in cells.values() if len(cell)]
+            for load, cells in self._cells.items()
+        }
+        points = {load: found for load, found in points.items() if found}
         full = {load: [one for one in found if one.samples >= FEWEST] for load, found in points.items()}
         full = {load: found for load, found in full.items() if found}
-        return lines_through(full) or lines_through(points) or flat(points)
+        return lines_through(full) or lines_through(points) or (flat(points) if points else {})
 
     def _factor(self, samples: deque[Sample]) -> float:
         """By rule 3. A sample that is itself the usual says nothing."""
-        ratios = [
-            one.tokens / one.seconds / self._cells[one.load][one.tokens.bit_length()].rate()
-            for one in samples
-        ]
+        ratios = [self._usual_seconds(one) / one.seconds for one in samples]
         slower, faster = sum(ratio < 1.0 for ratio in ratios), sum(ratio > 1.0 for ratio in ratios)
-        if abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster):
+        if slower + faster < FEW:
             return 1.0
-        return statistics.median(ratios)
+        factor = statistics.median(ratios)
+        if 1.0 / TWICE < factor < TWICE and abs(slower - faster) <= DEVIATIONS * math.sqrt(slower + faster):
+            return 1.0
+        return factor
+
+    def _usual_seconds(self, sample: Sample) -> float:
+        cell = self._cells[sample.load][sample.tokens.bit_length()]
+        if len(cell) >= FEWEST:
+            return sample.tokens / cell.rate()
+        return self._usual(sample.load).seconds(sample.tokens)
