@@ -12,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.common import sized
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 from kvstrata.testing.engine_sim.requests import answer_to
 
 VOCABULARY = 100_000
 MAX_TOKENS = 32_000
 BURST_PREFIX, BURST_S = 6_000, 1.0
+SIBLINGS = sized(1_000, 10)
 
 
 class Asked(NamedTuple):
@@ -109,9 +111,9 @@ def agents(draw: random.Random, count: int) -> list[Asked]:
 
 def burst(draw: random.Random, count: int) -> list[Asked]:
     """Prompts without anything in common, and in the middle many of one new prefix at once."""
-    asked = none(draw, count - count // 4)
+    asked = none(draw, count)
     prefix, middle = fresh(draw, BURST_PREFIX), asked[len(asked) // 2].at
-    for number in range(count // 4):
+    for number in range(SIBLINGS):
         prompt = prefix + fresh(draw, draw.randrange(50, 300))
         # Times within the burst are scaled by `at_rate` too, so they are set there.
         asked.append(
