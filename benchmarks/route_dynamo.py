@@ -169,10 +169,11 @@ class Dynamo(Outside):
         worker.close()
 
     def back(self, engine: str) -> None:
-        """A worker is registered."""
+        """A worker is registered; it must be heard before it publishes what matters."""
         self._numbers += 1
         worker = self._workers[engine] = Worker(self._context, self._numbers)
         self._do(_awaited(self._service.upsert_worker, worker.record))
+        self._do(self._catch_up())
 
     def first_token(self, request: SimRequest) -> None:
         """Its prefill is complete."""

@@ -40,11 +40,11 @@ from benchmarks.route_loads import Asked
 from tests.harness.daemon import free_port
 
 ENGINES = sized(8, 2)
-REQUESTS = sized(300, 6)
-SPEED = float(os.environ.get("BENCH_SPEED", sized("0.25", "1")))
+REQUESTS = sized(200, 6)
+SPEED = float(os.environ.get("BENCH_SPEED", sized("0.1", "1")))
 """Of the engines' clocks."""
 LEVEL = 0.85
-LOADS = sized(("conversations", "shared", "agents", "none"), ("shared", "none"))
+LOADS = sized(("conversations", "shared", "none"), ("shared", "none"))
 MODEL = "sim"
 PATIENCE_S = 600.0
 
