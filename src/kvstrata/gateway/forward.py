@@ -205,7 +205,9 @@ class Forwarder:
 
     async def _send(self, call: Call, engine: ServingEngine) -> Answer:
         place, raw = engine.place, call.scope["headers"]
-        headers = passing.to_engine(raw, call.wanted.word, place.api_key, drop_keys=self._drop_keys())
+        headers = passing.to_engine(
+            raw, call.wanted.word, place.api_key, drop_keys=self._drop_keys(), rank=engine.rank
+        )
         method = call.scope["method"]
         body = call.body
         if call.passed and self.takes_ids(engine, call.asked.model):
