@@ -32,6 +32,9 @@ FLAGS = {
 """Fields of EngineModel that are flags."""
 
 
+MAX_RANKS = 64
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata sim`."""
     top = argparse.ArgumentParser(
@@ -54,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
         kind = int if isinstance(defaults[name], int) else float
         add(f"--{name.replace('_', '-')}", type=_typed(kind), metavar="N" if kind is int else "US",
             help=f"{meaning} ({defaults[name]})")  # fmt: skip
+    add("--data-parallel-size", type=_ranks, default=1, metavar="N",
+        help="data-parallel ranks behind the port, each with a cache and a queue of its own; rank R publishes R ports "
+        "above, and X-data-parallel-rank: R chooses it (%(default)s)")  # fmt: skip
     add("--no-prefix-caching", action="store_true", help="let no request find blocks that others computed")
     add("--kv-events-endpoint", default="", metavar="ENDPOINT",
         help="publish KV events there over ZMQ, like tcp://127.0.0.1:5557 (none)")  # fmt: skip
@@ -94,6 +100,7 @@ def main(arguments: Sequence[str] | None) -> int:
         replay_endpoint=options.kv_events_replay_endpoint,
         topic=options.kv_events_topic,
         renders=options.enable_scale_out,
+        ranks=options.data_parallel_size,
     )
     return run(settings, lambda line: print(f"kvstrata sim: {line}", file=sys.stderr, flush=True))
 
@@ -117,6 +124,12 @@ def _model(options: argparse.Namespace) -> EngineModel:
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) > 65_535:
         raise argparse.ArgumentTypeError(f"must be a port from 0 to 65535, found {text!r}")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text[:6]) <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to {MAX_RANKS}, found {text!r}")
     return int(text)
 
 

@@ -95,6 +95,16 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "nowhere, and events that are lost stay lost.",
         ),
     ] = ""
+    data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_024,
+            description="Data-parallel ranks behind the engine's port, each of which the gateway chooses by itself; 0: "
+            "as many as publish KV events, as the engine says when it is asked; 1: the engine is not divided. With "
+            "`kv_events`, rank N publishes N ports above.",
+        ),
+    ] = 0
 
 
 DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"

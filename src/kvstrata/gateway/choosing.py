@@ -114,7 +114,7 @@ class Choosing:
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
-        serving = self._fleet.serving(wanted.model, tried)
+        serving = self._fleet.targets(wanted.model, tried)
         if not serving:
             return None
         for engine in serving:

@@ -1,5 +1,8 @@
 """The port of the gateway: uvicorn on httptools, with the bounds of process/http_connections.py.
 
+A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as headers
+they would reach engines without having been looked at.
+
 A client whose host is gone without a word (power, network) is found by TCP's own probes after KEPT_ALIVE_S.
 """
 
@@ -27,6 +30,10 @@ SPARE_FILES = 128
 IDLE_S = 75
 """Time between two requests of a connection."""
 KEPT_ALIVE_S, PROBE_S, PROBES = 60, 10, 3
+MAX_HEAD_BYTES = 64 << 10
+"""Bytes of a request that are no body, in a row."""
+MAX_HEADERS = 256
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class GatewayProtocol(Timed, HttpToolsProtocol):
@@ -34,6 +41,11 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
 
     source: Answer | None = None
     """The answer whose parts are written."""
+    _in_head = False
+    _bare_bytes = 0
+    """Bytes in a row that have ended no head, and brought no body."""
+    _moves = False
+    """Whether the bytes that are being read do."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,13 +56,40 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
+    def data_received(self, data: bytes) -> None:
+        self._moves = False
+        super().data_received(data)
+        self._bare_bytes = 0 if self._moves else self._bare_bytes + len(data)
+        if self._bare_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(TOO_LARGE)
+                self.transport.close()
+            else:
+                self.transport.abort()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MAX_HEADERS:
+            raise ValueError("too many headers")  # which the parser takes for a request that is not HTTP
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._moves = False, True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._moves = True
+        super().on_body(body)
+
     def on_message_begin(self) -> None:
+        self._in_head = True
         super().on_message_begin()
         self.arriving()
         self.bounds.busy(self)
         self.scope["state"]["connection"] = self
 
     def on_message_complete(self) -> None:
+        self._moves = True
         super().on_message_complete()
         self.arrived()
 

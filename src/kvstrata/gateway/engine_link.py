@@ -9,8 +9,9 @@ Invariants
 1. A part is handed on in the callback that read it, or kept until it is asked for; nothing is read from the socket
    while the answer is paused, so the engine waits.
 2. A link is used again only if the answer ended where its head said, the engine keeps the connection, and nothing
-   follows.
-3. Closing an answer before its end closes its link: the engine sees that nobody listens.
+   follows.  What follows an answer is never taken for a part of it.
+3. At most MAX_HEAD_BYTES come that are no body: a head, notes of 1xx before it, extensions of chunks, trailers.
+4. Closing an answer before its end closes its link: the engine sees that nobody listens.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, cast
 KEPT_S = 4.0
 """vLLM closes a connection after 5 s without a request: a link must be given up before that."""
 MAX_HEAD_BYTES = 256 << 10
+CHUNKED = b"chunked"
 MAX_KEPT_BYTES = 256 << 10
 """Of an answer whose owner has not asked for them yet; then nothing more is read."""
 
@@ -59,7 +61,8 @@ class Answer(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         self._parser: Any = None
-        self._head_bytes = 0
+        self._bare_bytes = 0
+        """Those of the answer that are no body, since the last piece of one."""
         self._parts: list[bytes] = []
         self._kept_bytes = 0
         self._sink: Callable[[bytes], None] | None = None
@@ -79,7 +82,7 @@ class Answer(asyncio.Protocol):
     def write(self, request: Iterable[bytes]) -> None:
         """Begin a request."""
         self._parser = self._links.make_parser(self)
-        self.status, self.headers, self._head_bytes = 0, [], 0
+        self.status, self.headers, self._bare_bytes = 0, [], 0
         self._parts, self._kept_bytes, self._sink, self._in_head = [], 0, None, True
         self._complete = self._ends_with_link = self._kept = False
         self._transport.writelines(request)
@@ -198,18 +201,18 @@ class Answer(asyncio.Protocol):
             self.close()
             return
         self.heard_s = self._loop.time()
+        before = self._kept_bytes
         try:
             self._parser.feed_data(data)
         except self._links.not_http as error:
             self._break(f"not HTTP: {error}")
+        self._bare_bytes = self._bare_bytes + len(data) if self._kept_bytes == before else 0
+        if self._bare_bytes > MAX_HEAD_BYTES and not self._complete:
+            self._break(f"more than {MAX_HEAD_BYTES} bytes that are no body")
+        if self._broken is not None:
             self.close()
-            self._wake()
-            return
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._break(f"a head of more than {MAX_HEAD_BYTES} bytes")
-                self.close()
+        if self._in_head or (self._broken is not None and not self._complete):
+            if self._broken is not None:
                 self._wake()
             return
         if self._parts and self._sink is not None:
@@ -228,26 +231,41 @@ class Answer(asyncio.Protocol):
 
     # -- httptools' callbacks ----------------------------------------------------------------------------------
 
+    def on_message_begin(self) -> None:
+        """Another answer begins: the first, or one that nobody asked for."""
+        if self._complete:
+            self._break("more than one answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
-        self.headers.append((name.lower(), value))
+        """One header; trailers are passed over."""
+        if self._in_head:
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """The head has ended; heads of 1xx are passed over."""
+        if self._complete:
+            return
         self.status = self._parser.get_status_code()
-        if self.status < 200:
+        if 100 <= self.status < 200:
             self.headers = []
             return
+        if not 200 <= self.status < 600:
+            self._break(f"not HTTP: the status {self.status}")
+            return
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [CHUNKED]):
+            self._break(f"the transfer codings {b', '.join(codings)!a:.100}, which nobody asked for")
+            return
         self._in_head = False
-        names = {name for name, _ in self.headers}
-        framed = b"content-length" in names or b"transfer-encoding" in names
+        framed = bool(codings) or any(name == b"content-length" for name, _ in self.headers)
         self._ends_with_link = not framed and self.status not in (204, 304)
         self._kept = bool(self._parser.should_keep_alive())  # the parser tells it only here
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
-        self._parts.append(body)
-        self._kept_bytes += len(body)
+        if not self._complete:
+            self._parts.append(body)
+            self._kept_bytes += len(body)
 
     def on_message_complete(self) -> None:
         """The answer has ended."""

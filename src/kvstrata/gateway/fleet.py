@@ -5,6 +5,9 @@
 
 Only an engine that is UP gets requests.  After each return its share grows from LEAST_SHARE to 1 within
 `slow_start_s`, since its caches are cold and its first steps compile.
+
+An engine with several data-parallel ranks has a queue and a cache in each of them, so requests are sent to its ranks:
+each is a `ServingEngine` of its own, named ENGINE@RANK, which lives and dies with its engine.
 """
 
 from __future__ import annotations
@@ -56,13 +59,22 @@ class Place(NamedTuple):
     """Empty: the engine asks for none."""
     events: Source | None = None
     """Where it publishes KV events, as the settings say; None: it is asked."""
+    ranks: int = 0
+    """Its data-parallel ranks, as the settings say; 0: it is asked."""
 
 
 class ServingEngine:
-    """One engine. Belongs to the event loop."""
+    """One engine, or one rank of it. Belongs to the event loop."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, owner: ServingEngine | None = None, rank: int | None = None) -> None:
+        """`owner`: the engine whose rank this is."""
         self.place = place
+        self.rank = rank
+        """What its engine calls it; None: this is an engine."""
+        self.process = owner or self
+        """The engine itself."""
+        self.ranks: list[ServingEngine] = []
+        """Those of an engine with several."""
         self.state = EngineState.NEW
         self.reason = "not probed yet"
         self.models: dict[str, dict[str, Any]] = {}
@@ -87,8 +99,13 @@ class ServingEngine:
 
     @property
     def in_flight(self) -> int:
-        """Requests under way."""
-        return self.load.requests
+        """Requests under way, those of its ranks included."""
+        return self.load.requests + sum(one.load.requests for one in self.ranks)
+
+    @property
+    def targets(self) -> list[ServingEngine]:
+        """What requests are sent to: its ranks, or the engine itself if it has none."""
+        return self.ranks or [self]
 
     @property
     def name(self) -> str:
@@ -117,33 +134,79 @@ class Fleet:
     def set_places(self, places: Iterable[Place]) -> list[ServingEngine]:
         """Have exactly these engines; those that stay keep their state. Returns the new ones."""
         wanted = {place.name: place for place in places}
-        fresh = []
+        fresh: list[ServingEngine] = []
+        redivided: list[ServingEngine] = []
         kept: dict[str, ServingEngine] = {}
         for name, place in wanted.items():
             engine = self.engines.get(name)
             if engine is None or engine.place.address != place.address:
                 engine = ServingEngine(place)
                 engine.answered_s = self._now_s()
-                self.queues.add(engine.load)
                 fresh.append(engine)
+            if engine.place.ranks != place.ranks:
+                redivided.append(engine)
             engine.place = place
             kept[name] = engine
-        for engine in self.engines.values():
+        before, self.engines = self.engines, kept
+        for engine in before.values():
             if kept.get(engine.name) is not engine:
                 self._log.info("engine_left", engine=engine.name, in_flight=engine.in_flight)
-                engine.state, engine.reason = EngineState.LEAVING, "no longer in the settings"
-                self.rates.forget(engine.name)
-                self.load_rates.forget(engine.name)
-                if engine.in_flight:
-                    self._leaving.append(engine)
-                elif engine.name not in wanted:
-                    self.queues.gone(engine.name)
-        self.engines = kept
+                self.set_ranks(engine, 0)
+                self._leaves(engine, "no longer in the settings")
+        for engine in fresh:
+            self.queues.add(engine.load)
+        for engine in kept.values():
+            self._tell_ranks(engine)
+        for engine in (*fresh, *redivided):
+            self.set_ranks(engine, engine.place.ranks)
         return fresh
+
+    def set_ranks(self, engine: ServingEngine, count: int) -> None:
+        """An engine has so many ranks, each of which gets requests; fewer than two: it is not divided."""
+        count = count if count > 1 else 0
+        left, engine.ranks = engine.ranks[count:], engine.ranks[:count]
+        for rank in left:
+            self._leaves(rank, "its engine has fewer ranks")
+        for number in range(len(engine.ranks), count):
+            place = engine.place._replace(name=f"{engine.name}@{number}")
+            rank = ServingEngine(place, engine, number)
+            self.queues.add(rank.load)
+            engine.ranks.append(rank)
+        self._tell_ranks(engine)
+
+    def _tell_ranks(self, engine: ServingEngine) -> None:
+        """Let its ranks share an engine's place and state."""
+        for rank in engine.ranks:
+            rank.place = engine.place._replace(name=rank.name)
+            rank.state, rank.reason, rank.models = engine.state, engine.reason, engine.models
+            rank.generation, rank.returned = engine.generation, engine.returned
+            rank.up_since_s = engine.up_since_s
+
+    def _leaves(self, target: ServingEngine, reason: str) -> None:
+        """Let a target's requests end, and then forget it."""
+        target.state, target.reason = EngineState.LEAVING, reason
+        self.rates.forget(target.name)
+        self.load_rates.forget(target.name)
+        if target.load.requests:
+            self._leaving.append(target)
+        else:
+            self._forget(target)
+
+    def _forget(self, target: ServingEngine) -> None:
+        """Drop the queue of a target that has left, unless another one has its name now."""
+        if all(one.name != target.name for one in self._places()):
+            self.queues.gone(target.name)
+
+    def _places(self) -> Iterator[ServingEngine]:
+        """All engines of the settings and all their ranks."""
+        for engine in self.engines.values():
+            yield engine
+            yield from engine.ranks
 
     def up(self, engine: ServingEngine, models: Mapping[str, dict[str, Any]]) -> None:
         """A probe was answered."""
         engine.models = dict(models)
+        self._tell_ranks(engine)
         engine.failed_probes = 0
         engine.answered_s = self._now_s()
         if engine.state is EngineState.LEAVING or engine.state is EngineState.UP:
@@ -152,6 +215,7 @@ class Fleet:
         engine.generation += engine.returned
         engine.state, engine.reason = EngineState.UP, ""
         engine.up_since_s = self._now_s()
+        self._tell_ranks(engine)
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
 
     def down(self, engine: ServingEngine, reason: str) -> None:
@@ -161,11 +225,13 @@ class Fleet:
         if engine.state is not EngineState.DOWN:
             self._log.warning("engine_down", engine=engine.name, reason=reason, in_flight=engine.in_flight)
         engine.state, engine.reason = EngineState.DOWN, reason
+        self._tell_ranks(engine)
 
     def abandon(self, engine: ServingEngine) -> None:
         """Requests that wait for this engine's first byte wait no longer."""
-        for limit in list(engine.waiting):
-            limit.reschedule(0.0)
+        for target in (engine, *engine.ranks):
+            for limit in list(target.waiting):
+                limit.reschedule(0.0)
 
     def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> BusyPeriod:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""
@@ -199,17 +265,16 @@ class Fleet:
         engine.busy = None
         if now_s >= self._rated_s + RATED_S:
             self._rated_s = now_s
-            for each in self.engines.values():
+            for each in self._places():
                 self.queues.rate(each.name, self.rates.rate(each.name, each.load.running), now_s)
 
     def ended(self, engine: ServingEngine, number: str) -> None:
         """A request that `began` has ended, however."""
         self.queues.ended(number, self._now_s())
         self._rests(engine)
-        if engine in self._leaving and not engine.in_flight:
+        if engine in self._leaving and not engine.load.requests:
             self._leaving.remove(engine)
-            if engine.name not in self.engines:
-                self.queues.gone(engine.name)
+            self._forget(engine)
 
     def share(self, engine: ServingEngine) -> float:
         """The share of the usual load that an engine may get now."""
@@ -219,8 +284,8 @@ class Fleet:
         return min(1.0, LEAST_SHARE + (1 - LEAST_SHARE) * max(0.0, grown))
 
     def serving(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
-        """The engines that are up and have the model (empty: any model), without those in `but`."""
-        without = set(but)
+        """The engines that are up and have the model (empty: any model), without those in `but` and their ranks."""
+        without = {engine.process for engine in but}
         return [
             engine
             for engine in self.engines.values()
@@ -228,6 +293,10 @@ class Fleet:
             and (not model or model in engine.models)
             and engine not in without
         ]
+
+    def targets(self, model: str, but: Iterable[ServingEngine] = ()) -> list[ServingEngine]:
+        """What a request for the model may be sent to: `serving`, with ranks in place of engines that have several."""
+        return [target for engine in self.serving(model, but) for target in engine.targets]
 
     def adapter(self, model: str) -> str:
         """The adapter that a model's name stands for; empty: it stands for a base model, or nobody has it."""
@@ -285,7 +354,8 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
-    return Place(settings.name or f"{host}:{port}", address, api_key, source_of(settings))
+    name = settings.name or f"{host}:{port}"
+    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size)
 
 
 @functools.lru_cache(8_192)

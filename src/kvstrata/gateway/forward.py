@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 ELSEWHERE = frozenset((429, 502, 503, 504))
 """Statuses of an engine that has not begun the request: another one may answer."""
+WITHOUT_BODY = frozenset((204, 304))
+"""Statuses of answers whose length is not that of a body that follows."""
 MAX_ERROR_BYTES = 64 << 10
 
 
@@ -205,7 +207,9 @@ class Forwarder:
 
     async def _send(self, call: Call, engine: ServingEngine) -> Answer:
         place, raw = engine.place, call.scope["headers"]
-        headers = passing.to_engine(raw, call.wanted.word, place.api_key, drop_keys=self._drop_keys())
+        headers = passing.to_engine(
+            raw, call.wanted.word, place.api_key, drop_keys=self._drop_keys(), rank=engine.rank
+        )
         method = call.scope["method"]
         body = call.body
         if call.passed and self.takes_ids(engine, call.asked.model):
@@ -236,6 +240,8 @@ class Forwarder:
         self._reader.answered(call.path, engine.name, first)
         meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
         headers = passing.to_client(answer.headers, call.wanted.word)
+        if answer.status in WITHOUT_BODY:
+            headers = [one for one in headers if one[0] != b"content-length"]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         watch = _Silence(answer, self.settings.timeouts.silence_s)
         try:

@@ -26,7 +26,9 @@ HOP = frozenset(
         *(b"proxy-authenticate", b"proxy-authorization", b"http2-settings"),
     )
 )
-_NOT_UP = HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+RANK = b"x-data-parallel-rank"
+"""Names a rank of the engine, which the client does not know; vLLM reads it."""
+_NOT_UP = HOP | {b"host", b"content-length", b"expect", b"x-request-id", RANK}
 _KEYS = frozenset((b"authorization", b"x-api-key"))
 _NOT_DOWN = HOP | {b"date", b"server", b"x-request-id", b"set-cookie"}
 MAX_ID_CHARS = 128
@@ -42,13 +44,20 @@ def request_id(given: bytes) -> str:
     )
 
 
-def to_engine(raw: Raw, word: str, api_key: str, *, drop_keys: bool) -> list[tuple[bytes, bytes]]:
-    """The headers for an engine. `word`: id of the request. `api_key`: the engine's own; empty: it has none."""
+def to_engine(
+    raw: Raw, word: str, api_key: str, *, drop_keys: bool, rank: int | None = None
+) -> list[tuple[bytes, bytes]]:
+    """The headers for an engine. `word`: id of the request. `api_key`: the engine's own; empty: it has none.
+
+    `rank`: the data-parallel rank of the engine that must answer; None: it has one, or chooses by itself.
+    """
     dropped = _named(raw)
     if drop_keys or api_key:
         dropped |= _KEYS
     found = [one for one in raw if one[0] not in _NOT_UP and one[0] not in dropped]
     found.append((b"x-request-id", word.encode()))
+    if rank is not None:
+        found.append((RANK, str(rank).encode()))
     if api_key:
         found.append((b"authorization", b"Bearer " + api_key.encode()))
     return found

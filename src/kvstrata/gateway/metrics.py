@@ -173,7 +173,9 @@ class GatewayCollector:
                 ([one.name], float(one.state is EngineState.UP)) for one in self._fleet.engines.values()
             ],
             "kvstrata_gateway_engine_in_flight": [
-                ([one.name], one.in_flight) for one in self._fleet.engines.values()
+                ([one.name], one.in_flight)
+                for engine in self._fleet.engines.values()
+                for one in engine.targets
             ],
             "kvstrata_gateway_tenant_in_flight": [
                 ([name], count) for name, count in sorted(self._tenants().items())

@@ -13,6 +13,7 @@ from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account
+from kvstrata.gateway.residency.sources import MAX_PORT
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_token import FIELD, fresh_token
@@ -85,6 +86,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
                 f"engines[{i}].kv_events_replay: needs `kv_events` beside it, as tcp://HOST:PORT",
                 field=f"engines[{i}].kv_events_replay",
             )
+        _check_ports(i, one)
     tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
     _refuse_twice("tenants", "name", [one.name for one, _ in tenants])
     if len({key for _, key in tenants}) < len(tenants):
@@ -163,6 +165,19 @@ def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> 
 
 def _key(path: str, field: str) -> str:
     return read_bearer_token(path, field) if path else ""
+
+
+def _check_ports(i: int, settings: EngineSettings) -> None:
+    """Raise ConfigError if a rank of an engine would publish at a port that cannot be."""
+    for name in ("kv_events", "kv_events_replay"):
+        endpoint: str = getattr(settings, name)
+        ranks = max(1, settings.data_parallel_size)
+        if endpoint.startswith("tcp:") and int(endpoint.rpartition(":")[2]) + ranks - 1 > MAX_PORT:
+            raise ConfigError(
+                f"engines[{i}].{name}: {endpoint!r:.200} is above the last port, or the ranks beside it are "
+                f"(data_parallel_size {ranks})",
+                field=f"engines[{i}].{name}",
+            )
 
 
 def _check_names(engines: list[tuple[EngineSettings, str]]) -> None:

@@ -2,16 +2,17 @@
 
 A probe asks `/health` and then `/v1/models`.  What an engine answers is bounded and checked: an engine that says
 something else than a list of models does not serve.  An engine that begins to serve is asked where it publishes its KV
-events; only its own host is listened to.
+events, and so how many data-parallel ranks it has; only its own host is listened to.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,16 +22,28 @@ from kvstrata.config.gateway_model import EngineSettings, HealthSettings
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.residency.sources import Source, source_in, source_of
+from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sources_in
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
 
 MAX_MODELS_BYTES = 1 << 20
 MAX_ADDRESSES = 1_024
+ASK_AGAIN_S = 30.0
+"""Time until an engine is asked again that did not say where it publishes."""
 
 
 class _Models(msgspec.Struct):
     data: Annotated[list[dict[str, Any]], Meta(max_length=4_096)]
+
+
+class _Asked(NamedTuple):
+    """An engine was asked where it publishes KV events."""
+
+    events: Source | None
+    ranks: int
+    """As `events`, what the settings said then."""
+    again_s: float
+    """When it is to be asked again."""
 
 
 class Probing:
@@ -51,8 +64,9 @@ class Probing:
         self._supervisor = supervisor
         self._residency = residency
         self._listens = False
-        self._asked: dict[ServingEngine, Source | None] = {}
-        """Engines that were asked where they publish KV events, with what the settings said of it then."""
+        self._asked: dict[ServingEngine, _Asked] = {}
+        self._heard: dict[ServingEngine, list[str]] = {}
+        """The names of its ranks under which an engine is listened to, or its own."""
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
         """With the key of each."""
@@ -83,13 +97,14 @@ class Probing:
         """Whether engines' KV events are wanted."""
         self._listens = wanted
         if not wanted:
-            for engine in self._asked:
-                self._residency.unwatch(engine.name)
+            for engine in list(self._asked):
+                self._listen(engine, {})
+                self._fleet.set_ranks(engine, engine.place.ranks)
             self._asked.clear()
 
     def suspect(self, engine: ServingEngine) -> None:
         """The connection to an engine failed: probe it now. Only the probe decides."""
-        if (now := self._now.get(engine)) is not None:
+        if (now := self._now.get(engine.process)) is not None:
             now.set()
 
     async def keep_resolved(self) -> None:
@@ -102,7 +117,7 @@ class Probing:
         """Wait until each engine has answered its first probe, or failed it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.timeout_s):
-                for engine in list(self._fleet):
+                for engine in list(self._fleet.engines.values()):
                     await engine.probed.wait()
 
     async def resolve(self) -> None:
@@ -127,6 +142,7 @@ class Probing:
                         Address(address, plain.port or 0, plain.scheme == "https"),
                         key,
                         source_of(settings),
+                        settings.data_parallel_size,
                     )
                     for address in addresses
                 ]
@@ -166,30 +182,59 @@ class Probing:
 
     def _has_asked(self, engine: ServingEngine) -> bool:
         """Whether the engine was asked under the settings that it has now."""
-        return engine in self._asked and self._asked[engine] == engine.place.events
+        asked, place = self._asked.get(engine), engine.place
+        return (
+            asked is not None
+            and (asked.events, asked.ranks) == (place.events, place.ranks)
+            and self._now_s() < asked.again_s
+        )
 
     async def _hear(self, engine: ServingEngine) -> None:
-        """Listen to the KV events of an engine that begins to serve, if it publishes any."""
-        source = engine.place.events
-        if source is None:
-            try:
-                # Less than the probe's own time: an engine that does not answer this serves all the same.
-                async with asyncio.timeout(self.settings.timeout_s / 2):
-                    status, body = await self._get(engine, "/kv_event_sources")
-                source = source_in(body, engine.place.address.host) if status == 200 else None
-            except (ValueError, LinkBroken, TimeoutError) as error:
-                reason = str(error) or "no answer"
-                self._log.repeated(30, engine.name, "kv_events_unknown", engine=engine.name, reason=reason)
-        if not self._listens:
+        """Learn the ranks of an engine that begins to serve, and listen to the KV events that they publish."""
+        place, again_s, sources = engine.place, math.inf, list[Source]()
+        try:
+            sources = await self._sources(engine)
+            if sources and len(sources) != max(1, place.ranks or len(sources)):
+                raise ValueError(
+                    f"{len(sources)} data-parallel ranks publish events, but data_parallel_size is {place.ranks}"
+                )
+        except (ValueError, LinkBroken, TimeoutError) as error:
+            again_s, sources = self._now_s() + ASK_AGAIN_S, []
+            reason = str(error) or "no answer"
+            self._log.repeated(30, engine.name, "kv_events_unknown", engine=engine.name, reason=reason)
+        if not self._listens or engine.state is EngineState.LEAVING:
             return
-        known = self._has_asked(engine)
-        self._asked[engine] = engine.place.events
-        if source is None or not source.endpoint:
-            self._residency.unwatch(engine.name)
-        elif known and source == self._residency.source(engine.name):
-            self._residency.returned(engine.name)
-        else:
-            self._residency.watch(engine.name, source)
+        self._asked[engine] = _Asked(place.events, place.ranks, again_s)
+        self._fleet.set_ranks(engine, place.ranks or len(sources))
+        names = [target.name for target in engine.targets]
+        self._listen(engine, dict(zip(names, sources, strict=False)))
+
+    async def _sources(self, engine: ServingEngine) -> list[Source]:
+        """Where each rank of an engine publishes. Raises ValueError, LinkBroken and TimeoutError."""
+        place = engine.place
+        if place.events is not None:
+            if not place.events.endpoint:
+                return []
+            return [of_rank(place.events, rank) for rank in range(max(1, place.ranks))]
+        # Less than the probe's own time: an engine that does not answer this serves all the same.
+        async with asyncio.timeout(self.settings.timeout_s / 2):
+            status, body = await self._get(engine, "/kv_event_sources")
+        return sources_in(body, place.address.host) if status == 200 else []
+
+    def _listen(self, engine: ServingEngine, sources: dict[str, Source]) -> None:
+        """Listen to exactly these sources of an engine, by the names of its ranks."""
+        known = self._heard.pop(engine, [])
+        if sources:
+            self._heard[engine] = list(sources)
+        elsewhere = {name for names in self._heard.values() for name in names}
+        for name in known:
+            if name not in elsewhere:
+                self._residency.unwatch(name)
+        for name, source in sources.items():
+            if name in known and source == self._residency.source(name):
+                self._residency.returned(name)
+            else:
+                self._residency.watch(name, source)
 
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
         key = engine.place.api_key
@@ -232,8 +277,7 @@ class Probing:
         finally:
             del self._now[engine]
             self._asked.pop(engine, None)
-            if engine.name not in self._fleet.engines:
-                self._residency.unwatch(engine.name)
+            self._listen(engine, {})
 
 
 def _models_in(body: bytes) -> dict[str, dict[str, Any]]:

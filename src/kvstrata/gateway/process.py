@@ -332,6 +332,10 @@ class Gateway(Process):
                     "sent": one.sent,
                     "share": round(fleet.share(one), 3),
                     "models": sorted(one.models)[:64],
+                    "ranks": [
+                        {"name": rank.name, "in_flight": rank.in_flight, "sent": rank.sent}
+                        for rank in one.ranks
+                    ],
                 }
                 for one in fleet
             ],

@@ -59,10 +59,10 @@ ROUTES: dict[str, Route] = {
 """Paths of POST requests."""
 _OF_RESPONSE = re.compile(r"/v1/responses/([A-Za-z0-9_-]{1,128})(?:/cancel)?")
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[A-Za-z0-9_-]{1,128})"')
-_FORM_MODEL = re.compile(
-    rb'content-disposition:[^\r\n]*;\s*name="?model"?(?:\s*;[^\r\n]*)?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n',
-    re.I,
-)
+_FIELD_MODEL = re.compile(rb'\r\ncontent-disposition:[^\r\n]*;\s*name="?model"?\s*(?:;|\r\n)', re.I)
+MAX_FIELDS = 64
+MAX_FIELD_HEAD_BYTES = 4_096
+MAX_BOUNDARY_BYTES = 256
 
 
 class Asked(NamedTuple):
@@ -140,8 +140,7 @@ def response_in(part: bytes) -> str:
 def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     """What a body asks for."""
     if route.multipart:
-        match = _FORM_MODEL.search(body)
-        return _checked(match[1].decode("utf-8", "replace") if match else None, Asked())
+        return _checked(_model_in_form(body), Asked())
     try:
         found = _decode(body)
     except msgspec.ValidationError:
@@ -167,6 +166,23 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
             _text_of(found.cache_salt),
         ),
     )
+
+
+def _model_in_form(body: bytes) -> str | None:
+    """The field `model` of a form, in one pass; None: it is not among the first MAX_FIELDS, or this is no form."""
+    at = body.find(b"\r\n", 0, MAX_BOUNDARY_BYTES)
+    if at < 0 or not body.startswith(b"--"):
+        return None
+    boundary = b"\r\n" + body[:at]
+    for _ in range(MAX_FIELDS):
+        head = body.find(b"\r\n\r\n", at, at + MAX_FIELD_HEAD_BYTES)
+        end = body.find(boundary, head + 4) if head >= 0 else -1
+        if end < 0:
+            return None
+        if _FIELD_MODEL.search(body, at, head + 2):
+            return body[head + 4 : min(end, head + 5 + 4 * MAX_MODEL_CHARS)].decode("utf-8", "replace")
+        at = end + len(boundary)
+    return None
 
 
 def _text_of(raw: msgspec.Raw) -> str:

@@ -334,6 +334,10 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(
             {"engines": [{"url": "http://a:1"}, {"url": "http://a:1"}]},
             "engines[1].name: 'a:1' is there twice",
         ),
+        (
+            {"engines": [{"url": "http://a:1", "kv_events": "tcp://a:65535", "data_parallel_size": 2}]},
+            "engines[0].kv_events: 'tcp://a:65535' is above the last port, or the ranks beside it are",
+        ),
         ({"http": {"host": "0.0.0.0", "port": 0}}, "is not loopback, and clients need no key"),
         ({"policy": "fastest"}, "must be one of ttft, least_loaded, round_robin, session"),
         (

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from tests.harness.daemon import free_port
+from tests.harness.daemon import free_port, free_ports
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import eventually_async
@@ -33,10 +33,12 @@ NUMBERS = itertools.count()
 
 
 class Sim:
-    """A simulated engine that publishes KV events; started again it has the same ports and an empty cache."""
+    """A simulated engine that publishes KV events; started again it has the same ports and empty caches."""
 
-    def __init__(self) -> None:
-        self.port, self.events, self.replay = (free_port() for _ in range(3))
+    def __init__(self, ranks: int = 1) -> None:
+        self.ranks = ranks
+        self.port, self.events = free_port(), free_ports(2 * ranks)
+        self.replay = self.events + ranks
         self.url = f"http://127.0.0.1:{self.port}"
         self.name = f"127.0.0.1:{self.port}"
         self.process: asyncio.subprocess.Process | None = None
@@ -45,6 +47,7 @@ class Sim:
         command = ["-m", "kvstrata", "sim", "--port", str(self.port), "--model", "m", "--speed", "10"]
         command += ["--adapter", "a", "--kv-events-endpoint", f"tcp://127.0.0.1:{self.events}"]
         command += ["--kv-events-replay-endpoint", f"tcp://127.0.0.1:{self.replay}"]
+        command += ["--data-parallel-size", str(self.ranks)]
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, *command, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -61,6 +64,7 @@ class Sim:
         if self.process is not None:
             self.process.kill()
             await self.process.wait()
+            self.process = None
 
 
 @pytest_asyncio.fixture

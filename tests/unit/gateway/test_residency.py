@@ -17,7 +17,7 @@ from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.caches import Caches
 from kvstrata.gateway.residency.feed import Feed, Phase
 from kvstrata.gateway.residency.prompt import Prompt, keys_of, root_of
-from kvstrata.gateway.residency.sources import Source, source_in
+from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.testing.engine_sim.kv_events import (
@@ -383,21 +383,27 @@ def test_what_an_engine_reports_is_known_but_doubtful() -> None:
     assert held(seen, prompt) == 0
 
 
-def sources() -> Iterator[tuple[dict[str, Any], str, Source | None]]:
+def sources() -> Iterator[tuple[dict[str, Any], str, list[Source]]]:
     on = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557"}
-    yield {}, "h", None
-    yield {"0": {"enable_kv_cache_events": False}}, "h", None
-    yield {"0": on}, "h", Source("tcp://h:5557")
-    yield {"0": {**on, "endpoint": "tcp://10.1.2.3:5557"}}, "::1", Source("tcp://[::1]:5557")
-    yield {"0": {**on, "replay_endpoint": "tcp://*:5558"}}, "h", Source("tcp://h:5557", "tcp://h:5558")
-    yield {"0": {**on, "replay_endpoint": "tcp://*:5558", "buffer_steps": 0}}, "h", Source("tcp://h:5557")
+    yield {}, "h", []
+    yield {"0": {"enable_kv_cache_events": False}}, "h", []
+    yield {"0": on}, "h", [Source("tcp://h:5557")]
+    yield {"0": {**on, "endpoint": "tcp://10.1.2.3:5557"}}, "::1", [Source("tcp://[::1]:5557")]
+    yield {"0": {**on, "replay_endpoint": "tcp://*:5558"}}, "h", [Source("tcp://h:5557", "tcp://h:5558")]
+    yield {"0": {**on, "replay_endpoint": "tcp://*:5558", "buffer_steps": 0}}, "h", [Source("tcp://h:5557")]
+    # Ranks are chosen by their place in this order: behind one port of several they need not begin with 0.
+    ranks = {str(rank): {**on, "endpoint": f"tcp://*:{6_000 + rank}"} for rank in (10, 9, 11)}
+    yield ranks, "h", [Source(f"tcp://h:{port}") for port in (6_009, 6_010, 6_011)]
 
 
 @pytest.mark.parametrize(("answer", "host", "wanted"), list(sources()))
 def test_events_are_heard_at_the_engines_own_host(
-    answer: dict[str, Any], host: str, wanted: Source | None
+    answer: dict[str, Any], host: str, wanted: list[Source]
 ) -> None:
-    assert source_in(msgspec.json.encode(answer), host) == wanted
+    assert sources_in(msgspec.json.encode(answer), host) == wanted
+
+
+ON = b'{"enable_kv_cache_events": true, "endpoint": "tcp://*:1"}'
 
 
 @pytest.mark.parametrize(
@@ -406,13 +412,23 @@ def test_events_are_heard_at_the_engines_own_host(
         b"",
         b"[]",
         b'{"0": 1}',
+        b'{"x": {}}',
         b'{"0": {"enable_kv_cache_events": true, "endpoint": "ipc:///tmp/x"}}',
         b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:0"}}',
         b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:99999"}}',
-        b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:1"},'
-        b' "1": {"enable_kv_cache_events": true, "endpoint": "tcp://*:2"}}',
+        b'{"0": ' + ON + b', "1": {}}',
+        b"{" + b", ".join(b'"%d": %s' % (rank, ON) for rank in range(1_025)) + b"}",
     ],
 )
 def test_sources_that_cannot_be_heard_are_told(answer: bytes) -> None:
     with pytest.raises(ValueError, match="event"):
-        source_in(answer, "h")
+        sources_in(answer, "h")
+
+
+def test_ranks_publish_at_ports_in_a_row() -> None:
+    first = Source("tcp://[::1]:65534", "tcp://h:5557", "kv")
+    assert of_rank(first, 0) == first
+    assert of_rank(first, 1) == Source("tcp://[::1]:65535", "tcp://h:5558", "kv")
+    assert of_rank(Source("tcp://h:1"), 9) == Source("tcp://h:10")
+    with pytest.raises(ValueError, match="65536"):
+        of_rank(first, 2)

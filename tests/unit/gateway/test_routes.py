@@ -134,3 +134,18 @@ def test_headers_of_a_connection_end_at_the_gateway() -> None:
     answered = ((b"connection", b"X-A"), (b"x-a", b"1"), (b"content-type", b"t"), (b"server", b"vLLM"))
     down = to_client(answered, "ours")
     assert down == [(b"content-type", b"t"), (b"x-request-id", b"ours")]
+
+
+def test_a_hostile_form_is_read_in_one_pass() -> None:
+    """Whose reading took hours while lines were tried again from each one on."""
+    field = b"content-disposition:;name=model\r\n"
+    route = ROUTES["/v1/audio/transcriptions"]
+    for form in (
+        b"--b\r\n" + field * 60_000,
+        field * 60_000,
+        b"--b\r\n" + b"content-disposition:;" * 100_000 + b"\r\n\r\nx\r\n--b--\r\n",
+        b"--b\r\n" + b"\r\n\r\n\r\n--b" * 200_000,
+        b"-" * 2_000_000,
+        b"--\r\n" * 500_000,
+    ):
+        assert asked("/v1/audio/transcriptions", route, form) == Asked()

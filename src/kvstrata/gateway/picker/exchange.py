@@ -31,6 +31,7 @@ from kvstrata.gateway.picker.messages import Message, Reply
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.routes import Asked, Route, route_of
 
+RANK = passing.RANK.decode()
 MAX_HELD_BYTES = 1 << 30
 """Bytes of all bodies that wait for their choice."""
 
@@ -235,6 +236,10 @@ class Exchange:
         if key:
             headers["authorization"] = f"Bearer {key}"
         removed = (["x-api-key"] if key else ["authorization", "x-api-key"]) if drops else []
+        if choice.engine.rank is not None:
+            headers[RANK] = str(choice.engine.rank)
+        else:
+            removed.append(RANK)
         replies = [messages.chosen(endpoint_of(choice.engine.place.address), headers, removed)]
         return replies if empty else [*replies, *messages.parts(body, ends=ends)]
 
@@ -280,8 +285,10 @@ class Exchange:
         choice = self._choice
         if not served or choice is None or endpoint_of(choice.engine.place.address) == served[0]:
             return
-        for engine in self._parts.fleet:
-            if endpoint_of(engine.place.address) == served[0]:
+        for process in self._parts.fleet:
+            if endpoint_of(process.place.address) == served[0]:
+                # The header that names a rank went along.
+                engine = process.ranks[choice.engine.rank or 0] if process.ranks else process
                 choosing = self._parts.choosing
                 choosing.ended(choice, answered=False)
                 self._choice = choice._replace(

@@ -9,6 +9,8 @@ import msgspec
 from kvstrata.config.gateway_model import EngineSettings
 
 OFF = "off"
+MAX_PORT = 65_535
+MAX_RANKS = 1_024
 
 
 class Source(NamedTuple):
@@ -32,7 +34,7 @@ class _Publisher(msgspec.Struct):
     topic: str = ""
 
 
-_decode = msgspec.json.Decoder(dict[str, _Publisher]).decode
+_decode = msgspec.json.Decoder(dict[int, _Publisher]).decode
 
 
 def source_of(settings: EngineSettings) -> Source | None:
@@ -42,31 +44,49 @@ def source_of(settings: EngineSettings) -> Source | None:
     return Source(settings.kv_events, settings.kv_events_replay) if settings.kv_events else None
 
 
-def source_in(body: bytes, host: str) -> Source | None:
-    """The source that an engine's answer names, at the engine's own host; None if it publishes nothing.
+def sources_in(body: bytes, host: str) -> list[Source]:
+    """The sources that an engine's answer names, at the engine's own host, in the order of its data-parallel ranks.
 
-    Raises ValueError if it publishes what cannot be heard, or the answer is not vLLM's.
+    Empty if it publishes nothing.  Raises ValueError if it publishes what cannot be heard, or the answer is not vLLM's.
     """
     try:
         ranks = _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"/kv_event_sources answers with something else: {error}") from None
-    there = [one for one in ranks.values() if one.enable_kv_cache_events and one.publisher != "null"]
-    if not there:
-        return None
-    if len(there) > 1:
-        raise ValueError(
-            f"its KV events are of {len(there)} data-parallel ranks, among which it chooses itself"
-        )
-    one = there[0]
+    there = {
+        rank: one for rank, one in ranks.items() if one.enable_kv_cache_events and one.publisher != "null"
+    }
+    if len(there) > MAX_RANKS:
+        raise ValueError(f"its KV events are of {len(there)} data-parallel ranks, of at most {MAX_RANKS}")
+    if 0 < len(there) < len(ranks):
+        raise ValueError(f"of its {len(ranks)} data-parallel ranks only {len(there)} publish KV events")
+    return [_source(one, host) for _, one in sorted(there.items())]
+
+
+def _source(one: _Publisher, host: str) -> Source:
     replay = _at(one.replay_endpoint, host) if one.replay_endpoint and one.buffer_steps > 0 else ""
     return Source(_at(one.endpoint, host), replay, one.topic)
+
+
+def of_rank(source: Source, rank: int) -> Source:
+    """Where a rank publishes whose rank 0 publishes at `source`. Raises ValueError if that is no port."""
+    return source._replace(endpoint=_above(source.endpoint, rank), replay=_above(source.replay, rank))
+
+
+def _above(endpoint: str, rank: int) -> str:
+    if not endpoint:
+        return ""
+    place, _, port = endpoint.rpartition(":")
+    number = int(port) + rank
+    if number > MAX_PORT:
+        raise ValueError(f"rank {rank} would publish at port {number} of {place}")
+    return f"{place}:{number}"
 
 
 def _at(endpoint: str, host: str) -> str:
     """An endpoint's port at the engine's host: an engine cannot make the gateway connect to somebody else."""
     scheme, _, rest = endpoint.partition("://")
     port = rest.rpartition(":")[2]
-    if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) < 65_536:
+    if scheme != "tcp" or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= MAX_PORT:
         raise ValueError(f"its events are at {endpoint!a:.100}, which is no tcp://HOST:PORT")
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

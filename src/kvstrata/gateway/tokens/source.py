@@ -116,8 +116,9 @@ class Tokens:
 
     def takes_ids(self, engine: ServingEngine, model: str) -> bool:
         """Whether an engine takes ids beside a chat."""
-        seen = self._verdicts.get((engine.name, self._base(model)))
-        return seen is not None and seen[0] == (engine, engine.generation) and seen[1].takes_ids
+        process = engine.process
+        seen = self._verdicts.get((process.name, self._base(model)))
+        return seen is not None and seen[0] == (process, process.generation) and seen[1].takes_ids
 
     def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
         """An engine tells how many tokens a prompt had whose ids `of` gave."""

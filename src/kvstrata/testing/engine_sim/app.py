@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,12 +35,14 @@ from kvstrata.testing.engine_sim.bodies import (
     plan,
 )
 from kvstrata.testing.engine_sim.dialects import Chat, Completions, Dialect, Messages, Responses
+from kvstrata.testing.engine_sim.engine_model import EngineModel
 from kvstrata.testing.engine_sim.live import LiveEngine
 from kvstrata.testing.engine_sim.metrics import CONTENT_TYPE, Metrics
 from kvstrata.testing.engine_sim.zmq_events import Publisher
 
 VLLM = "0.32.0"
 """The version whose interface this is."""
+RANK = b"x-data-parallel-rank"
 BODY_BYTES = 64 << 20
 """Largest body that is read."""
 DISABLED = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
@@ -55,12 +58,33 @@ T = TypeVar("T")
 class Face(NamedTuple):
     """What the routes answer for."""
 
-    live: LiveEngine
+    ranks: tuple[LiveEngine, ...]
+    """The data-parallel ranks: one, or several with caches and queues of their own."""
     metrics: Metrics
-    publisher: Publisher | None
+    publishers: tuple[Publisher, ...]
+    """By rank; empty: no KV events are published."""
     served: tuple[str, ...]
     """The model's name, and its adapters'."""
     renders: bool
+
+    @property
+    def model(self) -> EngineModel:
+        """Of every rank."""
+        return self.ranks[0].engine.model
+
+    def rank_of(self, headers: Iterable[tuple[bytes, bytes]]) -> LiveEngine:
+        """The rank for a request: the one that it names, else one with the fewest requests. Raises BadRequest."""
+        named = next((value for name, value in headers if name == RANK), b"").decode("latin-1")
+        # As vLLM does, what is no number is passed over.
+        if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", named):
+            return min(self.ranks, key=lambda one: one.engine.running + one.engine.waiting)
+        rank = int(named)
+        if not 0 <= rank < len(self.ranks):
+            raise BadRequest(
+                f"data_parallel_rank {rank} is out of range [0, {len(self.ranks)}).",
+                field="data_parallel_rank",
+            )
+        return self.ranks[rank]
 
 
 class ClientGone(Exception):
@@ -75,7 +99,7 @@ def make_app(face: Face) -> Starlette:
         return Response()
 
     async def models(_: Request) -> Response:
-        most = face.live.engine.model.max_model_tokens
+        most = face.model.max_model_tokens
         return JSONResponse(
             {"object": "list", "data": [_card(face.served, n, most, started) for n in face.served]}
         )
@@ -87,15 +111,16 @@ def make_app(face: Face) -> Starlette:
         return JSONResponse({"version": VLLM})
 
     async def load(_: Request) -> Response:
-        return JSONResponse({"server_load": face.live.engine.running + face.live.engine.waiting})
+        return JSONResponse(
+            {"server_load": sum(one.engine.running + one.engine.waiting for one in face.ranks)}
+        )
 
     async def sources(_: Request) -> Response:
-        if face.publisher is None:
-            return JSONResponse({})
-        return JSONResponse({"0": face.publisher.described()})
+        return JSONResponse({str(rank): one.described() for rank, one in enumerate(face.publishers)})
 
     async def reset(_: Request) -> Response:
-        return JSONResponse({"success": face.live.clear_cache()})
+        cleared = [one.clear_cache() for one in face.ranks]
+        return JSONResponse({"success": all(cleared)})
 
     async def tokenize(request: Request) -> Response:
         body = parse(await read(request.receive), TokenizeBody)
@@ -108,7 +133,7 @@ def make_app(face: Face) -> Starlette:
         return JSONResponse(
             {
                 "count": len(tokens),
-                "max_model_len": face.live.engine.model.max_model_tokens,
+                "max_model_len": face.model.max_model_tokens,
                 "tokens": list(tokens),
                 "token_strs": [decode([token]) for token in tokens] if body.return_token_strs else None,
             }
@@ -154,7 +179,8 @@ class _Answers:
         ask = ask_of(body, self._face.served)
         number = next(self._numbers)
         names = [f"{number}-{index}" for index in range(len(ask.prompts))]
-        live = self._face.live
+        # As in vLLM, a response is made by any rank.
+        live = self._face.rank_of(scope["headers"] if self._dialect is not Responses else ())
         choices = plan(ask, live.engine.model, names)
         requests = [choice.request for choice in choices]
         live.check(requests)

@@ -17,6 +17,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.testing.engine_sim.app import Face, make_app
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import EngineModel
+from kvstrata.testing.engine_sim.kv_events import Event
 from kvstrata.testing.engine_sim.live import LiveEngine
 from kvstrata.testing.engine_sim.metrics import Metrics
 from kvstrata.testing.engine_sim.zmq_events import Publisher
@@ -40,6 +41,8 @@ class SimSettings(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str
     topic: str
     renders: bool
+    ranks: int = 1
+    """Data-parallel ranks, each with a cache and a queue of its own."""
 
 
 class _Server(uvicorn.Server):
@@ -59,24 +62,37 @@ def run(settings: SimSettings, say: Callable[[str], None]) -> int:
 async def serve(settings: SimSettings, say: Callable[[str], None]) -> None:
     """As `run`, on the running loop."""
     with _listen(settings.host, settings.port) as listener:
-        publisher = None
-        if settings.events_endpoint:
-            publisher = Publisher(settings.events_endpoint, settings.replay_endpoint, topic=settings.topic)
-        live = None
+        publishers: list[Publisher] = []
+        ranks: list[LiveEngine] = []
         try:
-            engine = SimEngine(settings.model)
-            metrics = Metrics(engine, settings.served[0], settings.speed)
-            tell = publisher.publish if publisher is not None else lambda events: None
-            live = LiveEngine(engine, speed=settings.speed, tell=tell, count=metrics.count)
-            if publisher is not None:
+            if settings.events_endpoint:
+                for rank in range(settings.ranks):
+                    publishers.append(_publisher(settings, rank))
+            engines = [SimEngine(settings.model) for _ in range(settings.ranks)]
+            metrics = Metrics(engines, settings.served[0], settings.speed)
+            for rank, engine in enumerate(engines):
+                tell = publishers[rank].publish if publishers else _tell_nobody
+                ranks.append(
+                    LiveEngine(engine, speed=settings.speed, tell=tell, count=metrics.count_of(rank))
+                )
+            for publisher in publishers:
                 publisher.start()
-            app = make_app(Face(live, metrics, publisher, settings.served, settings.renders))
-            await _serve_app(app, listener, lambda: say(_ready(settings, listener, publisher)))
+            face = Face(tuple(ranks), metrics, tuple(publishers), settings.served, settings.renders)
+            first = publishers[0] if publishers else None
+            await _serve_app(make_app(face), listener, lambda: say(_ready(settings, listener, first)))
         finally:
-            if live is not None:
+            for live in ranks:
                 live.close()
-            if publisher is not None:
+            for publisher in publishers:
                 await publisher.close()
+
+
+def _publisher(settings: SimSettings, rank: int) -> Publisher:
+    return Publisher(settings.events_endpoint, settings.replay_endpoint, topic=settings.topic, rank=rank)
+
+
+def _tell_nobody(_: list[Event]) -> None:
+    """KV events are not published."""
 
 
 async def _serve_app(app: object, listener: socket.socket, ready: Callable[[], None]) -> None:

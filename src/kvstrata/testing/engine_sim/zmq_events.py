@@ -30,9 +30,20 @@ class Publisher:
     """Owns the two sockets, and keeps the last `kept_batches`."""
 
     def __init__(
-        self, endpoint: str, replay_endpoint: str, *, topic: str = "", kept_batches: int = 10_000
+        self,
+        endpoint: str,
+        replay_endpoint: str,
+        *,
+        topic: str = "",
+        kept_batches: int = 10_000,
+        rank: int = 0,
     ) -> None:
-        """Bind; `replay_endpoint` may be empty. Raises ConfigError; then nothing is bound."""
+        """Bind, as a data-parallel rank so many ports above; `replay_endpoint` may be empty.
+
+        Raises ConfigError; then nothing is bound.
+        """
+        endpoint, replay_endpoint = _of_rank(endpoint, rank), _of_rank(replay_endpoint, rank)
+        self._rank = rank
         self._topic = topic.encode()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=kept_batches)
         self._sent = 0
@@ -81,7 +92,7 @@ class Publisher:
 
     def publish(self, events: list[Event]) -> None:
         """Send the events of one step."""
-        payload = msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
+        payload = msgspec.msgpack.encode(KVEventBatch(time.time(), events, self._rank))
         self._pub.send_multipart((self._topic, self._sent.to_bytes(8, "big"), payload))
         self._kept.append((self._sent, payload))
         self._sent += 1
@@ -113,6 +124,12 @@ class Publisher:
                         (client, b"", self._topic, number.to_bytes(8, "big"), payload)
                     )
             await socket.send_multipart((client, b"", b"", END, b""))
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    """vLLM's rule; a port of 0 stays one that is free."""
+    place, _, port = endpoint.rpartition(":")
+    return f"{place}:{int(port) + rank}" if place and port.isdecimal() and int(port) else endpoint
 
 
 def _bind(socket: zmq.Socket[Any], endpoint: str, flag: str) -> None:

@@ -1,0 +1,86 @@
+"""Whatever happens to engines and their ranks, each has the state of its engine, and counts come back to zero."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.fleet import EngineState, Fleet, Place, ServingEngine
+
+
+def place(name: str, port: int = 1, ranks: int = 0) -> Place:
+    return Place(name, Address("h", port, False), ranks=ranks)
+
+
+def check(fleet: Fleet, under_way: dict[str, ServingEngine]) -> None:
+    """What holds at all times."""
+    names = [target.name for target in fleet.targets("")]
+    assert len(set(names)) == len(names)
+    for engine in fleet.engines.values():
+        assert len(engine.ranks) != 1
+        assert engine.place.ranks in (0, max(1, len(engine.ranks)))
+        for number, rank in enumerate(engine.ranks):
+            assert (rank.rank, rank.process, rank.name) == (number, engine, f"{engine.name}@{number}")
+            assert (rank.state, rank.models, rank.generation) == (
+                engine.state,
+                engine.models,
+                engine.generation,
+            )
+            assert rank.place == engine.place._replace(name=rank.name)
+    counted = sum(engine.in_flight for engine in fleet)
+    assert counted == len(fleet.queues) <= len(under_way)
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 60))
+def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: int) -> None:
+    draw = random.Random(seed)
+    now_s = 0.0
+    fleet = Fleet(lambda: now_s, 0.0)
+    under_way: dict[str, ServingEngine] = {}
+    for number in range(steps):
+        now_s += draw.random()
+        engines = list(fleet.engines.values())
+        targets = fleet.targets("m")
+        what = draw.choice(("places", "ranks", "up", "down", "began", "began", "began", "first", "ended"))
+        if what == "places":
+            names = draw.sample("abc", draw.randrange(1, 4))
+            fleet.set_places(place(name, draw.choice((1, 1, 2)), draw.choice((0, 0, 1, 3))) for name in names)
+        elif what == "ranks" and engines:
+            engine = draw.choice(engines)
+            fleet.set_ranks(engine, engine.place.ranks or draw.randrange(5))
+        elif what == "up" and engines:
+            fleet.up(draw.choice(engines), {"m": {}})
+        elif what == "down" and engines:
+            fleet.down(draw.choice(engines), "told to")
+        elif what == "began" and targets:
+            under_way[str(number)] = target = draw.choice(targets)
+            fleet.began(target, str(number), 10, 20)
+        elif what == "first" and under_way:
+            fleet.answers(draw.choice(list(under_way)))
+        elif what == "ended" and under_way:
+            word = draw.choice(list(under_way))
+            fleet.ended(under_way.pop(word), word)
+        check(fleet, under_way)
+    for word, target in under_way.items():
+        fleet.ended(target, word)
+    assert not len(fleet.queues)
+    assert list(fleet) == list(fleet.engines.values()), "nothing leaves any more"
+    for engine in fleet:
+        for each in (engine, *engine.ranks):
+            load = each.load
+            assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0)
+
+
+def test_the_ranks_of_a_failed_engine_are_all_left_out() -> None:
+    fleet = Fleet(lambda: 0.0, 0.0)
+    [a, b] = fleet.set_places([place("a", 1, 2), place("b", 2)])
+    for engine in (a, b):
+        fleet.up(engine, {"m": {}})
+    assert [one.name for one in fleet.targets("m")] == ["a@0", "a@1", "b"]
+    assert fleet.targets("m", [a.ranks[1]]) == [b]
+    fleet.down(a, "told to")
+    assert fleet.targets("m") == [b] and a.ranks[0].state is EngineState.DOWN
