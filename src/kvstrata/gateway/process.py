@@ -28,6 +28,7 @@ from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
+from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
@@ -112,6 +113,7 @@ class Gateway(Process):
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
         # Imported here: these need the extra, whose absence `plan` has told.
         from kvstrata.gateway.app import App
+        from kvstrata.gateway.browsing import PAGES, Browsing
         from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
         from kvstrata.gateway.engine_link import Links
@@ -131,7 +133,8 @@ class Gateway(Process):
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
-        access = Access(settings.http, self._plan.token)
+        logins = Logins(listener.port)
+        access = Access(settings.http, self._plan.token, pages=PAGES, logins=logins)
         self._door = door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
         token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
@@ -165,6 +168,7 @@ class Gateway(Process):
             self.page,
             pages,
             choosing.decisions,
+            browsing := Browsing(access, logins, listener.url(settings.http)),
         )
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.enabled:
@@ -197,6 +201,8 @@ class Gateway(Process):
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready)
+        if link := browsing.link():
+            self.log.info("dashboard", open=link, once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
     async def _start_endpoints(self) -> None:
@@ -322,6 +328,7 @@ class Gateway(Process):
                 **self._numbers(),
             },
             "kv_events": self._residency.page(),
+            "kv_events_thread": self._residency.thread(),
             "tokens": self._tokens.page(),
             "engines": [
                 {
@@ -331,6 +338,7 @@ class Gateway(Process):
                     "in_flight": one.in_flight,
                     "sent": one.sent,
                     "share": round(fleet.share(one), 3),
+                    **fleet.numbers(one),
                     "models": sorted(one.models)[:64],
                 }
                 for one in fleet
@@ -339,6 +347,7 @@ class Gateway(Process):
                 {"tenant": tenant, "slo": name, "requests": count, "met": meters.met[tenant, name]}
                 for (tenant, name), count in sorted(meters.received.items())
             ],
+            "classes": [msgspec.to_builtins(one) for one in meters.slo.values()],
             "tenants": self._tenants_in_flight(),
             "http": self._http(),
         }

@@ -98,6 +98,10 @@ class Rates:
             tokens_s = usual
         return Rate(tokens_s, max(0.0, now_s - own[-1].at_s), len(own))
 
+    def knows(self, engine: str) -> bool:
+        """Return whether the engine has samples of its own."""
+        return engine in self._samples
+
     def _of(self, engine: str, running: float) -> deque[Sample]:
         classes = self._samples.get(engine)
         if not classes:
