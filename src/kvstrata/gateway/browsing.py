@@ -125,7 +125,7 @@ class Browsing:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The body, or what is too long of it; empty if the client goes away."""
+    """The body; empty if it is too long, or if the client goes away."""
     body, more = b"", True
     while more and len(body) <= MAX_BODY_BYTES:
         message = await receive()
@@ -133,7 +133,7 @@ async def _body(receive: Receive) -> bytes:
             return b""
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    return body
+    return body if len(body) <= MAX_BODY_BYTES else b""
 
 
 async def _json(send: Send, value: object, headers: dict[str, str]) -> None:

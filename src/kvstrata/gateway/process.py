@@ -358,6 +358,7 @@ class Gateway(Process):
             "retry_budget": self._forwarder.budget.left,
             "prefix_pieces": len(self._choosing.prefixes),
             "token_cache_bytes": self._tokens.memory.bytes,
+            "kv_events_thread": float(self._residency.thread()["hears"]),
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:
