@@ -166,7 +166,7 @@ class App:
             await self._models(path, send)
             return
         if get and path == "/version":
-            await _json(send, 200, {"version": __version__})
+            await _json(send, 200, {"version": __version__, "gateway": "kvstrata"})
             return
         route = route_of(scope["method"], path)
         if isinstance(route, Failure):

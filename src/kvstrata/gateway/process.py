@@ -176,6 +176,7 @@ class Gateway(Process):
         probing.set_engines(self._plan.engines)
         await probing.resolve()
         await self._start_endpoints()
+        await self._start_local(listener.port)
         await probing.probed()  # requests that come at once find engines
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
@@ -213,7 +214,7 @@ class Gateway(Process):
         endpoints = Endpoints(
             service,
             account,
-            self._plan.service_key,
+            self._plan.found_key,
             self._probing.set_found,
             self._settings.timeouts.connect_s,
         )
@@ -222,6 +223,27 @@ class Gateway(Process):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.health.timeout_s):
                 await endpoints.known.wait()
+
+    async def _start_local(self, own_port: int) -> None:
+        """Look for the engines of this host, and go on looking."""
+        if self._settings.engines_from.local is None:
+            return
+        from kvstrata.gateway.local_engines import LocalEngines
+
+        picker = {self._picker.port} if self._picker is not None else set()
+        local = LocalEngines(
+            self._settings.engines_from.local,
+            self._plan.found_key,
+            self._links,
+            self._probing.set_found,
+            lambda: {own_port, *picker, *self._probing.loopback_ports()},
+            time.monotonic,
+        )
+        await local.look(self._settings.health.timeout_s)
+        if not self._fleet.engines:
+            says = "start one, or name engines by --engine URL or in the file"
+            self.log.warning("no_engine_here", note=says)
+        self.supervisor.spawn(local.keep(lambda: self._settings.health), "local-engines")
 
     async def _start_picker(self, settings: GatewaySettings) -> None:
         from kvstrata.gateway.picker.exchange import Parts

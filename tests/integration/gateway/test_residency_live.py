@@ -35,8 +35,10 @@ NUMBERS = itertools.count()
 class Sim:
     """A simulated engine that publishes KV events; started again it has the same ports and an empty cache."""
 
-    def __init__(self) -> None:
-        self.port, self.events, self.replay = (free_port() for _ in range(3))
+    def __init__(self, port: int = 0) -> None:
+        """`port`: 0 takes a free one."""
+        self.port = port or free_port()
+        self.events, self.replay = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.name = f"127.0.0.1:{self.port}"
         self.process: asyncio.subprocess.Process | None = None
