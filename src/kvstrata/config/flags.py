@@ -175,7 +175,7 @@ def gateway_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
     add("--engine", dest="engines", action="append", metavar="URL",
-        help="an engine: http://HOST:PORT; dns+http://NAME:PORT: all addresses of NAME; repeatable (none)")  # fmt: skip
+        help="an engine: http://HOST:PORT; dns+http://NAME:PORT: all of NAME; repeatable (this host's)")  # fmt: skip
     add("--host", dest="http.host", help="address to listen on (127.0.0.1), or unix:PATH")
     add("--port", dest="http.port", type=_number, help="port (8090)")
     add("--policy", dest="policy", metavar="NAME",
@@ -256,10 +256,15 @@ def parse_controller_flags(arguments: Sequence[str]) -> Flags:
 
 
 def parse_gateway_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the gateway's command line. Raises nothing: `wrong` of the answer is for `load`."""
+    """Parse the gateway's command line; without a file and an engine, those of this host are looked for.
+
+    Raises nothing: `wrong` of the answer is for `load`.
+    """
     flags = _parse(gateway_parser(), arguments, {}, {})
     if "engines" in flags.settings:
         flags.settings["engines"] = [{"url": url} for url in flags.settings["engines"]]
+    elif not flags.config_file:
+        flags.settings["engines_from"] = {"local": {}}
     return flags
 
 

@@ -160,11 +160,39 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ] = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
+class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines of this host: what listens on loopback, or on all addresses, and answers as an engine does."""
+
+    first_port: Annotated[
+        int, Meta(ge=1, le=65_535, description="First port on which engines are looked for.")
+    ] = 8000
+    last_port: Annotated[int, Meta(ge=1, le=65_535, description="Last port.")] = 8999
+    any_user: Annotated[
+        bool,
+        Meta(
+            description="Take engines of all users of this host. Otherwise only those of the gateway's own user and "
+            "of root: another user's process could pass for an engine and read the requests."
+        ),
+    ] = False
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="File with the engines' `--api-key`, readable by its owner only; empty: they have none."
+        ),
+    ] = ""
+
+
 class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where engines come from beside `engines`."""
 
     kubernetes: Annotated[
         KubernetesSettings | None, Meta(description="A service of Kubernetes; without it none is watched.")
+    ] = None
+    local: Annotated[
+        LocalSettings | None,
+        Meta(
+            description="Engines that run on this host, found every `health.probe_s`; `{}`: with the defaults."
+        ),
     ] = None
 
 

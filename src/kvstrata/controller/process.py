@@ -147,11 +147,7 @@ def own_url(settings: ControllerSettings, listener: Listener) -> str:
     """The URL at which users and other controllers reach the HTTP API; empty if only this machine can, by a socket."""
     if settings.etcd.advertise_url or listener.path is not None:
         return settings.etcd.advertise_url.rstrip("/")
-    host = settings.http.host
-    if host in ("*", "0.0.0.0", "::"):
-        host = platform.node()
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.port}"
+    return listener.url(settings.http)
 
 
 def make_election(settings: ControllerSettings, name: str, clock: Clock, url: str) -> Election | None:

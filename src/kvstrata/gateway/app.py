@@ -15,6 +15,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.browsing import Browsing
 from kvstrata.gateway.decisions import Decisions
 from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
@@ -59,6 +60,7 @@ class App:
         status: Callable[[], dict[str, Any]],
         pages: Pages,
         decisions: Decisions,
+        browsing: Browsing,
     ) -> None:
         self.settings = settings
         self._door = door
@@ -70,6 +72,7 @@ class App:
         self._status = status
         self._pages = pages
         self._decisions = decisions
+        self._browsing = browsing
         self.in_flight = 0
         """Requests for engines that have not ended."""
         self.held_bytes = 0
@@ -94,11 +97,14 @@ class App:
             await self._probe(path, send)
             return
         operators = path in OPERATORS or path == DECISIONS or path.startswith(f"{DECISIONS}/")
-        failure = self._door.knows_sender(headers, path, operators=operators)
+        browsing = self._browsing.knows(path)
+        failure = self._door.knows_sender(headers, path, operators=operators or browsing)
         if failure is not None:
             await answer_failure(send, failure, path, close=_unread(headers))
+        elif browsing:
+            await self._browsing.answer(scope["method"], path, headers, receive, send)
         elif operators:
-            await self._operators(path, headers, send)
+            await self._operators(path, scope["query_string"], headers, send)
         else:
             await self._request(scope, path, headers, receive, send)
 
@@ -111,7 +117,7 @@ class App:
             why = "stopping" if self.stopping else "" if self._fleet.serving("") else "no engine serves"
         await _json(send, 503 if why else 200, {"ready": not why, "why": why})
 
-    async def _operators(self, path: str, headers: Headers, send: Send) -> None:
+    async def _operators(self, path: str, query: bytes, headers: Headers, send: Send) -> None:
         if not self._door.is_operator(headers, path):
             says = f"Authorization: {path} needs the operators' token, as `Bearer TOKEN`"
             await answer_failure(send, Failure(401, "operators_only", says), path)
@@ -121,7 +127,8 @@ class App:
             await _json(send, 200, {"decisions": self._decisions.page(SHOWN_DECISIONS)})
         elif path.startswith(DECISIONS):
             word = path.removeprefix(f"{DECISIONS}/")
-            found = self._decisions.again(word)
+            number = query.removeprefix(b"number=")
+            found = self._decisions.again(word, int(number) if number.isdigit() and len(number) < 19 else 0)
             if found is not None:
                 await _json(send, 200, found)
             else:
@@ -159,7 +166,7 @@ class App:
             await self._models(path, send)
             return
         if get and path == "/version":
-            await _json(send, 200, {"version": __version__})
+            await _json(send, 200, {"version": __version__, "gateway": "kvstrata"})
             return
         route = route_of(scope["method"], path)
         if isinstance(route, Failure):

@@ -7,6 +7,7 @@ decisions are kept, and the last `KEPT` of all.
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -29,7 +30,11 @@ _decode = msgspec.json.Decoder(Record).decode
 class Kept:
     """A decision, and what came of it."""
 
-    def __init__(self, word: str, model: str, tokens: int, decision: Decision, record: bytes) -> None:
+    def __init__(
+        self, number: int, word: str, model: str, tokens: int, decision: Decision, record: bytes
+    ) -> None:
+        self.number = number
+        """Among all decisions that were kept since the start: a request that is sent again has several."""
         self.word = word
         self.model = model
         self.tokens = tokens
@@ -45,6 +50,7 @@ class Kept:
         """For the page."""
         way = self.decision.way
         return {
+            "number": self.number,
             "request": self.word,
             "time_s": round(self.time_s, 3),
             "model": self.model,
@@ -55,6 +61,7 @@ class Kept:
                 "cached_tokens": way.cached_tokens if way is not None else None,
             },
             "observed": {"ttft_s": self.ttft_s, "cached_tokens": self.cached_tokens},
+            "recorded": bool(self.record),
         }
 
 
@@ -66,6 +73,7 @@ class Decisions:
         self._kept: collections.deque[Kept] = collections.deque(maxlen=KEPT)
         self._second = -math.inf
         self._in_second = 0
+        self._numbers = itertools.count(1)
 
     def wanted(self) -> bool:
         """Whether the decision that is made now is kept."""
@@ -79,6 +87,7 @@ class Decisions:
         """Keep a decision."""
         encoded = _encode(record)
         kept = Kept(
+            next(self._numbers),
             record.request.id,
             model,
             record.request.tokens,
@@ -92,10 +101,10 @@ class Decisions:
         """The newest decisions, the newest first."""
         return [kept.shown() for _, kept in zip(range(limit), reversed(self._kept), strict=False)]
 
-    def again(self, word: str) -> dict[str, Any] | None:
-        """Decide again for a request; None if its decision is not kept."""
+    def again(self, word: str, number: int = 0) -> dict[str, Any] | None:
+        """Decide again for a request, as for the decision with this number (0: its last); None if it is not kept."""
         for kept in reversed(self._kept):
-            if kept.word == word and kept.record:
+            if kept.word == word and number in (0, kept.number) and kept.record:
                 record = _decode(kept.record)
                 decided = replay(record)
                 return {

@@ -247,6 +247,18 @@ class Fleet:
         """Whether the engine's own rate was measured."""
         return self.rates.samples(engine.name) > 0
 
+    def numbers(self, engine: ServingEngine) -> dict[str, float | bool]:
+        """What is counted and measured of an engine, for people."""
+        load = engine.load
+        return {
+            "waiting": load.waiting,
+            "waiting_tokens": load.prefill_tokens,
+            "context_tokens": load.context_tokens,
+            "queue_s": round(load.queue_s(self._now_s()), 4),
+            "prefill_tokens_s": round(load.prefill_tokens_s, 1),
+            "measured": self.measured(engine),
+        }
+
     def loaded(self, engine: ServingEngine, tier: Tier, tokens: int, seconds: float) -> None:
         """A prompt that did not wait had so many tokens loaded from a tier in this time."""
         self.load_rates.observe(engine.name, tier, tokens, seconds)

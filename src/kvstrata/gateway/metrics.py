@@ -97,6 +97,11 @@ GATEWAY_FAMILIES: dict[str, Family] = {
     "kvstrata_gateway_kv_event_gaps": Family(
         "counter", ("engine",), "Times that KV events of an engine were lost for good, or made no sense."
     ),
+    "kvstrata_gateway_kv_events_thread": Family(
+        "gauge",
+        (),
+        "1 while the thread that hears KV events runs, else 0: then nothing is known by events until a restart.",
+    ),
     "kvstrata_gateway_retry_budget": Family("gauge", (), "Retries that may be made now."),
     "kvstrata_gateway_engine_up": Family("gauge", ("engine",), "1 while an engine gets requests, else 0."),
     "kvstrata_gateway_engine_in_flight": Family("gauge", ("engine",), "Requests under way at an engine."),

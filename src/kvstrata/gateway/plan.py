@@ -40,8 +40,8 @@ class Plan(NamedTuple):
     """By model."""
     account: Account | None = None
     """Who asks Kubernetes for engines; None: nobody does."""
-    service_key: str = ""
-    """Of those engines."""
+    found_key: str = ""
+    """Of the engines that are found, by Kubernetes or on this host."""
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
@@ -60,16 +60,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
             "--insecure to serve everybody who reaches this port",
             field="http.host",
         )
-    service = settings.engines_from.kubernetes
-    if not settings.engines and service is None:
-        raise ConfigError(
-            "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file",
-            field="engines",
-        )
-    account = Account(service) if service is not None else None
-    service_key = (
-        _key(service.api_key_file, "engines_from.kubernetes.api_key_file") if service is not None else ""
-    )
+    account, found_key = _check_sources(settings)
     engines = [
         (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
     ]
@@ -107,7 +98,33 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     token = (
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
-    return Plan(settings, token, engines, tenants, _tokenizers(settings, made or {}), account, service_key)
+    return Plan(settings, token, engines, tenants, _tokenizers(settings, made or {}), account, found_key)
+
+
+def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str]:
+    """Who asks Kubernetes, and the key of the engines that are found. Raises ConfigError."""
+    service, local = settings.engines_from.kubernetes, settings.engines_from.local
+    if not settings.engines and service is None and local is None:
+        raise ConfigError(
+            "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file (`engines_from: "
+            "{local: {}}` finds those of this host, as `lmcache-gateway` without a file and an engine does)",
+            field="engines",
+        )
+    if service is not None and local is not None:
+        raise ConfigError(
+            "engines_from.local: engines are found by kubernetes or on this host, not both; leave one out",
+            field="engines_from.local",
+        )
+    if local is not None:
+        if local.first_port > local.last_port:
+            raise ConfigError(
+                f"engines_from.local.last_port: {local.last_port} is before first_port, {local.first_port}",
+                field="engines_from.local.last_port",
+            )
+        return None, _key(local.api_key_file, "engines_from.local.api_key_file")
+    if service is None:
+        return None, ""
+    return Account(service), _key(service.api_key_file, "engines_from.kubernetes.api_key_file")
 
 
 def _check_picker(settings: GatewaySettings) -> None:

@@ -24,6 +24,7 @@ from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sources_in
 from kvstrata.observability.logging import EventLog
+from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.supervisor import Supervisor
 
 MAX_MODELS_BYTES = 1 << 20
@@ -161,7 +162,7 @@ class Probing:
                     status, body = await self._get(engine, "/v1/models")
                     reason = "" if status == 200 else f"/v1/models answers {status}"
                 if not reason:
-                    models = _models_in(body)
+                    models = models_in(body)
                     if self._listens and (engine.state is EngineState.DOWN or not self._has_asked(engine)):
                         await self._hear(engine)
                     self._fleet.up(engine, models)
@@ -237,15 +238,12 @@ class Probing:
                 self._residency.watch(name, source)
 
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
-        key = engine.place.api_key
-        headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
-        address = engine.place.address
-        answer = await self._links.send(address, request_bytes("GET", path, address, headers, b""))
-        try:
-            await answer.head()
-            return answer.status, await answer.whole(MAX_MODELS_BYTES)
-        finally:
-            answer.end()
+        return await get(self._links, engine.place.address, path, engine.place.api_key)
+
+    def loopback_ports(self) -> set[int]:
+        """The ports of engines that the settings name at this host's loopback."""
+        places = (urlsplit(settings.url.removeprefix(DNS)) for settings, _ in self._engines)
+        return {place.port for place in places if place.port and is_loopback(place.hostname or "")}
 
     async def _addresses(self, settings: EngineSettings) -> list[str] | None:
         plain = urlsplit(settings.url.removeprefix(DNS))
@@ -280,7 +278,18 @@ class Probing:
             self._listen(engine, {})
 
 
-def _models_in(body: bytes) -> dict[str, dict[str, Any]]:
+async def get(links: Links, address: Address, path: str, key: str) -> tuple[int, bytes]:
+    """Status and body of an engine's answer. Raises Unreachable and LinkBroken."""
+    headers = [(b"authorization", b"Bearer " + key.encode())] if key else []
+    answer = await links.send(address, request_bytes("GET", path, address, headers, b""))
+    try:
+        await answer.head()
+        return answer.status, await answer.whole(MAX_MODELS_BYTES)
+    finally:
+        answer.end()
+
+
+def models_in(body: bytes) -> dict[str, dict[str, Any]]:
     """The entries of an answer to /v1/models by id. Raises msgspec.DecodeError."""
     entries = msgspec.json.decode(body, type=_Models).data
     found = {one["id"]: one for one in entries if isinstance(one.get("id"), str)}

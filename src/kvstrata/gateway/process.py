@@ -28,6 +28,7 @@ from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
+from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
@@ -112,6 +113,7 @@ class Gateway(Process):
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
         # Imported here: these need the extra, whose absence `plan` has told.
         from kvstrata.gateway.app import App
+        from kvstrata.gateway.browsing import PAGES, Browsing
         from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
         from kvstrata.gateway.engine_link import Links
@@ -131,7 +133,8 @@ class Gateway(Process):
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
-        access = Access(settings.http, self._plan.token)
+        logins = Logins(listener.port)
+        access = Access(settings.http, self._plan.token, pages=PAGES, logins=logins)
         self._door = door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
         token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
@@ -165,6 +168,7 @@ class Gateway(Process):
             self.page,
             pages,
             choosing.decisions,
+            browsing := Browsing(access, logins, listener.url(settings.http)),
         )
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.enabled:
@@ -172,6 +176,7 @@ class Gateway(Process):
         probing.set_engines(self._plan.engines)
         await probing.resolve()
         await self._start_endpoints()
+        await self._start_local(listener.port)
         await probing.probed()  # requests that come at once find engines
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
@@ -197,6 +202,8 @@ class Gateway(Process):
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready)
+        if link := browsing.link():
+            self.log.info("dashboard", open=link, once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
     async def _start_endpoints(self) -> None:
@@ -207,7 +214,7 @@ class Gateway(Process):
         endpoints = Endpoints(
             service,
             account,
-            self._plan.service_key,
+            self._plan.found_key,
             self._probing.set_found,
             self._settings.timeouts.connect_s,
         )
@@ -216,6 +223,27 @@ class Gateway(Process):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.health.timeout_s):
                 await endpoints.known.wait()
+
+    async def _start_local(self, own_port: int) -> None:
+        """Look for the engines of this host, and go on looking."""
+        if self._settings.engines_from.local is None:
+            return
+        from kvstrata.gateway.local_engines import LocalEngines
+
+        picker = {self._picker.port} if self._picker is not None else set()
+        local = LocalEngines(
+            self._settings.engines_from.local,
+            self._plan.found_key,
+            self._links,
+            self._probing.set_found,
+            lambda: {own_port, *picker, *self._probing.loopback_ports()},
+            time.monotonic,
+        )
+        await local.look(self._settings.health.timeout_s)
+        if not self._fleet.engines:
+            says = "start one, or name engines by --engine URL or in the file"
+            self.log.warning("no_engine_here", note=says)
+        self.supervisor.spawn(local.keep(lambda: self._settings.health), "local-engines")
 
     async def _start_picker(self, settings: GatewaySettings) -> None:
         from kvstrata.gateway.picker.exchange import Parts
@@ -322,6 +350,7 @@ class Gateway(Process):
                 **self._numbers(),
             },
             "kv_events": self._residency.page(),
+            "kv_events_thread": self._residency.thread(),
             "tokens": self._tokens.page(),
             "engines": [
                 {
@@ -331,6 +360,7 @@ class Gateway(Process):
                     "in_flight": one.in_flight,
                     "sent": one.sent,
                     "share": round(fleet.share(one), 3),
+                    **fleet.numbers(one),
                     "models": sorted(one.models)[:64],
                     "ranks": [
                         {"name": rank.name, "in_flight": rank.in_flight, "sent": rank.sent}
@@ -343,6 +373,7 @@ class Gateway(Process):
                 {"tenant": tenant, "slo": name, "requests": count, "met": meters.met[tenant, name]}
                 for (tenant, name), count in sorted(meters.received.items())
             ],
+            "classes": [msgspec.to_builtins(one) for one in meters.slo.values()],
             "tenants": self._tenants_in_flight(),
             "http": self._http(),
         }
@@ -353,6 +384,7 @@ class Gateway(Process):
             "retry_budget": self._forwarder.budget.left,
             "prefix_pieces": len(self._choosing.prefixes),
             "token_cache_bytes": self._tokens.memory.bytes,
+            "kv_events_thread": float(self._residency.thread()["hears"]),
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:

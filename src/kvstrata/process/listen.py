@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import platform
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,13 @@ class Listener(NamedTuple):
     """Where a unix socket lies."""
     inode: int = 0
     """The unix socket's own."""
+
+    def url(self, settings: ListenSettings) -> str:
+        """The URL at which users reach the port; empty for a unix socket."""
+        if self.path is not None:
+            return ""
+        host = platform.node() if settings.host in ("*", "0.0.0.0", "::") else settings.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def close(self) -> None:
         """Close the socket, and remove a unix socket's file unless another process has replaced it. Idempotent."""

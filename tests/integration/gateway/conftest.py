@@ -17,8 +17,8 @@ from tests.harness.scripted_engine import ScriptedEngine
 Start = Callable[..., Awaitable[GatewayProcess]]
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
+@contextlib.asynccontextmanager
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
     """A client without limits of its own."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as opened:
@@ -26,7 +26,19 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with client() as opened:
+        yield opened
+
+
+@pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    async with starting(tmp_path) as starter:
+        yield starter
+
+
+@contextlib.asynccontextmanager
+async def starting(folder: Path) -> AsyncIterator[Start]:
     """Starts engines that are not running yet, and a gateway with these settings before them, or before `urls`."""
     async with contextlib.AsyncExitStack() as stack:
 
@@ -36,7 +48,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             for engine in engines:
                 if not engine.port:
                     await stack.enter_async_context(engine)
-            gateway = GatewayProcess(tmp_path, urls or [engine.url for engine in engines], **settings)
+            gateway = GatewayProcess(folder, urls or [engine.url for engine in engines], **settings)
             await asyncio.to_thread(gateway.start)
             stack.callback(gateway.kill)
             return gateway

@@ -35,9 +35,10 @@ NUMBERS = itertools.count()
 class Sim:
     """A simulated engine that publishes KV events; started again it has the same ports and empty caches."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, port: int = 0) -> None:
+        """`port`: 0 takes a free one."""
         self.ranks = ranks
-        self.port, self.events = free_port(), free_ports(2 * ranks)
+        self.port, self.events = port or free_port(), free_ports(2 * ranks)
         self.replay = self.events + ranks
         self.url = f"http://127.0.0.1:{self.port}"
         self.name = f"127.0.0.1:{self.port}"

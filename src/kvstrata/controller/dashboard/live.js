@@ -23,6 +23,7 @@ export const live = {
   instances: null, // rows in the order of their ids; a changed row is another object
   removed: [],
   events: [],
+  known: () => live.cluster !== null,
   /** The present time by the controller's clock; while the connection is lost, the time of the last message. */
   nowMs: () => live.cluster.unix_ms + (live.connection.state === "lost" ? 0 : Date.now() - heardMs),
 };

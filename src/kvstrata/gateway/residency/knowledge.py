@@ -199,6 +199,10 @@ class Residency:
 
     # -- numbers ---------------------------------------------------------------------------------------------
 
+    def thread(self) -> dict[str, Any]:
+        """Whether the thread hears events; without it nothing is known of any engine's cache by its events."""
+        return {"hears": not self._watcher.ended, "error": self._watcher.error}
+
     def page(self) -> dict[str, dict[str, Any]]:
         """What is heard, by engine."""
         return {

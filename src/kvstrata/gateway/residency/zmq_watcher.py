@@ -70,6 +70,8 @@ class Watcher:
         self._stopping = False
         self.ended = False
         """Whether the thread hears nothing more."""
+        self.error = ""
+        """The defect that ended it."""
         self._log = EventLog("residency")
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -116,7 +118,8 @@ class Watcher:
             while not self._stopping:
                 self._round()
         except Exception as error:  # a defect of ours: what was heard is no longer kept up to date
-            self._log.error("kv_events_crashed", error=f"{type(error).__name__}: {error}")
+            self.error = f"{type(error).__name__}: {error}"
+            self._log.error("kv_events_crashed", error=self.error)
         finally:
             self.ended = True
             for name in list(self._watched):

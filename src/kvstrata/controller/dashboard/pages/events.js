@@ -3,7 +3,7 @@
 import { ended, h, lazy } from "../dom.js";
 import { clock, date } from "../format.js";
 import { MAX_EVENTS } from "../live.js";
-import { instanceLink } from "../parts.js";
+import { instanceLink } from "../instance_parts.js";
 import { ask, asked } from "../query.js";
 import { inOrder, noneMatch, windowed } from "../rows.js";
 

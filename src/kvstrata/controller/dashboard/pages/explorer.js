@@ -3,7 +3,8 @@
 import { send } from "../api.js";
 import { h } from "../dom.js";
 import { date, duration, exact, plural } from "../format.js";
-import { facts, failure, instanceLink, noInstances, poller } from "../parts.js";
+import { instanceLink, noInstances } from "../instance_parts.js";
+import { facts, failure, poller } from "../parts.js";
 import { list } from "../rows.js";
 import { table } from "../table.js";
 

@@ -1,11 +1,12 @@
 // One instance: its facts, its tiers, its workers, and its process.
 
-import { documentOf, instancePath } from "../api.js";
+import { documentOf, instancePath } from "../commands.js";
 import { h } from "../dom.js";
 import { bytes, count, duration, exact, named, percent, seconds, words } from "../format.js";
 import { live } from "../live.js";
 import { recentHits, stateOf, sum, tierOrder, tiersOf } from "../model.js";
-import { actions, command, facts, failure, follower, noInstances, poller, state, syncText, usage } from "../parts.js";
+import { actions, command, follower, noInstances, state, syncText } from "../instance_parts.js";
+import { facts, failure, poller, usage } from "../parts.js";
 import { list } from "../rows.js";
 import { table } from "../table.js";
 

@@ -4,7 +4,8 @@ import { h } from "../dom.js";
 import { bytes, clock, count, percent, seconds } from "../format.js";
 import { live } from "../live.js";
 import { recentHits, stateOf, sum } from "../model.js";
-import { actions, allow, follower, instanceLink, noInstances, state, syncText, usage } from "../parts.js";
+import { actions, allow, follower, instanceLink, noInstances, state, syncText } from "../instance_parts.js";
+import { usage } from "../parts.js";
 import { list } from "../rows.js";
 import { table } from "../table.js";
 

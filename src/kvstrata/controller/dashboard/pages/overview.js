@@ -6,7 +6,8 @@ import { h } from "../dom.js";
 import { ago, bytes, count, date, duration, exact, percent, plural, rate } from "../format.js";
 import { hitShare, stateOf, sum, tierOrder } from "../model.js";
 import { list } from "../rows.js";
-import { facts, failure, instanceLink, leaderLink, noInstances, state, syncText, tile } from "../parts.js";
+import { instanceLink, leaderLink, noInstances, state, syncText } from "../instance_parts.js";
+import { facts, failure, tile } from "../parts.js";
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 hour"]];
 const EVERY_MS = 5_000;

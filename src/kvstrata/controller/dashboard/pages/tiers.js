@@ -3,7 +3,8 @@
 import { h } from "../dom.js";
 import { count, exact } from "../format.js";
 import { tierOrder, tiersOf } from "../model.js";
-import { instanceLink, noInstances, usage } from "../parts.js";
+import { instanceLink, noInstances } from "../instance_parts.js";
+import { usage } from "../parts.js";
 import { table } from "../table.js";
 
 let of = null; // the instances from which `told` was made

@@ -1,0 +1,48 @@
+// The HTTP API of the port that serves the page. If it wants a login, the page asks the user for one and then tries again.
+
+import { newSession, pageKey } from "./login.js";
+import { site } from "./site.js";
+
+/** An answer that is not a success; `status` 0: no answer. */
+export class ApiError extends Error {
+  constructor(status, message, code = "", field = "") {
+    super(message);
+    Object.assign(this, { status, code, field });
+  }
+}
+
+/** A response with a success status; if a login is needed, asks for it and tries again. Raises ApiError. */
+export async function open(method, path, { body, signal, timeoutMs } = {}) {
+  for (;;) {
+    const key = pageKey();
+    const headers = { Accept: "application/json" };
+    if (key) headers["kvstrata-page-key"] = key;
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    let response;
+    try {
+      response = await fetch(path, {
+        method, headers, signal: timeoutMs ? AbortSignal.timeout(timeoutMs) : signal, cache: "no-store", body: body === undefined ? undefined : JSON.stringify(body),
+      });
+    } catch (error) {
+      if (signal?.aborted) throw error;
+      throw new ApiError(0, `The ${site.name} does not answer.`);
+    }
+    if (response.ok) return response;
+    if (response.status === 401) {
+      await newSession(key);
+      continue;
+    }
+    const told = await response.json().catch(() => ({}));
+    const { message, code, field } = told.error ?? told; // a gateway's errors have the shape of the API that it speaks
+    throw new ApiError(response.status, message || `The ${site.name} answered ${response.status}.`, code, field);
+  }
+}
+
+export async function get(path, options) {
+  return (await open("GET", path, options)).json();
+}
+
+export async function send(method, path, body) {
+  const response = await open(method, path, { body });
+  return response.status === 204 ? {} : response.json();
+}
