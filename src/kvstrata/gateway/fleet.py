@@ -185,6 +185,8 @@ class Fleet:
     def _leaves(self, target: ServingEngine, reason: str) -> None:
         """Let a target's requests end, and then forget it."""
         target.state, target.reason = EngineState.LEAVING, reason
+        if target.busy is not None:
+            target.busy.spoil()
         self.rates.forget(target.name)
         self.load_rates.forget(target.name)
         if target.load.requests:

@@ -60,7 +60,8 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
             under_way[str(number)] = target = draw.choice(targets)
             fleet.began(target, str(number), 10, 20)
         elif what == "first" and under_way:
-            fleet.answers(draw.choice(list(under_way)))
+            word = draw.choice(list(under_way))
+            fleet.answers(under_way[word], word)
         elif what == "ended" and under_way:
             word = draw.choice(list(under_way))
             fleet.ended(under_way.pop(word), word)
@@ -73,6 +74,7 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
         for each in (engine, *engine.ranks):
             load = each.load
             assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0)
+            assert each.busy is None
 
 
 def test_the_ranks_of_a_failed_engine_are_all_left_out() -> None:
