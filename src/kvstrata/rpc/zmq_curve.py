@@ -141,7 +141,7 @@ def _key_lines(
     With `ids`, instance ids may follow the keys of clients, and are put there by key.
     """
     keys: dict[str, list[bytes]] = {word: [] for word in words}
-    for number, line in enumerate(read_private_file(path, field).splitlines(), 1):
+    for number, line in enumerate(read_private_file(path, field, mounted=True).splitlines(), 1):
         parts = line.split()
         if not parts or parts[0].startswith("#"):  # within a line, # is a character of Z85
             continue

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.tools import fetch_wheels
+from tests.harness import kubernetes_schemas
 from tests.tools.provision import ROOT
 
 FOLDER = ROOT / "configs" / "kubernetes"
-VALIDATOR = ("kubernetes-validate==1.37.0", "importlib-resources==6.5.2")
-"""Its other requirements are among those of moto."""
 NAMES = ("gateway", "picker")
 
 
@@ -40,25 +38,7 @@ def pod(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_objects_are_what_kubernetes_takes(name: str) -> None:
-    try:
-        environment = fetch_wheels.environment(VALIDATOR)
-    except fetch_wheels.Unavailable as error:
-        pytest.skip(str(error))
-    code = (
-        "import json, sys, kubernetes_validate as k\n"
-        "for each in json.load(sys.stdin): k.validate(each, k.latest_version(), strict=True)"
-    )
-    objects = [each for each in documents(name) if each["kind"] != "InferencePool"]
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(objects),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-2_000:]
+    kubernetes_schemas.check(documents(name))
 
 
 @pytest.mark.parametrize("name", NAMES)

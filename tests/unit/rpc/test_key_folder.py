@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.cli import main
+from kvstrata.errors import ConfigError
 from kvstrata.rpc.zmq_curve import public_of, read_cluster_keys, read_controller_keys
 
 
@@ -104,3 +105,16 @@ def test_ids_after_a_clients_key_are_checked(folder):
     path = folder / "controller.keys"
     path.write_text(path.read_text().replace("a-*", "a*"))
     assert run("add", folder, "c") == 2
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of root")
+def test_keys_that_are_mounted_for_our_group_are_read_and_those_for_all_are_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    path = folder / "controller.keys"
+    path.chmod(0o440)
+    assert read_controller_keys(str(path)).clients
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_controller_keys(str(path))

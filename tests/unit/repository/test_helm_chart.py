@@ -1,0 +1,258 @@
+"""The Helm chart, as Helm itself renders and lints it. Nothing runs: schemas and our own `--check` take the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.harness import kubernetes_schemas
+from tests.tools import fetch_wheels
+from tests.tools.provision import ROOT
+
+CHART = ROOT / "docker" / "helm" / "kvstrata"
+HELM = ("helm-python-sdk==0.2.2",)
+"""Helm 4.2 as a library."""
+EVERYTHING = {"controller": {"enabled": True}, "picker": {"enabled": True}}
+CHANGED = {
+    "image": {"repository": "registry.example/kvstrata", "tag": "1.2"},
+    "uid": 2_000,
+    "server": {"disk": {"path": ""}, "settings": {"l1": {"size_gb": 10.5}}, "args": ["--p2p-listen=$(POD_IP):5600"]},
+    "gateway": {"keysSecret": "", "settings": {"tenants": None, "insecure": True, "drain_s": 5}},
+    "picker": {"enabled": True, "pool": {"create": False}, "engines": {"create": False}, "metricsFrom": []},
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {"defaults": {}, "everything": EVERYTHING, "changed": CHANGED}
+NODE = "node-a.example"
+_CODE = """import json, sys, helm_python as helm
+told = []
+with helm.Chart.load(sys.argv[1]) as chart:
+    for values in json.load(sys.stdin):
+        try:
+            chart.validate_schema(chart.merge_values(values))
+            rendered = chart.render(values, name="kv", namespace="ai")
+            report = helm.lint(sys.argv[1], values, strict=True, kube_version="v1.31.0")
+            told.append({"rendered": rendered, "report": report})
+        except helm.HelmError as error:
+            told.append({"error": str(error)})
+json.dump(told, sys.stdout)"""
+
+
+def helm(*values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What Helm makes of the chart with each of these values: `rendered` and `report`, or `error`."""
+    try:
+        environment = fetch_wheels.environment(HELM)
+    except fetch_wheels.Unavailable as error:
+        pytest.skip(str(error))
+    ran = subprocess.run(
+        [sys.executable, "-c", _CODE, str(CHART)],
+        input=json.dumps(values),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2_000:]
+    return list(json.loads(ran.stdout))
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, dict[str, Any]]:
+    """What Helm makes of each case."""
+    return dict(zip(CASES, helm(*CASES.values()), strict=True))
+
+
+def objects(told: dict[str, dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    """The objects of a case."""
+    texts = [text for name, text in told[case]["rendered"].items() if name.endswith(".yaml")]
+    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+
+
+def one(found: list[dict[str, Any]], kind: str, part: str) -> dict[str, Any]:
+    """The object of a kind that belongs to a component."""
+    [each] = [each for each in found if (each["kind"], each["metadata"]["name"]) == (kind, f"kv-{part}")]
+    return each
+
+
+def pods(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The templates of all pods."""
+    return (each["spec"]["template"] for each in found if "template" in each.get("spec", {}))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_finds_nothing_wrong_and_kubernetes_takes_what_it_makes(
+    told: dict[str, dict[str, Any]], case: str
+) -> None:
+    report = told[case]["report"]
+    assert report["errors"] == []
+    assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
+    kubernetes_schemas.check(objects(told, case))
+
+
+def test_each_component_is_there_only_if_it_is_enabled(told: dict[str, dict[str, Any]]) -> None:
+    parts = {
+        case: {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(objects(told, case))}
+        for case in CASES
+    }
+    assert parts["defaults"] == {"server", "gateway"}
+    assert parts["everything"] == {"server", "controller", "gateway", "picker"}
+    assert parts["changed"] == {"server", "gateway", "picker"}
+    kinds = {each["kind"] for each in objects(told, "changed")}
+    assert "InferencePool" not in kinds and "NetworkPolicy" in kinds
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pods_are_confined_and_have_what_they_mount(told: dict[str, dict[str, Any]], case: str) -> None:
+    for pod in pods(objects(told, case)):
+        spec = pod["spec"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] == CASES[case].get("uid", 1_000)
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is ("serviceAccountName" in spec)
+        volumes = {each["name"] for each in spec["volumes"]}
+        used = set()
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            confined = container["securityContext"]
+            assert confined["readOnlyRootFilesystem"] is True
+            assert confined["allowPrivilegeEscalation"] is False
+            assert confined["capabilities"]["drop"] == ["ALL"]
+            used |= {each["name"] for each in container["volumeMounts"]}
+        assert used == volumes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_services_and_policies_name_pods_and_ports_that_are_there(
+    told: dict[str, dict[str, Any]], case: str
+) -> None:
+    found = objects(told, case)
+    ports = {
+        tuple(sorted(pod["metadata"]["labels"].items())): {
+            port["name"] for each in pod["spec"]["containers"] for port in each.get("ports", [])
+        }
+        for pod in pods(found)
+    }
+
+    def of(selector: dict[str, str]) -> set[str]:
+        [names] = [names for labels, names in ports.items() if selector.items() <= dict(labels).items()]
+        return names
+
+    for each in found:
+        spec = each.get("spec", {})
+        if each["kind"] == "Service" and each["metadata"]["name"] != "vllm":
+            assert {port["targetPort"] for port in spec["ports"]} <= of(spec["selector"])
+        elif each["kind"] in ("Deployment", "DaemonSet", "PodDisruptionBudget"):
+            assert of(spec["selector"]["matchLabels"])
+        elif each["kind"] == "NetworkPolicy":
+            assert of(spec["podSelector"]["matchLabels"]) and all(rule["from"] for rule in spec["ingress"])
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files for those that pods mount, by their places there."""
+    folder = tmp_path_factory.mktemp("secrets")
+    (folder / "account").mkdir()
+    texts = {"token": "a-token-for-the-test-only-0123456789", "red.key": "a-key-for-the-test-only-0123456789"}
+    for name, text in {**texts, "account/token": "x", "account/namespace": "ai"}.items():
+        (folder / name).write_text(f"{text}\n")
+        (folder / name).chmod(0o600)
+    made = [sys.executable, "-m", "kvstrata", "cluster", "init", str(folder / "keys"), NODE]
+    subprocess.run(made, check=True, capture_output=True, timeout=60)
+    return {
+        "/run/secrets/kvstrata-cluster/member.keys": str(folder / "keys" / f"{NODE}.keys"),
+        "/run/secrets/kvstrata-cluster/controller.keys": str(folder / "keys" / "controller.keys"),
+        "/run/secrets/kvstrata/": f"{folder}/",
+        "/var/run/secrets/kubernetes.io/serviceaccount": str(folder / "account"),
+        "$(NODE)": NODE,
+        "$(POD_IP)": "10.0.0.7",
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_command_takes_its_settings(
+    told: dict[str, dict[str, Any]], case: str, secrets: dict[str, str], tmp_path: Path
+) -> None:
+    found = objects(told, case)
+    places = {
+        **secrets,
+        "/etc/kvstrata": str(tmp_path),
+        "/run/kvstrata": str(tmp_path),
+        "/var/lib/kvstrata": str(tmp_path),
+    }
+
+    def here(text: str) -> str:
+        for inside, outside in places.items():
+            text = text.replace(inside, outside)
+        return text
+
+    for each in found:
+        if "template" not in each.get("spec", {}):
+            continue
+        part = each["metadata"]["name"].removeprefix("kv-")
+        program, *arguments = each["spec"]["template"]["spec"]["containers"][0]["command"]
+        for name, text in one(found, "ConfigMap", part)["data"].items():
+            settings = yaml.safe_load(here(text))
+            if "engines_from" in settings:
+                account = {"account_dir": secrets["/var/run/secrets/kubernetes.io/serviceaccount"]}
+                settings["engines_from"]["kubernetes"] |= {**account, "api_url": "https://127.0.0.1:6443"}
+            if "l1" in settings:
+                settings["l1"]["size_gb"] = 0.1
+            (tmp_path / name).write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", f"kvstrata.cli.{program.removeprefix('lmcache-')}"]
+        checked = subprocess.run(
+            [*command, *map(here, arguments), "--check"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert checked.returncode == 0, f"{part}: {checked.stderr}"
+        assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
+
+
+def test_memory_follows_l1_and_a_stop_waits_for_the_drain(told: dict[str, dict[str, Any]]) -> None:
+    for case, l1_gib, drain_s in (("defaults", 32, 60), ("changed", 11, 5)):
+        found = objects(told, case)
+        spec = one(found, "DaemonSet", "server")["spec"]["template"]["spec"]
+        assert spec["containers"][0]["resources"]["limits"]["memory"] == f"{l1_gib + 2}Gi"
+        [shm] = [each["emptyDir"] for each in spec["volumes"] if each["name"] == "shm"]
+        assert shm == {"medium": "Memory", "sizeLimit": f"{l1_gib + 1}Gi"}
+        spec = one(found, "Deployment", "gateway")["spec"]["template"]["spec"]
+        assert spec["terminationGracePeriodSeconds"] == drain_s + 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("Deployment", "gateway"), ("Deployment", "picker"), ("DaemonSet", "server")]
+)
+def test_pods_are_those_of_the_manifests(told: dict[str, dict[str, Any]], kind: str, part: str) -> None:
+    manifests = yaml.safe_load_all((ROOT / f"configs/kubernetes/{part}.yaml").read_text())
+    [wanted] = [each["spec"]["template"]["spec"] for each in manifests if each["kind"] == kind]
+    made = one(objects(told, "everything"), kind, part)["spec"]["template"]["spec"]
+    [there], [here] = wanted["containers"], made["containers"]
+    assert set(there["command"]) <= set(here["command"])
+    for same in ("ports", "readinessProbe", "livenessProbe", "securityContext", "resources"):
+        assert here[same] == there[same], same
+    assert made["securityContext"] == wanted["securityContext"]
+    assert made["terminationGracePeriodSeconds"] == wanted["terminationGracePeriodSeconds"]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a component that there is not": ({"gatway": {}}, "gatway"),
+    "a value that there is not": ({"gateway": {"replica": 3}}, "replica"),
+    "a word for a number": ({"gateway": {"replicas": "two"}}, "replicas"),
+    "root": ({"uid": 0}, "uid"),
+    "a picker that all may ask": ({"picker": {"enabled": True, "from": []}}, "from"),
+    "no size of L1": ({"server": {"settings": {"l1": {"size_gb": 0}}}}, "size_gb"),
+}
+
+
+def test_wrong_values_are_refused_by_their_names() -> None:
+    for (what, (_, name)), found in zip(
+        WRONG.items(), helm(*(values for values, _ in WRONG.values())), strict=True
+    ):
+        assert name in found.get("error", ""), what
