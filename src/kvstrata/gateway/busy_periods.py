@@ -38,6 +38,11 @@ class BusyPeriod:
         """One more prompt is sent to the engine."""
         self.prompts += 1
 
+    @property
+    def whole(self) -> bool:
+        """Whether it may still tell something."""
+        return self._whole
+
     def spoil(self) -> None:
         """What it tells is no longer known."""
         self._whole = False

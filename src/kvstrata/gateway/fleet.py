@@ -68,9 +68,11 @@ class ServingEngine:
         self.models: dict[str, dict[str, Any]] = {}
         """Its entries of /v1/models, by id."""
         self.load = Load(name=place.name, prefill_tokens_s=ASSUMED_TOKENS_S)
-        """What this gateway has sent it; the fleet's `queues` change it."""
+        """What this gateway has sent it, and those that it hears of; the fleet's `queues` change it."""
         self.generation = 0
         """Changes with each return, after which its cache is taken for empty."""
+        self.in_flight = 0
+        """Requests of this gateway under way."""
         self.sent = 0
         self.failed_probes = 0
         self.probed = asyncio.Event()
@@ -84,11 +86,6 @@ class ServingEngine:
         """As long as a prompt waits."""
         self.returned = False
         """Whether it has been down since the gateway knows it."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests under way."""
-        return self.load.requests
 
     @property
     def name(self) -> str:
@@ -167,14 +164,20 @@ class Fleet:
         for limit in list(engine.waiting):
             limit.reschedule(0.0)
 
-    def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> BusyPeriod:
-        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""
+    def began(
+        self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int, *, ours: bool = True
+    ) -> BusyPeriod:
+        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
+
+        `ours`: by this gateway.
+        """
         now_s, load = self._now_s(), engine.load
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(now_s, load.running)
         engine.busy.add()
         self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s)
-        engine.sent += 1
+        engine.sent += ours
+        engine.in_flight += ours
         return engine.busy
 
     def computed(self, engine: ServingEngine, busy: Busy) -> None:
@@ -207,8 +210,9 @@ class Fleet:
             engine.busy.end(self._now_s())
             engine.busy = None
 
-    def ended(self, engine: ServingEngine, number: str) -> None:
+    def ended(self, engine: ServingEngine, number: str, *, ours: bool = True) -> None:
         """A request that `began` has ended, however."""
+        engine.in_flight -= ours
         self.queues.ended(number, self._now_s())
         self._rests(engine)
         if engine in self._leaving and not engine.in_flight:

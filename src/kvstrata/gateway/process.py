@@ -18,7 +18,7 @@ import msgspec
 
 from kvstrata import __version__
 from kvstrata.config.changes import Changes, changes, replaced
-from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.kubernetes import Endpoints
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.reading import Reader
     from kvstrata.gateway.residency.knowledge import Residency
+    from kvstrata.gateway.sharing.sockets import Sharing
     from kvstrata.gateway.tokens.source import Tokens
     from kvstrata.process.http_connections import Bounds
 
@@ -53,7 +54,7 @@ SWITCH_S = 0.000_5
 """Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
 RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside those of OPENED."""
-OPENED = ("http.", "picker.", "engines_from.")
+OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
 
 
 def run(
@@ -104,6 +105,7 @@ class Gateway(Process):
         self._choosing: Choosing
         self._reader: Reader
         self._picker: PickerServer | None = None
+        self._sharing: Sharing | None = None
         self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
@@ -142,6 +144,8 @@ class Gateway(Process):
         self.closers.append(tokens.close)
         self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._reader = reader = Reader(settings, fleet)
+        if settings.sharing.port:
+            await self._start_sharing(settings)
         self._forwarder = Forwarder(
             settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
         )
@@ -151,7 +155,14 @@ class Gateway(Process):
         self._forwarder.takes_ids = tokens.takes_ids
         pages = Pages(
             GatewayCollector(
-                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page, tokens
+                meters,
+                fleet,
+                self._numbers,
+                self._tenants_in_flight,
+                self._http,
+                residency.page,
+                tokens,
+                lambda: self._sharing.counts() if self._sharing is not None else {},
             )
         )
         self._app = App(
@@ -216,6 +227,26 @@ class Gateway(Process):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.health.timeout_s):
                 await endpoints.known.wait()
+
+    async def _start_sharing(self, settings: GatewaySettings) -> None:
+        """Tell other gateways and hear them."""
+        from kvstrata.gateway.sharing.others import Others
+        from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
+        from kvstrata.rpc.shared_key import SharedKey
+
+        wanted, keys = settings.sharing, self._plan.sharing_keys
+        if keys is None:
+            shared = SharedKey(FIELD)
+            self.supervisor.spawn(shared.keep(), "cluster-key")
+            keys = shared.keys
+        others = Others(self._fleet, self._choosing.prefixes, time.monotonic)
+        self._sharing = sharing = Sharing(wanted, keys, others)
+        self.closers.append(soon(sharing.close))
+        sharing.start()
+        self._reader.secret = piece_secret(keys)
+        self._choosing.teller = sharing.teller
+        await sharing.set(wanted)
+        self.supervisor.spawn(sharing.keep(), "sharing")
 
     async def _start_picker(self, settings: GatewaySettings) -> None:
         from kvstrata.gateway.picker.exchange import Parts
@@ -286,6 +317,7 @@ class Gateway(Process):
             http=self._settings.http,
             picker=self._settings.picker,
             engines_from=self._settings.engines_from,
+            sharing=self._kept_sharing(wanted.sharing),
         )
         newer = await self.loop.run_in_executor(None, plan, kept, self._tokens.tokenizers)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
@@ -299,6 +331,8 @@ class Gateway(Process):
         self._forwarder.settings = self._app.settings = settings
         self._choosing.policy = POLICIES[settings.policy]()
         self._reader.settings = settings
+        if self._sharing is not None:
+            await self._sharing.set(settings.sharing)
         if self._picker is not None:
             self._picker.held.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
@@ -309,6 +343,14 @@ class Gateway(Process):
         self._door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()
+
+    def _kept_sharing(self, wanted: SharingSettings) -> SharingSettings:
+        """The newer settings with the port as it is: without one, other gateways are told only after a restart."""
+        now = self._settings.sharing
+        gateways = wanted.gateways if now.port else []
+        return msgspec.structs.replace(
+            wanted, host=now.host, port=now.port, curve_file=now.curve_file, gateways=gateways
+        )
 
     def page(self) -> dict[str, Any]:
         """The gateway at a glance."""
@@ -323,6 +365,7 @@ class Gateway(Process):
             },
             "kv_events": self._residency.page(),
             "tokens": self._tokens.page(),
+            "sharing": self._sharing.page() if self._sharing is not None else {},
             "engines": [
                 {
                     "name": one.name,
@@ -349,6 +392,8 @@ class Gateway(Process):
             "retry_budget": self._forwarder.budget.left,
             "prefix_pieces": len(self._choosing.prefixes),
             "token_cache_bytes": self._tokens.memory.bytes,
+            "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
+            "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:
