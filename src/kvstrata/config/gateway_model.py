@@ -422,6 +422,51 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise.")] = 2
 
 
+OtherGateway = Annotated[
+    str,
+    Meta(
+        pattern=r"^(dns\+)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}$",
+        extra={"demand": "must be HOST:PORT or dns+NAME:PORT"},
+    ),
+]
+
+
+class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What gateways before the same engines tell each other."""
+
+    gateways: Annotated[
+        list[OtherGateway],
+        Meta(
+            max_length=64,
+            description="Ports of the other gateways before the same engines, as `HOST:PORT`; `dns+NAME:PORT` "
+            "stands for all addresses of NAME, which is resolved again every 5 s. This gateway's own may be among "
+            "them. All must have the same `engines` with the same names.",
+        ),
+    ] = []
+    host: Annotated[
+        str, Meta(min_length=1, description="Address on which the other gateways are listened to.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port for it; 0: gateways tell each other nothing.")
+    ] = 0
+    curve_file: Annotated[
+        str,
+        Meta(
+            description="File with the line `secret KEY`, the same for all gateways, readable by its owner only. "
+            "Empty: the key that this user's processes on this host share."
+        ),
+    ] = ""
+    silent_s: Annotated[
+        float,
+        Meta(
+            ge=1.5,
+            le=60,
+            description="Time without a word from another gateway after which its requests count as ended, in seconds; "
+            "each tells what it has under way every 0.5 s.",
+        ),
+    ] = 2.0
+
+
 PolicyName = Literal["ttft", "least_loaded", "round_robin", "session"]
 
 
@@ -472,6 +517,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     retries: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()
     picker: PickerSettings = PickerSettings()
+    sharing: SharingSettings = SharingSettings()
     max_in_flight: Annotated[
         int,
         Meta(ge=1, le=1_000_000, description="Requests under way at a time; more get 503 with Retry-After."),

@@ -38,6 +38,11 @@ class BusyPeriod:
         self.prompts += 1
         self._expected += expected_tokens
 
+    @property
+    def whole(self) -> bool:
+        """Whether it may still tell something."""
+        return self._whole
+
     def spoil(self) -> None:
         """What it tells is not known any more."""
         self._whole = False

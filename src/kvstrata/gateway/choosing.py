@@ -22,6 +22,7 @@ from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
 from kvstrata.policy.routing.model import Decision, Knowledge, Request
 
@@ -111,6 +112,8 @@ class Choosing:
         self._now_s = now_s
         self.prefixes = Prefixes()
         self.decisions = Decisions(now_s)
+        self.teller: Teller | None = None
+        """Who tells other gateways; None: nobody."""
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
@@ -212,19 +215,27 @@ class Choosing:
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
-        choice.turn.period = self._fleet.began(
-            engine, str(wanted.number), max(1, wanted.tokens - choice.cached_tokens), wanted.tokens
-        )
+        uncached = max(1, wanted.tokens - choice.cached_tokens)
+        choice.turn.period = self._fleet.began(engine, str(wanted.number), uncached, wanted.tokens)
         way = choice.decision.way if choice.decision is not None else None
-        ready_s = choice.at_s + (way.ttft_s if way is not None else 0.0)
+        ready_in_s = way.ttft_s if way is not None else 0.0
         self.prefixes.note(
-            wanted.keys, engine.name, engine.generation, choice.at_s, computed=False, ready_at_s=ready_s
+            wanted.keys,
+            engine.name,
+            engine.generation,
+            choice.at_s,
+            computed=False,
+            ready_at_s=choice.at_s + ready_in_s,
         )
+        if self.teller is not None:
+            self.teller.sent(wanted.number, engine.name, uncached, wanted.tokens, wanted.keys, ready_in_s)
 
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
         self._fleet.answers(engine, str(wanted.number))
+        if self.teller is not None:
+            self.teller.first(wanted.number)
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
@@ -236,6 +247,8 @@ class Choosing:
         if not answered:
             choice.turn.spoil()
         self._fleet.ended(choice.engine, str(choice.wanted.number))
+        if self.teller is not None:
+            self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
 
@@ -255,8 +268,13 @@ class Choosing:
         self._time(choice, cached, share, first_s)
         if wanted.prompt is not None:
             self._residency.reported(engine.name, wanted.prompt, choice.cached_exact, min(cached, prompt))
-        if self.prefixes.mistaken(wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share):
+        lacking = self.prefixes.mistaken(
+            wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share
+        )
+        if lacking is not None:
             self._meters.mistaken[engine.name] += 1
+            if self.teller is not None:
+                self.teller.lacks(engine.name, lacking)
 
     def _time(self, choice: Choice, cached: int, share: float, first_s: float) -> None:
         """How long computing and loading took."""
@@ -266,6 +284,8 @@ class Choosing:
         # In our own count of tokens, so that no engine can make itself look fast by reporting many.
         computed = round(choice.wanted.tokens * (1.0 - share))
         loaded = min(cached, choice.in_l1) - choice.cached_exact
+        if self.teller is not None:
+            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.whole)
         if loaded > 0:
             period.spoil()
             if loaded > computed and period.prompts == 1:

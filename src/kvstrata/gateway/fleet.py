@@ -80,9 +80,11 @@ class ServingEngine:
         self.models: dict[str, dict[str, Any]] = {}
         """Its entries of /v1/models, by id."""
         self.load = Load(name=place.name, prefill_tokens_s=ASSUMED_TOKENS_S)
-        """What this gateway has sent it; the fleet's `queues` change it."""
+        """What this gateway has sent it, and those that it hears of; the fleet's `queues` change it."""
         self.generation = 0
         """Changes with each return, after which its cache is taken for empty."""
+        self.ours = 0
+        """Requests of this gateway under way."""
         self.sent = 0
         self.failed_probes = 0
         self.probed = asyncio.Event()
@@ -99,8 +101,8 @@ class ServingEngine:
 
     @property
     def in_flight(self) -> int:
-        """Requests under way, those of its ranks included."""
-        return self.load.requests + sum(one.load.requests for one in self.ranks)
+        """Requests of this gateway under way, those at its ranks included."""
+        return self.ours + sum(one.ours for one in self.ranks)
 
     @property
     def targets(self) -> list[ServingEngine]:
@@ -199,6 +201,12 @@ class Fleet:
         if all(one.name != target.name for one in self._places()):
             self.queues.gone(target.name)
 
+    def target(self, name: str) -> ServingEngine | None:
+        """The engine, or the rank of one, that has a name."""
+        engine = self.engines.get(name) or self.engines.get(name.rpartition("@")[0])
+        targets = (engine, *engine.ranks) if engine is not None else ()
+        return next((one for one in targets if one.name == name), None)
+
     def _places(self) -> Iterator[ServingEngine]:
         """All engines of the settings and all their ranks."""
         for engine in self.engines.values():
@@ -235,14 +243,20 @@ class Fleet:
             for limit in list(target.waiting):
                 limit.reschedule(0.0)
 
-    def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> BusyPeriod:
-        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""
+    def began(
+        self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int, *, ours: bool = True
+    ) -> BusyPeriod:
+        """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
+
+        `ours`: by this gateway.
+        """
         now_s, load = self._now_s(), engine.load
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
         engine.busy.add(uncached_tokens)
         self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s)
-        engine.sent += 1
+        engine.sent += ours
+        engine.ours += ours
         return engine.busy
 
     def measured(self, engine: ServingEngine) -> bool:
@@ -282,8 +296,9 @@ class Fleet:
             for each in self._places():
                 self.queues.rate(each.name, self.rates.rate(each.name, each.load.running), now_s)
 
-    def ended(self, engine: ServingEngine, number: str) -> None:
+    def ended(self, engine: ServingEngine, number: str, *, ours: bool = True) -> None:
         """A request that `began` has ended, however."""
+        engine.ours -= ours
         self.queues.ended(number, self._now_s())
         self._rests(engine)
         if engine in self._leaving and not engine.load.requests:

@@ -102,6 +102,14 @@ GATEWAY_FAMILIES: dict[str, Family] = {
         (),
         "1 while the thread that hears KV events runs, else 0: then nothing is known by events until a restart.",
     ),
+    "kvstrata_gateway_other_gateways": Family("gauge", (), "Other gateways that are heard."),
+    "kvstrata_gateway_others_in_flight": Family("gauge", (), "Requests of other gateways under way."),
+    "kvstrata_gateway_shared": Family(
+        "counter",
+        ("what",),
+        "Frames `sent` to other gateways, `unsent` since one did not take them, `heard` and `refused`; events `untold` "
+        "since too many waited, and `ignored` since their engine is not known here or a bound was reached.",
+    ),
     "kvstrata_gateway_retry_budget": Family("gauge", (), "Retries that may be made now."),
     "kvstrata_gateway_engine_up": Family("gauge", ("engine",), "1 while an engine gets requests, else 0."),
     "kvstrata_gateway_engine_in_flight": Family("gauge", ("engine",), "Requests under way at an engine."),
@@ -135,10 +143,11 @@ class GatewayCollector:
         http: Callable[[], Mapping[str, int]],
         kv_events: Callable[[], Mapping[str, Mapping[str, Any]]],
         tokens: Tokens,
+        shared: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """`numbers`: those of the families without labels. `tenants`: requests under way. `http`: the port's counts.
 
-        `kv_events`: what is heard, by engine.
+        `kv_events`: what is heard, by engine. `shared`: what other gateways are told, and what they tell.
         """
         self._meters = meters
         self._fleet = fleet
@@ -147,6 +156,7 @@ class GatewayCollector:
         self._http = http
         self._kv_events = kv_events
         self._tokens = tokens
+        self._shared = shared
 
     def collect(self) -> Iterable[Metric]:
         """All metric families now."""
@@ -174,6 +184,7 @@ class GatewayCollector:
             ],
             "kvstrata_gateway_kv_event_batches": [([name], row["batches"]) for name, row in heard.items()],
             "kvstrata_gateway_kv_event_gaps": [([name], row["gaps"]) for name, row in heard.items()],
+            "kvstrata_gateway_shared": [([what], count) for what, count in self._shared().items()],
             "kvstrata_gateway_engine_up": [
                 ([one.name], float(one.state is EngineState.UP)) for one in self._fleet.engines.values()
             ],

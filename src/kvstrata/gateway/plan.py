@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -19,10 +19,15 @@ from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_token import FIELD, fresh_token
 from kvstrata.process.http_unix import socket_path
 
+if TYPE_CHECKING:
+    from kvstrata.rpc.zmq_curve import ClusterKeys
+
 NEEDED = "httptools"
 """Module of the extra `gateway`."""
 PICKER_NEEDS = {"grpc": "grpcio", "xds": "xds-protos"}
 """Modules of the extra `picker`, and their packages."""
+SHARE = frozenset(("ttft", "least_loaded"))
+"""Policies that go by what other gateways have sent."""
 TTFT = "ttft"
 """The policy that goes by what engines have cached."""
 
@@ -42,6 +47,8 @@ class Plan(NamedTuple):
     """Who asks Kubernetes for engines; None: nobody does."""
     found_key: str = ""
     """Of the engines that are found, by Kubernetes or on this host."""
+    sharing_keys: ClusterKeys | None = None
+    """Of the gateways that share; None: they share nothing, or this user's key."""
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
@@ -52,6 +59,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         )
     http, picker = settings.http, settings.picker
     _check_picker(settings)
+    sharing_keys = _check_sharing(settings)
     on_socket = socket_path(http.host) is not None
     closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
     if not (closed or settings.tenants or settings.insecure):
@@ -98,7 +106,8 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     token = (
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
-    return Plan(settings, token, engines, tenants, _tokenizers(settings, made or {}), account, found_key)
+    tokenizers = _tokenizers(settings, made or {})
+    return Plan(settings, token, engines, tenants, tokenizers, account, found_key, sharing_keys)
 
 
 def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str]:
@@ -165,6 +174,32 @@ def _check_picker(settings: GatewaySettings) -> None:
                 f"address, or dns+{engine.url} for all addresses of the name",
                 field=f"engines[{i}].url",
             )
+
+
+def _check_sharing(settings: GatewaySettings) -> ClusterKeys | None:
+    """The keys in the file of the gateways that share. Raises ConfigError."""
+    sharing = settings.sharing
+    if sharing.gateways and not sharing.port:
+        raise ConfigError(
+            "sharing.port: gateways that are told something must be heard too; give a port",
+            field="sharing.port",
+        )
+    if sharing.port and settings.policy not in SHARE:
+        raise ConfigError(
+            f"sharing.port: the policy {settings.policy!r} does not go by what other gateways do; use one of "
+            f"{', '.join(sorted(SHARE))}, or leave the port out",
+            field="sharing.port",
+        )
+    if sharing.port and not (sharing.curve_file or is_loopback(sharing.host)):
+        raise ConfigError(
+            f"sharing.host: {sharing.host!r} is not loopback: give sharing.curve_file, a secret that all gateways have",
+            field="sharing.host",
+        )
+    if not (sharing.port and sharing.curve_file):
+        return None
+    from kvstrata.gateway.sharing.sockets import sharing_keys
+
+    return sharing_keys(sharing.curve_file)
 
 
 def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:

@@ -5,7 +5,8 @@ messages, cut into pieces of PIECE_BYTES; a piece's key is a hash over it and al
 that decides what KV the prompt has (model, tenant, tools, system prompt, cache salt).  A conversation's next turn
 begins with the same text, so it finds the pieces of the turns before.
 
-1. Whole pieces only; a key says nothing to somebody who does not know this process's secret.
+1. Whole pieces only; a key says nothing to somebody who does not know the secret, which is the process's own, or that
+   of all gateways that share (sharing/).
 2. An engine is remembered together with its generation: after it was down, its cache is taken for empty.
 3. At most `most` keys; the longest unused one is forgotten first.
 4. What an engine reports of its hits corrects the memory (`mistaken`).
@@ -27,6 +28,7 @@ TOKEN_BYTES = 4
 PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
 MAX_PIECES = 4_096
 """Pieces that are remembered of one prompt, from its start."""
+KEY_BYTES = 16
 _SECRET = secrets.token_bytes(32)
 
 
@@ -41,9 +43,9 @@ class Sent(NamedTuple):
     """When it is expected to come."""
 
 
-def keys_of(context: Iterable[bytes], text: bytes) -> list[bytes]:
-    """The keys of a prompt's pieces. `context`: everything but the text that decides its KV."""
-    chain = hashlib.blake2b(key=_SECRET, digest_size=16)
+def keys_of(context: Iterable[bytes], text: bytes, secret: bytes = _SECRET) -> list[bytes]:
+    """The keys of a prompt's pieces. `context`: everything but the text that decides its KV. `secret`: 32 bytes."""
+    chain = hashlib.blake2b(key=secret, digest_size=KEY_BYTES)
     for part in context:
         chain.update(len(part).to_bytes(8, "big"))
         chain.update(part)
@@ -139,12 +141,15 @@ class Prefixes:
             for name, (count, sent) in sorted(counts.items())
         ]
 
-    def mistaken(self, keys: Sequence[bytes], engine: str, predicted_share: float, share: float) -> bool:
+    def mistaken(
+        self, keys: Sequence[bytes], engine: str, predicted_share: float, share: float
+    ) -> Sequence[bytes] | None:
         """Compare the share of a prompt that an engine was taken to have with what it reports; forget what it lacks.
 
-        Returns whether it had less than half of what was predicted.
+        Returns the pieces that it lacks if it had less than half of what was predicted.
         """
         if predicted_share <= 0 or share >= predicted_share / 2:
-            return False
-        self.forget(keys[int(share * len(keys)) :], engine)
-        return True
+            return None
+        lacking = keys[int(share * len(keys)) :]
+        self.forget(lacking, engine)
+        return lacking

@@ -18,7 +18,7 @@ import msgspec
 
 from kvstrata import __version__
 from kvstrata.config.changes import Changes, changes, replaced
-from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.gateway.door import Door
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.kubernetes import Endpoints
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.reading import Reader
     from kvstrata.gateway.residency.knowledge import Residency
+    from kvstrata.gateway.sharing.sockets import Sharing
     from kvstrata.gateway.tokens.source import Tokens
     from kvstrata.process.http_connections import Bounds
 
@@ -54,7 +55,7 @@ SWITCH_S = 0.000_5
 """Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
 RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside those of OPENED."""
-OPENED = ("http.", "picker.", "engines_from.")
+OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
 
 
 def run(
@@ -105,6 +106,7 @@ class Gateway(Process):
         self._choosing: Choosing
         self._reader: Reader
         self._picker: PickerServer | None = None
+        self._sharing: Sharing | None = None
         self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
@@ -145,6 +147,8 @@ class Gateway(Process):
         self.closers.append(tokens.close)
         self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._reader = reader = Reader(settings, fleet)
+        if settings.sharing.port:
+            await self._start_sharing(settings)
         self._forwarder = Forwarder(
             settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
         )
@@ -154,7 +158,14 @@ class Gateway(Process):
         self._forwarder.takes_ids = tokens.takes_ids
         pages = Pages(
             GatewayCollector(
-                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page, tokens
+                meters,
+                fleet,
+                self._numbers,
+                self._tenants_in_flight,
+                self._http,
+                residency.page,
+                tokens,
+                lambda: self._sharing.counts() if self._sharing is not None else {},
             )
         )
         self._app = App(
@@ -245,6 +256,26 @@ class Gateway(Process):
             self.log.warning("no_engine_here", note=says)
         self.supervisor.spawn(local.keep(lambda: self._settings.health), "local-engines")
 
+    async def _start_sharing(self, settings: GatewaySettings) -> None:
+        """Tell other gateways and hear them."""
+        from kvstrata.gateway.sharing.others import Others
+        from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
+        from kvstrata.rpc.shared_key import SharedKey
+
+        wanted, keys = settings.sharing, self._plan.sharing_keys
+        if keys is None:
+            shared = SharedKey(FIELD)
+            self.supervisor.spawn(shared.keep(), "cluster-key")
+            keys = shared.keys
+        others = Others(self._fleet, self._choosing.prefixes, time.monotonic)
+        self._sharing = sharing = Sharing(wanted, keys, others)
+        self.closers.append(soon(sharing.close))
+        sharing.start()
+        self._reader.secret = piece_secret(keys)
+        self._choosing.teller = sharing.teller
+        await sharing.set(wanted)
+        self.supervisor.spawn(sharing.keep(), "sharing")
+
     async def _start_picker(self, settings: GatewaySettings) -> None:
         from kvstrata.gateway.picker.exchange import Parts
         from kvstrata.gateway.picker.server import PickerServer
@@ -314,6 +345,7 @@ class Gateway(Process):
             http=self._settings.http,
             picker=self._settings.picker,
             engines_from=self._settings.engines_from,
+            sharing=self._kept_sharing(wanted.sharing),
         )
         newer = await self.loop.run_in_executor(None, plan, kept, self._tokens.tokenizers)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
@@ -327,6 +359,8 @@ class Gateway(Process):
         self._forwarder.settings = self._app.settings = settings
         self._choosing.policy = POLICIES[settings.policy]()
         self._reader.settings = settings
+        if self._sharing is not None:
+            await self._sharing.set(settings.sharing)
         if self._picker is not None:
             self._picker.held.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
@@ -337,6 +371,14 @@ class Gateway(Process):
         self._door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()
+
+    def _kept_sharing(self, wanted: SharingSettings) -> SharingSettings:
+        """The newer settings with the port as it is: without one, other gateways are told only after a restart."""
+        now = self._settings.sharing
+        gateways = wanted.gateways if now.port else []
+        return msgspec.structs.replace(
+            wanted, host=now.host, port=now.port, curve_file=now.curve_file, gateways=gateways
+        )
 
     def page(self) -> dict[str, Any]:
         """The gateway at a glance."""
@@ -352,6 +394,7 @@ class Gateway(Process):
             "kv_events": self._residency.page(),
             "kv_events_thread": self._residency.thread(),
             "tokens": self._tokens.page(),
+            "sharing": self._sharing.page() if self._sharing is not None else {},
             "engines": [
                 {
                     "name": one.name,
@@ -385,6 +428,8 @@ class Gateway(Process):
             "prefix_pieces": len(self._choosing.prefixes),
             "token_cache_bytes": self._tokens.memory.bytes,
             "kv_events_thread": float(self._residency.thread()["hears"]),
+            "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
+            "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
         }
 
     def _tenants_in_flight(self) -> dict[str, int]:

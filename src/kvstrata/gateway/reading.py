@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import secrets
 from array import array
 from collections.abc import Iterable
 
@@ -35,6 +36,8 @@ class Reader:
     def __init__(self, settings: GatewaySettings, fleet: Fleet) -> None:
         self.settings = settings
         self._fleet = fleet
+        self.secret = secrets.token_bytes(32)
+        """Of the keys of pieces."""
         self._numbers = itertools.count()
         self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
         """Engines of stored responses."""
@@ -86,7 +89,7 @@ class Reader:
         if self.settings.policy != "ttft" or not found.text:
             return []
         context = (found.model.encode(), tenant.encode(), *found.context)
-        return keys_of(context, found.text if prompt is None else prompt.tobytes())
+        return keys_of(context, found.text if prompt is None else prompt.tobytes(), self.secret)
 
     def _prompt(self, found: Asked, prompt: array[int] | None) -> Prompt | None:
         if prompt is None:

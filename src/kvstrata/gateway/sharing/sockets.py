@@ -1,0 +1,191 @@
+"""The sockets between gateways: each listens (PULL) and pushes to each other one (PUSH), with one secret for all.
+
+1. Nothing waits for another gateway: a frame for one that is gone, frozen or slow is dropped (rpc/zmq_link.py), and so
+   is one that arrives faster than it is handled (rpc/zmq_inbox.py).
+2. All gateways have the same CURVE secret, whose public key is no less secret: who does not have it can neither listen
+   in a gateway's place nor connect (rpc/shared_key.py, 2).
+3. All requests under way are told every TURN_S: it shows that this gateway lives, and mends what was lost.
+4. A name that stands for this gateway too leads to a link to itself, whose frames are ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import socket
+from collections.abc import Iterable
+
+import msgspec
+
+from kvstrata.config.gateway_model import SharingSettings
+from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.gateway.fleet import DNS
+from kvstrata.gateway.sharing.messages import FRAMES, MAX_FRAME_BYTES, PROTOCOL
+from kvstrata.gateway.sharing.others import Others
+from kvstrata.gateway.sharing.telling import EVENT_BYTES, Teller
+from kvstrata.observability.logging import EventLog
+from kvstrata.rpc.zmq_curve import ClusterKeys, public_of, read_cluster_keys
+from kvstrata.rpc.zmq_link import Links, PushLink
+from kvstrata.rpc.zmq_server import Address, ZmqServer
+
+FLUSH_S = 0.01
+"""Longest time for which an event waits for others to be told with it."""
+TURN_S = 0.5
+RESOLVE_TURNS = 10
+"""Turns after which names are resolved again."""
+MAX_LINKS = 256
+FIELD = "sharing.curve_file"
+
+
+class Sharing:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, settings: SharingSettings, keys: ClusterKeys, others: Others) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._keys = keys
+        self.others = others
+        self.teller = Teller(self._begin_flush)
+        self._server = ZmqServer(
+            self._loop, receive_only=True, max_message_bytes=MAX_FRAME_BYTES + 64 * EVENT_BYTES
+        )
+        self._links = Links(self._loop)
+        self._to: dict[str, PushLink] = {}
+        """By endpoint."""
+        self._flush: asyncio.TimerHandle | None = None
+        self.frames = {"sent": 0, "unsent": 0, "heard": 0, "refused": 0}
+        self.port = 0
+        self._log = EventLog("sharing")
+
+    def start(self) -> None:
+        """Listen. Raises ConfigError."""
+        self.port = self._server.bind_tcp(
+            self._settings.host,
+            self._settings.port,
+            curve=self._keys.curve,
+            insecure=False,
+            host_setting="sharing.host",
+            port_setting="sharing.port",
+            flag="sharing.port",
+            keys_setting=FIELD,
+            refused_note=f"gateways that share need the same {FIELD}",
+        )
+        self._server.start(self._heard, lambda _, __: b"")
+
+    async def set(self, settings: SharingSettings) -> None:
+        """Tell exactly these gateways from now on; a name that cannot be resolved keeps the addresses it had."""
+        self._settings = settings
+        wanted: dict[str, None] = {}
+        for one in settings.gateways:
+            if one.startswith(DNS):
+                wanted.update(dict.fromkeys(await self._resolved(one.removeprefix(DNS))))
+            else:
+                wanted[f"tcp://{one}"] = None
+        if settings is self._settings:  # no reload has replaced them meanwhile
+            self._have(list(wanted)[:MAX_LINKS])
+
+    async def keep(self) -> None:
+        """Tell what is under way, and forget who is silent, until cancelled."""
+        turn = 0
+        while True:
+            await asyncio.sleep(TURN_S)
+            self.flush()
+            for frame in self.teller.under_way():
+                self._send(frame)
+            for name in self.others.forget_silent(self._settings.silent_s):
+                self._log.warning("gateway_silent", gateway=name, after_s=self._settings.silent_s)
+            turn += 1
+            if not turn % RESOLVE_TURNS and any(one.startswith(DNS) for one in self._settings.gateways):
+                await self.set(self._settings)
+
+    def flush(self) -> None:
+        """Send what has been told."""
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        for frame in self.teller.take():
+            self._send(frame)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        if self._flush is not None:
+            self._flush.cancel()
+        self.others.clear()
+        self._server.close()
+        self._links.close()
+
+    def page(self) -> dict[str, object]:
+        """What is told and heard, for operators."""
+        return {
+            "name": self.teller.name,
+            "to": {endpoint: link.connected for endpoint, link in sorted(self._to.items())},
+            "heard": len(self.others),
+            "in_flight": self.others.in_flight,
+            **self.counts(),
+            "refused_handshakes": self._server.stats()["refused_handshakes"],
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Frames and events by what became of them."""
+        return {**self.frames, "untold": self.teller.dropped, "ignored": self.others.ignored}
+
+    def _begin_flush(self) -> None:
+        self._flush = self._loop.call_later(FLUSH_S, self.flush)
+
+    def _send(self, frame: bytes) -> None:
+        for link in self._to.values():
+            self.frames["sent" if link.try_send(frame) else "unsent"] += 1
+
+    def _have(self, endpoints: Iterable[str]) -> None:
+        wanted = set(endpoints)
+        for endpoint in [one for one in self._to if one not in wanted]:
+            self._to.pop(endpoint).close()
+        for endpoint in wanted - self._to.keys():
+            try:
+                self._to[endpoint] = self._links.push(endpoint, keys=self._keys)
+            except Unavailable as error:
+                self._log.repeated(logging.WARNING, endpoint, "gateway_not_told", reason=error.message)
+
+    async def _resolved(self, name: str) -> list[str]:
+        host, _, port = name.rpartition(":")
+        try:
+            found = await self._loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            self._log.repeated(logging.WARNING, name, "name_not_resolved", name=name, reason=str(error))
+            return list(self._to)
+        addresses = sorted({str(address[0]) for *_, address in found})
+        return [f"tcp://[{one}]:{port}" if ":" in one else f"tcp://{one}:{port}" for one in addresses]
+
+    def _heard(self, _: Address, frame: bytes) -> bool | None:
+        """Apply a frame; False: it is none."""
+        try:
+            told = FRAMES.decode(frame)
+            if told.protocol != PROTOCOL:
+                raise ValueError(f"protocol {told.protocol}; this gateway speaks {PROTOCOL}")
+            if told.gateway != self.teller.name:
+                self.others.hear(told)
+                self.frames["heard"] += 1
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.frames["refused"] += 1
+            self._log.repeated(logging.WARNING, "frame", "shared_frame_refused", reason=str(error)[:200])
+            return False
+        return None
+
+
+def sharing_keys(path: str) -> ClusterKeys:
+    """The keys in the file that all gateways have. Raises ConfigError unless they have one secret only."""
+    keys = read_cluster_keys(path, FIELD)
+    own = public_of(keys.secret)
+    if keys.server != own or keys.clients != frozenset((own,)):
+        raise ConfigError(
+            f"{FIELD}: {path}: has keys of several members; give all gateways that share a file with one line "
+            "`secret KEY`, the same for all",
+            field=FIELD,
+        )
+    return keys
+
+
+def piece_secret(keys: ClusterKeys) -> bytes:
+    """The secret of the keys of prompts' pieces, which is the same for all gateways with these keys."""
+    return hashlib.blake2b(keys.secret, digest_size=32, person=b"kvstrata-pieces").digest()

@@ -1,0 +1,218 @@
+"""Real gateways before the same engines tell each other what they have sent; a dead or frozen one delays nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import zmq
+
+from kvstrata.errors import ConfigError
+from kvstrata.gateway.sharing.messages import PROTOCOL, Frame, Sent, encode
+from kvstrata.gateway.sharing.sockets import sharing_keys
+from kvstrata.rpc.zmq_curve import new_secret, public_of
+from tests.harness.daemon import free_port
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine, chat
+from tests.harness.waiting import eventually_async
+from tests.integration.gateway.test_faults import at_rest
+from tests.integration.gateway.test_proxy import CHAT, ask
+
+pytestmark = pytest.mark.integration
+
+
+class Scene:
+    """Two engines whose answers wait, and gateways before them."""
+
+    def __init__(self, folder: Path, gateways: int, **settings: Any) -> None:
+        self.go = asyncio.Event()
+        """Set to let the engines answer."""
+        self.engines = [ScriptedEngine(behaviour=self.answer) for _ in range(2)]
+        self.secret = new_secret()
+        self.file = folder / "gateways.keys"
+        self.file.write_text(f"secret {self.secret.decode()}\n")
+        self.file.chmod(0o600)
+        self.ports = [free_port() for _ in range(gateways)]
+        self.folder, self.settings = folder, settings
+        self.gateways: list[GatewayProcess] = []
+
+    async def answer(self, got: Got, line: Line) -> None:
+        """Answer once that is allowed."""
+        await self.go.wait()
+        await chat(got, line)
+
+    async def start(self) -> None:
+        """Start all."""
+        for engine in self.engines:
+            await engine.start()
+        for number, port in enumerate(self.ports):
+            sharing = {
+                "port": port,
+                "gateways": [f"127.0.0.1:{one}" for one in self.ports],
+                "curve_file": str(self.file),
+            }
+            urls = [engine.url for engine in self.engines]
+            settings = {"policy": "ttft", "sharing": sharing, **self.settings}
+            self.gateways.append(GatewayProcess(self.folder / f"gateway-{number}", urls, **settings))
+        await asyncio.gather(*(asyncio.to_thread(gateway.start) for gateway in self.gateways))
+
+
+async def in_flight(gateway: GatewayProcess, session: aiohttp.ClientSession, wanted: int) -> None:
+    """Wait until a gateway knows of so many requests of others."""
+
+    async def there() -> bool:
+        return bool((await gateway.status(session))["sharing"]["in_flight"] == wanted)
+
+    await eventually_async(f"{wanted} requests of others are under way", there)
+
+
+async def hear_each_other(gateways: Sequence[GatewayProcess], session: aiohttp.ClientSession) -> None:
+    """Wait until each gateway hears all others."""
+
+    async def all_heard() -> bool:
+        pages = [(await gateway.status(session))["sharing"] for gateway in gateways]
+        return all(page["heard"] == len(gateways) - 1 and all(page["to"].values()) for page in pages)
+
+    await eventually_async("each gateway hears the others", all_heard)
+
+
+@pytest.fixture
+async def scene(tmp_path: Path, session: aiohttp.ClientSession) -> AsyncIterator[Scene]:
+    """Two gateways that hear each other."""
+    made = Scene(tmp_path, 2)
+    try:
+        await made.start()
+        await hear_each_other(made.gateways, session)
+        yield made
+    finally:
+        made.go.set()
+        for gateway in made.gateways:
+            with contextlib.suppress(ProcessLookupError):
+                gateway.kill()
+        for engine in made.engines:
+            await engine.stop()
+
+
+async def asks(gateway: GatewayProcess, session: aiohttp.ClientSession) -> int:
+    """Send a request; returns the status of its answer."""
+    async with session.post(gateway.url + CHAT, json=ask()) as response:
+        await response.read()
+        return response.status
+
+
+async def test_a_gateway_knows_the_queues_of_the_other_and_they_come_to_zero(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    first, second = scene.gateways
+    one = [asyncio.create_task(asks(first, session))]
+    await in_flight(second, session, 1)
+    # The other's request fills one engine: ours goes to the other engine, which is idle.
+    one.append(asyncio.create_task(asks(second, session)))
+    await in_flight(first, session, 1)
+    assert [len(engine.got) for engine in scene.engines] == [1, 1]
+    status = await second.status(session)
+    assert [row["in_flight"] for row in status["engines"]].count(1) == 1
+    assert (await second.samples(session))["kvstrata_gateway_other_gateways"] == 1
+    scene.go.set()
+    assert await asyncio.gather(*one) == [200, 200]
+    for gateway in scene.gateways:
+        await in_flight(gateway, session, 0)
+        await at_rest(gateway, session)
+
+
+async def test_requests_of_a_killed_gateway_end_and_delay_nobody(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    first, second = scene.gateways
+    lost = [asyncio.create_task(asks(first, session)) for _ in range(4)]
+    await in_flight(second, session, 4)
+    first.kill()
+    await asyncio.gather(*lost, return_exceptions=True)
+    await in_flight(second, session, 0)
+    scene.go.set()
+    assert await asks(second, session) == 200
+    await at_rest(second, session)
+
+
+async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    first, second = scene.gateways
+    waiting = [asyncio.create_task(asks(first, session)) for _ in range(3)]
+    await in_flight(second, session, 3)
+    first.freeze()
+    await in_flight(second, session, 0)
+    mine = [asyncio.create_task(asks(second, session)) for _ in range(3)]
+
+    async def sent() -> bool:
+        return sum(len(engine.got) for engine in scene.engines) == 6
+
+    await eventually_async("the requests are at the engines", sent)
+    first.thaw()
+    await in_flight(second, session, 3)
+    await in_flight(first, session, 3)
+    scene.go.set()
+    assert set(await asyncio.gather(*waiting, *mine)) == {200}
+    for gateway in scene.gateways:
+        await in_flight(gateway, session, 0)
+        await at_rest(gateway, session)
+
+
+async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_changes_nothing(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    gateway, port = scene.gateways[0], scene.ports[0]
+    engine = scene.engines[0].name
+    lie = encode(Frame(PROTOCOL, "f" * 16, [Sent(1, engine, 9, 9, b"", 0.0)]))
+    garbage = [b"", b"\xff" * 99, encode(Frame(99, "f" * 16, [])), encode(Frame(PROTOCOL, "no", []))]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        for secret, frames in ((new_secret(), [lie]), (scene.secret, garbage)):
+            push = context.socket(zmq.PUSH)
+            push.setsockopt(zmq.CURVE_SERVERKEY, public_of(scene.secret))
+            push.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            push.setsockopt(zmq.CURVE_PUBLICKEY, public_of(secret))
+            push.setsockopt(zmq.LINGER, 0)
+            push.connect(f"tcp://127.0.0.1:{port}")
+            for frame in frames:
+                push.send(frame)
+
+        async def refused() -> bool:
+            page = (await gateway.status(session))["sharing"]
+            return bool(page["refused"] == len(garbage) and page["refused_handshakes"])
+
+        await eventually_async("the strangers are refused", refused)
+        page = (await gateway.status(session))["sharing"]
+        assert (page["heard"], page["in_flight"]) == (1, 0)
+    finally:
+        context.destroy(linger=0)
+
+
+async def test_other_gateways_change_by_a_reload_and_a_new_port_needs_a_restart(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    gateway = scene.gateways[0]
+    gateway.settings["sharing"] |= {"gateways": [], "port": scene.ports[0] + 1}
+    gateway.write()
+    gateway.signal(signal.SIGHUP)
+
+    async def told_nobody() -> bool:
+        return not (await gateway.status(session))["sharing"]["to"]
+
+    await eventually_async("nobody is told", told_nobody)
+    log = gateway.log.read_text()
+    assert "needs_restart=sharing.port" in log and "changed=sharing.gateways" in log, log
+
+
+def test_wrong_settings_name_what_to_change(tmp_path: Path) -> None:
+    file = tmp_path / "member.keys"
+    file.write_text(f"secret {new_secret().decode()}\nclient {public_of(new_secret()).decode()}\n")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"sharing\.curve_file: .* keys of several members"):
+        sharing_keys(str(file))
