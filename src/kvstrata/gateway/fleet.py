@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from kvstrata.config.gateway_model import EngineSettings
+from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.engine_link import Address
@@ -191,7 +191,7 @@ class Fleet:
             target.busy.spoil()
         self.rates.forget(target.name)
         self.load_rates.forget(target.name)
-        if target.load.requests:
+        if target.ours or target.load.requests:
             self._leaving.append(target)
         else:
             self._forget(target)
@@ -301,7 +301,7 @@ class Fleet:
         engine.ours -= ours
         self.queues.ended(number, self._now_s())
         self._rests(engine)
-        if engine in self._leaving and not engine.load.requests:
+        if engine in self._leaving and not (engine.ours or engine.load.requests):
             self._leaving.remove(engine)
             self._forget(engine)
 

@@ -22,7 +22,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
-from kvstrata.config.gateway_model import KubernetesSettings
+from kvstrata.config.gateway_engines_model import KubernetesSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address, Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import Place

@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstrata.config.gateway_model import HealthSettings, LocalSettings
+from kvstrata.config.gateway_engines_model import LocalSettings
+from kvstrata.config.gateway_model import HealthSettings
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable
 from kvstrata.gateway.fleet import Place
 from kvstrata.gateway.probing import get, models_in

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from kvstrata.config.gateway_model import EngineSettings, GatewaySettings, GatewayTenantSettings
+from kvstrata.config.gateway_engines_model import EngineSettings
+from kvstrata.config.gateway_model import GatewaySettings, GatewayTenantSettings
 from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of

@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.gateway_model import EngineSettings, HealthSettings
+from kvstrata.config.gateway_engines_model import EngineSettings
+from kvstrata.config.gateway_model import HealthSettings
 from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine, place_of
 from kvstrata.gateway.residency.knowledge import Residency

@@ -205,9 +205,12 @@ async def test_other_gateways_change_by_a_reload_and_a_new_port_needs_a_restart(
     async def told_nobody() -> bool:
         return not (await gateway.status(session))["sharing"]["to"]
 
+    async def logged() -> bool:
+        log = gateway.log.read_text()
+        return "needs_restart=sharing.port" in log and "changed=sharing.gateways" in log
+
     await eventually_async("nobody is told", told_nobody)
-    log = gateway.log.read_text()
-    assert "needs_restart=sharing.port" in log and "changed=sharing.gateways" in log, log
+    await eventually_async("the log tells it", logged)
 
 
 def test_wrong_settings_name_what_to_change(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.config.gateway_model import LocalSettings
+from kvstrata.config.gateway_engines_model import LocalSettings
 from kvstrata.gateway import local_engines
 from kvstrata.gateway.engine_link import Address, LinkBroken, Unreachable
 from kvstrata.gateway.fleet import Place
