@@ -240,7 +240,7 @@ class Choosing:
         if choice.kept is not None:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
-        if choice.idle:
+        if choice.idle and choice.at_s > self._fleet.paused_s:
             # In our own count of tokens, so that no engine can make itself look fast by reporting many.
             computed = round(wanted.tokens * (1.0 - share))
             seconds = first_s - choice.at_s

@@ -121,6 +121,8 @@ class Fleet:
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
         self.load_rates = LoadRates()
+        self.paused_s = float("-inf")
+        """When this process ran again after the last pause: what began before was not measured well."""
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self._log = EventLog("engines")
@@ -229,6 +231,16 @@ class Fleet:
         for target in (engine, *engine.ranks):
             for limit in list(target.waiting):
                 limit.reschedule(0.0)
+
+    def paused(self, seconds: float) -> None:
+        """This process did not run for so long: put off what was to happen meanwhile."""
+        self.paused_s = self._now_s()
+        for target in (*self._places(), *self._leaving):
+            target.up_since_s += seconds
+            target.answered_s += seconds
+            for limit in target.waiting:
+                if (at_s := limit.when()) is not None:
+                    limit.reschedule(at_s + seconds)
 
     def began(self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int) -> None:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them."""

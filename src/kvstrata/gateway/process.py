@@ -117,6 +117,7 @@ class Gateway(Process):
         from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
+        from kvstrata.gateway.pauses import Pauses
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
@@ -129,6 +130,7 @@ class Gateway(Process):
         self._links = links = Links(settings.timeouts.connect_s)
         self.closers.append(links.close)
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
+        self.closers.append(soon(Pauses(fleet.paused).close))
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
         access = Access(settings.http, self._plan.token)
