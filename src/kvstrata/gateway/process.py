@@ -231,8 +231,9 @@ class Gateway(Process):
             self._reader,
             self._probing.suspect,
             time.monotonic,
+            self._tokens,
         )
-        self._picker = picker = PickerServer(settings, parts)
+        self._picker = picker = PickerServer(settings, parts, self._tokens)
         self.closers.append(picker.close)
         await picker.start(settings.picker)
 
