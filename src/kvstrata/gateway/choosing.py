@@ -288,7 +288,7 @@ class Choosing:
             self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.whole)
         if loaded > 0:
             period.spoil()
-            if loaded > computed and period.prompts == 1:
+            if loaded > computed and period.prompts == 1 and choice.at_s > self._fleet.paused_s:
                 seconds = first_s - choice.at_s
                 self._fleet.loaded(engine, "l1", loaded, seconds - computed / engine.load.prefill_tokens_s)
         period.report(computed)

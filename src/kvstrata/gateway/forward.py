@@ -243,7 +243,7 @@ class Forwarder:
         if answer.status in WITHOUT_BODY:
             headers = [one for one in headers if one[0] != b"content-length"]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        watch = _Silence(answer, self.settings.timeouts.silence_s)
+        watch = _Silence(answer, self.settings.timeouts.silence_s, self._fleet)
         try:
             if b"content-length" in names:
                 await self._in_turn(meter, answer, first, send)
@@ -305,9 +305,10 @@ class Forwarder:
 class _Silence:
     """Closes an answer whose engine says nothing for `silence_s`; one timer that is set again only when it rings."""
 
-    def __init__(self, answer: Answer, silence_s: float) -> None:
+    def __init__(self, answer: Answer, silence_s: float, fleet: Fleet) -> None:
         self.silent = False
         self.silence_s = silence_s
+        self._fleet = fleet
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(silence_s, self._ring)
@@ -317,7 +318,8 @@ class _Silence:
         self._timer.cancel()
 
     def _ring(self) -> None:
-        waited_s = self._loop.time() - self._answer.heard_s if self._answer.awaited else 0.0
+        heard_s = max(self._answer.heard_s, self._fleet.paused_s)
+        waited_s = self._loop.time() - heard_s if self._answer.awaited else 0.0
         if waited_s >= self.silence_s:
             self.silent = True
             self._answer.close()

@@ -153,7 +153,7 @@ class Probing:
 
     async def probe(self, engine: ServingEngine) -> None:
         """Ask an engine whether it serves, and what."""
-        reason, refused = "", False
+        reason, refused, began_s = "", False, self._now_s()
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 status, _ = await self._get(engine, "/health")
@@ -176,6 +176,8 @@ class Probing:
             reason = f"/v1/models answers with something else than a list of models: {error}"
         except LinkBroken as error:
             reason = str(error)
+        if began_s <= self._fleet.paused_s:
+            return  # the engine may have answered in time
         engine.failed_probes += 1
         if refused or engine.failed_probes >= self.settings.failures or engine.state is EngineState.NEW:
             self._fleet.down(engine, reason)

@@ -121,6 +121,7 @@ class Gateway(Process):
         from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
+        from kvstrata.gateway.pauses import Pauses
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
@@ -133,6 +134,7 @@ class Gateway(Process):
         self._links = links = Links(settings.timeouts.connect_s)
         self.closers.append(links.close)
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
+        self.closers.append(soon(Pauses(fleet.paused).close))
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
         logins = Logins(listener.port)
@@ -288,8 +290,9 @@ class Gateway(Process):
             self._reader,
             self._probing.suspect,
             time.monotonic,
+            self._tokens,
         )
-        self._picker = picker = PickerServer(settings, parts)
+        self._picker = picker = PickerServer(settings, parts, self._tokens)
         self.closers.append(picker.close)
         await picker.start(settings.picker)
 

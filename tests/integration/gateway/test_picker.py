@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,8 +84,45 @@ async def test_a_stream_passes_and_the_conversation_keeps_its_engine(
     assert (len(mine), len(other)) == (4, 0)
     assert mine[-1].document == ask(history)
     chosen = next(one for one in scene.engines if one.got and one.got[-1] is mine[-1])
-    assert mine[-1].headers[PICKED] == chosen.name
+    others = [one.name for one in scene.engines if one is not chosen]
+    assert mine[-1].headers[PICKED].split(",") == [chosen.name, *others]
     await is_idle(scene, session)
+
+
+async def test_an_engine_that_cannot_be_reached_is_passed_over_for_the_next_named(
+    scene: Scene, session: aiohttp.ClientSession
+) -> None:
+    """The picker does not know yet that the engine has died, and learns who has answered in its place."""
+    history = "x" * 20_000
+    async with session.post(scene.envoy.url + CHAT, json=ask(history)) as response:
+        await response.read()
+    [first] = [one for one in scene.engines if any(got.target == CHAT for got in one.got)]
+    [other] = [one for one in scene.engines if one is not first]
+    scene.picker.settings["health"]["probe_s"] = 3_600
+    scene.picker.write()
+    scene.picker.signal(signal.SIGHUP)
+
+    async def unprobed() -> bool:
+        probes = first.probes
+        await asyncio.sleep(0.5)
+        return first.probes == probes
+
+    await eventually_async("nobody probes", unprobed)
+    await first.stop()
+    async with session.post(scene.envoy.url + CHAT, json=ask(history + "y" * 2_000)) as response:
+        assert response.status == 200
+        await response.read()
+    [got] = [one for one in other.got if one.target == CHAT]
+    assert got.headers[PICKED] == f"{first.name},{other.name}"
+    labels = f'engine="{other.name}",model="m",outcome="ok",tenant=""'
+    await scene.picker.until_sample(session, f"requests_total{{{labels}}}", 1)
+    await is_idle(scene, session)
+
+    async def down() -> bool:
+        rows = {row["name"]: row["state"] for row in (await scene.picker.status(session))["engines"]}
+        return rows[first.name] == "down"
+
+    await eventually_async("it was probed because another one has answered", down)
 
 
 async def test_a_body_in_several_frames_arrives_as_it_was_sent(

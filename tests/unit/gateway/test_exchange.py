@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -53,12 +54,27 @@ class Scene:
             reader,
             lambda one: self.suspected.append(one.name),
             now_s,
+            self,
         )
+        self.compared: list[tuple[str, str, int, int]] = []
+        self.ids: array[int] | None = None
+        """What is known of each prompt."""
         self.held = Held(settings)
 
     def exchange(self) -> Exchange:
         """A further request."""
         return Exchange(self.parts, self.held)
+
+    def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
+        """As Tokens does."""
+        self.compared.append((model, engine, ours, theirs))
+
+    def take(self, exchange: Exchange, message: Any) -> list[Any]:
+        """Give a message to an exchange, as the server does."""
+        replies = exchange.take(message)
+        if exchange.question is not None:
+            replies += exchange.told(self.ids)
+        return replies
 
     def assert_idle(self) -> None:
         """Nothing is held of any request."""
@@ -131,7 +147,7 @@ def test_everything_is_given_back_wherever_a_stream_ends(
     exchange = scene.exchange()
     with contextlib.suppress(OutOfTurn):
         for message in (*legal[:cut], *more):
-            exchange.take(message)
+            scene.take(exchange, message)
     exchange.end()
     exchange.end()
     scene.assert_idle()
@@ -142,20 +158,20 @@ def test_the_body_goes_on_behind_the_choice_in_parts_that_every_proxy_takes() ->
     scene = Scene()
     exchange = scene.exchange()
     body = BODY + b" " * 150_000
-    assert exchange.take(headers()) == []
-    assert exchange.take(part("request_body", body[:70_000])) == []
+    assert scene.take(exchange, headers()) == []
+    assert scene.take(exchange, part("request_body", body[:70_000])) == []
     assert scene.held.body_bytes == 70_000
-    first, *rest = exchange.take(part("request_body", body[70_000:], end=True))
+    first, *rest = scene.take(exchange, part("request_body", body[70_000:], end=True))
     assert scene.held.body_bytes == 0
     options = first.request_headers.response.header_mutation.set_headers
     told = {one.header.key: one.header.raw_value.decode() for one in options}[messages.ENDPOINT]
-    assert told in ("10.0.0.1:8000", "10.0.0.2:8000")
+    assert told in ("10.0.0.1:8000,10.0.0.2:8000", "10.0.0.2:8000,10.0.0.1:8000"), "the best, then the next"
     assert first.dynamic_metadata["envoy.lb"][messages.ENDPOINT] == told
     pieces = [one.request_body.response.body_mutation.streamed_response for one in rest]
     assert b"".join(one.body for one in pieces) == body
     assert [one.end_of_stream for one in pieces] == [False] * (len(pieces) - 1) + [True]
     assert max(len(one.body) for one in pieces) <= messages.MAX_PART_BYTES
-    assert [one.in_flight for one in scene.fleet if one.place.address.host in told] == [1]
+    assert [one.in_flight for one in scene.fleet if one.place.address.host in told[:8]] == [1]
     exchange.end()
     scene.assert_idle()
 
@@ -176,8 +192,8 @@ def test_only_engines_of_the_subset_are_chosen(subset: list[str], allowed: str) 
         head = headers()
         fields = head.metadata_context.filter_metadata[messages.SUBSET_NAMESPACE]
         fields.get_or_create_list(messages.SUBSET).extend(subset)
-        exchange.take(head)
-        reply = exchange.take(part("request_body", BODY, end=True))[0]
+        scene.take(exchange, head)
+        reply = scene.take(exchange, part("request_body", BODY, end=True))[0]
         if allowed:
             assert reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT] == allowed
         else:
@@ -190,17 +206,17 @@ def test_only_engines_of_the_subset_are_chosen(subset: list[str], allowed: str) 
 def test_another_engine_that_has_answered_gets_the_credit() -> None:
     scene = Scene()
     exchange = scene.exchange()
-    exchange.take(headers())
-    reply = exchange.take(part("request_body", BODY, end=True))[0]
+    scene.take(exchange, headers())
+    reply = scene.take(exchange, part("request_body", BODY, end=True))[0]
     told = reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT]
-    [other] = [one for one in scene.fleet if one.place.address.host not in told]
+    [other] = [one for one in scene.fleet if one.place.address.host not in told[:8]]
     head = headers("response_headers", _status="200")
     served = f"{other.place.address.host}:8000"
     head.metadata_context.filter_metadata["envoy.lb"].update({messages.SERVED: served})
-    exchange.take(head)
-    exchange.take(part("response_body", b"data: a\n\n"))
+    scene.take(exchange, head)
+    scene.take(exchange, part("response_body", b"data: a\n\n"))
     assert {one.name: one.in_flight for one in scene.fleet} == {"a": 0, "b": 0} | {other.name: 1}
-    exchange.take(part("response_body", b"", end=True))
+    scene.take(exchange, part("response_body", b"", end=True))
     scene.assert_idle()
     assert [labels[2] for labels in scene.meters.series] == [other.name]
 
@@ -208,9 +224,71 @@ def test_another_engine_that_has_answered_gets_the_credit() -> None:
 def test_an_engine_that_envoy_cannot_reach_is_probed_and_taken_for_cold() -> None:
     scene = Scene()
     exchange = scene.exchange()
-    exchange.take(headers())
-    exchange.take(part("request_body", BODY, end=True))
-    exchange.take(headers("response_headers", _status="503"))
-    exchange.take(part("response_body", b"no", end=True))
+    scene.take(exchange, headers())
+    scene.take(exchange, part("request_body", BODY, end=True))
+    scene.take(exchange, headers("response_headers", _status="503"))
+    scene.take(exchange, part("response_body", b"no", end=True))
     assert len(scene.suspected) == 1 and len(scene.choosing.prefixes) == 0
+    scene.assert_idle()
+
+
+@pytest.mark.parametrize("trails", [False, True])
+def test_a_prompt_whose_ids_are_known_is_chosen_by_them_and_compared(trails: bool) -> None:
+    scene = Scene()
+    scene.ids = array("I", range(77))
+    exchange = scene.exchange()
+    scene.take(exchange, headers())
+    if trails:
+        assert scene.take(exchange, part("request_body", BODY)) == []
+        replies = scene.take(exchange, trailers("request_trailers"))
+        assert [one.WhichOneof("response") for one in replies] == [
+            "request_headers",
+            "request_body",
+            "request_trailers",
+        ]
+        assert not replies[1].request_body.response.body_mutation.streamed_response.end_of_stream
+    else:
+        scene.take(exchange, part("request_body", BODY, end=True))
+    [kept] = scene.choosing.decisions.page(1)
+    assert kept["tokens"] == 77
+    scene.take(exchange, headers("response_headers", _status="200"))
+    scene.take(exchange, part("response_body", b'{"usage": {"prompt_tokens": 78}}', end=True))
+    [(model, engine, ours, theirs)] = scene.compared
+    assert (model, ours, theirs) == ("m", 77, 78) and engine in ("a", "b")
+    scene.assert_idle()
+
+
+def test_a_stream_that_ends_while_ids_are_asked_for_gives_everything_back() -> None:
+    scene = Scene()
+    exchange = scene.exchange()
+    exchange.take(headers())
+    assert exchange.take(part("request_body", BODY, end=True)) == []
+    assert exchange.question is not None and scene.held.body_bytes == len(BODY)
+    with pytest.raises(OutOfTurn):
+        exchange.take(part("request_body", b"", end=True))
+    exchange.end()
+    scene.assert_idle()
+
+
+def test_engines_that_would_not_understand_the_same_headers_are_not_named() -> None:
+    scene = Scene()
+    a, b = scene.fleet
+    scene.fleet.set_ranks(a, 2)
+
+    def named() -> list[str]:
+        exchange = scene.exchange()
+        scene.take(exchange, headers())
+        reply = scene.take(exchange, part("request_body", BODY, end=True))[0]
+        exchange.end()
+        return str(reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT]).split(",")
+
+    # To the engine without ranks a rank means nothing, and the other one chooses by itself without the header.
+    for _ in range(8):
+        places = named()
+        assert places in (["10.0.0.1:8000"], ["10.0.0.2:8000", "10.0.0.1:8000"]), places
+    scene.fleet.set_ranks(b, 2)
+    assert {len(named()) for _ in range(8)} == {2}
+    b.place = b.place._replace(api_key="of-b")
+    scene.fleet.up(b, b.models)
+    assert {len(named()) for _ in range(8)} == {1}, "an engine's key goes to no other"
     scene.assert_idle()

@@ -432,3 +432,28 @@ def test_ranks_publish_at_ports_in_a_row() -> None:
     assert of_rank(Source("tcp://h:1"), 9) == Source("tcp://h:10")
     with pytest.raises(ValueError, match="65536"):
         of_rank(first, 2)
+
+
+def test_what_an_engine_only_reports_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 100)
+    seen = Seen()
+    for number in range(200):
+        prompt = Prompt([number] * 10 * SIZE)
+        seen.blocks.told(prompt.keys(SIZE))
+        assert held(seen, prompt) == 10
+        row = seen.registry.slot(seen.blocks.slots["doubtful"])
+        assert row is not None and row.keys <= 200
+
+
+def test_a_name_of_a_block_has_a_bound() -> None:
+    for length, sound in ((32, True), (64, True), (65, False), (1 << 20, False)):
+        event = {
+            "type": "BlockRemoved",
+            "block_hashes": [bytes(length)],
+        }
+        payload = msgspec.msgpack.encode([0.0, [event]])
+        if sound:
+            assert len(decoded(payload).events) == 1
+        else:
+            with pytest.raises(ValueError, match="64"):
+                decoded(payload)

@@ -1,10 +1,12 @@
 """One request that Envoy asks about, from its headers to the end of its answer.
 
     HEADERS ──▶ BODY ──▶ CHOSEN ──▶ ANSWER ──▶ DONE        each message of Envoy's stream moves on, or stays
-       │          │         └──────────────────▲           an answer's head may end it
+       │  │       │  │   ▲  └──────────────────▲           an answer's head may end it
+       │  └───────┴──┴─ READ                               its prompt's token ids are asked for (`question`, `told`)
        └──────────┴──▶ DONE                                refused, or Envoy itself answered
 
-Envoy carries the request; the picker reads its body, names an engine, and watches the answer pass.
+Envoy carries the request; the picker reads its body, names an engine and others in case it cannot be reached, and
+watches the answer pass.
 
 1. Nothing of a request goes on before its engine is chosen; the bytes then go on as they came.
 2. Whatever ends the stream, `end` gives back what the request held: its place at the engine, its tenant's, its bytes.
@@ -15,12 +17,13 @@ Envoy carries the request; the picker reads its body, names an engine, and watch
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
-from kvstrata.gateway.choosing import Choice, Choosing
+from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.door import Door, Tenant
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine, endpoint_of
@@ -29,11 +32,14 @@ from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
 from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.messages import Message, Reply
 from kvstrata.gateway.reading import Reader
-from kvstrata.gateway.routes import Asked, Route, route_of
+from kvstrata.gateway.routes import ROUTES, Asked, Route, route_of
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
 
 RANK = passing.RANK.decode()
 MAX_HELD_BYTES = 1 << 30
 """Bytes of all bodies that wait for their choice."""
+MAX_OTHERS = 2
+"""Further engines that are named for a request."""
 
 
 class OutOfTurn(Exception):
@@ -45,9 +51,25 @@ class State(enum.Enum):
 
     HEADERS = "headers"
     BODY = "body"
+    READ = "read"
     CHOSEN = "chosen"
     ANSWER = "answer"
     DONE = "done"
+
+
+class Compares(Protocol):
+    """What is told of a prompt's length: see Tokens."""
+
+    def reported(self, model: str, engine: str, ours: int, theirs: int) -> None: ...
+
+
+class Question(NamedTuple):
+    """What a request's token ids are asked by: see Tokens.of."""
+
+    path: str
+    body: bytes
+    model: str
+    tenant: str
 
 
 class Parts(NamedTuple):
@@ -61,6 +83,7 @@ class Parts(NamedTuple):
     suspect: Callable[[ServingEngine], None]
     """Called with an engine that Envoy could not reach."""
     now_s: Callable[[], float]
+    tokens: Compares
 
 
 class Held:
@@ -91,6 +114,15 @@ class Exchange:
         self._duplex = True
         """Whether Envoy waits for the answer's bytes from here."""
         self._asked = Asked()
+        self._wanted: Wanted
+        self._whole = b""
+        """The body, from when it is read until the choice."""
+        self._trails = False
+        """Whether trailers follow it."""
+        self._computed = False
+        """Whether the prompt's ids were computed here or asked of an engine."""
+        self.question: Question | None = None
+        """With an answer to this, `told` must be called before the next message is taken."""
         self._choice: Choice | None = None
         self._status = 0
         self._stream = False
@@ -134,7 +166,14 @@ class Exchange:
         meter.outcome = meter.outcome or outcome or CANCELLED
         if choice is not None and meter.outcome == OK:
             self._parts.choosing.answered(choice, meter)
+            self._compare(choice)
         self._parts.meters.end(meter)
+
+    def _compare(self, choice: Choice) -> None:
+        """Compare the ids of a prompt with their number in the answer's `usage`."""
+        prompt, reported = choice.wanted.prompt, self._meter.tokens().get("prompt")
+        if self._computed and prompt is not None and reported and self._path in (CHAT, COMPLETIONS):
+            self._parts.tokens.reported(self._asked.model, self._meter.engine, len(prompt.tokens), reported)
 
     # -- the request -------------------------------------------------------------------------------------------
 
@@ -148,7 +187,7 @@ class Exchange:
         if failure is not None:
             return self._refuse(failure)
         if head.end_of_stream:
-            return self._choose(ends=True)
+            return self._read()
         self.state = State.BODY
         return []
 
@@ -203,24 +242,45 @@ class Exchange:
             says = f"the bodies of all requests under way take {self._held.body_bytes} bytes"
             return self._refuse(Failure(503, "overloaded", says, retry_after_s=1))
         self._body.append(part.body)
-        return self._choose(ends=True) if part.end_of_stream else []
+        return self._read() if part.end_of_stream else []
 
     def _trailers(self, _: Message) -> list[Reply]:
-        replies = self._choose(ends=False)
-        return replies if self.state is State.DONE else [*replies, messages.request_trailers()]
+        self._trails = True
+        return self._read()
 
-    def _choose(self, *, ends: bool) -> list[Reply]:
-        """Name an engine, and let the body go on. `ends`: no trailers follow it."""
-        body = b"".join(self._body)
-        empty = self.state is State.HEADERS
-        self._drop_body()
-        read_from = b"{}" if _is_any(self._path) else body
+    def _read(self) -> list[Reply]:
+        """Read the whole request, and choose; or ask for the prompt's token ids first."""
+        self._whole = b"".join(self._body)
+        read_from = b"{}" if _is_any(self._path) else self._whole
         read = self._parts.reader.read(
             self._path, self._route, read_from, self._headers, self._word, self._meter.tenant
         )
         if isinstance(read, Failure):
             return self._refuse(read)
-        self._asked, wanted = read
+        self._asked, self._wanted = read
+        if (
+            self._wanted.prompt is not None
+            or self._held.settings.policy != "ttft"
+            or self._path not in ROUTES
+        ):
+            return self._choose(empty=self.state is State.HEADERS)
+        self.state = State.READ
+        self.question = Question(self._path, self._whole, self._asked.model, self._meter.tenant)
+        return []
+
+    def told(self, ids: array[int] | None) -> list[Reply]:
+        """The answer to `question`; None: the ids are not known."""
+        self.question = None
+        if self.state is not State.READ:
+            return []
+        self._computed = ids is not None
+        self._wanted = self._parts.reader.with_ids(self._asked, self._wanted, ids)
+        return self._choose(empty=not self._body)
+
+    def _choose(self, *, empty: bool) -> list[Reply]:
+        """Name engines, and let the body go on. `empty`: nothing of one has come."""
+        body, wanted, self._whole = self._whole, self._wanted, b""
+        self._drop_body()
         choice = self._parts.choosing.choose(wanted, self._not_allowed())
         if choice is None:
             return self._refuse(self._parts.choosing.none_serves(wanted.model))
@@ -240,8 +300,27 @@ class Exchange:
             headers[RANK] = str(choice.engine.rank)
         else:
             removed.append(RANK)
-        replies = [messages.chosen(endpoint_of(choice.engine.place.address), headers, removed)]
-        return replies if empty else [*replies, *messages.parts(body, ends=ends)]
+        replies = [messages.chosen(self._endpoints(choice), headers, removed)]
+        if not empty:
+            replies += messages.parts(body, ends=not self._trails)
+        return [*replies, messages.request_trailers()] if self._trails else replies
+
+    def _endpoints(self, choice: Choice) -> list[str]:
+        """The chosen engine's place, and those of the next best, which must understand the same headers."""
+        first = choice.engine
+        found = [endpoint_of(first.place.address)]
+        targets = self._parts.fleet.targets(self._asked.model, self._not_allowed())
+        best = choice.decision.alternatives if choice.decision is not None else []
+        order = {other.engine: number for number, other in enumerate(best)}
+        targets.sort(key=lambda one: (order.get(one.name, len(order)), one.load.requests))
+        for target in targets:
+            process, endpoint = target.process, endpoint_of(target.place.address)
+            has_rank = first.rank is None or first.rank < len(process.ranks)
+            if endpoint not in found and has_rank and process.place.api_key == first.place.api_key:
+                found.append(endpoint)
+            if len(found) > MAX_OTHERS:
+                break
+        return found
 
     def _not_allowed(self) -> list[ServingEngine]:
         """Engines that Envoy does not let the picker choose, or that are known by a name only."""
@@ -271,7 +350,7 @@ class Exchange:
         status = headers.get(b":status", b"")
         self._status = int(status) if status.isdigit() else 0
         self._stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        self._moved(messages.metadata(message, messages.NAMESPACE, messages.SERVED))
+        self._moved(messages.served(message))
         choice = self._choice
         if choice is not None and self._status in ELSEWHERE:
             self._parts.suspect(choice.engine)
@@ -280,15 +359,17 @@ class Exchange:
             self._ends()
         return [messages.response_headers()]
 
-    def _moved(self, served: list[str] | None) -> None:
+    def _moved(self, served: str) -> None:
         """Envoy tells that another engine than the chosen one has answered: the request is counted there."""
         choice = self._choice
-        if not served or choice is None or endpoint_of(choice.engine.place.address) == served[0]:
+        if not served or choice is None or endpoint_of(choice.engine.place.address) == served:
             return
         for process in self._parts.fleet:
-            if endpoint_of(process.place.address) == served[0]:
+            if endpoint_of(process.place.address) == served:
+                self._parts.suspect(choice.engine)
                 # The header that names a rank went along.
-                engine = process.ranks[choice.engine.rank or 0] if process.ranks else process
+                rank = min(choice.engine.rank or 0, len(process.targets) - 1)
+                engine = process.targets[rank]
                 choosing = self._parts.choosing
                 choosing.ended(choice, answered=False)
                 self._choice = choice._replace(

@@ -5,7 +5,7 @@ Only this module and the server import the extra `picker`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
@@ -18,6 +18,8 @@ from kvstrata.gateway.errors import Failure, error_body
 ENDPOINT = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 SERVED = "x-gateway-destination-endpoint-served"
+FILTER, UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
+"""Where Envoy tells an attribute, and the attribute that names the engine that has answered."""
 NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 MAX_PART_BYTES = 62_000
@@ -49,8 +51,18 @@ def metadata(message: Message, namespace: str, key: str) -> list[str] | None:
     return [each.strip() for text in texts for each in text.split(",") if each.strip()]
 
 
-def chosen(endpoint: str, headers: Mapping[str, str], removed: Iterable[str]) -> Reply:
-    """The answer to a request's headers: where it goes, and what changes of its headers."""
+def served(message: Message) -> str:
+    """The endpoint whose answer this is, as Envoy tells it; empty: it does not."""
+    told = metadata(message, NAMESPACE, SERVED)
+    if told:
+        return told[0]
+    fields = message.attributes[FILTER].fields if FILTER in message.attributes else {}
+    return fields[UPSTREAM].string_value if UPSTREAM in fields else ""
+
+
+def chosen(endpoints: Sequence[str], headers: Mapping[str, str], removed: Iterable[str]) -> Reply:
+    """The answer to a request's headers: where it goes, where if that fails, and what changes of its headers."""
+    endpoint = ",".join(endpoints)
     more = {ENDPOINT: endpoint, **headers}
     mutation = pb.HeaderMutation(set_headers=[_header(*one) for one in more.items()], remove_headers=removed)
     common = pb.CommonResponse(header_mutation=mutation, clear_route_cache=True)

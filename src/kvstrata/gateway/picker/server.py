@@ -16,6 +16,7 @@ from kvstrata.config.gateway_model import GatewaySettings, PickerSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
+from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import EventLog
 
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -32,7 +33,8 @@ KEEPALIVE_MS = 10_000
 class PickerServer:
     """Belongs to the event loop."""
 
-    def __init__(self, settings: GatewaySettings, parts: Parts) -> None:
+    def __init__(self, settings: GatewaySettings, parts: Parts, tokens: Tokens) -> None:
+        self._tokens = tokens
         self.held = Held(settings)
         self.stopping = False
         self.port = 0
@@ -121,7 +123,11 @@ class PickerServer:
         message = await context.read()
         if message is grpc.aio.EOF:
             return False
-        for reply in exchange.take(message):
+        replies = exchange.take(message)
+        if exchange.question is not None:
+            known = await self._tokens.of(*exchange.question)
+            replies += exchange.told(known.ids)
+        for reply in replies:
             await context.write(reply)
         return True
 

@@ -17,7 +17,8 @@ MAX_EVENTS = 65_536
 NOTHING = b"\xc0"
 """msgpack's null."""
 
-Hash = bytes | int
+MAX_HASH_BYTES = 64
+Hash = Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)] | int
 """The engine's own name of a block, which only the engine can compute."""
 
 

@@ -8,7 +8,7 @@ was heard before events were lost, and may have been removed unheard.
 2. What is removed or cleared is in neither slot, and what is denied is not in `doubtful`.
 3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
    orphan and otherwise left out, as are its children.
-4. At most MAX_BLOCKS blocks; beyond them all are forgotten.
+4. At most MAX_BLOCKS blocks by events, and as many that the engine only reported; beyond them these are forgotten.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ class Blocks:
     def told(self, keys: bytes) -> None:
         """The engine reports a hit on these blocks, whose events were not heard."""
         before, fresh = self._in("doubtful"), len(keys) // KEY
+        if before + fresh > 2 * MAX_BLOCKS:  # those of events are at most half of them
+            self._registry.retire(self.slots.pop("doubtful"))
+            self._old_keys.clear()
+            before = 0
         if fresh:
             self.doubtful_since_s = (self.doubtful_since_s * before + self._now_s() * fresh) / (
                 before + fresh

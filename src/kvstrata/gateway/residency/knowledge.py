@@ -20,6 +20,8 @@ MASK_BYTES = 8_192
 MAX_ENGINES = 65_536 // len(TIERS)
 BLOCK_LIFE_S, EVENT_LAG_S = 300.0, 1.0
 """Until they have been measured."""
+MAX_LAG_S = 10.0
+"""An engine that tells later than this does not make the others be believed for longer."""
 
 
 class Known(NamedTuple):
@@ -120,7 +122,7 @@ class Index:
     def event_lag_s(self) -> float:
         """Measured time from a first token to the event of its blocks, of the slowest engine."""
         lags = [lag_s for one in self.caches.values() if (lag_s := one.own.lag_s)]
-        return max(lags, default=EVENT_LAG_S)
+        return min(MAX_LAG_S, max(lags, default=EVENT_LAG_S))
 
 
 class Residency:
@@ -169,7 +171,9 @@ class Residency:
         heard = [
             name
             for name in names
-            if (found := self._watched.get(name)) is not None and found.feed.phase is not Phase.JOINING
+            if (found := self._watched.get(name)) is not None
+            and found.connected
+            and found.feed.phase is not Phase.JOINING
         ]
         if self._watcher.ended or not heard:
             return Known({}, [], frozenset())
@@ -207,6 +211,7 @@ class Residency:
         """What is heard, by engine."""
         return {
             name: {
+                "connected": one.connected,
                 "phase": one.feed.phase.value,
                 "whole": one.feed.whole,
                 "doubtful": any("doubtful" in blocks.slots for blocks in one.caches.of.values()),

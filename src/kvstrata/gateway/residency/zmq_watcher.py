@@ -2,6 +2,10 @@
 
 The loop hands over engines and corrections by `post`; the thread alone changes the `Caches`.  A replay has a socket of
 its own, so that nothing of an earlier one that took too long is mistaken for it.
+
+An engine that floods delays the others by one turn, and fills no memory: what it publishes waits at the engine, whose
+publisher drops what nobody takes.  What it sends again is taken at once, since vLLM 0.32 drops without a word what
+its socket cannot hold, and up to REPLAY_BYTES.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvstrata.gateway.residency.feed import Feed, Phase
 from kvstrata.gateway.residency.sources import Source
@@ -21,16 +26,20 @@ from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry
 from kvstrata.observability.logging import EventLog
 
-TURN = 32
-"""Messages of one socket that are read before others have their turn."""
+TURN, TURN_BYTES = 32, 1 << 20
+"""Messages of one engine that are taken in before others have their turn."""
+ASK_S = 0.1
+"""Least time between two replays of one engine."""
 IDLE_S = 5.0
 """After this time without a batch the last one is asked for again: it shows a lost end, and a restart."""
 REPLAY_S = 5.0
 """Longest time between two messages of a replay."""
-REPLAY_MESSAGES = 200_000
-QUEUED = 20_000
-"""Messages that wait for this thread, of each engine; further ones are dropped and asked for again."""
-MESSAGE_BYTES = 64 << 20
+REPLAY_MESSAGES, REPLAY_BYTES = 200_000, 256 << 20
+QUEUED = 64
+"""Messages that wait for this thread, of each engine; further ones wait there."""
+REPLAY_QUEUED = 1_000
+MESSAGE_BYTES = 4 << 20
+"""A step of an engine stores some 100,000 tokens at most, of 5 bytes each."""
 SWEEP_CELLS = 65_536
 ROUND_S = 0.5
 END = (-1).to_bytes(8, "big", signed=True)
@@ -49,7 +58,14 @@ class Watched:
         self.published: zmq.Socket[Any] | None = None
         self.monitor: zmq.Socket[Any] | None = None
         """Tells of new connections of `published`."""
+        self.connected = False
+        """Whether the engine is there: its connection stands, or it has answered a replay since that was lost."""
         self.replay: zmq.Socket[Any] | None = None
+        self.asked_s = float("-inf")
+        """When the last replay began."""
+        self.again: deque[list[bytes]] = deque()
+        """Messages of the replay under way that were not taken in yet."""
+        self.again_bytes = 0
         self.replayed_s = 0.0
         """When the last message of the replay under way came."""
         self.replayed = 0
@@ -135,7 +151,9 @@ class Watcher:
             if socket is not None:
                 poller.register(socket, zmq.POLLIN)
                 of[socket] = engine
-        ready = [socket for socket, _ in poller.poll(round(1_000 * ROUND_S))]
+            if engine.replay is None and engine.monitor is not None:
+                poller.register(engine.monitor, zmq.POLLIN)  # `_in_time` reads it
+        ready = [socket for socket, _ in poller.poll(round(1_000 * self._patience_s()))]
         if self._wake in ready:
             os.eventfd_read(self._wake)
             ready.remove(self._wake)
@@ -145,14 +163,21 @@ class Watcher:
             except ValueError as error:
                 self._log.repeated(30, "full", "kv_index_refuses", reason=str(error))
         for socket in ready:
-            engine = of[socket]
-            if self._watched.get(engine.name) is engine:
-                self._read(engine, socket)
-        now_s = time.monotonic()
+            # What was posted, or was read before, may have closed it.
+            if socket in of and not socket.closed and self._watched.get(of[socket].name) is of[socket]:
+                self._read(of[socket], socket)
         for engine in list(self._watched.values()):
-            self._in_time(engine, now_s)
+            self._replayed_turn(engine)
+            self._in_time(engine, time.monotonic())
         if self._registry.usage().retired:
             self._registry.sweep(SWEEP_CELLS)
+
+    def _patience_s(self) -> float:
+        """How long to wait for messages."""
+        if any(engine.again for engine in self._watched.values()):
+            return 0.0
+        asks = any(_to_be_asked(engine) for engine in self._watched.values())
+        return ASK_S if asks else ROUND_S
 
     def _open(self, engine: Watched) -> None:
         self._close(engine.name)
@@ -163,7 +188,7 @@ class Watcher:
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 15)
         socket.setsockopt(zmq.SUBSCRIBE, engine.source.topic.encode())
-        engine.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        engine.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             socket.connect(engine.source.endpoint)
         except zmq.ZMQError as error:
@@ -184,36 +209,61 @@ class Watcher:
         if engine.published is not None:
             engine.published.disable_monitor()
             engine.published.close()
-        if engine.replay is not None:
-            engine.replay.close()
+        self._close_replay(engine)
+        engine.connected = False
         engine.caches.forget()
 
+    def _close_replay(self, engine: Watched) -> None:
+        if engine.replay is not None:
+            engine.replay.close()
+            engine.replay = None
+        engine.again.clear()
+        engine.again_bytes = 0
+
     def _read(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
+        if socket is engine.replay:
+            self._read_replay(engine, socket)
+            return
+        size = 0
         for _ in range(TURN):
-            if socket is engine.published and self._reconnected(engine):
+            if self._reconnected(engine):
                 return
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if socket is engine.replay:
-                self._replayed(engine, frames)
-            else:
-                self._published(engine, frames)
-            if socket is not (engine.replay if engine.replay is not None else engine.published):
+            self._published(engine, frames)
+            size += sum(map(len, frames))
+            if engine.replay is not None or size > TURN_BYTES:
+                return
+
+    def _read_replay(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
+        """Take all that has come of a replay."""
+        while True:
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            engine.replayed_s = time.monotonic()
+            engine.replayed += 1
+            engine.again.append(frames)
+            engine.again_bytes += sum(map(len, frames))
+            if engine.replayed > REPLAY_MESSAGES or engine.again_bytes > REPLAY_BYTES:
+                engine.feed.malformed += 1
+                self._end_replay(engine, answered=False)
                 return
 
     def _reconnected(self, engine: Watched) -> bool:
         """Look whether the connection is a new one; returns whether a replay has begun because of it."""
         assert engine.monitor is not None
-        if not engine.monitor.poll(0):
-            return False
+        fresh = False
         while engine.monitor.poll(0):
-            engine.monitor.recv_multipart()
-        if not engine.feed.reconnected():
+            event = recv_monitor_message(engine.monitor)["event"]
+            engine.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            fresh |= engine.connected
+        if not fresh or not engine.feed.reconnected():
             return False
-        self._ask(engine)
-        return True
+        return self._ask(engine)
 
     def _published(self, engine: Watched, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
@@ -224,18 +274,21 @@ class Watcher:
             engine.held = frames
             self._ask(engine)
 
-    def _ask(self, engine: Watched) -> None:
-        """Begin a replay."""
+    def _ask(self, engine: Watched) -> bool:
+        """Begin a replay; returns False if the last one was begun a moment ago: `_in_time` asks later."""
+        now_s = time.monotonic()
+        self._close_replay(engine)
         first = engine.feed.replay_from
         engine.feed.ask()
+        if now_s < engine.asked_s + ASK_S:
+            return False
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, REPLAY_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES)
         socket.setsockopt(zmq.LINGER, 0)
-        if engine.replay is not None:
-            engine.replay.close()
         engine.replay = socket
-        engine.replayed_s, engine.replayed = time.monotonic(), 0
+        engine.asked_s = engine.replayed_s = now_s
+        engine.replayed = 0
         try:
             socket.connect(engine.source.replay)
             socket.send_multipart((b"", first.to_bytes(8, "big")), zmq.NOBLOCK)
@@ -244,11 +297,22 @@ class Watcher:
                 30, engine.name, "kv_events_not_repeated", engine=engine.name, reason=str(error)
             )
             self._end_replay(engine, answered=False)
+        return True
+
+    def _replayed_turn(self, engine: Watched) -> None:
+        """Take in the next messages of a replay."""
+        size = 0
+        for _ in range(TURN):
+            if not engine.again or size > TURN_BYTES:
+                return
+            frames = engine.again.popleft()
+            taken = sum(map(len, frames))
+            engine.again_bytes -= taken
+            size += taken
+            self._replayed(engine, frames)
 
     def _replayed(self, engine: Watched, frames: list[bytes]) -> None:
-        engine.replayed_s = time.monotonic()
-        engine.replayed += 1
-        if len(frames) != 4 or len(frames[2]) != 8 or engine.replayed > REPLAY_MESSAGES:
+        if len(frames) != 4 or len(frames[2]) != 8:
             engine.feed.malformed += 1
             self._end_replay(engine, answered=False)
         elif frames[2] == END:
@@ -257,10 +321,9 @@ class Watcher:
             self._ask(engine)
 
     def _end_replay(self, engine: Watched, *, answered: bool) -> None:
-        if engine.replay is not None:
-            engine.replay.close()
-            engine.replay = None
+        self._close_replay(engine)
         engine.heard_s = time.monotonic()
+        engine.connected |= answered
         if not engine.feed.asked(answered=answered):
             self._ask(engine)
             return
@@ -270,7 +333,16 @@ class Watcher:
 
     def _in_time(self, engine: Watched, now_s: float) -> None:
         if engine.replay is not None:
-            if now_s - engine.replayed_s > REPLAY_S:
+            if not engine.again and now_s - engine.replayed_s > REPLAY_S:
                 self._end_replay(engine, answered=False)
-        elif engine.source.replay and now_s - engine.heard_s > IDLE_S:
+            return
+        self._reconnected(engine)
+        if engine.replay is None and (
+            _to_be_asked(engine) or (engine.source.replay and now_s - engine.heard_s > IDLE_S)
+        ):
             self._ask(engine)
+
+
+def _to_be_asked(engine: Watched) -> bool:
+    """Whether a replay is needed that was put off."""
+    return bool(engine.source.replay) and engine.replay is None and engine.feed.phase is not Phase.IN_ORDER
