@@ -32,7 +32,7 @@ TRAINED = sized(300, 20)
 KILLED, BACK = 0.4, 0.6
 """When an engine is killed and when it is back, as shares of the time in which requests come."""
 SEED = int(os.environ.get("BENCH_SEED", "2026"))
-SEEDS = sized(3, 1)
+SEEDS = int(os.environ.get("BENCH_SEEDS", sized("3", "1")))
 TUNES = sized(full=True, small=False)
 LEVEL = 0.85
 GOOD_S = 1.0

@@ -47,6 +47,8 @@ LEVEL = 0.85
 LOADS = sized(("conversations", "shared", "none"), ("shared", "none"))
 MODEL = "sim"
 PATIENCE_S = 600.0
+STARTS = 3
+"""Tries to start a router."""
 
 
 class Engine(NamedTuple):
@@ -174,15 +176,29 @@ def served(name: str, load: list[Asked]) -> Seen:
         for number, engine in enumerate(engines):
             stack.enter_context(process(engine_words(engine), folder / f"engine-{number}.log"))
         wait_until(lambda: all(answers(f"{engine.url}/health") for engine in engines), "the engines serve")
-        port = free_port()
-        stack.enter_context(process(ROUTERS[name](engines, port, folder), folder / "router.log"))
-        wait_until(lambda: asyncio.run(warm(port)), f"{name} serves")
+        port = started(name, engines, folder, stack)
         looked, found = counted(engines)
         all_ticks, idle_ticks = cores()
         ttft_s, failed = asyncio.run(ask(port, load))
         ticks, idle = (now - before for now, before in zip(cores(), (all_ticks, idle_ticks), strict=True))
         looked, found = (now - before for now, before in zip(counted(engines), (looked, found), strict=True))
         return Seen(ttft_s, failed, found / max(1.0, looked), 1.0 - idle / ticks)
+
+
+def started(name: str, engines: Sequence[Engine], folder: Path, stack: contextlib.ExitStack) -> int:
+    """Start a router, and return its port. Raises RuntimeError with what it said."""
+    log = folder / "router.log"
+    for _ in range(STARTS):
+        port = free_port()  # somebody else may take it before the router does
+        router = stack.enter_context(process(ROUTERS[name](engines, port, folder), log))
+
+        def settled(port: int = port, router: subprocess.Popen[bytes] = router) -> bool:
+            return router.poll() is not None or asyncio.run(warm(port))
+
+        wait_until(settled, f"{name} serves")
+        if router.poll() is None:
+            return port
+    raise RuntimeError(f"{name} ended at once: {log.read_text()[-500:]}")
 
 
 def body_of(asked: Asked) -> bytes:
