@@ -114,7 +114,7 @@ def test_keys_that_are_mounted_for_our_group_are_read_and_those_for_all_are_not(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     path = folder / "controller.keys"
     path.chmod(0o440)
-    assert read_controller_keys(str(path)).clients
+    assert read_controller_keys(str(path)).listed
     path.chmod(0o444)
     with pytest.raises(ConfigError, match="chmod 600"):
         read_controller_keys(str(path))

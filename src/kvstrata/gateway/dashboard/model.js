@@ -12,11 +12,12 @@ export function engineState({ state, reason, share }) {
 export function heardState(heard, thread) {
   if (!heard) return ["not heard", "calm", "Its KV events are not listened to: it publishes none, or the policy needs none."];
   if (!thread.hears) return ["ended", "bad", `The thread that hears KV events has ended: ${thread.error || "no reason is known"}`];
+  if (heard.connected === false) return ["unreachable", "warn", "There is no connection to its publisher."];
   if (heard.phase === "joining") return ["joining", "busy", "Everything that its publisher has kept is being asked for."];
   if (heard.phase === "asking") return ["asking", "busy", "Lost batches are being asked for again."];
-  if (heard.doubtful) return ["doubtful", "warn", "Batches were lost for good; what was known before counts less with age."];
-  return heard.whole ? ["exact", "good", "Every event of the engine's life was heard."]
-    : ["in order", "good", "Batches come in order; the first ones of the engine's life were not heard."];
+  if (heard.whole) return ["exact", "good", "Every event of the engine's life was heard."];
+  if (heard.gaps > 0) return ["with gaps", "warn", "Batches were lost for good; what was known before counts less with age."];
+  return ["in order", "good", "Batches come in order; the first ones of the engine's life were not heard."];
 }
 
 /** Tokens that an engine is known to hold in a tier; null if they cannot be told from its blocks. */

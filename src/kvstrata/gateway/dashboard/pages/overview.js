@@ -103,7 +103,8 @@ export const overviewPage = {
       h("div", { class: "heading" }, h("h1", {}, "Overview")),
       ended(thread),
       tiles(status, engines),
-      h("div", { class: "columns" }, classes(status, redraw), queue(status), tenants(status, redraw), attention(engines, thread, redraw), about(status)),
+      classes(status, redraw),
+      h("div", { class: "columns" }, queue(status), tenants(status, redraw), attention(engines, thread, redraw), about(status)),
       h("div", { class: "heading" }, h("h2", {}, "Newest decisions"), live.decisions.length > NEWEST && h("a", { href: "#/routing", class: "push" }, "All")),
       live.decisions.length === 0 ? h("p", { class: "quiet" }, "No request has come yet.") : decisions({ id: "newest", rows: live.decisions.slice(0, NEWEST), redraw }),
     ];
