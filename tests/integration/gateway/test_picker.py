@@ -20,7 +20,7 @@ from tests.harness.waiting import eventually_async
 from tests.integration.gateway import envoy as envoy_program
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.envoy import Envoy
-from tests.integration.gateway.test_residency_live import Sim, operators
+from tests.integration.gateway.test_residency_live import Sim, is_whole, operators
 from tests.tools import fetch_wheels
 
 pytestmark = pytest.mark.integration
@@ -259,7 +259,7 @@ async def test_text_goes_where_kv_events_say_that_it_is_cached(
 
             async def heard() -> bool:
                 page = (await picker.status(session))["kv_events"]
-                return len(page) == 3 and all(row["whole"] for row in page.values())
+                return len(page) == 3 and all(map(is_whole, page.values()))
 
             await eventually_async("all ranks are heard", heard)
             words = itertools.count()
