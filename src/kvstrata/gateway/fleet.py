@@ -242,8 +242,9 @@ class Fleet:
     def abandon(self, engine: ServingEngine) -> None:
         """Requests that wait for this engine's first byte wait no longer."""
         for target in (engine, *engine.ranks):
-            for limit in list(target.waiting):
-                limit.reschedule(0.0)
+            for limit in target.waiting:
+                if not limit.expired():  # one that runs out now cannot be changed any more
+                    limit.reschedule(0.0)
 
     def paused(self, seconds: float) -> None:
         """This process did not run for so long: put off what was to happen meanwhile, and time nothing over it."""
@@ -256,7 +257,7 @@ class Fleet:
             if target.load.moved_s is not None:
                 target.load.moved_s += seconds
             for limit in target.waiting:
-                if (at_s := limit.when()) is not None:
+                if (at_s := limit.when()) is not None and not limit.expired():
                     limit.reschedule(at_s + seconds)
 
     def began(

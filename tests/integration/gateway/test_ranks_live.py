@@ -17,7 +17,15 @@ from tests.harness.gateway_process import GatewayProcess
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_faults import at_rest
-from tests.integration.gateway.test_residency_live import COMPLETIONS, Sim, cached, drawn, heard, known_of
+from tests.integration.gateway.test_residency_live import (
+    COMPLETIONS,
+    Sim,
+    cached,
+    drawn,
+    heard,
+    is_whole,
+    known_of,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -48,7 +56,7 @@ async def until_ranks(gateway: GatewayProcess, session: aiohttp.ClientSession, s
 
     async def known() -> bool:
         page = await heard(gateway, session)
-        return sorted(page) == names and all(row["whole"] for row in page.values())
+        return sorted(page) == names and all(map(is_whole, page.values()))
 
     await eventually_async(f"{count} ranks are heard", known)
 

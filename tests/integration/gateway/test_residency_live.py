@@ -116,6 +116,11 @@ async def heard(gateway: GatewayProcess, session: aiohttp.ClientSession) -> dict
     return dict((await gateway.status(session))["kv_events"])
 
 
+def is_whole(row: dict[str, Any]) -> bool:
+    """Whether all that an engine has told was taken in."""
+    return bool(row["whole"] and row["connected"] and row["phase"] == "in_order")
+
+
 async def test_what_engines_hold_is_known_from_their_events(
     sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -132,7 +137,7 @@ async def test_what_engines_hold_is_known_from_their_events(
 
         async def whole() -> bool:
             page = await heard(gateway, session)
-            return len(page) == 3 and all(row["whole"] and row["blocks"]["l0"] for row in page.values())
+            return len(page) == 3 and all(is_whole(row) and row["blocks"]["l0"] for row in page.values())
 
         await eventually_async("all events were heard", whole)
         for name, prompts in held.items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,3 +88,19 @@ def test_the_ranks_of_a_failed_engine_are_all_left_out() -> None:
     assert fleet.targets("m", [a.ranks[1]]) == [b]
     fleet.down(a, "told to")
     assert fleet.targets("m") == [b] and a.ranks[0].state is EngineState.DOWN
+
+
+async def test_a_limit_that_runs_out_just_now_hinders_no_other() -> None:
+    fleet = Fleet(lambda: 0.0, 0.0)
+    [engine] = fleet.set_places([place("a")])
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0) as over:
+            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3_600) as limit:
+            engine.waiting = {over, limit}
+            before_s = limit.when() or 0.0
+            fleet.paused(10.0)
+            assert limit.when() == before_s + 10.0
+            fleet.abandon(engine)
+            await asyncio.Event().wait()
