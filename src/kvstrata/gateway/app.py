@@ -15,6 +15,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.admission import Standing
 from kvstrata.gateway.decisions import Decisions
 from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
@@ -211,7 +212,8 @@ class App:
             return
         self.in_flight += 1
         try:
-            call = await self._arrived(scope, path, route, word, meter, headers, receive)
+            standing = self._reader.standing_of(headers, tenant)
+            call = await self._arrived(scope, path, route, word, meter, headers, receive, standing)
             if isinstance(call, Failure):
                 meter.outcome = call.code
                 await answer_failure(send, call, path, word, close=call.status in UNREAD)
@@ -234,6 +236,7 @@ class App:
         meter: Meter,
         headers: Headers,
         receive: Receive,
+        standing: Standing,
     ) -> Call | Failure | None:
         """The request with its whole body; None if the client goes before it has sent it."""
         body = await self._body(receive, headers, meter)
@@ -252,7 +255,7 @@ class App:
             self.held_bytes += len(passed)
         query = scope["query_string"]
         target = scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else "")
-        return Call(scope, body, path, target, found, wanted, meter, computed, passed)
+        return Call(scope, body, path, target, found, wanted, meter, standing, computed, passed)
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
         """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""

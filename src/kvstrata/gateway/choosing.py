@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvstrata.config.gateway_model import SloSettings
+from kvstrata.gateway.ahead import Ahead
 from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
@@ -44,6 +46,8 @@ class Wanted(NamedTuple):
     """Of the prompt's pieces, see prefixes.py."""
     prompt: Prompt | None = None
     """Its token ids; None: not known."""
+    streams: bool = True
+    """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
 
 
 class Turn:
@@ -111,6 +115,9 @@ class Choosing:
         self._now_s = now_s
         self.prefixes = Prefixes()
         self.decisions = Decisions(now_s)
+        self.ahead = Ahead(now_s)
+        self.freed: Callable[[], None] = lambda: None
+        """Called when an engine may have got room."""
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
@@ -197,26 +204,37 @@ class Choosing:
 
     def hopeless(self, choice: Choice, meter: Meter) -> Failure | None:
         """The refusal of a request whose class of service cannot be met, if the class wants that."""
-        slo = self._meters.slo.get(meter.slo)
+        slo = self.slo_of(meter)
         if slo is None or not slo.shed:
             return None
-        expected_s = self.expected_s(choice)
-        if expected_s is None:
-            return None
-        late_s = self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
-        if late_s <= 0:
-            return None
+        late_s = self.late_s(choice, meter)
+        return self.unreachable(slo, late_s) if late_s > 0 else None
+
+    def slo_of(self, meter: Meter) -> SloSettings | None:
+        """The class of service of a request."""
+        return self._meters.slo.get(meter.slo)
+
+    def late_s(self, choice: Choice, meter: Meter) -> float:
+        """Seconds from its class's limit to the expected first token; 0 or less: in time, as far as it is known."""
+        slo, expected_s = self.slo_of(meter), self.expected_s(choice)
+        if slo is None or not slo.ttft_ms or expected_s is None:
+            return 0.0
+        return self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
+
+    def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
+        """The refusal of a request whose first token would come so much too late."""
         says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
-        return Failure(429, "slo_unreachable", says, retry_after_s=math.ceil(late_s))
+        return Failure(429, "slo_unreachable", says, retry_after_s=max(1, math.ceil(late_s)))
 
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
-        choice.turn.period = self._fleet.began(
-            engine, str(wanted.number), max(1, wanted.tokens - choice.cached_tokens), wanted.tokens
-        )
+        uncached_tokens = max(1, wanted.tokens - choice.cached_tokens)
+        choice.turn.period = self._fleet.began(engine, str(wanted.number), uncached_tokens, wanted.tokens)
         way = choice.decision.way if choice.decision is not None else None
         ready_s = choice.at_s + (way.ttft_s if way is not None else 0.0)
+        until_s = math.inf if wanted.streams else ready_s
+        self.ahead.sent(engine, wanted.number, uncached_tokens, until_s)
         self.prefixes.note(
             wanted.keys, engine.name, engine.generation, choice.at_s, computed=False, ready_at_s=ready_s
         )
@@ -230,6 +248,8 @@ class Choosing:
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
+        self.ahead.done(engine, wanted.number)
+        self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
         """The request has ended at this engine, however. `answered`: its first token had come."""
@@ -238,6 +258,8 @@ class Choosing:
         self._fleet.ended(choice.engine, str(choice.wanted.number))
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
+        self.ahead.done(choice.engine, choice.wanted.number)
+        self.freed()
 
     def answered(self, choice: Choice, meter: Meter) -> None:
         """What the `usage` of an answer tells that has ended."""

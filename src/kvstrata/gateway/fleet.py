@@ -109,6 +109,8 @@ class Fleet:
         self.load_rates = LoadRates()
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
+        self.changed: Callable[[], None] = lambda: None
+        """Called when engines begin or cease to serve."""
         self._log = EventLog("engines")
 
     def __iter__(self) -> Iterator[ServingEngine]:
@@ -139,6 +141,7 @@ class Fleet:
                 elif engine.name not in wanted:
                     self.queues.gone(engine.name)
         self.engines = kept
+        self.changed()
         return fresh
 
     def up(self, engine: ServingEngine, models: Mapping[str, dict[str, Any]]) -> None:
@@ -153,6 +156,7 @@ class Fleet:
         engine.state, engine.reason = EngineState.UP, ""
         engine.up_since_s = self._now_s()
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
+        self.changed()
 
     def down(self, engine: ServingEngine, reason: str) -> None:
         """The engine gets no requests until a probe is answered."""
@@ -161,6 +165,7 @@ class Fleet:
         if engine.state is not EngineState.DOWN:
             self._log.warning("engine_down", engine=engine.name, reason=reason, in_flight=engine.in_flight)
         engine.state, engine.reason = EngineState.DOWN, reason
+        self.changed()
 
     def abandon(self, engine: ServingEngine) -> None:
         """Requests that wait for this engine's first byte wait no longer."""

@@ -36,6 +36,7 @@ from kvstrata.process.listen import Listener, ServedToken, listen
 if TYPE_CHECKING:
     import uvicorn
 
+    from kvstrata.gateway.admission import Admission
     from kvstrata.gateway.app import App
     from kvstrata.gateway.choosing import Choosing
     from kvstrata.gateway.engine_link import Links
@@ -102,6 +103,7 @@ class Gateway(Process):
         self._probing: Probing
         self._residency: Residency
         self._choosing: Choosing
+        self._admission: Admission
         self._reader: Reader
         self._picker: PickerServer | None = None
         self._tokens: Tokens
@@ -111,6 +113,7 @@ class Gateway(Process):
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
         # Imported here: these need the extra, whose absence `plan` has told.
+        from kvstrata.gateway.admission import Admission
         from kvstrata.gateway.app import App
         from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
@@ -142,8 +145,19 @@ class Gateway(Process):
         self.closers.append(tokens.close)
         self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._reader = reader = Reader(settings, fleet)
+        self._admission = admission = Admission(
+            settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later
+        )
         self._forwarder = Forwarder(
-            settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
+            settings,
+            fleet,
+            meters,
+            links,
+            choosing,
+            admission,
+            reader,
+            now_s,
+            drop_keys=lambda: door.knows_tenants,
         )
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
@@ -298,6 +312,7 @@ class Gateway(Process):
         self._meters.slo = {one.name: one for one in settings.slo}
         self._forwarder.settings = self._app.settings = settings
         self._choosing.policy = POLICIES[settings.policy]()
+        self._admission.set(settings.queue)
         self._reader.settings = settings
         if self._picker is not None:
             self._picker.held.settings = settings
