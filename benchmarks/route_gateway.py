@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from benchmarks.route_loads import Asked
-from kvstrata.config.gateway_model import QueueSettings, SloSettings
-from kvstrata.gateway.admission import Admission, Ask, Standing, State
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_link import Address
-from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
@@ -43,36 +39,11 @@ class Result(NamedTuple):
     """What became of a request."""
 
     engine: str
-    """Empty: it was refused."""
     ttft_s: float
-    """Infinite: it was refused."""
     tokens: int
     """Of the prompt."""
     cached: int
     hot: bool
-    slo: str = ""
-    tenant: str = ""
-    waited_s: float = 0.0
-    """In the gateway."""
-
-
-class Sender(NamedTuple):
-    """Who sends a request, and how soon its first token is due."""
-
-    slo: str = ""
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-
-
-class Alarm:
-    """A timer in virtual time."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call: Callable[[], None] | None = call
-
-    def cancel(self) -> None:
-        self.call = None
 
 
 class Heard:
@@ -110,14 +81,8 @@ class Run:
         lag_s: float = 0.005,
         lost: float = 0.0,
         seed: int = 0,
-        queue: QueueSettings = QueueSettings(),
-        slo: Iterable[SloSettings] = (),
-        sender: Callable[[Asked], Sender] = lambda _: Sender(),
     ) -> None:
-        """`models`: the engines by name. `lag_s`: from a step's end to its events. `lost`: share of batches.
-
-        `slo`: classes of service. `sender`: who sends a request of the load.
-        """
+        """`models`: the engines by name. `lag_s`: from a step's end to its events. `lost`: share of batches."""
         self.now_s = 0.0
         self.lag_s, self.lost = lag_s, lost
         self.draw = random.Random(seed)
@@ -130,29 +95,17 @@ class Run:
         for engine in self.fleet.engines.values():
             self.fleet.up(engine, {MODEL: {}})
             self.index.add(engine.name)
-        self.meters = Meters({one.name: one for one in slo}, self.clock)
-        self.choosing = Choosing(policy, self.fleet, Heard(self.index), self.meters, self.clock)
-        self.admission = Admission(queue, self.choosing, self.fleet, self.clock, self.later)
-        self._sender = sender
-        self._alarms: list[tuple[float, int, Alarm]] = []
+        self.choosing = Choosing(policy, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
         self._coming: list[tuple[float, int, str, Any]] = []
         """Events under way, as (time, number, engine, batch)."""
         self._numbers = itertools.count()
-        self._waiting: dict[int, tuple[Asked, Sender, Ask]] = {}
-        """Requests in the gateway."""
-        self._under_way: dict[str, tuple[Asked, Sender, Choice, SimRequest]] = {}
+        self._under_way: dict[str, tuple[Asked, Choice, SimRequest]] = {}
         self._first: set[str] = set()
         self.results: list[Result] = []
 
     def clock(self) -> float:
         """The time in the simulation."""
         return self.now_s
-
-    def later(self, delay_s: float, call: Callable[[], None]) -> Alarm:
-        """Call something after a time."""
-        alarm = Alarm(call)
-        heapq.heappush(self._alarms, (self.now_s + delay_s, next(self._numbers), alarm))
-        return alarm
 
     def serve(self, load: list[Asked]) -> list[Result]:
         """Serve a load to its end."""
@@ -161,7 +114,7 @@ class Run:
                 self._hear(self.now_s + TICK_S)
             self._hear(asked.at)
             self._send(number, asked)
-        while self._under_way or self._waiting:
+        while self._under_way:
             self._hear(self.now_s + 5 * TICK_S)
         return self.results
 
@@ -176,29 +129,12 @@ class Run:
             keys=keys_of((), prompt.tokens.tobytes()),
             prompt=prompt,
         )
-        sender = self._sender(asked)
-        meter = self.meters.begin(sender.tenant)
-        meter.slo = sender.slo
-        ask = Ask(wanted, meter, Standing(sender.tenant, sender.weight, sender.priority))
-        self._waiting[number] = asked, sender, ask
-        self.admission.enter(ask)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Send what was admitted to its engine, and note what was refused."""
-        decided = [number for number, (_, _, ask) in self._waiting.items() if ask.state is not State.WAITING]
-        for number in decided:
-            asked, sender, ask = self._waiting.pop(number)
-            found = self.admission.result(ask)
-            if isinstance(found, Failure):
-                size = len(asked.prompt)
-                self.results.append(
-                    Result("", math.inf, size, 0, asked.hot, sender.slo, sender.tenant, self.now_s - asked.at)
-                )
-                continue
-            request = SimRequest(str(number), asked.prompt, answer=asked.answer)
-            self._under_way[request.name] = asked, sender, found, request
-            self.engines[found.engine.name].submit(request, int(self.now_s * PS_PER_S))
+        choice = self.choosing.choose(wanted)
+        assert choice is not None
+        self.choosing.dispatched(choice)
+        request = SimRequest(str(number), asked.prompt, answer=asked.answer)
+        self._under_way[request.name] = asked, choice, request
+        self.engines[choice.engine.name].submit(request, int(asked.at * PS_PER_S))
 
     def _hear(self, until_s: float) -> None:
         """Everything that happens until a time, in its order."""
@@ -217,22 +153,13 @@ class Run:
                 if request.end is not None:
                     told.append((request.ended_ps / PS_PER_S, 1, request))
         for at_s, what, request in sorted(told, key=lambda one: one[:2]):
-            self._pass(min(at_s, until_s))
+            self._apply_events(at_s)
+            self.now_s = max(self.now_s, min(at_s, until_s))
             if what:
                 self._ended(request)
             else:
-                self.choosing.first_token(self._under_way[request.name][2])
-        self._pass(until_s)
-        self._settle()
-
-    def _pass(self, until_s: float) -> None:
-        """Let the time pass."""
+                self.choosing.first_token(self._under_way[request.name][1])
         self._apply_events(until_s)
-        while self._alarms and self._alarms[0][0] <= until_s:
-            at_s, _, alarm = heapq.heappop(self._alarms)
-            self.now_s = max(self.now_s, at_s)
-            if alarm.call is not None:
-                alarm.call()
         self.now_s = max(self.now_s, until_s)
 
     def _push(self, at_s: float, name: str, batch: Any) -> None:
@@ -248,20 +175,11 @@ class Run:
                 self.index.caches[name].apply(decoded(msgspec.msgpack.encode(batch)))
 
     def _ended(self, request: SimRequest) -> None:
-        asked, sender, choice, _ = self._under_way.pop(request.name)
+        asked, choice, _ = self._under_way.pop(request.name)
         first_s = request.first_token_ps / PS_PER_S
         cached = request.cached_tokens or 0
         self.choosing.ended(choice, answered=True)
         self.choosing.learn(choice, len(asked.prompt), cached, first_s)
         self.results.append(
-            Result(
-                choice.engine.name,
-                first_s - asked.at,
-                len(asked.prompt),
-                cached,
-                asked.hot,
-                sender.slo,
-                sender.tenant,
-                choice.at_s - asked.at,
-            )
+            Result(choice.engine.name, first_s - asked.at, len(asked.prompt), cached, asked.hot)
         )

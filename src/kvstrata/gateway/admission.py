@@ -222,7 +222,7 @@ class Admission:
         def may(lane: Hashable) -> bool:
             if lane not in known:
                 model, without = cast("Lane", lane)
-                known[lane] = self._has_room(self._fleet.serving(model, without))
+                known[lane] = self._has_room(self._choosing.candidates(model, without))
             return known[lane]
 
         return may
@@ -275,7 +275,7 @@ class Admission:
         slo = self._choosing.slo_of(ask.meter)
         if slo is None or not slo.shed or not len(self.line):
             return None
-        serving = self._fleet.serving(ask.wanted.model, ask.without)
+        serving = self._choosing.candidates(ask.wanted.model, ask.without)
         rate = sum(one.load.prefill_tokens_s for one in serving)
         if not rate:
             return None

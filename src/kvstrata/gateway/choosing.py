@@ -119,9 +119,13 @@ class Choosing:
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
 
+    def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
+        """What a request of a model may be sent to."""
+        return self._fleet.serving(model, without)
+
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
-        serving = self._fleet.serving(wanted.model, tried)
+        serving = self.candidates(wanted.model, tried)
         if not serving:
             return None
         for engine in serving:
