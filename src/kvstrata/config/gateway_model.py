@@ -213,6 +213,23 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         int,
         Meta(ge=0, le=1_000_000, description="Requests under way at a time; more get 429. 0: any number."),
     ] = 0
+    tokens_per_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e9,
+            description="Tokens a second on average, of prompts and answers together; more get 429. 0: any number.",
+        ),
+    ] = 0.0
+    tokens_burst: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000_000,
+            description="Tokens that may be used at once before `tokens_per_s` holds. A request that takes more comes "
+            "in when nothing else is used.",
+        ),
+    ] = 100_000
     slo: Annotated[
         str, Meta(description="Class of service of requests that name none in `slo_header`; empty: none.")
     ] = ""

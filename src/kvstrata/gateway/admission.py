@@ -9,10 +9,10 @@ engine is chosen as late as possible, and the order can still change: it is line
 a tenant by `order_s`: the deadline of the class of service, or `patience_s` after the arrival where there is none, less
 `PRIORITY_S` for each step of the request's priority.
 
-1. Nothing waits while an engine that could serve it has room; without measured rates every engine has.
-2. A request whose class sheds is refused once it cannot meet its deadline any more: by the tokens before it when it comes,
-   by the choice when it is its turn, and at the deadline.  One whose class does not shed is then ordered as if it had no
-   class, so it does not delay others that can still meet theirs.
+1. Nothing waits while an engine that could serve it has room.
+2. A request whose class sheds is refused once it cannot meet its deadline any more: by the tokens before it when it
+   comes, by the choice when it is its turn, and at the deadline.  One whose class does not shed is then ordered as if
+   it had no class, so it does not delay others that can still meet theirs.
 3. Every `order_s` is fixed but for that one change, so each request's turn comes.
 4. At most `max_requests` wait, with bodies of `max_mb`.  Beyond that the tenant that takes most by its weight loses the
    request that would be served last.
@@ -25,7 +25,7 @@ import asyncio
 import enum
 import math
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from kvstrata.config.gateway_model import QueueSettings
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
@@ -154,6 +154,16 @@ class Admission:
         assert found is not None
         return found
 
+    def page(self) -> dict[str, Any]:
+        """What waits, for operators."""
+        flows = self.line.flows
+        return {
+            "enabled": self._settings.enabled,
+            "requests": len(self.line),
+            "bytes": self.line.size_bytes,
+            "tenants": {name: {"requests": one.count, "tokens": one.tokens} for name, one in flows.items()},
+        }
+
     # -- what happens ------------------------------------------------------------------------------------------
 
     def enter(self, ask: Ask) -> None:
@@ -228,10 +238,11 @@ class Admission:
         return may
 
     def _has_room(self, serving: list[ServingEngine]) -> bool:
-        if not self._settings.enabled or not any(self._fleet.measured(one) for one in serving):
+        if not self._settings.enabled or not serving:
             return True
         ahead, ahead_s = self._choosing.ahead, self._settings.ahead_s
-        return any(ahead.has_room(one, ahead_s) for one in serving)
+        measured = any(self._fleet.measured(one) for one in serving)
+        return any(ahead.has_room(one, ahead_s, measured=measured) for one in serving)
 
     def _decide(self, ask: Ask) -> None:
         """Admit a request that is not in the line, refuse it, or put it back as late."""

@@ -6,6 +6,9 @@ prompts share its next step.  So it has *room* for a further prompt as long as
 1. fewer than `AT_HAND` prompts are before it, or
 2. these take at most `ahead_s` seconds, by its measured rate and by all their tokens that are not cached.
 
+Before any rate is measured, it gets `UNMEASURED` prompts and then none until all have their first token, which
+measures it: an engine that always has a prompt before it tells nothing.
+
 Estimates of what it has computed meanwhile decide nothing: room comes with first tokens and ends.  The exception are
 answers that come whole, whose first byte tells nothing of their prompt: such a prompt counts until its first token was
 expected.
@@ -19,6 +22,7 @@ from typing import NamedTuple
 from kvstrata.gateway.fleet import ServingEngine
 
 AT_HAND = 2
+UNMEASURED = 8
 
 
 class Prompt(NamedTuple):
@@ -36,6 +40,8 @@ class Ahead:
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
         self._engines: dict[ServingEngine, dict[int, Prompt]] = {}
+        self._full: set[ServingEngine] = set()
+        """Engines that had `UNMEASURED` prompts, and have not been without one since."""
 
     def __len__(self) -> int:
         """Return the number of prompts that count."""
@@ -43,7 +49,10 @@ class Ahead:
 
     def sent(self, engine: ServingEngine, number: int, tokens: int, until_s: float) -> None:
         """Count a request's prompt."""
-        self._engines.setdefault(engine, {})[number] = Prompt(tokens, until_s)
+        prompts = self._engines.setdefault(engine, {})
+        prompts[number] = Prompt(tokens, until_s)
+        if len(prompts) >= UNMEASURED:
+            self._full.add(engine)
 
     def done(self, engine: ServingEngine, number: int) -> None:
         """The request has its first token, or has ended. May be repeated."""
@@ -52,11 +61,14 @@ class Ahead:
             prompts.pop(number, None)
             if not prompts:
                 del self._engines[engine]
+                self._full.discard(engine)
 
-    def has_room(self, engine: ServingEngine, ahead_s: float) -> bool:
-        """Whether a further prompt would be computed soon."""
+    def has_room(self, engine: ServingEngine, ahead_s: float, *, measured: bool) -> bool:
+        """Whether a further prompt would be computed soon. `measured`: the engine's rate is more than a guess."""
         now_s = self._now_s()
         prompts = [one for one in self._engines.get(engine, {}).values() if one.until_s > now_s]
+        if not measured:
+            return not prompts or engine not in self._full
         if len(prompts) < AT_HAND:
             return True
         return sum(one.tokens for one in prompts) <= ahead_s * engine.load.prefill_tokens_s

@@ -218,7 +218,7 @@ class App:
                 meter.outcome = call.code
                 await answer_failure(send, call, path, word, close=call.status in UNREAD)
             elif call is not None:
-                await self._forward(call, receive, send)
+                await self._charged(call, tenant, receive, send)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -282,6 +282,23 @@ class App:
             parts.append(part)
             more = message.get("more_body", False)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _charged(self, call: Call, tenant: Tenant | None, receive: Receive, send: Send) -> None:
+        """Forward a request, if its tenant may use the tokens that it takes."""
+        if tenant is None or not call.asked.text:
+            await self._forward(call, receive, send)
+            return
+        meter, tokens = call.meter, call.wanted.tokens
+        taken = tenant.take(tokens, meter.arrived_s)
+        if isinstance(taken, Failure):
+            meter.outcome = taken.code
+            await answer_failure(send, taken, call.path, call.wanted.word)
+            return
+        try:
+            await self._forward(call, receive, send)
+        finally:
+            meter.outcome = meter.outcome or CANCELLED
+            tenant.settle(taken, tokens, meter)
 
     async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
         try:

@@ -27,7 +27,7 @@ from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
+from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, CLIENT_ERROR, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import Asked
@@ -132,7 +132,6 @@ class Forwarder:
 
     async def _answer(self, call: Call, send: Send) -> None:
         self.budget.request()
-        wanted = call.wanted
         tried: list[ServingEngine] = []
         last: Refused | None = None
         while True:
@@ -249,13 +248,13 @@ class Forwarder:
             else:
                 await self._straight(meter, answer, first, call.scope["state"]["connection"])
         except LinkBroken as error:
-            meter.outcome = "broke_off"
+            meter.outcome = BROKE_OFF
             says = f"engine {engine.name} broke its answer off"
             if watch.silent:
                 says = f"engine {engine.name} was silent for {watch.silence_s:g} s"
             else:
                 self._failed(engine, f"answer broke off: {error}")
-            failure = Failure(502, "broke_off", says)
+            failure = Failure(502, BROKE_OFF, says)
             if stream:
                 event = error_event(failure, call.path)
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -165,7 +165,7 @@ class Gateway(Process):
         self._forwarder.takes_ids = tokens.takes_ids
         pages = Pages(
             GatewayCollector(
-                meters, fleet, self._numbers, self._tenants_in_flight, self._http, residency.page, tokens
+                meters, fleet, self._numbers, door.uses, admission, self._http, residency.page, tokens
             )
         )
         self._app = App(
@@ -354,7 +354,8 @@ class Gateway(Process):
                 {"tenant": tenant, "slo": name, "requests": count, "met": meters.met[tenant, name]}
                 for (tenant, name), count in sorted(meters.received.items())
             ],
-            "tenants": self._tenants_in_flight(),
+            "tenants": {name: one.in_flight for name, one in self._door.uses().items()},
+            "queue": self._admission.page(),
             "http": self._http(),
         }
 
@@ -365,9 +366,6 @@ class Gateway(Process):
             "prefix_pieces": len(self._choosing.prefixes),
             "token_cache_bytes": self._tokens.memory.bytes,
         }
-
-    def _tenants_in_flight(self) -> dict[str, int]:
-        return {tenant.name: tenant.in_flight for tenant in self._door.tenants}
 
     def _http(self) -> dict[str, int]:
         return self._bounds.stats()

@@ -91,6 +91,10 @@ class Exchange:
         """Whether Envoy waits for the answer's bytes from here."""
         self._asked = Asked()
         self._choice: Choice | None = None
+        self._taken: float | None = None
+        """Tokens of its tenant; None: it takes none."""
+        self._tokens = 0
+        """Of the prompt."""
         self._status = 0
         self._stream = False
         self._counted = False
@@ -133,6 +137,8 @@ class Exchange:
         meter.outcome = meter.outcome or outcome or CANCELLED
         if choice is not None and meter.outcome == OK:
             self._parts.choosing.answered(choice, meter)
+        if self._tenant is not None and self._taken is not None:
+            self._tenant.settle(self._taken, self._tokens, meter)
         self._parts.meters.end(meter)
 
     # -- the request -------------------------------------------------------------------------------------------
@@ -226,6 +232,11 @@ class Exchange:
         hopeless = self._parts.choosing.hopeless(choice, self._meter)
         if hopeless is not None:
             return self._refuse(hopeless)
+        if self._tenant is not None and self._asked.text:
+            taken = self._tenant.take(wanted.tokens, self._meter.arrived_s)
+            if isinstance(taken, Failure):
+                return self._refuse(taken)
+            self._taken, self._tokens = taken, wanted.tokens
         self._choice, self._meter.engine = choice, choice.engine.name
         self._parts.choosing.dispatched(choice)
         self.state = State.CHOSEN
