@@ -1,7 +1,6 @@
 """`route_queue_*`: what the gateway's queue does to goodput, and to the tenants beside one that floods it.
 
-The production `Admission` before `Choosing` and simulated engines in virtual time (benchmarks/route_gateway.py).  Half of
-the requests have a class of service of 1 s to the first token, the others one of 5 s.
+The production `Admission` before `Choosing` and simulated engines in virtual time (benchmarks/route_gateway.py).
 """
 
 from __future__ import annotations
@@ -108,7 +107,9 @@ class QueuedRun(Run):
 
     def _settle(self) -> None:
         """Send what was admitted to its engine, and note what was refused."""
-        for number in [number for number, (_, ask) in self._waiting.items() if ask.state is not State.WAITING]:
+        for number in [
+            number for number, (_, ask) in self._waiting.items() if ask.state is not State.WAITING
+        ]:
             asked, ask = self._waiting.pop(number)
             sender = Sender(ask.meter.slo, Standing(ask.tenant, ask.weight, ask.priority))
             found = self.admission.result(ask)
