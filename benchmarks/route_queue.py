@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from benchmarks.route_gateway import MODEL, Run
+from benchmarks.route_gateway import MODEL, Heard, Run
 from benchmarks.route_loads import Asked
 from kvstrata.config.gateway_model import QueueSettings, SloSettings
 from kvstrata.gateway.admission import Admission, Ask, Standing, State
-from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.policy.routing.choose import POLICIES
@@ -70,7 +71,8 @@ class QueuedRun(Run):
     ) -> None:
         """`sender`: who sends a request of the load."""
         super().__init__(POLICIES["ttft"](), models, seed=seed)
-        self.choosing._meters.slo = {one.name: one for one in slo}
+        self.meters = Meters({one.name: one for one in slo}, self.clock)
+        self.choosing = Choosing(POLICIES["ttft"](), self.fleet, Heard(self.index), self.meters, self.clock)
         self._alarms: list[tuple[float, int, Alarm]] = []
         self._order = itertools.count()
         self.admission = Admission(queue, self.choosing, self.fleet, self.clock, self.later)
@@ -98,7 +100,7 @@ class QueuedRun(Run):
             prompt=prompt,
         )
         sender = self._sender(asked)
-        meter = self.choosing._meters.begin(sender.standing.tenant)
+        meter = self.meters.begin(sender.standing.tenant)
         meter.slo = sender.slo
         ask = Ask(wanted, meter, sender.standing)
         self._waiting[number] = asked, ask

@@ -21,7 +21,7 @@ STEPS_S = 6 * MODEL.step_us * 1e-6
 
 
 def load(draw: random.Random, flood: bool) -> list[Asked]:
-    """Requests of `light`, three a second once rates are measured; and twice as many tokens of `flood` as the engines can compute."""
+    """Requests of `light` once rates are measured, and of `flood` twice what the engines can compute."""
     asked = []
     for number in range(20):
         prompt = fresh(draw, 400)
