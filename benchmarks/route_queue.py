@@ -1,6 +1,11 @@
-"""`route_queue_*`: what the gateway's queue does to goodput, and to the tenants beside one that floods it.
+"""`route_queue_*`: what the gateway's queue does to goodput when more comes than the engines can compute.
 
-The production `Admission` before `Choosing` and simulated engines in virtual time (benchmarks/route_gateway.py).
+    _kept    with classes of service that never refuse: points of goodput more than without the queue
+    _shed    with classes that refuse what cannot be in time
+
+Half of the requests must have their first token within 1 s, the others within 5 s; goodput is the share of all requests
+that have it.  The production `Admission` before `Choosing` and simulated engines in virtual time
+(benchmarks/route_gateway.py).  Sketch: what is late anyway must not make others late; that gains what was lost to it.
 """
 
 from __future__ import annotations
@@ -8,11 +13,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import random
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from benchmarks.common import figure, sized
 from benchmarks.route_gateway import MODEL, Heard, Run
-from benchmarks.route_loads import Asked
+from benchmarks.route_loads import LOADS, Asked, at_rate
 from kvstrata.config.gateway_model import QueueSettings, SloSettings
 from kvstrata.gateway.admission import Admission, Ask, Standing, State
 from kvstrata.gateway.choosing import Choosing, Wanted
@@ -24,6 +32,15 @@ from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.requests import SimRequest
 
+ENGINE = EngineModel()
+ENGINES = sized(4, 2)
+REQUESTS = sized(400, 40)
+SEED = 2026
+SEEDS = sized(2, 1)
+LEVELS = sized((1.6, 2.2), (2.2,))
+"""Shares of the load that `at_rate` takes for the capacity.  Batches make the real one higher."""
+SLO_S = {"quick": 1.0, "patient": 5.0}
+"""Time to the first token of the classes of service."""
 STEP_S = 0.004
 """The gateway hears of first tokens within this time, and sends what that makes room for."""
 
@@ -144,3 +161,57 @@ class QueuedRun(Run):
         asked, sender, sent_s = self._of.pop(request.name)
         ttft_s = request.first_token_ps / PS_PER_S - asked.at
         self.outcomes.append(Outcome(sender, ttft_s, sent_s - asked.at))
+
+
+def served(load: str, level: float, shed: bool, enabled: bool, seed: int) -> list[Outcome]:
+    """Serve one draw of a load, half of it in each class of service."""
+    draw = random.Random(seed)
+    asked = at_rate(LOADS[load](draw, REQUESTS), ENGINE, ENGINES, level)
+    classes = [SloSettings(name=name, ttft_ms=1_000 * seconds, shed=shed) for name, seconds in SLO_S.items()]
+    names = list(SLO_S)
+    run = QueuedRun(
+        {f"engine-{number}": ENGINE for number in range(ENGINES)},
+        QueueSettings(enabled=enabled),
+        classes,
+        lambda _: Sender(draw.choice(names)),
+        seed,
+    )
+    run.serve(asked)
+    return run.outcomes
+
+
+def good(outcomes: list[Outcome]) -> float:
+    """The share of requests whose first token came in time, of all that were received."""
+    return sum(one.ttft_s <= SLO_S[one.sender.slo] for one in outcomes) / len(outcomes)
+
+
+def run() -> list[dict[str, Any]]:
+    """Serve the loads with and without the queue, with classes that shed and with others."""
+    rows: dict[str, dict[str, float]] = {}
+    for load in ("none", "conversations"):
+        for level in LEVELS:
+            for shed in (False, True):
+                row = rows[f"{load}, {level:g} ×, {'shed' if shed else 'kept'}"] = {}
+                for enabled in (False, True):
+                    drawn = [served(load, level, shed, enabled, SEED + seed) for seed in range(SEEDS)]
+                    row["queue" if enabled else "none"] = statistics.fmean(map(good, drawn))
+    return [
+        _figure(kept, {name: row for name, row in rows.items() if name.endswith(kept)})
+        for kept in ("kept", "shed")
+    ]
+
+
+def _figure(kept: str, rows: dict[str, dict[str, float]]) -> dict[str, Any]:
+    gains = [100 * (row["queue"] - row["none"]) for row in rows.values()]
+    mean = {name: statistics.fmean(row[name] for row in rows.values()) for name in ("queue", "none")}
+    return figure(
+        f"route_queue_{kept}",
+        value=statistics.fmean(gains),
+        unit="points of goodput",
+        ratio=mean["queue"] / mean["none"],
+        ratio_to="goodput without the queue",
+        target="> 0",
+        ok=statistics.fmean(gains) > 0,
+        spread=(min(gains), max(gains)),
+        rows=rows,
+    )
