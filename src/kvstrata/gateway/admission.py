@@ -252,8 +252,12 @@ class Admission:
             self._refuse(ask, choosing.none_serves(ask.wanted.model))
         elif (hopeless := choosing.hopeless(choice, ask.meter)) is not None:
             self._refuse(ask, hopeless)
-        elif ask.state is State.WAITING and not ask.late and choosing.late_s(choice, ask.meter) > 0.0:
-            self._postpone(ask)
+        elif ask.state is State.WAITING and not ask.late and self._will_be_late(ask, choice):
+            slo = choosing.slo_of(ask.meter)
+            if slo is not None and slo.shed:
+                self._refuse(ask, choosing.unreachable(slo, choosing.margin_s))
+            else:
+                self._postpone(ask)
         else:
             uncached = max(1, ask.wanted.tokens - choice.cached_tokens)
             self._computed += NEWEST * (uncached / ask.wanted.tokens - self._computed)
@@ -261,6 +265,17 @@ class Admission:
             choosing.dispatched(choice)
             ask.choice = choice
             self._decided(ask, State.ADMITTED)
+
+    def _will_be_late(self, ask: Ask, choice: Choice) -> bool:
+        """Whether its first token is expected too late, by what first tokens were later than expected lately.
+
+        Not if no prompt is before it at the engine: it could not come sooner, and how late it is must be measured.
+        """
+        choosing = self._choosing
+        slo, way = choosing.slo_of(ask.meter), choice.decision.way if choice.decision is not None else None
+        if slo is None or not slo.ttft_ms or way is None or not choice.engine.load.waiting:
+            return False
+        return self._now_s() + way.ttft_s + choosing.margin_s > self.deadline_s(ask)
 
     def _refuse(self, ask: Ask, failure: Failure) -> None:
         ask.failure = failure

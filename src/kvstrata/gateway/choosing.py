@@ -10,6 +10,7 @@ engines, is taken from what passed through here (prefixes.py).
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
@@ -26,6 +27,8 @@ from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
 from kvstrata.policy.routing.model import Decision, Knowledge, Request
+
+ERRORS = 64
 
 
 class Wanted(NamedTuple):
@@ -116,6 +119,8 @@ class Choosing:
         self.prefixes = Prefixes()
         self.decisions = Decisions(now_s)
         self.ahead = Ahead(now_s)
+        self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
+        """Seconds by which the last first tokens came later than expected."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
 
@@ -225,6 +230,12 @@ class Choosing:
             return 0.0
         return self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
 
+    @property
+    def margin_s(self) -> float:
+        """Seconds within which nine of ten first tokens come after their expected time, lately; at least 0."""
+        found = sorted(self._errors)
+        return max(0.0, found[len(found) * 9 // 10]) if found else 0.0
+
     def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
         """The refusal of a request whose first token would come so much too late."""
         says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
@@ -249,6 +260,9 @@ class Choosing:
         self._fleet.answers(engine, str(wanted.number))
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
+        way = choice.decision.way if choice.decision is not None else None
+        if way is not None and wanted.streams:
+            self._errors.append(now_s - choice.at_s - way.ttft_s)
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)

@@ -234,7 +234,7 @@ def test_what_misses_its_deadline_without_shedding_lets_others_pass() -> None:
     missed = scene.ask(slo="strict")
     scene.pass_s(1.5)
     assert missed.state is State.WAITING and missed.late
-    fresh = scene.ask(slo="strict")
+    fresh = scene.ask(slo="slow")
     assert scene.order(under_way, [missed, fresh]) == [fresh, missed]
 
 
@@ -298,6 +298,24 @@ def test_an_engine_that_returns_takes_what_waits() -> None:
     assert waiting.state is State.WAITING
     scene.fleet.up(one, {"m": {}})
     assert choice_of(waiting).engine is one
+
+
+def test_first_tokens_that_come_late_move_the_time_at_which_a_request_is_given_up() -> None:
+    scene = Scene(ahead_s=0.15)
+    for _ in range(8):
+        ask = scene.ask()
+        scene.pass_s(1.0)  # Of 0.1 s that were expected.
+        scene.answer(ask)
+    assert 0.8 < scene.choosing.margin_s <= 0.9
+    free = scene.ask(slo="quick")
+    assert free.state is State.ADMITTED, "no prompt is before it"
+    assert refusal_of(scene.ask(slo="quick")) == "slo_unreachable"
+    for _ in range(80):
+        scene.pass_s(0.1)
+        scene.answer(free)
+        free = scene.ask(slo="quick")
+    assert scene.choosing.margin_s < 0.01
+    assert scene.ask(slo="quick").state is State.ADMITTED
 
 
 def test_a_defect_in_one_decision_ends_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
