@@ -105,9 +105,94 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         int,
         Meta(ge=0, le=1_000_000, description="Requests under way at a time; more get 429. 0: any number."),
     ] = 0
+    tokens_per_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e9,
+            description="Tokens a second on average, of prompts and answers together; more get 429. 0: any number.",
+        ),
+    ] = 0.0
+    tokens_burst: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1_000_000_000,
+            description="Tokens that may be used at once before `tokens_per_s` holds. A request that takes more comes "
+            "in when nothing else is used.",
+        ),
+    ] = 100_000
     slo: Annotated[
         str, Meta(description="Class of service of requests that name none in `slo_header`; empty: none.")
     ] = ""
+    weight: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1_000,
+            description="Share of the engines' work beside other tenants' while requests wait (`queue`): twice the "
+            "weight gets twice the tokens.",
+        ),
+    ] = 1.0
+    max_priority: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000,
+            description="Highest priority among its own requests that one may claim in `queue.priority_header`; more "
+            "counts as this.",
+        ),
+    ] = 0
+
+
+class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests wait in the gateway while every engine that could serve them has enough to do."""
+
+    enabled: Annotated[
+        bool, Meta(description="Whether they do. Needs the policy `ttft`, and does not go with the picker.")
+    ] = False
+    ahead_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60,
+            description="Work that an engine is sent in advance, in seconds of computing prompts; two prompts in any "
+            "case. More makes the order of waiting requests count less.",
+        ),
+    ] = 0.2
+    max_requests: Annotated[
+        int, Meta(ge=1, le=65_536, description="Requests that wait at most; further ones get 429.")
+    ] = 1_024
+    max_mb: Annotated[
+        float,
+        Meta(gt=0, le=1_024, description="Bodies of the waiting requests at most, in MiB; more get 429."),
+    ] = 256.0
+    patience_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3_600,
+            description="Requests without a class of service, and those that have missed its `ttft_ms`, are ordered as "
+            "if their first token were due so many seconds after their arrival.",
+        ),
+    ] = 10.0
+    priority_header: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9-]{1,64}$",
+            extra={"demand": "must be the name of a header"},
+            description="Header with a request's priority, a whole number; each step counts as an arrival 1 s earlier. "
+            "It is not the body's `priority`, which is the engine's.",
+        ),
+    ] = "x-priority"
+    max_priority: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1_000,
+            description="Highest priority where clients need no key; `tenants[].max_priority` is each tenant's.",
+        ),
+    ] = 0
 
 
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -366,6 +451,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Tenants; empty: clients need no key, and their `Authorization` goes to the engine.",
         ),
     ] = []
+    queue: QueueSettings = QueueSettings()
     tokens: TokenSettings = TokenSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
     retries: RetrySettings = RetrySettings()

@@ -15,6 +15,7 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.admission import Standing
 from kvstrata.gateway.browsing import Browsing
 from kvstrata.gateway.decisions import Decisions
 from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
@@ -218,12 +219,13 @@ class App:
             return
         self.in_flight += 1
         try:
-            call = await self._arrived(scope, path, route, word, meter, headers, receive)
+            standing = self._reader.standing_of(headers, tenant)
+            call = await self._arrived(scope, path, route, word, meter, headers, receive, standing)
             if isinstance(call, Failure):
                 meter.outcome = call.code
                 await answer_failure(send, call, path, word, close=call.status in UNREAD)
             elif call is not None:
-                await self._forward(call, receive, send)
+                await self._charged(call, tenant, receive, send)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -241,6 +243,7 @@ class App:
         meter: Meter,
         headers: Headers,
         receive: Receive,
+        standing: Standing,
     ) -> Call | Failure | None:
         """The request with its whole body; None if the client goes before it has sent it."""
         body = await self._body(receive, headers, meter)
@@ -259,7 +262,7 @@ class App:
             self.held_bytes += len(passed)
         query = scope["query_string"]
         target = scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else "")
-        return Call(scope, body, path, target, found, wanted, meter, computed, passed)
+        return Call(scope, body, path, target, found, wanted, meter, standing, computed, passed)
 
     async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
         """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""
@@ -286,6 +289,23 @@ class App:
             parts.append(part)
             more = message.get("more_body", False)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _charged(self, call: Call, tenant: Tenant | None, receive: Receive, send: Send) -> None:
+        """Forward a request, if its tenant may use the tokens that it takes."""
+        if tenant is None or not call.asked.text:
+            await self._forward(call, receive, send)
+            return
+        meter, tokens = call.meter, call.wanted.tokens
+        taken = tenant.take(tokens, meter.arrived_s)
+        if isinstance(taken, Failure):
+            meter.outcome = taken.code
+            await answer_failure(send, taken, call.path, call.wanted.word)
+            return
+        try:
+            await self._forward(call, receive, send)
+        finally:
+            meter.outcome = meter.outcome or CANCELLED
+            tenant.settle(taken, tokens, meter)
 
     async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
         try:

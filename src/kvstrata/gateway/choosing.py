@@ -10,10 +10,13 @@ engines, is taken from what passed through here (prefixes.py).
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from kvstrata.config.gateway_model import SloSettings
+from kvstrata.gateway.ahead import Ahead
 from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
@@ -25,6 +28,8 @@ from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
 from kvstrata.policy.routing.model import Decision, Knowledge, Request
+
+ERRORS = 64
 
 
 class Wanted(NamedTuple):
@@ -45,6 +50,8 @@ class Wanted(NamedTuple):
     """Of the prompt's pieces, see prefixes.py."""
     prompt: Prompt | None = None
     """Its token ids; None: not known."""
+    streams: bool = True
+    """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
 
 
 class Turn:
@@ -114,10 +121,19 @@ class Choosing:
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
         """Who tells other gateways; None: nobody."""
+        self.ahead = Ahead(now_s)
+        self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
+        """Seconds by which the last first tokens came later than expected."""
+        self.freed: Callable[[], None] = lambda: None
+        """Called when an engine may have got room."""
+
+    def candidates(self, model: str, without: Iterable[ServingEngine]) -> list[ServingEngine]:
+        """What a request of a model may be sent to."""
+        return self._fleet.targets(model, without)
 
     def choose(self, wanted: Wanted, tried: Iterable[ServingEngine] = ()) -> Choice | None:
         """The engine for a request, but those that were tried; None if no other serves its model."""
-        serving = self._fleet.targets(wanted.model, tried)
+        serving = self.candidates(wanted.model, tried)
         if not serving:
             return None
         for engine in serving:
@@ -200,17 +216,33 @@ class Choosing:
 
     def hopeless(self, choice: Choice, meter: Meter) -> Failure | None:
         """The refusal of a request whose class of service cannot be met, if the class wants that."""
-        slo = self._meters.slo.get(meter.slo)
+        slo = self.slo_of(meter)
         if slo is None or not slo.shed:
             return None
-        expected_s = self.expected_s(choice)
-        if expected_s is None:
-            return None
-        late_s = self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
-        if late_s <= 0:
-            return None
+        late_s = self.late_s(choice, meter)
+        return self.unreachable(slo, late_s) if late_s > 0 else None
+
+    def slo_of(self, meter: Meter) -> SloSettings | None:
+        """The class of service of a request."""
+        return self._meters.slo.get(meter.slo)
+
+    def late_s(self, choice: Choice, meter: Meter) -> float:
+        """Seconds from its class's limit to the expected first token; 0 or less: in time, as far as it is known."""
+        slo, expected_s = self.slo_of(meter), self.expected_s(choice)
+        if slo is None or not slo.ttft_ms or expected_s is None:
+            return 0.0
+        return self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
+
+    @property
+    def margin_s(self) -> float:
+        """Seconds within which nine of ten first tokens come after their expected time, lately; at least 0."""
+        found = sorted(self._errors)
+        return max(0.0, found[len(found) * 9 // 10]) if found else 0.0
+
+    def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
+        """The refusal of a request whose first token would come so much too late."""
         says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
-        return Failure(429, "slo_unreachable", says, retry_after_s=math.ceil(late_s))
+        return Failure(429, "slo_unreachable", says, retry_after_s=max(1, math.ceil(late_s)))
 
     def dispatched(self, choice: Choice) -> None:
         """The request is sent to the engine."""
@@ -219,6 +251,8 @@ class Choosing:
         choice.turn.period = self._fleet.began(engine, str(wanted.number), uncached, wanted.tokens)
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
+        until_s = math.inf if wanted.streams else choice.at_s + ready_in_s
+        self.ahead.sent(engine, wanted.number, uncached, until_s)
         self.prefixes.note(
             wanted.keys,
             engine.name,
@@ -238,9 +272,14 @@ class Choosing:
             self.teller.first(wanted.number)
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
+        way = choice.decision.way if choice.decision is not None else None
+        if way is not None and wanted.streams:
+            self._errors.append(now_s - choice.at_s - way.ttft_s)
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
+        self.ahead.done(engine, wanted.number)
+        self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
         """The request has ended at this engine, however. `answered`: its first token had come."""
@@ -251,6 +290,8 @@ class Choosing:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
+        self.ahead.done(choice.engine, choice.wanted.number)
+        self.freed()
 
     def answered(self, choice: Choice, meter: Meter) -> None:
         """What the `usage` of an answer tells that has ended."""
@@ -290,5 +331,6 @@ class Choosing:
             period.spoil()
             if loaded > computed and period.prompts == 1 and choice.at_s > self._fleet.paused_s:
                 seconds = first_s - choice.at_s
-                self._fleet.loaded(engine, "l1", loaded, seconds - computed / engine.load.prefill_tokens_s)
+                rate = engine.load.prefill_tokens_s
+                self._fleet.load_rates.observe(engine.name, "l1", loaded, seconds - computed / rate)
         period.report(computed)

@@ -4,7 +4,8 @@
    must be the port's own, as on all our ports (process/http_gate.py).  Otherwise any web page that a user of this
    machine opens could use the engines.
 2. With tenants in the settings each request must carry a tenant's key; operators' pages need the operators' token.
-3. A tenant's request beyond its rate or its number of requests under way gets 429 with Retry-After.
+3. A tenant's request beyond its rate of requests or of tokens, or its number of requests under way, gets 429 with
+   Retry-After.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.errors import Failure
+from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, OK, Meter
+from kvstrata.gateway.quota import Quota
 from kvstrata.process.http_gate import Access
 
 BEARER = b"bearer "
@@ -25,6 +29,13 @@ MAX_KEY_BYTES = 4_096
 GRACE_S = 0.05
 
 Headers = Mapping[bytes, bytes]
+
+
+class Tenancy(NamedTuple):
+    """What a tenant uses now."""
+
+    in_flight: int
+    used_tokens: float
 
 
 class Tenant:
@@ -37,6 +48,7 @@ class Tenant:
         """Set when a request has ended."""
         self._tokens = float(settings.burst)
         self._filled_s = now_s
+        self._quota = Quota(now_s)
 
     @property
     def name(self) -> str:
@@ -66,6 +78,24 @@ class Tenant:
         """A request that was let in has ended, however."""
         self.in_flight -= 1
         self._left.set()
+
+    def take(self, prompt_tokens: int, now_s: float) -> float | Failure:
+        """Use tokens for a request, by an estimate that is returned for `settle`; or the reason why not."""
+        return self._quota.take(self.settings, prompt_tokens, now_s)
+
+    def settle(self, estimate: float, prompt_tokens: int, meter: Meter) -> None:
+        """A request that took tokens has ended; `prompt_tokens`: of its prompt, if its answer does not tell."""
+        if meter.outcome == CANCELLED and meter.engine and not meter.first_s:
+            return  # An engine has worked on it, nobody knows how long: the estimate stays.
+        told = meter.tokens()
+        answered = meter.first_s and meter.outcome in (OK, CANCELLED, BROKE_OFF) and not meter.failed_inside
+        prompt = told.get("prompt", prompt_tokens) if answered else 0
+        generated = told.get("completion", meter.events) if answered else 0
+        self._quota.settle(estimate, prompt, generated)
+
+    def uses(self, now_s: float) -> Tenancy:
+        """What is used now."""
+        return Tenancy(self.in_flight, self._quota.used_tokens(self.settings, now_s))
 
     async def leaving(self) -> None:
         """Wait for GRACE_S at most until a request has ended.
@@ -98,6 +128,11 @@ class Door:
     def tenants(self) -> list[Tenant]:
         """All tenants."""
         return list(self._tenants.values())
+
+    def uses(self) -> dict[str, Tenancy]:
+        """What each tenant uses, by name."""
+        now_s = self._now_s()
+        return {tenant.name: tenant.uses(now_s) for tenant in self.tenants}
 
     def set_tenants(self, tenants: Iterable[tuple[GatewayTenantSettings, str]]) -> None:
         """Have exactly these tenants, each with its key; those that stay keep what they use."""

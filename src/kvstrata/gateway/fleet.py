@@ -130,6 +130,8 @@ class Fleet:
         """When this process ran again after the last pause: what began before was not measured well."""
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
+        self.changed: Callable[[], None] = lambda: None
+        """Called when engines begin or cease to serve."""
         self._log = EventLog("engines")
 
     def __iter__(self) -> Iterator[ServingEngine]:
@@ -163,6 +165,7 @@ class Fleet:
             self._tell_ranks(engine)
         for engine in (*fresh, *redivided):
             self.set_ranks(engine, engine.place.ranks)
+        self.changed()
         return fresh
 
     def set_ranks(self, engine: ServingEngine, count: int) -> None:
@@ -177,6 +180,7 @@ class Fleet:
             self.queues.add(rank.load)
             engine.ranks.append(rank)
         self._tell_ranks(engine)
+        self.changed()
 
     def _tell_ranks(self, engine: ServingEngine) -> None:
         """Let its ranks share an engine's place and state."""
@@ -229,6 +233,7 @@ class Fleet:
         engine.up_since_s = self._now_s()
         self._tell_ranks(engine)
         self._log.info("engine_up", engine=engine.name, models=",".join(sorted(models))[:500])
+        self.changed()
 
     def down(self, engine: ServingEngine, reason: str) -> None:
         """The engine gets no requests until a probe is answered."""
@@ -238,6 +243,7 @@ class Fleet:
             self._log.warning("engine_down", engine=engine.name, reason=reason, in_flight=engine.in_flight)
         engine.state, engine.reason = EngineState.DOWN, reason
         self._tell_ranks(engine)
+        self.changed()
 
     def abandon(self, engine: ServingEngine) -> None:
         """Requests that wait for this engine's first byte wait no longer."""
@@ -291,10 +297,6 @@ class Fleet:
             "prefill_tokens_s": round(load.prefill_tokens_s, 1),
             "measured": self.measured(engine),
         }
-
-    def loaded(self, engine: ServingEngine, tier: Tier, tokens: int, seconds: float) -> None:
-        """A prompt that did not wait had so many tokens loaded from a tier in this time."""
-        self.load_rates.observe(engine.name, tier, tokens, seconds)
 
     def answers(self, engine: ServingEngine, number: str) -> None:
         """The first part of a request's answer has come."""

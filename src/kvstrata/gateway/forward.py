@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
+from kvstrata.gateway.admission import Admission, Ask, Standing
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
+from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, CLIENT_ERROR, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import Asked
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     asked: Asked
     wanted: Wanted
     meter: Meter
+    standing: Standing
     computed: bool = False
     """Whether the prompt's ids were computed here, or asked of an engine; otherwise the client gave them, or nobody."""
     passed: bytes = b""
@@ -91,6 +93,7 @@ class Forwarder:
         meters: Meters,
         links: Links,
         choosing: Choosing,
+        admission: Admission,
         reader: Reader,
         now_s: Callable[[], float],
         *,
@@ -102,6 +105,7 @@ class Forwarder:
         self._meters = meters
         self._links = links
         self.choosing = choosing
+        self.admission = admission
         self._reader = reader
         self._now_s = now_s
         self._drop_keys = drop_keys
@@ -130,27 +134,15 @@ class Forwarder:
 
     async def _answer(self, call: Call, send: Send) -> None:
         self.budget.request()
-        wanted = call.wanted
         tried: list[ServingEngine] = []
         last: Refused | None = None
         while True:
-            choice = self.choosing.choose(wanted, tried)
-            if choice is None:
-                await self._refuse(
-                    call, send, last or Refused(self.choosing.none_serves(wanted.model), begun=False)
-                )
-                return
-            if tried and last is not None:
-                if not self.budget.take():
-                    await self._refuse(call, send, last)
-                    return
-                self._meters.retries[last.failure.code] += 1
-            elif (hopeless := self.choosing.hopeless(choice, call.meter)) is not None:
-                await self._refuse(call, send, Refused(hopeless, begun=False))
+            choice = await self._engine(call, tried, last)
+            if isinstance(choice, Refused):
+                await self._refuse(call, send, choice)
                 return
             tried.append(choice.engine)
             call.meter.engine = choice.engine.name
-            self.choosing.dispatched(choice)
             try:
                 last = await self._attempt(call, choice, send)
             finally:
@@ -162,6 +154,18 @@ class Forwarder:
             if not repeatable or len(tried) >= self.settings.retries.attempts:
                 await self._refuse(call, send, last)
                 return
+
+    async def _engine(self, call: Call, tried: list[ServingEngine], last: Refused | None) -> Choice | Refused:
+        """The engine to send the request to, which is reserved for it; `last`: why the one before did not answer."""
+        if last is None:
+            found = await self.admission.admitted(Ask(call.wanted, call.meter, call.standing))
+            return Refused(found, begun=False) if isinstance(found, Failure) else found
+        choice = self.choosing.choose(call.wanted, tried)
+        if choice is None or not self.budget.take():
+            return last
+        self._meters.retries[last.failure.code] += 1
+        self.choosing.dispatched(choice)
+        return choice
 
     async def _attempt(self, call: Call, choice: Choice, send: Send) -> Refused | None:
         """Send the request to an engine and pass its answer on; None once an answer was passed on."""
@@ -250,13 +254,13 @@ class Forwarder:
             else:
                 await self._straight(meter, answer, first, call.scope["state"]["connection"])
         except LinkBroken as error:
-            meter.outcome = "broke_off"
+            meter.outcome = BROKE_OFF
             says = f"engine {engine.name} broke its answer off"
             if watch.silent:
                 says = f"engine {engine.name} was silent for {watch.silence_s:g} s"
             else:
                 self._failed(engine, f"answer broke off: {error}")
-            failure = Failure(502, "broke_off", says)
+            failure = Failure(502, BROKE_OFF, says)
             if stream:
                 event = error_event(failure, call.path)
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -16,7 +16,7 @@ from kvstrata.observability.metrics import LONG_BUCKETS, SECONDS_BUCKETS, Histog
 MAX_SERIES = 4_096
 """Most sets of labels; further ones count under OTHER."""
 OTHER = "other"
-OK, CLIENT_ERROR, CANCELLED = "ok", "client_error", "cancelled"
+OK, CLIENT_ERROR, CANCELLED, BROKE_OFF = "ok", "client_error", "cancelled", "broke_off"
 _USAGE = {
     "prompt": re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})'),
     "cached": re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})'),

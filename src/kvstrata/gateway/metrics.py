@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvstrata.gateway.admission import Admission
+from kvstrata.gateway.door import Tenancy
 from kvstrata.gateway.fleet import EngineState, Fleet
 from kvstrata.gateway.metering import Meters, Series
 from kvstrata.observability.exposition import Values, metric_of
@@ -115,6 +117,18 @@ GATEWAY_FAMILIES: dict[str, Family] = {
     "kvstrata_gateway_engine_in_flight": Family("gauge", ("engine",), "Requests under way at an engine."),
     "kvstrata_gateway_in_flight": Family("gauge", (), "Requests under way."),
     "kvstrata_gateway_tenant_in_flight": Family("gauge", ("tenant",), "Requests of a tenant under way."),
+    "kvstrata_gateway_tenant_used_tokens": Family(
+        "gauge", ("tenant",), "Tokens that a tenant has used of its `tokens_burst`."
+    ),
+    "kvstrata_gateway_queued": Family(
+        "gauge", ("tenant",), "Requests that wait in the gateway until an engine has room for them."
+    ),
+    "kvstrata_gateway_queued_bytes": Family("gauge", (), "Bytes of their bodies."),
+    "kvstrata_gateway_queue_seconds": Family(
+        "histogram",
+        ("tenant",),
+        "Time from arrival until an engine had room, or the request was refused or left, of requests that waited.",
+    ),
     "kvstrata_gateway_http_connections": Family("gauge", (), "Open connections of clients."),
     "kvstrata_gateway_http_closed_connections": Family(
         "counter",
@@ -139,13 +153,14 @@ class GatewayCollector:
         meters: Meters,
         fleet: Fleet,
         numbers: Callable[[], Mapping[str, float]],
-        tenants: Callable[[], Mapping[str, int]],
+        tenants: Callable[[], Mapping[str, Tenancy]],
+        admission: Admission,
         http: Callable[[], Mapping[str, int]],
         kv_events: Callable[[], Mapping[str, Mapping[str, Any]]],
         tokens: Tokens,
         shared: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """`numbers`: those of the families without labels. `tenants`: requests under way. `http`: the port's counts.
+        """`numbers`: those of the families without labels. `tenants`: what they use. `http`: the port's counts.
 
         `kv_events`: what is heard, by engine. `shared`: what other gateways are told, and what they tell.
         """
@@ -153,6 +168,7 @@ class GatewayCollector:
         self._fleet = fleet
         self._numbers = numbers
         self._tenants = tenants
+        self._admission = admission
         self._http = http
         self._kv_events = kv_events
         self._tokens = tokens
@@ -193,9 +209,7 @@ class GatewayCollector:
                 for engine in self._fleet.engines.values()
                 for one in engine.targets
             ],
-            "kvstrata_gateway_tenant_in_flight": [
-                ([name], count) for name, count in sorted(self._tenants().items())
-            ],
+            **self._of_tenants(),
             "kvstrata_gateway_http_connections": [([], http.get("connections", 0))],
             "kvstrata_gateway_http_closed_connections": [
                 ([name.removeprefix("closed_")], count)
@@ -212,6 +226,18 @@ class GatewayCollector:
         for name, value in numbers.items():
             found[f"kvstrata_gateway_{name}"] = [([], value)]
         return found
+
+    def _of_tenants(self) -> dict[str, Values]:
+        tenants, line = sorted(self._tenants().items()), self._admission.line
+        return {
+            "kvstrata_gateway_tenant_in_flight": [([name], one.in_flight) for name, one in tenants],
+            "kvstrata_gateway_tenant_used_tokens": [([name], one.used_tokens) for name, one in tenants],
+            "kvstrata_gateway_queued": [([name], flow.count) for name, flow in sorted(line.flows.items())],
+            "kvstrata_gateway_queued_bytes": [([], line.size_bytes)],
+            "kvstrata_gateway_queue_seconds": [
+                ([name], waited) for name, waited in sorted(self._admission.waited.items())
+            ],
+        }
 
     def _of_tokens(self) -> dict[str, Values]:
         tokens = self._tokens

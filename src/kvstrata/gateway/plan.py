@@ -96,6 +96,13 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         if slo.shed and (settings.policy != TTFT or not slo.ttft_ms):
             lacks = f"policy: {TTFT}" if settings.policy != TTFT else f"slo[{i}].ttft_ms"
             raise ConfigError(f"slo[{i}].shed: needs `{lacks}` too", field=f"slo[{i}].shed")
+    if settings.queue.enabled and (settings.policy != TTFT or picker.enabled):
+        says = (
+            "Envoy would not wait for the picker; leave the queue to a gateway without one"
+            if picker.enabled
+            else f"needs `policy: {TTFT}`, which measures how long engines take"
+        )
+        raise ConfigError(f"queue.enabled: {says}", field="queue.enabled")
     classes = {one.name for one in settings.slo}
     for i, tenant in enumerate(settings.tenants):
         if tenant.slo and tenant.slo not in classes:

@@ -37,6 +37,7 @@ from kvstrata.process.listen import Listener, ServedToken, listen
 if TYPE_CHECKING:
     import uvicorn
 
+    from kvstrata.gateway.admission import Admission
     from kvstrata.gateway.app import App
     from kvstrata.gateway.choosing import Choosing
     from kvstrata.gateway.engine_link import Links
@@ -104,6 +105,7 @@ class Gateway(Process):
         self._probing: Probing
         self._residency: Residency
         self._choosing: Choosing
+        self._admission: Admission
         self._reader: Reader
         self._picker: PickerServer | None = None
         self._sharing: Sharing | None = None
@@ -114,6 +116,7 @@ class Gateway(Process):
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
         # Imported here: these need the extra, whose absence `plan` has told.
+        from kvstrata.gateway.admission import Admission
         from kvstrata.gateway.app import App
         from kvstrata.gateway.browsing import PAGES, Browsing
         from kvstrata.gateway.choosing import Choosing
@@ -149,10 +152,21 @@ class Gateway(Process):
         self.closers.append(tokens.close)
         self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._reader = reader = Reader(settings, fleet)
+        self._admission = admission = Admission(
+            settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later
+        )
         if settings.sharing.port:
             await self._start_sharing(settings)
         self._forwarder = Forwarder(
-            settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
+            settings,
+            fleet,
+            meters,
+            links,
+            choosing,
+            admission,
+            reader,
+            now_s,
+            drop_keys=lambda: door.knows_tenants,
         )
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
@@ -163,7 +177,8 @@ class Gateway(Process):
                 meters,
                 fleet,
                 self._numbers,
-                self._tenants_in_flight,
+                self._door.uses,
+                admission,
                 self._http,
                 residency.page,
                 tokens,
@@ -361,6 +376,7 @@ class Gateway(Process):
         self._meters.slo = {one.name: one for one in settings.slo}
         self._forwarder.settings = self._app.settings = settings
         self._choosing.policy = POLICIES[settings.policy]()
+        self._admission.set(settings.queue)
         self._reader.settings = settings
         if self._sharing is not None:
             await self._sharing.set(settings.sharing)
@@ -420,7 +436,8 @@ class Gateway(Process):
                 for (tenant, name), count in sorted(meters.received.items())
             ],
             "classes": [msgspec.to_builtins(one) for one in meters.slo.values()],
-            "tenants": self._tenants_in_flight(),
+            "tenants": {name: one.in_flight for name, one in self._door.uses().items()},
+            "queue": self._admission.page(),
             "http": self._http(),
         }
 
@@ -434,9 +451,6 @@ class Gateway(Process):
             "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
             "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
         }
-
-    def _tenants_in_flight(self) -> dict[str, int]:
-        return {tenant.name: tenant.in_flight for tenant in self._door.tenants}
 
     def _http(self) -> dict[str, int]:
         return self._bounds.stats()

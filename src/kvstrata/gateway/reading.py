@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable
 
 from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.admission import Standing
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.door import Headers, Tenant
 from kvstrata.gateway.errors import Failure
@@ -62,6 +63,7 @@ class Reader:
             made_by=self._responses.get(after, "") if after else "",
             keys=self._keys(found, prompt, tenant),
             prompt=self._prompt(found, prompt),
+            streams=found.streams,
         )
 
     def with_ids(self, found: Asked, wanted: Wanted, ids: array[int] | None) -> Wanted:
@@ -76,6 +78,15 @@ class Reader:
         if given in known:
             return given
         return tenant.settings.slo if tenant is not None else ""
+
+    def standing_of(self, headers: Headers, tenant: Tenant | None) -> Standing:
+        """A request's place among others that wait."""
+        queue = self.settings.queue
+        given = headers.get(queue.priority_header.lower().encode(), b"")
+        most = tenant.settings.max_priority if tenant is not None else queue.max_priority
+        asked_for = int(given) if given.isdigit() and len(given) <= 9 else 0
+        weight = tenant.settings.weight if tenant is not None else 1.0
+        return Standing(tenant.name if tenant is not None else "", weight, min(most, asked_for))
 
     def answered(self, path: str, engine: str, first: bytes) -> None:
         """An engine's answer begins with these bytes: remember who has made the response that they name."""

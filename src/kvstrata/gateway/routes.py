@@ -81,6 +81,8 @@ class Asked(NamedTuple):
     """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like."""
     salt: str = ""
     """The cache salt."""
+    streams: bool = False
+    """Whether the answer is asked for as a stream."""
 
 
 NO_TEXT = msgspec.Raw(b"")
@@ -93,6 +95,7 @@ class _Body(msgspec.Struct):
     previous_response_id: Any = None
     store: Any = None
     background: Any = None
+    stream: Any = None
     messages: msgspec.Raw = NO_TEXT
     prompt: msgspec.Raw = NO_TEXT
     input: msgspec.Raw = NO_TEXT
@@ -164,6 +167,7 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
             text,
             tuple(bytes(one) for one in more),
             _text_of(found.cache_salt),
+            found.stream is True,
         ),
     )
 

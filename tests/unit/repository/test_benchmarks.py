@@ -25,7 +25,7 @@ def reached_into(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = node.value
-            own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+            own = ast.unparse(owner) in ("self", "cls", "super()")
             if not own and node.attr not in PUBLIC:
                 found.append(f"{node.lineno}: {ast.unparse(node)}")
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "__setattr__")):

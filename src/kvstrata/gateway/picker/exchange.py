@@ -124,6 +124,10 @@ class Exchange:
         self.question: Question | None = None
         """With an answer to this, `told` must be called before the next message is taken."""
         self._choice: Choice | None = None
+        self._taken: float | None = None
+        """Tokens of its tenant; None: it takes none."""
+        self._tokens = 0
+        """Of the prompt."""
         self._status = 0
         self._stream = False
         self._counted = False
@@ -167,6 +171,8 @@ class Exchange:
         if choice is not None and meter.outcome == OK:
             self._parts.choosing.answered(choice, meter)
             self._compare(choice)
+        if self._tenant is not None and self._taken is not None:
+            self._tenant.settle(self._taken, self._tokens, meter)
         self._parts.meters.end(meter)
 
     def _compare(self, choice: Choice) -> None:
@@ -287,6 +293,11 @@ class Exchange:
         hopeless = self._parts.choosing.hopeless(choice, self._meter)
         if hopeless is not None:
             return self._refuse(hopeless)
+        if self._tenant is not None and self._asked.text:
+            taken = self._tenant.take(wanted.tokens, self._meter.arrived_s)
+            if isinstance(taken, Failure):
+                return self._refuse(taken)
+            self._taken, self._tokens = taken, wanted.tokens
         self._choice, self._meter.engine = choice, choice.engine.name
         self._parts.choosing.dispatched(choice)
         self.state = State.CHOSEN

@@ -1,0 +1,432 @@
+"""When requests wait in the gateway, in which order they are sent on, and that nothing stays reserved."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvstrata.config.gateway_model import QueueSettings, SloSettings
+from kvstrata.gateway.admission import Admission, Ask, Standing, State
+from kvstrata.gateway.ahead import UNMEASURED
+from kvstrata.gateway.choosing import Choice, Choosing, Wanted
+from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.fleet import Fleet, Place
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.policy.routing.choose import POLICIES
+
+RATE = 10_000.0
+"""Tokens that each engine computes a second."""
+SLO = {
+    "quick": SloSettings(name="quick", ttft_ms=1_000, shed=True),
+    "strict": SloSettings(name="strict", ttft_ms=1_000),
+    "slow": SloSettings(name="slow", ttft_ms=5_000),
+}
+
+
+class Alarm:
+    """A timer of the scene's clock."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        self.call = None
+
+
+class Scene:
+    """Engines that do what a test says, before a clock that it moves."""
+
+    def __init__(self, engines: int = 1, measured: bool = True, **settings: Any) -> None:
+        self.now_s = 100.0
+        self.alarms: list[tuple[float, int, Alarm]] = []
+        self.numbers = itertools.count()
+        self.fleet = Fleet(self.clock, 0.0)
+        self.set_engines(engines)
+        if measured:
+            for engine in self.fleet.engines.values():
+                self.fleet.rates.observe(engine.name, 1_000, 1_000 / RATE, 0)
+        self.meters = Meters(dict(SLO), self.clock)
+        self.choosing = Choosing(
+            POLICIES["ttft"](), self.fleet, Residency(self.clock), self.meters, self.clock
+        )
+        queue = QueueSettings(**{"enabled": True, "ahead_s": 0.0, **settings})
+        self.admission = Admission(queue, self.choosing, self.fleet, self.clock, self.later)
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> Alarm:
+        alarm = Alarm(call)
+        heapq.heappush(self.alarms, (self.now_s + delay_s, next(self.numbers), alarm))
+        return alarm
+
+    def pass_s(self, seconds: float) -> None:
+        """Let time pass, and alarms ring."""
+        until_s = self.now_s + seconds
+        while self.alarms and self.alarms[0][0] <= until_s:
+            at_s, _, alarm = heapq.heappop(self.alarms)
+            self.now_s = max(self.now_s, at_s)
+            if alarm.call is not None:
+                alarm.call()
+        self.now_s = until_s
+
+    def set_engines(self, count: int) -> None:
+        """Have so many engines, all of which serve."""
+        places = [Place(f"e{number}", Address("127.0.0.1", number + 1, False)) for number in range(count)]
+        self.fleet.set_places(places)
+        for engine in self.fleet.engines.values():
+            self.fleet.up(engine, {"m": {}})
+
+    def ask(
+        self,
+        tenant: str = "",
+        slo: str = "",
+        tokens: int = 1_000,
+        weight: float = 1.0,
+        priority: int = 0,
+        **more: Any,
+    ) -> Ask:
+        """A request arrives."""
+        number = next(self.numbers)
+        meter = self.meters.begin(tenant)
+        meter.slo, meter.body_bytes = slo, tokens * 4
+        wanted = Wanted(word=str(number), number=number, model=more.pop("model", "m"), tokens=tokens, **more)
+        ask = Ask(wanted, meter, Standing(tenant, weight, priority))
+        self.admission.enter(ask)
+        return ask
+
+    def fill(self) -> list[Ask]:
+        """Requests of a tenant of their own, until no engine has room."""
+        asks = []
+        while not asks or asks[-1].state is State.ADMITTED:
+            asks.append(self.ask("filler"))
+        self.admission.leave(asks.pop())
+        return asks
+
+    def answer(self, ask: Ask) -> None:
+        """The first token of a request comes, and its end."""
+        choice = choice_of(ask)
+        self.choosing.first_token(choice)
+        self.choosing.ended(choice, answered=True)
+
+    def order(self, under_way: list[Ask], waiting: list[Ask]) -> list[Ask]:
+        """The order in which requests are sent on as the engines answer one after the other."""
+        order: list[Ask] = []
+        under_way = list(under_way)
+        while under_way:
+            self.answer(under_way.pop(0))
+            fresh = [one for one in waiting if one.state is State.ADMITTED and one not in order]
+            order += fresh
+            under_way += fresh
+        return order
+
+    def assert_idle(self) -> None:
+        """Nothing is held of any request."""
+        assert (len(self.admission.line), self.admission.line.size_bytes, len(self.choosing.ahead)) == (
+            0,
+            0,
+            0,
+        )
+        for engine in self.fleet:
+            load = engine.load
+            assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0.0)
+
+
+def choice_of(ask: Ask) -> Choice:
+    """The choice of a request that was admitted."""
+    assert ask.choice is not None
+    return ask.choice
+
+
+def refusal_of(ask: Ask) -> str:
+    """The code of a refusal."""
+    assert ask.failure is not None and ask.failure.status == 429 and ask.failure.retry_after_s >= 1
+    return ask.failure.code
+
+
+def test_nothing_waits_with_room_or_without_the_queue() -> None:
+    for scene in (Scene(enabled=False), Scene(ahead_s=60.0), Scene(engines=30)):
+        assert {scene.ask().state for _ in range(50)} == {State.ADMITTED}
+    scene = Scene(engines=2)
+    assert len(scene.fill()) == 4, "two prompts for each engine"
+
+
+def test_an_engine_whose_rate_is_not_known_computes_all_that_it_has_before_it_gets_more() -> None:
+    scene = Scene(measured=False)
+    under_way = scene.fill()
+    assert len(under_way) == UNMEASURED
+    waiting = scene.ask()
+    for ask in under_way[:-1]:
+        scene.choosing.first_token(choice_of(ask))
+        assert waiting.state is State.WAITING
+    scene.choosing.first_token(choice_of(under_way[-1]))
+    assert waiting.state is State.ADMITTED
+
+
+def test_an_engine_gets_the_next_request_with_a_first_token_not_with_the_end() -> None:
+    scene = Scene()
+    first, _second = scene.fill()
+    waiting = scene.ask()
+    assert waiting.state is State.WAITING
+    scene.choosing.first_token(choice_of(first))
+    assert waiting.state is State.ADMITTED
+
+
+def test_an_answer_that_comes_whole_keeps_no_one_waiting_until_its_end() -> None:
+    scene = Scene()
+    for _ in range(2):
+        assert scene.ask(streams=False).state is State.ADMITTED
+    waiting = scene.ask()
+    assert waiting.state is State.WAITING
+    scene.pass_s(0.1)
+    assert waiting.state is State.ADMITTED, "the first prompt was to take 0.1 s"
+
+
+def test_the_earliest_deadline_is_next_and_requests_without_one_are_not_starved() -> None:
+    scene = Scene()
+    under_way = scene.fill()
+    patient = scene.ask()
+    slow = scene.ask(slo="slow")
+    strict = scene.ask(slo="strict")
+    assert scene.order(under_way, [patient, slow, strict]) == [strict, slow, patient]
+    under_way = scene.fill()
+    patient = scene.ask()
+    scene.pass_s(9.5)  # of its 10 s
+    stream = [scene.ask(slo="slow") for _ in range(8)]
+    assert scene.order(under_way, [patient, *stream])[0] is patient
+    scene.assert_idle()
+
+
+def test_a_priority_counts_as_an_earlier_arrival() -> None:
+    scene = Scene()
+    under_way = scene.fill()
+    plain = scene.ask()
+    scene.pass_s(1.5)
+    asks = [scene.ask(priority=priority) for priority in (0, 1, 2)]
+    assert scene.order(under_way, [plain, *asks]) == [asks[2], plain, asks[1], asks[0]]
+
+
+def test_a_class_that_sheds_is_refused_when_its_deadline_cannot_be_met() -> None:
+    scene = Scene()
+    under_way = scene.fill()
+    waiting = scene.ask(slo="quick")
+    assert waiting.state is State.WAITING
+    scene.pass_s(1.01)
+    assert refusal_of(waiting) == "slo_unreachable"
+    others = [scene.ask(slo="strict") for _ in range(12)]
+    assert refusal_of(scene.ask(slo="quick")) == "slo_unreachable", (
+        "12 prompts before it take more than a second"
+    )
+    assert scene.order(under_way, others) == others
+    scene.assert_idle()
+
+
+def test_what_misses_its_deadline_without_shedding_lets_others_pass() -> None:
+    scene = Scene()
+    under_way = scene.fill()
+    missed = scene.ask(slo="strict")
+    scene.pass_s(1.5)
+    assert missed.state is State.WAITING and missed.late
+    fresh = scene.ask(slo="slow")
+    assert scene.order(under_way, [missed, fresh]) == [fresh, missed]
+
+
+@pytest.mark.parametrize("bound", [{"max_requests": 6}, {"max_mb": 6 * 4_000 / (1 << 20)}])
+def test_a_full_queue_takes_its_place_from_the_tenant_that_has_most(bound: dict[str, Any]) -> None:
+    scene = Scene(**bound)
+    under_way = scene.fill()
+    flood = [scene.ask("flood") for _ in range(9)]
+    assert [one.state for one in flood] == [State.WAITING] * 6 + [State.REFUSED] * 3
+    assert refusal_of(flood[-1]) == "queue_full"
+    light = scene.ask("light")
+    assert (light.state, flood[5].state) == (State.WAITING, State.REFUSED)
+    assert light in scene.order(under_way, [*flood, light])[:2]
+    scene.assert_idle()
+
+
+def test_tenants_are_served_by_weight_whatever_they_have_waiting() -> None:
+    scene = Scene()
+    under_way = scene.fill()
+    flood = [scene.ask("flood") for _ in range(40)]
+    heavy = [scene.ask("heavy", weight=3.0) for _ in range(20)]
+    light = [scene.ask("light", tokens=250) for _ in range(20)]
+    order = scene.order(under_way, [*flood, *heavy, *light])
+    first = [one.tenant for one in order[:40]]
+    assert abs(first.count("heavy") - 3 * first.count("flood")) <= 3
+    assert abs(first.count("light") - 4 * first.count("flood")) <= 4
+    assert len(order) == 80
+    scene.assert_idle()
+
+
+def test_who_comes_late_to_a_flood_is_next_and_gets_nothing_for_the_time_before() -> None:
+    scene = Scene()
+    under_way = scene.fill()
+    flood = [scene.ask("flood") for _ in range(30)]
+    for _ in range(10):
+        scene.answer(under_way.pop(0))
+        under_way += [one for one in flood if one.state is State.ADMITTED and one not in under_way][-1:]
+    late = [scene.ask("late") for _ in range(10)]
+    rest = [one for one in flood if one.state is State.WAITING]
+    order = [one.tenant for one in scene.order(under_way, [*late, *rest])]
+    assert order[0] == "late" and order[:12].count("late") in (6, 7)
+
+
+def test_models_wait_for_their_own_engines() -> None:
+    scene = Scene(engines=2)
+    one, other = scene.fleet.engines.values()
+    one.models, other.models = {"m": {}}, {"n": {}}
+    asks = [scene.ask(model="m") for _ in range(3)]
+    assert [ask.state for ask in asks] == [State.ADMITTED, State.ADMITTED, State.WAITING]
+    assert scene.ask(model="n").state is State.ADMITTED
+    scene.fleet.down(one, "a test")
+    assert asks[2].failure is not None and asks[2].failure.code == "no_engine"
+
+
+def test_an_engine_that_returns_takes_what_waits() -> None:
+    scene = Scene(engines=2)
+    one, _ = scene.fleet.engines.values()
+    scene.fleet.down(one, "a test")
+    scene.fill()
+    waiting = scene.ask()
+    assert waiting.state is State.WAITING
+    scene.fleet.up(one, {"m": {}})
+    assert choice_of(waiting).engine is one
+
+
+def test_first_tokens_that_come_late_move_the_time_at_which_a_request_is_given_up() -> None:
+    scene = Scene(ahead_s=0.15)
+    for _ in range(8):
+        ask = scene.ask()
+        scene.pass_s(1.0)  # Of 0.1 s that were expected.
+        scene.answer(ask)
+    assert 0.8 < scene.choosing.margin_s <= 0.9
+    free = scene.ask(slo="quick")
+    assert free.state is State.ADMITTED, "no prompt is before it"
+    assert refusal_of(scene.ask(slo="quick")) == "slo_unreachable"
+    for _ in range(80):
+        scene.pass_s(0.1)
+        scene.answer(free)
+        free = scene.ask(slo="quick")
+    assert scene.choosing.margin_s < 0.01
+    assert scene.ask(slo="quick").state is State.ADMITTED
+
+
+def test_a_defect_in_one_decision_ends_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene()
+    first, second = scene.fill()
+    broken, sound = scene.ask(), scene.ask()
+    choose = scene.choosing.choose
+
+    def chosen(wanted: Wanted, *more: Any) -> Choice | None:
+        if wanted.number == broken.number:
+            raise ZeroDivisionError
+        return choose(wanted, *more)
+
+    monkeypatch.setattr(scene.choosing, "choose", chosen)
+    scene.answer(first)
+    assert sound.state is State.ADMITTED
+    with pytest.raises(ZeroDivisionError):
+        scene.admission.result(broken)
+    scene.answer(second)
+    scene.answer(sound)
+    scene.assert_idle()
+
+
+class Anything(RuleBasedStateMachine):
+    """Arrivals, first tokens, ends, failures, departures, engines that go and come, and settings, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scene = Scene(engines=2, max_requests=6)
+        self.asks: list[Ask] = []
+        self.begun: set[int] = set()
+
+    def of(self, state: State) -> list[Ask]:
+        """Requests that are in a state and not over."""
+        return [
+            one for one in self.asks if one.state is state and (state is not State.ADMITTED or one.choice)
+        ]
+
+    @rule(
+        tenant=st.sampled_from(["", "a", "b"]),
+        slo=st.sampled_from(["", *SLO]),
+        tokens=st.integers(1, 9_000),
+        weight=st.sampled_from([0.5, 1.0, 4.0]),
+        priority=st.integers(0, 3),
+        streams=st.booleans(),
+    )
+    def arrives(self, **values: Any) -> None:
+        self.asks.append(self.scene.ask(**values))
+
+    @rule(seconds=st.floats(0.0, 3.0))
+    def time_passes(self, seconds: float) -> None:
+        self.scene.pass_s(seconds)
+
+    @precondition(lambda self: self.of(State.ADMITTED))
+    @rule(draw=st.data(), how=st.sampled_from(["first", "answered", "failed", "untaken"]))
+    def goes_on(self, draw: st.DataObject, how: str) -> None:
+        ask = draw.draw(st.sampled_from(self.of(State.ADMITTED)))
+        choosing, choice = self.scene.choosing, choice_of(ask)
+        if how == "first":
+            choosing.first_token(choice)
+        elif how == "untaken":
+            self.scene.admission.leave(ask)
+        else:
+            ask.choice = None
+            choosing.ended(choice, answered=how == "answered")
+            if how == "answered":
+                choosing.learn(choice, ask.wanted.tokens, 0, self.scene.now_s)
+
+    @precondition(lambda self: self.of(State.WAITING))
+    @rule(draw=st.data())
+    def client_leaves(self, draw: st.DataObject) -> None:
+        ask = draw.draw(st.sampled_from(self.of(State.WAITING)))
+        self.scene.admission.leave(ask)
+        assert not self.scene.admission.line.remove(ask)
+
+    @rule(name=st.sampled_from(["e0", "e1"]), up=st.booleans())
+    def engine_changes(self, name: str, up: bool) -> None:
+        engine = self.scene.fleet.engines.get(name)
+        if engine is not None:
+            self.scene.fleet.up(engine, {"m": {}}) if up else self.scene.fleet.down(engine, "a test")
+
+    @rule(count=st.integers(1, 2))
+    def engines_reload(self, count: int) -> None:
+        self.scene.set_engines(count)
+
+    @rule(enabled=st.booleans(), most=st.integers(1, 8), ahead_s=st.sampled_from([0.0, 0.2]))
+    def settings_reload(self, enabled: bool, most: int, ahead_s: float) -> None:
+        self.scene.admission.set(QueueSettings(enabled=enabled, max_requests=most, ahead_s=ahead_s))
+        self.most = most
+
+    most = 6
+
+    @invariant()
+    def bounds_hold_and_counts_are_those_of_what_waits(self) -> None:
+        line, waiting = self.scene.admission.line, self.of(State.WAITING)
+        assert len(line) == len(waiting) <= self.most
+        assert line.size_bytes == sum(one.size_bytes for one in waiting)
+        # Of an engine that left and came again, the fleet has forgotten the requests.
+        assert sum(engine.load.requests for engine in self.scene.fleet) <= len(self.of(State.ADMITTED))
+
+    @invariant()
+    def nothing_waits_while_an_engine_is_free(self) -> None:
+        if self.of(State.WAITING):
+            assert all(engine.load.waiting for engine in self.scene.fleet.serving("m"))
+
+    def teardown(self) -> None:
+        for ask in self.asks:
+            self.scene.admission.leave(ask)
+        while left := self.of(State.ADMITTED):
+            self.scene.admission.leave(left[0])
+        self.scene.assert_idle()
+
+
+TestAnything = Anything.TestCase
