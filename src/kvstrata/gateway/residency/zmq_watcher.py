@@ -5,7 +5,7 @@ its own, so that nothing of an earlier one that took too long is mistaken for it
 
 An engine that floods delays the others by one turn, and fills no memory: what it publishes waits at the engine, whose
 publisher drops what nobody takes.  What it sends again is taken at once, since vLLM 0.32 drops without a word what
-its socket cannot hold, and up to REPLAY_BYTES.
+its socket cannot hold; above AGAIN_BYTES the rest waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ IDLE_S = 5.0
 """After this time without a batch the last one is asked for again: it shows a lost end, and a restart."""
 REPLAY_S = 5.0
 """Longest time between two messages of a replay."""
-REPLAY_MESSAGES, REPLAY_BYTES = 200_000, 256 << 20
+REPLAY_MESSAGES = 200_000
+AGAIN_BYTES = 1 << 20
+"""Of a replay that were not taken in yet; then nothing more is read."""
 QUEUED = 64
 """Messages that wait for this thread, of each engine; further ones wait there."""
 REPLAY_QUEUED = 1_000
@@ -238,8 +240,8 @@ class Watcher:
                 return
 
     def _read_replay(self, engine: Watched, socket: zmq.Socket[Any]) -> None:
-        """Take all that has come of a replay."""
-        while True:
+        """Take what has come of a replay."""
+        while engine.again_bytes < AGAIN_BYTES:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -248,7 +250,7 @@ class Watcher:
             engine.replayed += 1
             engine.again.append(frames)
             engine.again_bytes += sum(map(len, frames))
-            if engine.replayed > REPLAY_MESSAGES or engine.again_bytes > REPLAY_BYTES:
+            if engine.replayed > REPLAY_MESSAGES:
                 engine.feed.malformed += 1
                 self._end_replay(engine, answered=False)
                 return
