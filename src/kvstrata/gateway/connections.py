@@ -1,5 +1,8 @@
 """The port of the gateway: uvicorn on httptools, with the bounds of process/http_connections.py.
 
+A connection's socket can be lent to the thread that passes an answer on (splicing.py).  Meanwhile it is neither read,
+written nor closed here: whatever would close it makes the thread stop, and closes it afterwards.
+
 A client whose host is gone without a word (power, network) is found by TCP's own probes after KEPT_ALIVE_S.
 """
 
@@ -9,14 +12,14 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvstrata.config.gateway_model import GatewayHttpSettings
-from kvstrata.gateway.engine_link import Answer
 from kvstrata.process.http_connections import Bounds, Timed
 
 if TYPE_CHECKING:
@@ -29,14 +32,44 @@ IDLE_S = 75
 KEPT_ALIVE_S, PROBE_S, PROBES = 60, 10, 3
 
 
+class _LentTransport:
+    """Stands for a transport whose socket is lent: closing it waits."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self.closes = False
+
+    def is_closing(self) -> bool:
+        """Whether the connection will be closed when the socket is back."""
+        return self.closes
+
+    def close(self) -> None:
+        """Close the connection when the socket is back, which is soon."""
+        self.closes = True
+        self._stop()
+
+    abort = close
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which leaves a lent socket alone."""
+
+    lent = False
+
+    def resume_reading(self) -> None:
+        if not self.lent:
+            super().resume_reading()
+
+
 class GatewayProtocol(Timed, HttpToolsProtocol):
     """A client's connection."""
 
-    source: Answer | None = None
-    """The answer whose parts are written."""
+    _own: asyncio.Transport | None = None
+    """The transport while its socket is lent."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         connection = transport.get_extra_info("socket")
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -59,24 +92,50 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self.bounds.idle(self)
 
-    def write_part(self, part: bytes) -> None:
-        """Write a part of an answer's body whose head has been sent by ASGI's `send`.
+    def lend(self, stop: Callable[[], None]) -> int | None:
+        """Lend the socket; None if something is still to be written. `stop` makes its user end soon."""
+        transport, flow = self.transport, self.flow
+        if transport.is_closing() or transport.get_write_buffer_size() or not isinstance(flow, _Flow):
+            return None
+        flow.pause_reading()
+        flow.lent = True
+        self._own, self.transport = transport, cast(asyncio.Transport, _LentTransport(stop))
+        descriptor: int = transport.get_extra_info("socket").fileno()
+        return descriptor
 
-        The same as `send` without a task that waits; `source` is paused while the client does not read.  The answer
-        must have chunked coding.
-        """
-        if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    def taken_back(self) -> None:
+        """The socket is used no longer."""
+        lent, flow = self.transport, self.flow
+        if self._own is None or not isinstance(lent, _LentTransport) or not isinstance(flow, _Flow):
+            return
+        self._own, self.transport = None, self._own
+        flow.lent = False
+        if lent.closes:
+            self.transport.abort()
+        else:
+            flow.resume_reading()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.source is not None:
-            self.source.pause()
+    def head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """The head of an answer in chunked coding, which the caller writes, with its body."""
+        cycle = self.cycle
+        cycle.response_started = cycle.chunked_encoding = True
+        cycle.waiting_for_100_continue = False
+        lines = [STATUS_LINE[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"transfer-encoding: chunked\r\n\r\n")
+        return b"".join(lines)
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.source is not None:
-            self.source.resume()
+    def answered(self) -> None:
+        """The answer was written to its end by somebody else."""
+        cycle = self.cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
     async def cut(self, receive: Receive) -> None:
         """Cut the connection, so that the client sees that an answer is not whole; returns once that is done."""

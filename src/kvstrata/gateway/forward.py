@@ -10,6 +10,7 @@ Invariants
    with a cut connection.
 2. When the client goes, the connection to the engine is closed at once, which makes the engine abort the request.
 3. Only a few parts of an answer wait here: while the client does not read, nothing is read from the engine.
+   Answers in chunked coding are passed on by a thread (splicing.py), others part by part.
 4. Whatever happens, the engine's and the tenant's counts of requests under way go back.
 """
 
@@ -30,6 +31,7 @@ from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import Asked
+from kvstrata.gateway.splicing import ENGINES_FAULT, SILENT, Splices
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -79,6 +81,10 @@ class BrokenOff(Exception):
         self.failure = failure
 
 
+class ClientGone(Exception):
+    """The client went, or was cut, while its answer was passed on."""
+
+
 class Forwarder:
     """Sends requests to engines. Belongs to the event loop."""
 
@@ -88,6 +94,7 @@ class Forwarder:
         fleet: Fleet,
         meters: Meters,
         links: Links,
+        splices: Splices,
         choosing: Choosing,
         reader: Reader,
         now_s: Callable[[], float],
@@ -99,6 +106,7 @@ class Forwarder:
         self._fleet = fleet
         self._meters = meters
         self._links = links
+        self._splices = splices
         self.choosing = choosing
         self._reader = reader
         self._now_s = now_s
@@ -119,6 +127,10 @@ class Forwarder:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 call.meter.outcome = CANCELLED
+            elif not work.cancelled() and isinstance(work.exception(), ClientGone):
+                call.meter.outcome = CANCELLED
+                await gone
+                return
         finally:
             work.cancel()
             gone.cancel()
@@ -173,7 +185,7 @@ class Forwarder:
                     await answer.head()
                     if answer.status in ELSEWHERE:
                         return await self._elsewhere(engine, answer)
-                    first = await answer.part()
+                    first = await answer.begun()
             except Unreachable as error:
                 self._failed(engine, f"no connection: {error}")
                 return Refused(
@@ -236,52 +248,57 @@ class Forwarder:
         self._reader.answered(call.path, engine.name, first)
         meter.outcome = OK if answer.status < 400 else CLIENT_ERROR if answer.status < 500 else "engine_error"
         headers = passing.to_client(answer.headers, call.wanted.word)
+        client: GatewayProtocol = call.scope["state"]["connection"]
+        silence_s = self.settings.timeouts.silence_s
+        splice = await self._splices.pass_on(
+            answer, client, answer.status, headers, silence_s=silence_s, events=stream
+        )
+        if splice is None:
+            await self._in_turn(call, engine, answer, headers, send, stream=stream)
+            return
+        meter.spliced(splice)
+        if splice.end in ENGINES_FAULT:
+            await self._broke_off(call, engine, splice.end, send, stream=stream)
+        elif splice.end != "done":
+            raise ClientGone
+
+    async def _in_turn(
+        self, call: Call, engine: ServingEngine, answer: Answer, headers: passing.Raw, send: Send, *, stream: bool
+    ) -> None:
+        """Pass on an answer that no thread can: its length is known, or it is whole already, or comes over TLS.
+
+        A part is read when the client has taken the one before.
+        """
+        meter = call.meter
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         watch = _Silence(answer, self.settings.timeouts.silence_s)
         try:
-            if b"content-length" in names:
-                await self._in_turn(meter, answer, first, send)
-            else:
-                await self._straight(meter, answer, first, call.scope["state"]["connection"])
+            part = await answer.part()
+            while part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                if part := await answer.part():
+                    meter.part(self._now_s(), part)
         except LinkBroken as error:
-            meter.outcome = "broke_off"
-            says = f"engine {engine.name} broke its answer off"
-            if watch.silent:
-                says = f"engine {engine.name} was silent for {watch.silence_s:g} s"
-            else:
-                self._failed(engine, f"answer broke off: {error}")
-            failure = Failure(502, "broke_off", says)
-            if stream:
-                event = error_event(failure, call.path)
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            raise BrokenOff(failure) from None
+            await self._broke_off(call, engine, SILENT if watch.silent else str(error), send, stream=stream)
         finally:
             watch.end()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _in_turn(self, meter: Meter, answer: Answer, first: bytes, send: Send) -> None:
-        """Pass on an answer of a known length: a part is read when the client has taken the one before."""
-        part = first
-        while part:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            if part := await answer.part():
-                meter.part(self._now_s(), part)
-
-    async def _straight(self, meter: Meter, answer: Answer, first: bytes, client: GatewayProtocol) -> None:
-        """Pass on an answer whose parts come as they are made, each in the callback that read it."""
-        write, now_s, count = client.write_part, self._now_s, meter.part
-
-        def sink(part: bytes) -> None:
-            write(part)
-            count(now_s(), part)
-
-        client.source = answer
-        try:
-            if first:
-                write(first)
-            await answer.pass_to(sink, lambda: client.flow.write_paused)
-        finally:
-            client.source = None
+    async def _broke_off(
+        self, call: Call, engine: ServingEngine, why: str, send: Send, *, stream: bool
+    ) -> None:
+        """An answer whose first part was passed on goes no further. Raises BrokenOff."""
+        call.meter.outcome = "broke_off"
+        says = f"engine {engine.name} broke its answer off"
+        if why == SILENT:
+            says = f"engine {engine.name} was silent for {self.settings.timeouts.silence_s:g} s"
+        else:
+            self._failed(engine, f"answer broke off: {why}")
+        failure = Failure(502, "broke_off", says)
+        if stream:
+            event = error_event(failure, call.path)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        raise BrokenOff(failure)
 
     async def _refuse(self, call: Call, send: Send, refused: Refused) -> None:
         """Pass an engine's refusal on, or answer with a failure of our own."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.observability.metrics import LONG_BUCKETS, SECONDS_BUCKETS, Histogram
@@ -25,6 +26,25 @@ _USAGE = {
 _USAGE_TAIL_BYTES = 4_096
 _EVENT = b"data:"
 _ERRORS = (b'data: {"error"', b"event: error", b'{"error"', b'{"object":"error"', b'{"type":"error"')
+
+
+class Spliced(Protocol):
+    """What a thread measures of the parts that it passes on, see native/splice.pyi."""
+
+    @property
+    def events(self) -> int: ...
+
+    @property
+    def last_s(self) -> float: ...
+
+    @property
+    def gaps(self) -> list[int]: ...
+
+    @property
+    def gaps_s(self) -> float: ...
+
+    @property
+    def tail(self) -> bytes: ...
 
 
 class Series:
@@ -94,6 +114,14 @@ class Meter:
                 self._itl.add(now_s - self.last_s)
         self.last_s = now_s
         self.usage_tail, self._last = self._last, part
+
+    def spliced(self, splice: Spliced) -> None:
+        """All further parts were passed on by a thread, which has measured them."""
+        self.events += splice.events
+        if self._itl is not None:
+            self._itl.add_counts(splice.gaps, splice.gaps_s)
+        self.last_s = splice.last_s
+        self.usage_tail, self._last = b"", splice.tail
 
     def tokens(self) -> dict[str, int]:
         """Tokens by kind, as the answer's end tells them."""

@@ -120,6 +120,7 @@ class Gateway(Process):
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
+        from kvstrata.gateway.splicing import Splices
         from kvstrata.gateway.tokens.source import Tokens
         from kvstrata.observability.exposition import Pages
 
@@ -128,6 +129,8 @@ class Gateway(Process):
         self.closers.append(soon(listener.close))
         self._links = links = Links(settings.timeouts.connect_s)
         self.closers.append(links.close)
+        splices = Splices()
+        self.closers.append(splices.close)
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
@@ -143,7 +146,15 @@ class Gateway(Process):
         self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
         self._reader = reader = Reader(settings, fleet)
         self._forwarder = Forwarder(
-            settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
+            settings,
+            fleet,
+            meters,
+            links,
+            splices,
+            choosing,
+            reader,
+            now_s,
+            drop_keys=lambda: door.knows_tenants,
         )
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
