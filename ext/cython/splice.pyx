@@ -49,7 +49,7 @@ cdef extern from "splice/splicer.h" namespace "kvstrata" nogil:
         @staticmethod
         Status create(vector[int64_t], unique_ptr[CSplicer]*) noexcept
         int event_fd() noexcept
-        Status start(const SpliceOptions&, bytes_span, bytes_span, shared_ptr[CSplice]*) noexcept
+        Status start(const SpliceOptions&, bytes_span, bytes_span, shared_ptr[CSplice]*, cbool*) noexcept
         Status stop(uint64_t) noexcept
         shared_ptr[CSplice] take_ended() noexcept
         void close() noexcept
@@ -62,6 +62,7 @@ cdef class Splice:
     """See splice.pyi."""
 
     cdef shared_ptr[CSplice] core
+    cdef readonly bint is_over
 
     def __init__(self):
         raise TypeError("splices come from Splicer.start")
@@ -125,6 +126,7 @@ cdef class Splicer:
               double silence_s, double stalled_s, bint events):
         cdef SpliceOptions options
         cdef Splice splice = Splice.__new__(Splice)
+        cdef cbool under_way = False
         options.engine_fd, options.client_fd = engine_fd, client_fd
         options.silence_ns, options.stalled_ns = <int64_t>(silence_s * 1e9), <int64_t>(stalled_s * 1e9)
         options.events = events
@@ -134,10 +136,12 @@ cdef class Splicer:
                 bytes_span(&head[0] if head.shape[0] else NULL, head.shape[0]),
                 bytes_span(&early[0] if early.shape[0] else NULL, early.shape[0]),
                 &splice.core,
+                &under_way,
             ),
             CALL,
         )
-        if splice.core.get().end == SpliceEnd.kNone:
+        splice.is_over = not under_way
+        if under_way:
             self.open[splice.core.get().id] = splice
         return splice
 
@@ -146,12 +150,15 @@ cdef class Splicer:
 
     def take_ended(self):
         cdef shared_ptr[CSplice] ended
+        cdef Splice splice
         cdef list found = []
         while True:
             ended = self.core.get().take_ended()
             if not ended:
                 return found
-            found.append(self.open.pop(ended.get().id))
+            splice = self.open.pop(ended.get().id)
+            splice.is_over = True
+            found.append(splice)
 
     def close(self):
         with nogil:

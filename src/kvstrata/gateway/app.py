@@ -216,7 +216,7 @@ class App:
                 meter.outcome = call.code
                 await answer_failure(send, call, path, word, close=call.status in UNREAD)
             elif call is not None:
-                await self._forward(call, receive, send)
+                await self._forward(call, send)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -280,9 +280,9 @@ class App:
             more = message.get("more_body", False)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
+    async def _forward(self, call: Call, send: Send) -> None:
         try:
-            await self._forwarder.run(call, receive, send)
+            await self._forwarder.run(call, send)
             self._compare(call)
         except BrokenOff as error:
             self._log.repeated(
@@ -292,7 +292,7 @@ class App:
                 request=call.wanted.word,
                 reason=error.failure.message,
             )
-            await call.scope["state"]["connection"].cut(receive)
+            await call.scope["state"]["connection"].cut()
 
     def _compare(self, call: Call) -> None:
         """Compare the tokens of a prompt that were computed here with their number in the answer's `usage`."""

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvstrata.config.gateway_model import GatewayHttpSettings
 from kvstrata.process.http_connections import Bounds, Timed
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive
+    from starlette.types import ASGIApp
 
 SPARE_FILES = 128
 """Descriptors for everything but clients and engines."""
@@ -66,16 +66,47 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
 
     _own: asyncio.Transport | None = None
     """The transport while its socket is lent."""
+    _descriptor = -1
+    _leaving: Callable[[], object] | None = None
+    """Called when the client goes before its answer has ended."""
+    _answered: RequestResponseCycle | None = None
+    """The request that is being answered; `cycle` is the last one that arrived, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        self._gone = asyncio.Event()
         connection = transport.get_extra_info("socket")
+        self._descriptor = connection.fileno()
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEPT_ALIVE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._gone.set()
+        if self._answered is not None:
+            self._answered.disconnected = not self._answered.response_complete
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @contextlib.contextmanager
+    def leaving(self, call: Callable[[], object]) -> Iterator[None]:
+        """Call `call` when the client goes meanwhile, or at once if it has gone."""
+        if self._gone.is_set():
+            call()
+        self._leaving = call
+        try:
+            yield
+        finally:
+            self._leaving = None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -100,8 +131,7 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         flow.pause_reading()
         flow.lent = True
         self._own, self.transport = transport, cast(asyncio.Transport, _LentTransport(stop))
-        descriptor: int = transport.get_extra_info("socket").fileno()
-        return descriptor
+        return self._descriptor
 
     def taken_back(self) -> None:
         """The socket is used no longer."""
@@ -117,7 +147,8 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
 
     def head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
         """The head of an answer in chunked coding, which the caller writes, with its body."""
-        cycle = self.cycle
+        cycle = self._answered
+        assert cycle is not None
         cycle.response_started = cycle.chunked_encoding = True
         cycle.waiting_for_100_continue = False
         lines = [STATUS_LINE[status]]
@@ -130,18 +161,18 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
 
     def answered(self) -> None:
         """The answer was written to its end by somebody else."""
-        cycle = self.cycle
+        cycle = self._answered
+        assert cycle is not None
         cycle.response_complete = True
         cycle.message_event.set()
         if not cycle.keep_alive:
             self.transport.close()
         cycle.on_response()
 
-    async def cut(self, receive: Receive) -> None:
+    async def cut(self) -> None:
         """Cut the connection, so that the client sees that an answer is not whole; returns once that is done."""
         self.transport.abort()
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await self._gone.wait()
 
 
 def make_server(app: ASGIApp, settings: GatewayHttpSettings) -> tuple[uvicorn.Server, Bounds]:

@@ -60,6 +60,7 @@ class Answer(asyncio.Protocol):
         self._links = links
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
+        self._descriptor = -1
         self._parser: Any = None
         self._head_bytes = 0
         self._parts: list[bytes] = []
@@ -131,8 +132,7 @@ class Answer(asyncio.Protocol):
         self._stop = stop
         coded, self._coded = b"".join(self._coded or ()), None
         self._parts.clear()
-        descriptor: int = self._transport.get_extra_info("socket").fileno()
-        return descriptor, coded
+        return self._descriptor, coded
 
     def taken_back(self, *, whole: bool) -> None:
         """The socket is used no longer. `whole`: the body has ended, and nothing followed."""
@@ -206,6 +206,7 @@ class Answer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._descriptor = transport.get_extra_info("socket").fileno()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
@@ -35,7 +35,7 @@ from kvstrata.gateway.splicing import ENGINES_FAULT, SILENT, Splices
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Scope, Send
 
     from kvstrata.gateway.connections import GatewayProtocol
 
@@ -118,25 +118,28 @@ class Forwarder:
         """Whether an engine takes the ids of a model's chats."""
         self._log = EventLog("gateway")
 
-    async def run(self, call: Call, receive: Receive, send: Send) -> None:
+    async def run(self, call: Call, send: Send) -> None:
         """Answer a request, until the client goes."""
-        loop = asyncio.get_running_loop()
-        work = loop.create_task(self._answer(call, send), name="forward")
-        gone = loop.create_task(_until_gone(receive), name="client")
+        client: GatewayProtocol = call.scope["state"]["connection"]
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        def leave() -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                call.meter.outcome = CANCELLED
-            elif not work.cancelled() and isinstance(work.exception(), ClientGone):
-                call.meter.outcome = CANCELLED
-                await gone
-                return
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.wait((work, gone))
-        if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
+            with client.leaving(leave):
+                await self._answer(call, send)
+        except ClientGone:
+            call.meter.outcome = CANCELLED
+            await client.cut()
+        except asyncio.CancelledError:
+            call.meter.outcome = CANCELLED
+            if not gone or task.uncancel():
+                raise  # the process stops
 
     async def _answer(self, call: Call, send: Send) -> None:
         self.budget.request()
@@ -180,7 +183,7 @@ class Forwarder:
         begun_s = self._now_s()
         try:
             try:
-                async with self._first_byte(engine):
+                async with _FirstByte(engine, self.settings.timeouts.first_byte_s):
                     answer = await self._send(call, engine)
                     await answer.head()
                     if answer.status in ELSEWHERE:
@@ -204,16 +207,6 @@ class Forwarder:
         finally:
             if answer is not None:
                 answer.end()
-
-    @contextlib.asynccontextmanager
-    async def _first_byte(self, engine: ServingEngine) -> AsyncIterator[None]:
-        """Bounds the wait for an engine's first byte; raises TimeoutError also if the engine is given up meanwhile."""
-        async with asyncio.timeout(self.settings.timeouts.first_byte_s) as limit:
-            engine.waiting.add(limit)
-            try:
-                yield
-            finally:
-                engine.waiting.discard(limit)
 
     async def _send(self, call: Call, engine: ServingEngine) -> Answer:
         place, raw = engine.place, call.scope["headers"]
@@ -313,6 +306,24 @@ class Forwarder:
             await answer_failure(send, refused.failure, call.path, call.wanted.word)
 
 
+class _FirstByte:
+    """Bounds the wait for an engine's first byte; raises TimeoutError also if the engine is given up meanwhile."""
+
+    __slots__ = ("_engine", "_limit")
+
+    def __init__(self, engine: ServingEngine, first_byte_s: float) -> None:
+        self._engine = engine
+        self._limit = asyncio.timeout(first_byte_s)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._engine.waiting.add(self._limit)
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._engine.waiting.discard(self._limit)
+        await self._limit.__aexit__(*error)
+
+
 class _Silence:
     """Closes an answer whose engine says nothing for `silence_s`; one timer that is set again only when it rings."""
 
@@ -354,8 +365,3 @@ async def answer_failure(
     with contextlib.suppress(OSError):
         await send({"type": "http.response.start", "status": failure.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

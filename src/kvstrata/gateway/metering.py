@@ -19,10 +19,14 @@ MAX_SERIES = 4_096
 OTHER = "other"
 OK, CLIENT_ERROR, CANCELLED = "ok", "client_error", "cancelled"
 _USAGE = {
-    "prompt": re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})'),
-    "cached": re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})'),
-    "completion": re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})'),
+    **dict.fromkeys((b"prompt", b"input"), "prompt"),
+    **dict.fromkeys((b"cached", b"cache_read_input"), "cached"),
+    **dict.fromkeys((b"completion", b"output"), "completion"),
 }
+"""Kinds of tokens by what stands before `_tokens` in the keys of an answer's `usage`."""
+_COUNT = re.compile(rb"\s*:\s*(\d{1,15})")
+_KEY_END = b'_tokens"'
+_LONGEST_KEY = 24
 _USAGE_TAIL_BYTES = 4_096
 _EVENT = b"data:"
 _ERRORS = (b'data: {"error"', b"event: error", b'{"error"', b'{"object":"error"', b'{"type":"error"')
@@ -126,8 +130,14 @@ class Meter:
     def tokens(self) -> dict[str, int]:
         """Tokens by kind, as the answer's end tells them."""
         tail = self.usage_tail[-_USAGE_TAIL_BYTES:] + self._last[-_USAGE_TAIL_BYTES:]
-        found = {kind: pattern.findall(tail) for kind, pattern in _USAGE.items()}
-        return {kind: int(values[-1]) for kind, values in found.items() if values}
+        found: dict[str, int] = {}
+        end = tail.find(_KEY_END)
+        while end >= 0:  # the last of each kind counts
+            kind = _USAGE.get(tail[tail.rfind(b'"', max(0, end - _LONGEST_KEY), end) + 1 : end])
+            if kind is not None and (count := _COUNT.match(tail, end + len(_KEY_END))):
+                found[kind] = int(count[1])
+            end = tail.find(_KEY_END, end + 1)
+        return found
 
 
 class Meters:

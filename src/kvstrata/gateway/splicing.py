@@ -40,7 +40,10 @@ class Splices:
         silence_s: float,
         events: bool,
     ) -> Splice | None:
-        """Pass an answer on; None if it cannot be lent. If this is cancelled, the client's connection is cut."""
+        """Pass an answer on; None if it cannot be lent.
+
+        After an end that is neither `done` nor an engine's fault the caller cuts the client's connection.
+        """
         splice: Splice | None = None
 
         def stop() -> None:
@@ -61,7 +64,7 @@ class Splices:
                 stalled_s=client.bounds.stalled_s,
                 events=events,
             )
-            if not splice.end:
+            if not splice.is_over:
                 await self._ended(splice)
         finally:
             answer.taken_back(whole=splice is not None and splice.exact)
@@ -70,8 +73,6 @@ class Splices:
             client.answered()
         elif splice.end == "stalled":
             client.bounds.close(client, "stalled")
-        elif splice.end not in ENGINES_FAULT:
-            client.transport.abort()
         return splice
 
     async def _ended(self, splice: Splice) -> None:

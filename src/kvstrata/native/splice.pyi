@@ -14,7 +14,10 @@ one read of 64 KiB waits in memory.
 from collections.abc import Iterable
 
 class Splice:
-    """One answer. All but `number` has a meaning only after its end."""
+    """One answer. All but `number` and `is_over` has a meaning only once it is over."""
+
+    is_over: bool
+    """Whether it has ended, and `take_ended` has returned it if it was under way."""
 
     @property
     def number(self) -> int:
@@ -22,7 +25,7 @@ class Splice:
 
     @property
     def end(self) -> str:
-        """A word of the table; empty while the splice has not ended."""
+        """A word of the table."""
 
     @property
     def exact(self) -> bool:
@@ -78,7 +81,7 @@ class Splicer:
     ) -> Splice:
         """Send `head` and the body in `early`, the first bytes of the coded body, and pass on what follows.
 
-        A splice that has an `end` at once is not returned by `take_ended`.  `silence_s`: how long the engine may send
+        A splice that is over at once is not returned by `take_ended`.  `silence_s`: how long the engine may send
         nothing.  `stalled_s`: how long the client may read nothing.  `events`: count and time events.  Raises
         ValueError after `close`, MemoryError; then the sockets are as they were.
         """

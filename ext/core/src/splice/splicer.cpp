@@ -119,7 +119,9 @@ Splicer::~Splicer() {
 }
 
 Status Splicer::start(const SpliceOptions& options, std::span<const std::uint8_t> head,
-                      std::span<const std::uint8_t> early, std::shared_ptr<Splice>* out) noexcept {
+                      std::span<const std::uint8_t> early, std::shared_ptr<Splice>* out,
+                      bool* under_way) noexcept {
+  *under_way = false;
   if (closing_.load()) {
     return Status(StatusCode::kClosed, "splicer: was closed");
   }
@@ -141,8 +143,12 @@ Status Splicer::start(const SpliceOptions& options, std::span<const std::uint8_t
     const std::span<std::uint8_t> chunk = framed(body, kept, done);
     std::uint8_t* const first = chunk.data() - head.size();
     std::ranges::copy(head, first);
-    const std::lock_guard lock(mutex_);
-    const auto place = open_.emplace(splice->id, splice).first;
+    {
+      const std::lock_guard lock(mutex_);
+      open_.emplace(splice->id, splice);
+    }
+    *out = splice;
+    // Without the lock: what is sent, and what the engine sends, may wake the thread.
     SpliceEnd end = send(*splice, first, head.size() + chunk.size());
     if (end == SpliceEnd::kNone && (done || splice->reader_.broken())) {
       end = done ? SpliceEnd::kDone : SpliceEnd::kNotChunked;
@@ -150,31 +156,35 @@ Status Splicer::start(const SpliceOptions& options, std::span<const std::uint8_t
         splice->after_pending_ = std::exchange(end, SpliceEnd::kNone);
       }
     }
-    if (end == SpliceEnd::kNone && !watch(*splice)) {
+    const std::lock_guard lock(mutex_);
+    if (end == SpliceEnd::kNone) {
+      if (watch(*splice)) {
+        *under_way = true;
+        if (open_count_.fetch_add(1) == 0) {
+          wake_.signal();  // the thread waits without an end
+        }
+        return Status();
+      }
       end = SpliceEnd::kStopped;
     }
     splice->end = end;
-    if (end != SpliceEnd::kNone) {
-      open_.erase(place);
-    } else if (open_.size() == 1) {
-      wake_.signal();  // the thread waits without an end
-    }
-    *out = splice;
+    open_.erase(splice->id);
   } catch (const std::bad_alloc&) {
     return Status(StatusCode::kNoSpace, "no memory for a splice");
   }
   return Status();
 }
 
-// Hands both sockets to the thread; false if the system refuses.
+// Hands both sockets to the thread, to which the splice belongs from then on; false if the system
+// refuses.
 bool Splicer::watch(Splice& splice) noexcept {
+  splice.watched_ = true;
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP | EPOLLET;
   event.data.ptr = &splice;
   if (!watch_client(splice, EPOLL_CTL_ADD)) {
     return false;
   }
-  // The last step: from here on the splice is the thread's.
   if (::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, splice.options_.engine_fd, &event) == 0) {
     return true;
   }
@@ -223,11 +233,7 @@ void Splicer::run() noexcept {
   std::array<epoll_event, kEventsInRound> events{};
   std::int64_t swept_ns = now_ns();
   while (!closing_.load()) {
-    int wait_ms = -1;
-    {
-      const std::lock_guard lock(mutex_);
-      wait_ms = open_.empty() ? -1 : kSweepMs;
-    }
+    const int wait_ms = open_count_.load() == 0 ? -1 : kSweepMs;
     const int count = ::epoll_wait(epoll_fd_, events.data(), kEventsInRound, wait_ms);
     for (int i = 0; i < count; ++i) {
       const auto tagged = static_cast<std::uintptr_t>(events[i].data.u64);
@@ -390,7 +396,8 @@ void Splicer::obey() noexcept {
   const std::lock_guard lock(mutex_);
   for (const std::uint64_t id : std::exchange(to_stop_, {})) {
     const auto found = open_.find(id);
-    if (found != open_.end() && found->second->end == SpliceEnd::kNone) {
+    if (found != open_.end() && found->second->watched_ &&
+        found->second->end == SpliceEnd::kNone) {
       end(*found->second, SpliceEnd::kStopped);
     }
   }
@@ -400,7 +407,7 @@ void Splicer::obey() noexcept {
 void Splicer::sweep(std::int64_t now_ns) noexcept {
   const std::lock_guard lock(mutex_);
   for (const auto& [id, splice] : open_) {
-    if (splice->end != SpliceEnd::kNone) {
+    if (!splice->watched_ || splice->end != SpliceEnd::kNone) {
       continue;
     }
     if (splice->full_ns_ != 0) {
@@ -426,6 +433,7 @@ void Splicer::publish() noexcept {
       found->second->next_ended_ = std::move(ended_);
       ended_ = std::move(found->second);
       open_.erase(found);
+      open_count_.fetch_sub(1);
     }
   }
   ended_event_.signal();

@@ -49,7 +49,7 @@ struct SpliceOptions {
   bool events = false;  // the body is a stream of events, to be counted and timed
 };
 
-// One answer. What the owner may read after the end is public; the rest belongs to the splicer.
+// One answer. The owner may read `id`, and what else is public once take_ended() has returned it.
 class Splice {
  public:
   SpliceEnd end = SpliceEnd::kNone;
@@ -73,6 +73,7 @@ class Splice {
   SpliceEnd after_pending_ = SpliceEnd::kNone;
   std::int64_t heard_ns_ = 0;
   std::int64_t full_ns_ = 0;  // since when; 0: it flows
+  bool watched_ = false;  // the thread has the sockets
   Splice* next_in_round_ = nullptr;
   std::shared_ptr<Splice> next_ended_;
 };
@@ -90,10 +91,12 @@ class Splicer {
   [[nodiscard]] int event_fd() const noexcept { return ended_event_.fd(); }
 
   // Sends `head` and what `early`, the first bytes of the coded body, has of the body; the rest
-  // follows in the splicer's thread. If `*out` has an `end` already, it is not among take_ended().
-  // kClosed after close(); kOsError and kNoSpace leave the sockets as they were.
+  // follows in the splicer's thread, if that is still `*under_way`. Otherwise `*out` has ended
+  // already, and is not among take_ended(). kClosed after close(), and kNoSpace, leave the sockets
+  // as they were.
   Status start(const SpliceOptions& options, std::span<const std::uint8_t> head,
-               std::span<const std::uint8_t> early, std::shared_ptr<Splice>* out) noexcept;
+               std::span<const std::uint8_t> early, std::shared_ptr<Splice>* out,
+               bool* under_way) noexcept;
 
   // Ends a splice soon, unless it has ended. kNoSpace: no memory to remember it.
   Status stop(std::uint64_t id) noexcept;
@@ -126,6 +129,7 @@ class Splicer {
   EventFd ended_event_;
   std::thread thread_;
   std::atomic<bool> closing_{false};
+  std::atomic<std::size_t> open_count_{0};  // of watched splices
   std::uint64_t last_id_ = 0;
   std::vector<std::uint8_t> buffer_;  // of the thread
   Splice* ended_in_round_ = nullptr;  // of the thread
