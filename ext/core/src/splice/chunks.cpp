@@ -69,6 +69,7 @@ void ChunkReader::next(std::uint8_t byte) noexcept {
       }
       break;
     case State::kTrailerEnd:
+      line_bytes_ += 2;
       after = byte == '\n' ? State::kTrailer : State::kBroken;
       break;
     case State::kLastLf:
