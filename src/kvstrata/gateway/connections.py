@@ -135,10 +135,10 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
 
     def taken_back(self) -> None:
         """The socket is used no longer."""
-        lent, flow = self.transport, self.flow
-        if self._own is None or not isinstance(lent, _LentTransport) or not isinstance(flow, _Flow):
+        lent, own, flow = self.transport, self._own, self.flow
+        if own is None or not isinstance(lent, _LentTransport) or not isinstance(flow, _Flow):
             return
-        self._own, self.transport = None, self._own
+        self._own, self.transport = None, own
         flow.lent = False
         if lent.closes:
             self.transport.abort()

@@ -115,7 +115,7 @@ class Answer(asyncio.Protocol):
         return body[:most_bytes]
 
     async def begun(self) -> bytes:
-        """The first bytes of the body, which `part` or `lend` hand out again; empty if it has none. Raises LinkBroken."""
+        """The first bytes of the body, which stay for `part` or `lend`; empty if it has none. Raises LinkBroken."""
         while not self._parts and not self._complete:
             await self._wait()
         return b"".join(self._parts)

@@ -256,7 +256,14 @@ class Forwarder:
             raise ClientGone
 
     async def _in_turn(
-        self, call: Call, engine: ServingEngine, answer: Answer, headers: passing.Raw, send: Send, *, stream: bool
+        self,
+        call: Call,
+        engine: ServingEngine,
+        answer: Answer,
+        headers: passing.Raw,
+        send: Send,
+        *,
+        stream: bool,
     ) -> None:
         """Pass on an answer that no thread can: its length is known, or it is whole already, or comes over TLS.
 

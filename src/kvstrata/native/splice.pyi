@@ -7,8 +7,8 @@ one read of 64 KiB waits in memory.
 | `end` | why | what the client has |
 |---|---|---|
 | `done` | the body has ended | the whole body |
-| `engine_closed`, `engine_failed`, `not_chunked`, `silent` | the engine's part of it | whole chunks; another may follow |
-| `client_gone`, `stalled`, `stopped` | the client's part of it, or `stop` | a piece: cut the connection |
+| `engine_closed`, `engine_failed`, `not_chunked`, `silent` | the engine | whole chunks; another may follow |
+| `client_gone`, `stalled`, `stopped` | the client, or `stop` | a piece: cut the connection |
 """
 
 from collections.abc import Iterable
@@ -96,4 +96,4 @@ class Splicer:
         """End all splices, which `take_ended` then returns. Idempotent."""
 
 def decoded(coded: bytes) -> tuple[bytes, int, str]:
-    """The body in chunked coding's first bytes, how many of them were read, and `more`, `done` or `broken`."""
+    """The body in chunked coding's first bytes, how many were read, and `more`, `done` or `broken`. For tests."""

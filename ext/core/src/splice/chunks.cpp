@@ -19,7 +19,9 @@ int hex_value(std::uint8_t byte) noexcept {
 }
 
 // What a line may hold besides its end (RFC 9110, 5.5: a field's bytes, and tabs).
-bool in_line(std::uint8_t byte) noexcept { return byte == '\t' || (byte >= ' ' && byte != 0x7f); }
+bool in_line(std::uint8_t byte) noexcept {
+  return byte == '\t' || (byte >= ' ' && byte != 0x7f);
+}
 
 }  // namespace
 
@@ -92,8 +94,7 @@ std::size_t ChunkReader::decode(std::uint8_t* bytes, std::size_t length,
       next(bytes[at++]);
       continue;
     }
-    const std::size_t take =
-        static_cast<std::size_t>(std::min<std::uint64_t>(left_, length - at));
+    const std::size_t take = static_cast<std::size_t>(std::min<std::uint64_t>(left_, length - at));
     std::memmove(bytes + kept, bytes + at, take);
     kept += take;
     at += take;

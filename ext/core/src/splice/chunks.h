@@ -2,7 +2,8 @@
 //
 // HTTP/1.1's chunked coding (RFC 9112, 7.1), decoded in place.
 //
-//   size ─▶ [extension] ─▶ CR LF ─▶ body ─▶ CR LF ─▶ size …            a size of 0 ─▶ trailers ─▶ done
+//   size ─▶ [extension] ─▶ CR LF ─▶ body ─▶ CR LF ─▶ size …            a size of 0 ─▶ trailers ─▶
+//   done
 //
 // Strict: a size is 1 to 15 hexadecimal digits, every line ends with CR LF, and lines and trailers
 // are bounded. Extensions and trailers are passed over. After `done` and `broken` nothing is read.

@@ -31,7 +31,8 @@ constexpr int kEventsInRound = 64;
 constexpr int kSweepMs = 100;
 constexpr std::uint32_t kHangUp = EPOLLRDHUP | EPOLLHUP | EPOLLERR;
 constexpr std::string_view kEvent = "data:";
-constexpr std::uintptr_t kClientBit = 1;  // of an epoll event: the client's socket, not the engine's
+constexpr std::uintptr_t kClientBit =
+    1;  // of an epoll event: the client's socket, not the engine's
 
 std::int64_t now_ns() noexcept {
   timespec now{};
@@ -42,8 +43,8 @@ std::int64_t now_ns() noexcept {
 std::uint64_t events_in(const std::uint8_t* body, std::size_t bytes) noexcept {
   std::uint64_t found = 0;
   const std::uint8_t* const end = body + bytes;
-  while (const void* at = ::memmem(body, static_cast<std::size_t>(end - body), kEvent.data(),
-                                   kEvent.size())) {
+  while (const void* at =
+             ::memmem(body, static_cast<std::size_t>(end - body), kEvent.data(), kEvent.size())) {
     ++found;
     body = static_cast<const std::uint8_t*>(at) + kEvent.size();
   }
@@ -320,8 +321,7 @@ void Splicer::flush(Splice& splice) noexcept {
   }
   const std::string bytes = std::exchange(splice.pending_, {});
   splice.full_ns_ = 0;
-  SpliceEnd why =
-      send(splice, reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
+  SpliceEnd why = send(splice, reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
   watch_client(splice, EPOLL_CTL_MOD);
   if (splice.full_ns_ != 0) {
     return;
@@ -396,8 +396,7 @@ void Splicer::obey() noexcept {
   const std::lock_guard lock(mutex_);
   for (const std::uint64_t id : std::exchange(to_stop_, {})) {
     const auto found = open_.find(id);
-    if (found != open_.end() && found->second->watched_ &&
-        found->second->end == SpliceEnd::kNone) {
+    if (found != open_.end() && found->second->watched_ && found->second->end == SpliceEnd::kNone) {
       end(*found->second, SpliceEnd::kStopped);
     }
   }

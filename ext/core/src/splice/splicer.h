@@ -3,7 +3,8 @@
 // A thread that passes answers on: the chunked body that comes from an engine's socket goes to a
 // client's socket, in chunks of its own, while the event loop does other work.
 //
-//   start ─▶ flowing ⇄ full (the client's socket takes no more: nothing is read from the engine) ─▶ ended
+//   start ─▶ flowing ⇄ full (the client's socket takes no more: nothing is read from the engine) ─▶
+//   ended
 //
 // Both sockets belong to the splicer from start() until take_ended() has returned the splice:
 // meanwhile nobody else may read, write or close them. The splicer closes neither.
@@ -56,11 +57,11 @@ class Splice {
   bool exact = false;  // kDone, and nothing came after the body's end
   std::uint64_t id = 0;
   std::uint64_t body_bytes = 0;
-  std::uint64_t events = 0;   // "data:" in the body, but for what `early` had
-  std::int64_t last_ns = 0;   // when its last part came (CLOCK_MONOTONIC)
+  std::uint64_t events = 0;         // "data:" in the body, but for what `early` had
+  std::int64_t last_ns = 0;         // when its last part came (CLOCK_MONOTONIC)
   std::vector<std::uint32_t> gaps;  // times between parts with events, by bucket
   std::int64_t gaps_ns = 0;         // their sum
-  std::string tail;                 // the last bytes of the body, at least kTailBytes if it had them
+  std::string tail;  // the last bytes of the body, at least kTailBytes if it had them
 
   static constexpr std::size_t kTailBytes = 4096;
 
@@ -73,7 +74,7 @@ class Splice {
   SpliceEnd after_pending_ = SpliceEnd::kNone;
   std::int64_t heard_ns_ = 0;
   std::int64_t full_ns_ = 0;  // since when; 0: it flows
-  bool watched_ = false;  // the thread has the sockets
+  bool watched_ = false;      // the thread has the sockets
   Splice* next_in_round_ = nullptr;
   std::shared_ptr<Splice> next_ended_;
 };
@@ -108,7 +109,8 @@ class Splicer {
   void close() noexcept;
 
  private:
-  explicit Splicer(std::vector<std::int64_t> bounds_ns) noexcept : bounds_ns_(std::move(bounds_ns)) {}
+  explicit Splicer(std::vector<std::int64_t> bounds_ns) noexcept
+      : bounds_ns_(std::move(bounds_ns)) {}
 
   void run() noexcept;
   void pass(Splice& splice, std::uint32_t flags) noexcept;

@@ -34,7 +34,8 @@ Read read(const std::string& coded, std::size_t piece) {
 }
 
 TEST(a_body_is_the_same_however_it_is_cut) {
-  const std::string coded = "5\r\nhello\r\nA;name=\"v\"\r\n0123456789\r\n0\r\nX-Trailer: 1\r\n\r\nrest";
+  const std::string coded =
+      "5\r\nhello\r\nA;name=\"v\"\r\n0123456789\r\n0\r\nX-Trailer: 1\r\n\r\nrest";
   for (std::size_t piece = 1; piece <= coded.size(); ++piece) {
     const Read found = read(coded, piece);
     CHECK(found.done && !found.broken);
@@ -45,9 +46,23 @@ TEST(a_body_is_the_same_however_it_is_cut) {
 
 TEST(what_another_reader_could_understand_differently_is_broken) {
   for (const char* coded : {
-           "\r\n", "x\r\n", "5\nhello", "5 \r\nhello", "-5\r\n", "+5\r\n", "0x5\r\n", "5\r\rhello",
-           "5\r\nhello5\r\n", "5\r\nhello\n0\r\n", "5\r\nhello\r0", "5;a\nb\r\n", "0\r\nX: 1\n\r\n",
-           "1000000000000000\r\n", "FFFFFFFFFFFFFFFFF\r\n", "0\r\n\r\r", "5;a\x01\r\n",
+           "\r\n",
+           "x\r\n",
+           "5\nhello",
+           "5 \r\nhello",
+           "-5\r\n",
+           "+5\r\n",
+           "0x5\r\n",
+           "5\r\rhello",
+           "5\r\nhello5\r\n",
+           "5\r\nhello\n0\r\n",
+           "5\r\nhello\r0",
+           "5;a\nb\r\n",
+           "0\r\nX: 1\n\r\n",
+           "1000000000000000\r\n",
+           "FFFFFFFFFFFFFFFFF\r\n",
+           "0\r\n\r\r",
+           "5;a\x01\r\n",
        }) {
     const std::string text = coded;
     CHECK(read(text, text.size()).broken);
