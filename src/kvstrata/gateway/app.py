@@ -225,7 +225,7 @@ class App:
                 meter.outcome = call.code
                 await answer_failure(send, call, path, word, close=call.status in UNREAD)
             elif call is not None:
-                await self._charged(call, tenant, receive, send)
+                await self._charged(call, tenant, send)
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -290,10 +290,10 @@ class App:
             more = message.get("more_body", False)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _charged(self, call: Call, tenant: Tenant | None, receive: Receive, send: Send) -> None:
+    async def _charged(self, call: Call, tenant: Tenant | None, send: Send) -> None:
         """Forward a request, if its tenant may use the tokens that it takes."""
         if tenant is None or not call.asked.text:
-            await self._forward(call, receive, send)
+            await self._forward(call, send)
             return
         meter, tokens = call.meter, call.wanted.tokens
         taken = tenant.take(tokens, meter.arrived_s)
@@ -302,14 +302,14 @@ class App:
             await answer_failure(send, taken, call.path, call.wanted.word)
             return
         try:
-            await self._forward(call, receive, send)
+            await self._forward(call, send)
         finally:
             meter.outcome = meter.outcome or CANCELLED
             tenant.settle(taken, tokens, meter)
 
-    async def _forward(self, call: Call, receive: Receive, send: Send) -> None:
+    async def _forward(self, call: Call, send: Send) -> None:
         try:
-            await self._forwarder.run(call, receive, send)
+            await self._forwarder.run(call, send)
             self._compare(call)
         except BrokenOff as error:
             self._log.repeated(
@@ -319,7 +319,7 @@ class App:
                 request=call.wanted.word,
                 reason=error.failure.message,
             )
-            await call.scope["state"]["connection"].cut(receive)
+            await call.scope["state"]["connection"].cut()
 
     def _compare(self, call: Call) -> None:
         """Compare the tokens of a prompt that were computed here with their number in the answer's `usage`."""

@@ -3,6 +3,9 @@
 A head, trailers or extensions of chunks that take too much end the connection.  Trailers are passed over: as headers
 they would reach engines without having been looked at.
 
+A connection's socket can be lent to the thread that passes an answer on (splicing.py).  Meanwhile it is neither read,
+written nor closed here: whatever would close it makes the thread stop, and closes it afterwards.
+
 A client whose host is gone without a word (power, network) is found by TCP's own probes after KEPT_ALIVE_S.
 """
 
@@ -12,18 +15,18 @@ import asyncio
 import contextlib
 import resource
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from kvstrata.config.gateway_model import GatewayHttpSettings
-from kvstrata.gateway.engine_link import Answer
 from kvstrata.process.http_connections import Bounds, Timed
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive
+    from starlette.types import ASGIApp
 
 SPARE_FILES = 128
 """Descriptors for everything but clients and engines."""
@@ -36,20 +39,57 @@ MAX_HEADERS = 256
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
+class _LentTransport:
+    """Stands for a transport whose socket is lent: closing it waits."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self.closes = False
+
+    def is_closing(self) -> bool:
+        """Whether the connection will be closed when the socket is back."""
+        return self.closes
+
+    def close(self) -> None:
+        """Close the connection when the socket is back, which is soon."""
+        self.closes = True
+        self._stop()
+
+    abort = close
+
+
+class _Flow(FlowControl):
+    """uvicorn's flow control, which leaves a lent socket alone."""
+
+    lent = False
+
+    def resume_reading(self) -> None:
+        if not self.lent:
+            super().resume_reading()
+
+
 class GatewayProtocol(Timed, HttpToolsProtocol):
     """A client's connection."""
 
-    source: Answer | None = None
-    """The answer whose parts are written."""
     _in_head = False
     _bare_bytes = 0
     """Bytes in a row that have ended no head, and brought no body."""
     _moves = False
     """Whether the bytes that are being read do."""
+    _own: asyncio.Transport | None = None
+    """The transport while its socket is lent."""
+    _descriptor = -1
+    _leaving: Callable[[], object] | None = None
+    """Called when the client goes before its answer has ended."""
+    _answered: RequestResponseCycle | None = None
+    """The request that is being answered; `cycle` is the last one that arrived, which may wait behind it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport)
+        self._gone = asyncio.Event()
         connection = transport.get_extra_info("socket")
+        self._descriptor = connection.fileno()
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEPT_ALIVE_S)
@@ -81,6 +121,30 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         self._moves = True
         super().on_body(body)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._gone.set()
+        if self._answered is not None:
+            self._answered.disconnected = not self._answered.response_complete
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @contextlib.contextmanager
+    def leaving(self, call: Callable[[], object]) -> Iterator[None]:
+        """Call `call` when the client goes meanwhile, or at once if it has gone."""
+        if self._gone.is_set():
+            call()
+        self._leaving = call
+        try:
+            yield
+        finally:
+            self._leaving = None
+
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
@@ -98,30 +162,56 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self.bounds.idle(self)
 
-    def write_part(self, part: bytes) -> None:
-        """Write a part of an answer's body whose head has been sent by ASGI's `send`.
+    def lend(self, stop: Callable[[], None]) -> int | None:
+        """Lend the socket; None if something is still to be written. `stop` makes its user end soon."""
+        transport, flow = self.transport, self.flow
+        if transport.is_closing() or transport.get_write_buffer_size() or not isinstance(flow, _Flow):
+            return None
+        flow.pause_reading()
+        flow.lent = True
+        self._own, self.transport = transport, cast(asyncio.Transport, _LentTransport(stop))
+        return self._descriptor
 
-        The same as `send` without a task that waits; `source` is paused while the client does not read.  The answer
-        must have chunked coding.
-        """
-        if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    def taken_back(self) -> None:
+        """The socket is used no longer."""
+        lent, own, flow = self.transport, self._own, self.flow
+        if own is None or not isinstance(lent, _LentTransport) or not isinstance(flow, _Flow):
+            return
+        self._own, self.transport = None, own
+        flow.lent = False
+        if lent.closes:
+            self.transport.abort()
+        else:
+            flow.resume_reading()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        if self.source is not None:
-            self.source.pause()
+    def head(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """The head of an answer in chunked coding, which the caller writes, with its body."""
+        cycle = self._answered
+        assert cycle is not None
+        cycle.response_started = cycle.chunked_encoding = True
+        cycle.waiting_for_100_continue = False
+        lines = [STATUS_LINE[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"transfer-encoding: chunked\r\n\r\n")
+        return b"".join(lines)
 
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        if self.source is not None:
-            self.source.resume()
+    def answered(self) -> None:
+        """The answer was written to its end by somebody else."""
+        cycle = self._answered
+        assert cycle is not None
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            self.transport.close()
+        cycle.on_response()
 
-    async def cut(self, receive: Receive) -> None:
+    async def cut(self) -> None:
         """Cut the connection, so that the client sees that an answer is not whole; returns once that is done."""
         self.transport.abort()
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await self._gone.wait()
 
 
 def make_server(app: ASGIApp, settings: GatewayHttpSettings) -> tuple[uvicorn.Server, Bounds]:

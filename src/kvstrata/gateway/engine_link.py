@@ -1,17 +1,19 @@
 """Connections to engines: HTTP/1.1 on httptools, one request at a time, kept for the next one.
 
     idle ─▶ request written ─▶ head of the answer ─▶ parts of its body ─▶ end ─▶ idle, or closed
+                                      └─▶ lent to the splicer ─▶ taken back ─┘
 
-A part of a stream goes from the engine's socket to the client's in one callback, without a task that wakes for each
-token (docs/decisions/0026-gateway-client.md).
+An answer in chunked coding can be lent with its socket to a thread that passes it on (splicing.py), so that no callback
+runs for a token (docs/decisions/0032-gateway-splice.md).
 
 Invariants
-1. A part is handed on in the callback that read it, or kept until it is asked for; nothing is read from the socket
-   while the answer is paused, so the engine waits.
+1. A part is kept until it is asked for; while more than MAX_KEPT_BYTES are kept, or the answer is paused, nothing is
+   read from the socket, so the engine waits.
 2. A link is used again only if the answer ended where its head said, the engine keeps the connection, and nothing
    follows.  What follows an answer is never taken for a part of it.
 3. At most MAX_HEAD_BYTES come that are no body: a head, notes of 1xx before it, extensions of chunks, trailers.
 4. Closing an answer before its end closes its link: the engine sees that nobody listens.
+5. While an answer is lent, its socket is neither read, written nor closed here; a close waits until it is taken back.
 """
 
 from __future__ import annotations
@@ -60,14 +62,20 @@ class Answer(asyncio.Protocol):
         self._links = links
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
+        self._descriptor = -1
         self._parser: Any = None
         self._bare_bytes = 0
         """Those of the answer that are no body, since the last piece of one."""
         self._parts: list[bytes] = []
         self._kept_bytes = 0
-        self._sink: Callable[[bytes], None] | None = None
+        self._coded: list[bytes] | None = None
+        """What came of a body in chunked coding, as it came; None: it has another coding, or parts of it were taken."""
+        self._stop: Callable[[], None] | None = None
+        """Ends the use of a lent socket; None: it is not lent."""
         self._waiter: asyncio.Future[None] | None = None
         self._in_head = True
+        self._head_end = b""
+        """The last bytes of the head so far."""
         self._complete = False
         self._ends_with_link = False
         """Whether only the end of the connection ends the body."""
@@ -82,8 +90,8 @@ class Answer(asyncio.Protocol):
     def write(self, request: Iterable[bytes]) -> None:
         """Begin a request."""
         self._parser = self._links.make_parser(self)
-        self.status, self.headers, self._bare_bytes = 0, [], 0
-        self._parts, self._kept_bytes, self._sink, self._in_head = [], 0, None, True
+        self.status, self.headers, self._bare_bytes, self._head_end = 0, [], 0, b""
+        self._parts, self._kept_bytes, self._coded, self._in_head = [], 0, None, True
         self._complete = self._ends_with_link = self._kept = False
         self._transport.writelines(request)
 
@@ -109,20 +117,34 @@ class Answer(asyncio.Protocol):
             body += part
         return body[:most_bytes]
 
-    async def pass_to(self, sink: Callable[[bytes], None], is_full: Callable[[], bool]) -> None:
-        """Hand all further parts to `sink` as they come; returns at the end of the body. Raises LinkBroken.
-
-        While `is_full()` at the beginning, nothing is read; from then on `pause` and `resume` tell.
-        """
-        if self._parts:
-            sink(self._take())
-        self._sink = sink
-        if is_full():
-            self.pause()
-        else:
-            self.resume()
-        while not self._complete:
+    async def begun(self) -> bytes:
+        """The first bytes of the body, which stay for `part` or `lend`; empty if it has none. Raises LinkBroken."""
+        while not self._parts and not self._complete:
             await self._wait()
+        return b"".join(self._parts)
+
+    @property
+    def lendable(self) -> bool:
+        """Whether the socket can be lent: more of a body in chunked coding is to come, over a bare connection."""
+        whole = self._complete or self._broken is not None
+        return self._coded is not None and not (whole or self.closed or self.address.tls)
+
+    def lend(self, stop: Callable[[], None]) -> tuple[int, bytes]:
+        """The socket, and the coded body so far. `stop` makes its user end soon. REQUIRES: it is lendable."""
+        self.pause()
+        self._stop = stop
+        coded, self._coded = b"".join(self._coded or ()), None
+        self._parts.clear()
+        return self._descriptor, coded
+
+    def taken_back(self, *, whole: bool) -> None:
+        """The socket is used no longer. `whole`: the body has ended, and nothing followed."""
+        self._stop = None
+        self._complete = whole
+        if whole:
+            self.resume()
+        else:
+            self.close()
 
     def pause(self) -> None:
         """Read no further."""
@@ -141,7 +163,6 @@ class Answer(asyncio.Protocol):
         """The owner is done: keep the link for another request if the answer has ended, else close it. Idempotent."""
         if self.closed or not self._transport:
             return
-        self._sink = None
         keeps = self._complete and not self._ends_with_link and not self._parts and self._kept
         if keeps and not self.paused:
             self._links.keep(self)
@@ -149,8 +170,10 @@ class Answer(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """Close the connection now. Idempotent."""
-        if not self.closed:
+        """Close the connection now, or when it is taken back. Idempotent."""
+        if self._stop is not None:
+            self._stop()
+        elif not self.closed:
             self.closed = True
             self._links.drop(self)
             self._transport.abort()
@@ -158,7 +181,7 @@ class Answer(asyncio.Protocol):
     def _take(self) -> bytes:
         part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
-        self._kept_bytes = 0
+        self._kept_bytes, self._coded = 0, None
         return part
 
     async def _wait(self) -> None:
@@ -186,6 +209,7 @@ class Answer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._descriptor = transport.get_extra_info("socket").fileno()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
@@ -201,12 +225,17 @@ class Answer(asyncio.Protocol):
             self.close()
             return
         self.heard_s = self._loop.time()
-        before = self._kept_bytes
+        before, received = self._kept_bytes, len(data)
         try:
-            self._parser.feed_data(data)
+            if self._in_head:
+                data = self._feed_head(data)
+            if data:
+                if self._coded is not None:
+                    self._coded.append(data)
+                self._parser.feed_data(data)
         except self._links.not_http as error:
             self._break(f"not HTTP: {error}")
-        self._bare_bytes = self._bare_bytes + len(data) if self._kept_bytes == before else 0
+        self._bare_bytes = self._bare_bytes + received if self._kept_bytes == before else 0
         if self._bare_bytes > MAX_HEAD_BYTES and not self._complete:
             self._break(f"more than {MAX_HEAD_BYTES} bytes that are no body")
         if self._broken is not None:
@@ -215,13 +244,20 @@ class Answer(asyncio.Protocol):
             if self._broken is not None:
                 self._wake()
             return
-        if self._parts and self._sink is not None:
-            self._sink(self._take())
-            if not self._complete:
-                return
-        elif self._sink is None and self._kept_bytes > MAX_KEPT_BYTES:
+        if self._kept_bytes > MAX_KEPT_BYTES:
             self.pause()
         self._wake()
+
+    def _feed_head(self, data: bytes) -> bytes:
+        """Parse the bytes of the head; returns those after it."""
+        while self._in_head and data and self._broken is None:
+            before = len(self._head_end)
+            end = (self._head_end + data).find(b"\r\n\r\n")
+            part = data[: end + 4 - before] if end >= 0 else data
+            self._head_end = (self._head_end + part)[-3:] if end < 0 else b""
+            self._parser.feed_data(part)
+            data = data[len(part) :]
+        return data
 
     def eof_received(self) -> bool:
         return False  # the transport closes itself
@@ -258,6 +294,8 @@ class Answer(asyncio.Protocol):
             return
         self._in_head = False
         framed = bool(codings) or any(name == b"content-length" for name, _ in self.headers)
+        if codings:
+            self._coded = []
         self._ends_with_link = not framed and self.status not in (204, 304)
         self._kept = bool(self._parser.should_keep_alive())  # the parser tells it only here
 

@@ -10,6 +10,7 @@ Invariants
    with a cut connection.
 2. When the client goes, the connection to the engine is closed at once, which makes the engine abort the request.
 3. Only a few parts of an answer wait here: while the client does not read, nothing is read from the engine.
+   Answers in chunked coding are passed on by a thread (splicing.py), others part by part.
 4. Whatever happens, the engine's and the tenant's counts of requests under way go back.
 """
 
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
@@ -31,10 +32,11 @@ from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, CLIENT_ERROR, OK, Me
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import Asked
+from kvstrata.gateway.splicing import ENGINES_FAULT, SILENT, Splices
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import Scope, Send
 
     from kvstrata.gateway.connections import GatewayProtocol
 
@@ -83,6 +85,10 @@ class BrokenOff(Exception):
         self.failure = failure
 
 
+class ClientGone(Exception):
+    """The client went, or was cut, while its answer was passed on."""
+
+
 class Forwarder:
     """Sends requests to engines. Belongs to the event loop."""
 
@@ -92,6 +98,7 @@ class Forwarder:
         fleet: Fleet,
         meters: Meters,
         links: Links,
+        splices: Splices,
         choosing: Choosing,
         admission: Admission,
         reader: Reader,
@@ -104,6 +111,7 @@ class Forwarder:
         self._fleet = fleet
         self._meters = meters
         self._links = links
+        self._splices = splices
         self.choosing = choosing
         self.admission = admission
         self._reader = reader
@@ -116,21 +124,28 @@ class Forwarder:
         """Whether an engine takes the ids of a model's chats."""
         self._log = EventLog("gateway")
 
-    async def run(self, call: Call, receive: Receive, send: Send) -> None:
+    async def run(self, call: Call, send: Send) -> None:
         """Answer a request, until the client goes."""
-        loop = asyncio.get_running_loop()
-        work = loop.create_task(self._answer(call, send), name="forward")
-        gone = loop.create_task(_until_gone(receive), name="client")
+        client: GatewayProtocol = call.scope["state"]["connection"]
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        def leave() -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
         try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                call.meter.outcome = CANCELLED
-        finally:
-            work.cancel()
-            gone.cancel()
-            await asyncio.wait((work, gone))
-        if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
+            with client.leaving(leave):
+                await self._answer(call, send)
+        except ClientGone:
+            call.meter.outcome = CANCELLED
+            await client.cut()
+        except asyncio.CancelledError:
+            call.meter.outcome = CANCELLED
+            if not gone or task.uncancel():
+                raise  # the process stops
 
     async def _answer(self, call: Call, send: Send) -> None:
         self.budget.request()
@@ -174,12 +189,12 @@ class Forwarder:
         begun_s = self._now_s()
         try:
             try:
-                async with self._first_byte(engine):
+                async with _FirstByte(engine, self.settings.timeouts.first_byte_s):
                     answer = await self._send(call, engine)
                     await answer.head()
                     if answer.status in ELSEWHERE:
                         return await self._elsewhere(engine, answer)
-                    first = await answer.part()
+                    first = await answer.begun()
             except Unreachable as error:
                 self._failed(engine, f"no connection: {error}")
                 return Refused(
@@ -198,16 +213,6 @@ class Forwarder:
         finally:
             if answer is not None:
                 answer.end()
-
-    @contextlib.asynccontextmanager
-    async def _first_byte(self, engine: ServingEngine) -> AsyncIterator[None]:
-        """Bounds the wait for an engine's first byte; raises TimeoutError also if the engine is given up meanwhile."""
-        async with asyncio.timeout(self.settings.timeouts.first_byte_s) as limit:
-            engine.waiting.add(limit)
-            try:
-                yield
-            finally:
-                engine.waiting.discard(limit)
 
     async def _send(self, call: Call, engine: ServingEngine) -> Answer:
         place, raw = engine.place, call.scope["headers"]
@@ -246,52 +251,64 @@ class Forwarder:
         headers = passing.to_client(answer.headers, call.wanted.word)
         if answer.status in WITHOUT_BODY:
             headers = [one for one in headers if one[0] != b"content-length"]
+        client: GatewayProtocol = call.scope["state"]["connection"]
+        silence_s = self.settings.timeouts.silence_s
+        splice = await self._splices.pass_on(
+            answer, client, answer.status, headers, silence_s=silence_s, events=stream
+        )
+        if splice is None:
+            await self._in_turn(call, engine, answer, headers, send, stream=stream)
+            return
+        meter.spliced(splice)
+        if splice.end in ENGINES_FAULT:
+            await self._broke_off(call, engine, splice.end, send, stream=stream)
+        elif splice.end != "done":
+            raise ClientGone
+
+    async def _in_turn(
+        self,
+        call: Call,
+        engine: ServingEngine,
+        answer: Answer,
+        headers: passing.Raw,
+        send: Send,
+        *,
+        stream: bool,
+    ) -> None:
+        """Pass on an answer that no thread can: its length is known, or it is whole already, or comes over TLS.
+
+        A part is read when the client has taken the one before.
+        """
+        meter = call.meter
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         watch = _Silence(answer, self.settings.timeouts.silence_s, self._fleet)
         try:
-            if b"content-length" in names:
-                await self._in_turn(meter, answer, first, send)
-            else:
-                await self._straight(meter, answer, first, call.scope["state"]["connection"])
+            part = await answer.part()
+            while part:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                if part := await answer.part():
+                    meter.part(self._now_s(), part)
         except LinkBroken as error:
-            meter.outcome = BROKE_OFF
-            says = f"engine {engine.name} broke its answer off"
-            if watch.silent:
-                says = f"engine {engine.name} was silent for {watch.silence_s:g} s"
-            else:
-                self._failed(engine, f"answer broke off: {error}")
-            failure = Failure(502, BROKE_OFF, says)
-            if stream:
-                event = error_event(failure, call.path)
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            raise BrokenOff(failure) from None
+            await self._broke_off(call, engine, SILENT if watch.silent else str(error), send, stream=stream)
         finally:
             watch.end()
         await send({"type": "http.response.body", "body": b""})
 
-    async def _in_turn(self, meter: Meter, answer: Answer, first: bytes, send: Send) -> None:
-        """Pass on an answer of a known length: a part is read when the client has taken the one before."""
-        part = first
-        while part:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-            if part := await answer.part():
-                meter.part(self._now_s(), part)
-
-    async def _straight(self, meter: Meter, answer: Answer, first: bytes, client: GatewayProtocol) -> None:
-        """Pass on an answer whose parts come as they are made, each in the callback that read it."""
-        write, now_s, count = client.write_part, self._now_s, meter.part
-
-        def sink(part: bytes) -> None:
-            write(part)
-            count(now_s(), part)
-
-        client.source = answer
-        try:
-            if first:
-                write(first)
-            await answer.pass_to(sink, lambda: client.flow.write_paused)
-        finally:
-            client.source = None
+    async def _broke_off(
+        self, call: Call, engine: ServingEngine, why: str, send: Send, *, stream: bool
+    ) -> None:
+        """An answer whose first part was passed on goes no further. Raises BrokenOff."""
+        call.meter.outcome = BROKE_OFF
+        says = f"engine {engine.name} broke its answer off"
+        if why == SILENT:
+            says = f"engine {engine.name} was silent for {self.settings.timeouts.silence_s:g} s"
+        else:
+            self._failed(engine, f"answer broke off: {why}")
+        failure = Failure(502, BROKE_OFF, says)
+        if stream:
+            event = error_event(failure, call.path)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        raise BrokenOff(failure)
 
     async def _refuse(self, call: Call, send: Send, refused: Refused) -> None:
         """Pass an engine's refusal on, or answer with a failure of our own."""
@@ -304,6 +321,24 @@ class Forwarder:
             await send({"type": "http.response.body", "body": refused.body})
         else:
             await answer_failure(send, refused.failure, call.path, call.wanted.word)
+
+
+class _FirstByte:
+    """Bounds the wait for an engine's first byte; raises TimeoutError also if the engine is given up meanwhile."""
+
+    __slots__ = ("_engine", "_limit")
+
+    def __init__(self, engine: ServingEngine, first_byte_s: float) -> None:
+        self._engine = engine
+        self._limit = asyncio.timeout(first_byte_s)
+
+    async def __aenter__(self) -> None:
+        await self._limit.__aenter__()
+        self._engine.waiting.add(self._limit)
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._engine.waiting.discard(self._limit)
+        await self._limit.__aexit__(*error)
 
 
 class _Silence:
@@ -349,8 +384,3 @@ async def answer_failure(
     with contextlib.suppress(OSError):
         await send({"type": "http.response.start", "status": failure.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.observability.metrics import LONG_BUCKETS, SECONDS_BUCKETS, Histogram
@@ -18,13 +19,36 @@ MAX_SERIES = 4_096
 OTHER = "other"
 OK, CLIENT_ERROR, CANCELLED, BROKE_OFF = "ok", "client_error", "cancelled", "broke_off"
 _USAGE = {
-    "prompt": re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})'),
-    "cached": re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})'),
-    "completion": re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})'),
+    **dict.fromkeys((b"prompt", b"input"), "prompt"),
+    **dict.fromkeys((b"cached", b"cache_read_input"), "cached"),
+    **dict.fromkeys((b"completion", b"output"), "completion"),
 }
+"""Kinds of tokens by what stands before `_tokens` in the keys of an answer's `usage`."""
+_COUNT = re.compile(rb"\s*:\s*(\d{1,15})")
+_KEY_END = b'_tokens"'
+_LONGEST_KEY = 24
 _USAGE_TAIL_BYTES = 4_096
 _EVENT = b"data:"
 _ERRORS = (b'data: {"error"', b"event: error", b'{"error"', b'{"object":"error"', b'{"type":"error"')
+
+
+class Spliced(Protocol):
+    """What a thread measures of the parts that it passes on, see native/splice.pyi."""
+
+    @property
+    def events(self) -> int: ...
+
+    @property
+    def last_s(self) -> float: ...
+
+    @property
+    def gaps(self) -> list[int]: ...
+
+    @property
+    def gaps_s(self) -> float: ...
+
+    @property
+    def tail(self) -> bytes: ...
 
 
 class Series:
@@ -95,11 +119,25 @@ class Meter:
         self.last_s = now_s
         self.usage_tail, self._last = self._last, part
 
+    def spliced(self, splice: Spliced) -> None:
+        """All further parts were passed on by a thread, which has measured them."""
+        self.events += splice.events
+        if self._itl is not None:
+            self._itl.add_counts(splice.gaps, splice.gaps_s)
+        self.last_s = splice.last_s
+        self.usage_tail, self._last = b"", splice.tail
+
     def tokens(self) -> dict[str, int]:
         """Tokens by kind, as the answer's end tells them."""
         tail = self.usage_tail[-_USAGE_TAIL_BYTES:] + self._last[-_USAGE_TAIL_BYTES:]
-        found = {kind: pattern.findall(tail) for kind, pattern in _USAGE.items()}
-        return {kind: int(values[-1]) for kind, values in found.items() if values}
+        found: dict[str, int] = {}
+        end = tail.find(_KEY_END)
+        while end >= 0:  # the last of each kind counts
+            kind = _USAGE.get(tail[tail.rfind(b'"', max(0, end - _LONGEST_KEY), end) + 1 : end])
+            if kind is not None and (count := _COUNT.match(tail, end + len(_KEY_END))):
+                found[kind] = int(count[1])
+            end = tail.find(_KEY_END, end + 1)
+        return found
 
 
 class Meters:

@@ -128,6 +128,7 @@ class Gateway(Process):
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
+        from kvstrata.gateway.splicing import Splices
         from kvstrata.gateway.tokens.source import Tokens
         from kvstrata.observability.exposition import Pages
 
@@ -136,6 +137,8 @@ class Gateway(Process):
         self.closers.append(soon(listener.close))
         self._links = links = Links(settings.timeouts.connect_s)
         self.closers.append(links.close)
+        splices = Splices()
+        self.closers.append(splices.close)
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
         self.closers.append(soon(Pauses(fleet.paused).close))
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
@@ -162,6 +165,7 @@ class Gateway(Process):
             fleet,
             meters,
             links,
+            splices,
             choosing,
             admission,
             reader,

@@ -70,6 +70,11 @@ class Histogram:
         if self.exemplars is not None and request_id:
             self.exemplars[bucket] = Exemplar(request_id[:MAX_TRACE_CHARS], seconds, time.time())
 
+    def add_counts(self, counts: Sequence[int], sum_s: float) -> None:
+        """Count durations that were put into these buckets elsewhere. REQUIRES: the same bounds."""
+        self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
+        self.sum_s += sum_s
+
     def buckets(self) -> list[tuple[str, float, Exemplar | None]]:
         """Upper bound, cumulative count and exemplar of each bucket, as Prometheus expects them."""
         total = 0

@@ -131,6 +131,49 @@ async def test_an_engine_hears_at_once_that_the_client_has_gone(
     await eventually_async("the request has ended", counted)
 
 
+async def test_requests_behind_a_stream_on_one_connection_are_answered_after_it(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
+    go_on, gone = asyncio.Event(), asyncio.Event()
+
+    async def slow(got: Got, line: Line) -> None:
+        await line.begin()
+        await line.event(delta(got.document["user"]))
+        if got.document["user"] == "last":
+            await line.gone()
+            gone.set()
+            return
+        await go_on.wait()
+        await line.end()
+
+    gateway = await start(ScriptedEngine(behaviour=slow))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    for user in ("first", "second", "last"):
+        body = json.dumps(ask(stream=True, user=user)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+    await reader.readuntil(b"first")
+    go_on.set()
+    rest = await reader.readuntil(b"last")
+    assert rest.count(b"HTTP/1.1 200") == 2 and rest.index(b"0\r\n\r\n") < rest.index(b"second")
+    writer.close()
+    async with asyncio.timeout(30):
+        await gone.wait()
+
+    async def counted() -> bool:
+        samples = await gateway.samples(session)
+        return (
+            sum(
+                value
+                for name, value in samples.items()
+                if name.startswith("kvstrata_gateway_requests_total") and 'outcome="cancelled"' in name
+            )
+            == 1
+        )
+
+    await eventually_async("the last request counts as cancelled", counted)
+
+
 async def test_models_are_merged_and_requests_go_where_their_model_is(
     start: Start, session: aiohttp.ClientSession
 ) -> None:

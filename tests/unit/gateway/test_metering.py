@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.config.gateway_model import SloSettings
 from kvstrata.gateway.metering import MAX_SERIES, OK, OTHER, Meters
+from kvstrata.observability.metrics import Histogram
 
 EVENT = b'data: {"choices":[]}\n\n'
 
@@ -85,6 +88,37 @@ def test_text_of_an_answer_is_not_taken_for_its_usage() -> None:
     meters = Meters({}, now)
     finish(meters, now, [json.dumps({"text": '{"usage": {"prompt_tokens": 5}}'}).encode()], stream=False)
     assert not meters.series["t", "m", "e"].tokens
+
+
+class Passed(NamedTuple):
+    """What a thread has measured."""
+
+    events: int
+    last_s: float
+    gaps: list[int]
+    gaps_s: float
+    tail: bytes
+
+
+def test_what_a_thread_has_passed_on_counts_as_if_it_had_come_part_by_part() -> None:
+    now, usage = Now(), b'data: {"usage": {"prompt_tokens": 7, "completion_tokens": 4}}\n\n'
+    meters, spliced = Meters({}, now), Meters({}, Now())
+    finish(meters, now, [EVENT, EVENT, EVENT, usage])
+    meter = spliced.begin("t")
+    meter.model, meter.engine, meter.outcome = "m", "e", OK
+    itl = spliced.of(meter).itl
+    meter.begins(100.1, EVENT, stream=True, itl=itl)
+    timed = Histogram(itl.bounds)
+    for _ in range(3):
+        timed.add(0.1)
+    meter.spliced(Passed(3, 100.4, timed.counts, timed.sum_s, EVENT + EVENT + EVENT + usage))
+    spliced.end(meter)
+    one, other = meters.series["t", "m", "e"], spliced.series["t", "m", "e"]
+    assert one.tokens == other.tokens and one.outcomes == other.outcomes
+    assert other.itl.counts == timed.counts
+    assert other.itl.sum_s == pytest.approx(one.itl.sum_s)
+    for name in ("ttft", "tpot", "e2e"):
+        assert getattr(one, name).sum_s == pytest.approx(getattr(other, name).sum_s), name
 
 
 def test_the_number_of_series_is_bounded() -> None:

@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str]] = {
     "registry": {"base"},
     "sim": set(),
     "message": {"base"},
+    "splice": {"base"},
     "record": {"base", "hash"},
     "copy": {"base", "hash", "codec", "record"},
     "pool": {"base", "hash", "memory", "record"},
@@ -44,6 +45,7 @@ ARROWS: dict[str, set[str]] = {
         "registry",
         "message",
         "sim",
+        "splice",
     },
 }
 """What a folder may include besides itself and the public headers, `include`."""

@@ -1,0 +1,274 @@
+// Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+#include "splice/splicer.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "support/check.h"
+
+using namespace kvstrata;
+
+namespace {
+
+constexpr std::int64_t kLongNs = 60'000'000'000;
+const std::string kHead = "HTTP/1.1 200 OK\r\n\r\n";
+
+// Two ends of a connection.
+struct Pair {
+  int ours = -1;
+  int theirs = -1;
+
+  Pair() {
+    int ends[2];
+    CHECK_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+    ours = ends[0];
+    theirs = ends[1];
+  }
+  ~Pair() {
+    hang_up();
+    ::close(ours);
+  }
+  void hang_up() {
+    if (theirs >= 0) ::close(theirs);
+    theirs = -1;
+  }
+  void say(const std::string& text) const {
+    CHECK_EQ(::send(theirs, text.data(), text.size(), MSG_NOSIGNAL),
+             static_cast<ssize_t>(text.size()));
+  }
+  // What has come, once it ends with `end`.
+  std::string heard(const std::string& end) const {
+    std::string got;
+    std::vector<char> buffer(1 << 20);
+    while (!got.ends_with(end)) {
+      pollfd waited{theirs, POLLIN, 0};
+      CHECK_EQ(::poll(&waited, 1, 10'000), 1);
+      const ssize_t count = ::recv(theirs, buffer.data(), buffer.size(), 0);
+      CHECK(count > 0);
+      got.append(buffer.data(), static_cast<std::size_t>(count));
+    }
+    return got;
+  }
+};
+
+struct Running {
+  std::unique_ptr<Splicer> splicer;
+  Pair engine;
+  Pair client;
+  std::shared_ptr<Splice> splice;
+  bool under_way = false;
+
+  Running() { CHECK_OK(Splicer::create({1'000'000, 100'000'000'000}, &splicer)); }
+
+  void start(const std::string& early, std::int64_t silence_ns = kLongNs,
+             std::int64_t stalled_ns = kLongNs) {
+    const SpliceOptions options{engine.ours, client.ours, silence_ns, stalled_ns, true};
+    const auto bytes = [](const std::string& text) {
+      return std::span(reinterpret_cast<const std::uint8_t*>(text.data()), text.size());
+    };
+    CHECK_OK(splicer->start(options, bytes(kHead), bytes(early), &splice, &under_way));
+  }
+
+  // Waits for the end.
+  SpliceEnd ended() {
+    pollfd waited{splicer->event_fd(), POLLIN, 0};
+    CHECK_EQ(::poll(&waited, 1, 10'000), 1);
+    const std::shared_ptr<Splice> taken = splicer->take_ended();
+    CHECK(taken == splice);
+    CHECK(splicer->take_ended() == nullptr);
+    return taken->end;
+  }
+};
+
+std::string chunk(const std::string& body) {
+  char size[32];
+  std::snprintf(size, sizeof size, "%zx\r\n", body.size());
+  return size + body + "\r\n";
+}
+
+TEST(a_body_that_is_there_already_ends_at_once) {
+  Running run;
+  run.start(chunk("data: 1\n\n") + "0\r\n\r\n");
+  CHECK(!run.under_way);
+  CHECK(run.splice->end == SpliceEnd::kDone);
+  CHECK(run.splice->exact);
+  CHECK_EQ(run.client.heard("0\r\n\r\n"), kHead + chunk("data: 1\n\n") + "0\r\n\r\n");
+}
+
+TEST(parts_are_passed_on_as_they_come_and_measured) {
+  Running run;
+  run.start(chunk("data: 1\n\n"));
+  CHECK(run.under_way);
+  CHECK_EQ(run.client.heard("1\n\n\r\n"), kHead + chunk("data: 1\n\n"));
+  run.engine.say(chunk("data: 2\n\n") + "9\r\nda");
+  CHECK_EQ(run.client.heard("da\r\n"), chunk("data: 2\n\nda"));
+  run.engine.say("ta: 3\n\n\r\n0\r\n\r\n");
+  CHECK_EQ(run.client.heard("0\r\n\r\n"), chunk("ta: 3\n\n") + "0\r\n\r\n");
+  CHECK(run.ended() == SpliceEnd::kDone);
+  CHECK(run.splice->exact);
+  CHECK_EQ(run.splice->body_bytes, 27U);
+  CHECK_EQ(run.splice->events, 1U);  // neither those of the early bytes, nor one that was cut
+  CHECK_EQ(run.splice->gaps[0] + run.splice->gaps[1], 1U);
+  CHECK_EQ(run.splice->tail, "data: 1\n\ndata: 2\n\ndata: 3\n\n");
+}
+
+TEST(bytes_after_the_end_make_it_not_exact) {
+  Running run;
+  run.start("0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n");
+  CHECK(run.splice->end == SpliceEnd::kDone);
+  CHECK(!run.splice->exact);
+}
+
+TEST(an_engine_that_closes_or_sends_garbage_leaves_whole_chunks) {
+  for (const bool garbage : {false, true}) {
+    Running run;
+    run.start(chunk("data: 1\n\n"));
+    run.engine.say("10\r\ndata: ");
+    CHECK_EQ(run.client.heard("data: \r\n"), kHead + chunk("data: 1\n\n") + chunk("data: "));
+    if (garbage) {
+      run.engine.say("0123456789garbage");
+      CHECK_EQ(run.client.heard("\r\n"), chunk("0123456789"));
+    } else {
+      run.engine.hang_up();
+    }
+    CHECK(run.ended() == (garbage ? SpliceEnd::kNotChunked : SpliceEnd::kEngineClosed));
+    CHECK_EQ(::send(run.client.ours, "x", 1, MSG_NOSIGNAL), 1);
+    CHECK_EQ(run.client.heard("x"), "x");
+  }
+}
+
+TEST(a_client_that_does_not_read_holds_the_engine_up_and_loses_nothing) {
+  Running run;
+  run.start("");
+  const std::string part = chunk(std::string(50'000, 'p'));
+  std::size_t sent = 0;
+  int refused = 0;
+  while (refused < 20) {  // the engine's socket stays full: nobody reads it
+    const ssize_t took = ::send(run.engine.theirs, part.data() + sent % part.size(),
+                                part.size() - sent % part.size(), MSG_NOSIGNAL);
+    if (took > 0) {
+      sent += static_cast<std::size_t>(took);
+      refused = 0;
+    } else {
+      ++refused;
+      ::poll(nullptr, 0, 5);
+    }
+  }
+  CHECK(sent > part.size());
+  CHECK(sent < 10'000'000);
+  const std::size_t whole = sent / part.size() + (sent % part.size() != 0 ? 1 : 0);
+  std::string rest = sent % part.size() != 0 ? part.substr(sent % part.size()) : "";
+  rest += "0\r\n\r\n";
+  std::string got;
+  std::vector<char> buffer(1 << 20);
+  while (!got.ends_with("0\r\n\r\n")) {
+    if (!rest.empty()) {
+      const ssize_t took = ::send(run.engine.theirs, rest.data(), rest.size(), MSG_NOSIGNAL);
+      rest.erase(0, took > 0 ? static_cast<std::size_t>(took) : 0);
+    }
+    pollfd waited{run.client.theirs, POLLIN, 0};
+    CHECK_EQ(::poll(&waited, 1, 10'000), 1);
+    const ssize_t count = ::recv(run.client.theirs, buffer.data(), buffer.size(), 0);
+    CHECK(count > 0);
+    got.append(buffer.data(), static_cast<std::size_t>(count));
+  }
+  CHECK(run.ended() == SpliceEnd::kDone);
+  ChunkReader reader;
+  std::size_t used = 0;
+  got.erase(0, kHead.size());
+  CHECK_EQ(reader.decode(reinterpret_cast<std::uint8_t*>(got.data()), got.size(), &used),
+           whole * 50'000);
+  CHECK(reader.done());
+}
+
+TEST(a_client_that_goes_ends_it) {
+  for (const bool half : {false, true}) {
+    Running run;
+    run.start(chunk("data: 1\n\n"));
+    if (half) {
+      CHECK_EQ(::shutdown(run.client.theirs, SHUT_WR), 0);
+    } else {
+      run.client.hang_up();
+    }
+    CHECK(run.ended() == SpliceEnd::kClientGone);
+  }
+}
+
+TEST(a_silent_engine_and_a_client_that_reads_nothing_have_their_times) {
+  Running silent;
+  silent.start("", 50'000'000);
+  CHECK(silent.ended() == SpliceEnd::kSilent);
+  Running stalled;
+  stalled.start("", 50'000'000, 300'000'000);
+  const std::string part = chunk(std::string(60'000, 'p'));
+  std::size_t sent = 0;
+  pollfd waited{stalled.splicer->event_fd(), POLLIN, 0};
+  while (::poll(&waited, 1, 1) == 0) {  // the engine is not silent: nobody reads what it says
+    const ssize_t took = ::send(stalled.engine.theirs, part.data() + sent % part.size(),
+                                part.size() - sent % part.size(), MSG_NOSIGNAL);
+    sent += took > 0 ? static_cast<std::size_t>(took) : 0;
+  }
+  CHECK(stalled.ended() == SpliceEnd::kStalled);
+}
+
+TEST(stop_and_close_end_it_and_a_closed_splicer_takes_none) {
+  Running stopped;
+  stopped.start("");
+  CHECK_OK(stopped.splicer->stop(stopped.splice->id + 1));  // no such splice
+  CHECK_OK(stopped.splicer->stop(stopped.splice->id));
+  CHECK(stopped.ended() == SpliceEnd::kStopped);
+  CHECK_OK(stopped.splicer->stop(stopped.splice->id));
+  Running closed;
+  closed.start("");
+  closed.splicer->close();
+  closed.splicer->close();
+  CHECK(closed.ended() == SpliceEnd::kStopped);
+  std::shared_ptr<Splice> none;
+  bool under_way = true;
+  const Status refused = closed.splicer->start({}, {}, {}, &none, &under_way);
+  CHECK(refused.code() == StatusCode::kClosed);
+  CHECK(!under_way && none == nullptr);
+}
+
+TEST(many_splices_end_each_with_its_own_bytes) {
+  std::unique_ptr<Splicer> splicer;
+  CHECK_OK(Splicer::create({}, &splicer));
+  std::vector<std::unique_ptr<Pair>> engines;
+  std::vector<std::unique_ptr<Pair>> clients;
+  std::vector<std::shared_ptr<Splice>> splices(100);
+  for (std::size_t i = 0; i < splices.size(); ++i) {
+    engines.push_back(std::make_unique<Pair>());
+    clients.push_back(std::make_unique<Pair>());
+    const SpliceOptions options{engines[i]->ours, clients[i]->ours, kLongNs, kLongNs, true};
+    engines[i]->say(chunk("data: " + std::to_string(i)));
+    bool under_way = false;
+    CHECK_OK(splicer->start(options, {}, {}, &splices[i], &under_way));
+    CHECK(under_way);
+    engines[i]->say("0\r\n\r\n");
+  }
+  for (std::size_t i = 0; i < splices.size(); ++i) {
+    std::string got = clients[i]->heard("0\r\n\r\n");
+    ChunkReader reader;
+    std::size_t used = 0;
+    const std::size_t kept =
+        reader.decode(reinterpret_cast<std::uint8_t*>(got.data()), got.size(), &used);
+    CHECK_EQ(got.substr(0, kept), "data: " + std::to_string(i));
+  }
+  std::size_t taken = 0;
+  while (taken < splices.size()) {
+    pollfd waited{splicer->event_fd(), POLLIN, 0};
+    CHECK_EQ(::poll(&waited, 1, 10'000), 1);
+    while (const std::shared_ptr<Splice> one = splicer->take_ended()) {
+      CHECK(one->end == SpliceEnd::kDone);
+      ++taken;
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,174 @@
+# Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
+# cython: language_level=3
+"""Passing answers on in a thread (ext/core/src/splice): see splice.pyi for the contract."""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libcpp cimport bool as cbool
+from libcpp.memory cimport shared_ptr, unique_ptr
+from libcpp.string cimport string
+from libcpp.utility cimport move
+from libcpp.vector cimport vector
+
+from core_status cimport Status
+from kvstrata.native.status cimport CALL, raise_for
+
+
+cdef extern from "<span>" namespace "std" nogil:
+    cdef cppclass bytes_span "std::span<const std::uint8_t>":
+        bytes_span(const uint8_t*, size_t)
+
+
+cdef extern from "splice/chunks.h" namespace "kvstrata" nogil:
+    cdef cppclass CChunkReader "kvstrata::ChunkReader":
+        size_t decode(uint8_t*, size_t, size_t*) noexcept
+        cbool done() noexcept
+        cbool broken() noexcept
+
+
+cdef extern from "splice/splicer.h" namespace "kvstrata" nogil:
+    enum class SpliceEnd(unsigned char):
+        kNone
+
+    cdef cppclass SpliceOptions:
+        int engine_fd, client_fd
+        int64_t silence_ns, stalled_ns
+        cbool events
+
+    cdef cppclass CSplice "kvstrata::Splice":
+        SpliceEnd end
+        cbool exact
+        uint64_t id
+        uint64_t body_bytes, events
+        int64_t last_ns
+        vector[uint32_t] gaps
+        int64_t gaps_ns
+        string tail
+
+    cdef cppclass CSplicer "kvstrata::Splicer":
+        @staticmethod
+        Status create(vector[int64_t], unique_ptr[CSplicer]*) noexcept
+        int event_fd() noexcept
+        Status start(const SpliceOptions&, bytes_span, bytes_span, shared_ptr[CSplice]*, cbool*) noexcept
+        Status stop(uint64_t) noexcept
+        shared_ptr[CSplice] take_ended() noexcept
+        void close() noexcept
+
+
+ENDS = ("", "done", "engine_closed", "engine_failed", "not_chunked", "silent", "client_gone", "stalled", "stopped")
+
+
+cdef class Splice:
+    """See splice.pyi."""
+
+    cdef shared_ptr[CSplice] core
+    cdef readonly bint is_over
+
+    def __init__(self):
+        raise TypeError("splices come from Splicer.start")
+
+    @property
+    def number(self):
+        return self.core.get().id
+
+    @property
+    def end(self):
+        return ENDS[<int>self.core.get().end]
+
+    @property
+    def exact(self):
+        return self.core.get().exact
+
+    @property
+    def body_bytes(self):
+        return self.core.get().body_bytes
+
+    @property
+    def events(self):
+        return self.core.get().events
+
+    @property
+    def last_s(self):
+        return self.core.get().last_ns / 1e9
+
+    @property
+    def gaps(self):
+        return self.core.get().gaps
+
+    @property
+    def gaps_s(self):
+        return self.core.get().gaps_ns / 1e9
+
+    @property
+    def tail(self):
+        return <bytes>self.core.get().tail
+
+
+cdef class Splicer:
+    """See splice.pyi."""
+
+    cdef unique_ptr[CSplicer] core
+    cdef dict open
+
+    def __init__(self, bounds_s):
+        cdef vector[int64_t] bounds_ns = [round(bound_s * 1e9) for bound_s in bounds_s]
+        raise_for(CSplicer.create(move(bounds_ns), &self.core), CALL)
+        self.open = {}
+
+    @property
+    def event_fd(self):
+        return self.core.get().event_fd()
+
+    def __len__(self):
+        return len(self.open)
+
+    def start(self, int engine_fd, int client_fd, const uint8_t[::1] head, const uint8_t[::1] early, *,
+              double silence_s, double stalled_s, bint events):
+        cdef SpliceOptions options
+        cdef Splice splice = Splice.__new__(Splice)
+        cdef cbool under_way = False
+        options.engine_fd, options.client_fd = engine_fd, client_fd
+        options.silence_ns, options.stalled_ns = <int64_t>(silence_s * 1e9), <int64_t>(stalled_s * 1e9)
+        options.events = events
+        raise_for(
+            self.core.get().start(
+                options,
+                bytes_span(&head[0] if head.shape[0] else NULL, head.shape[0]),
+                bytes_span(&early[0] if early.shape[0] else NULL, early.shape[0]),
+                &splice.core,
+                &under_way,
+            ),
+            CALL,
+        )
+        splice.is_over = not under_way
+        if under_way:
+            self.open[splice.core.get().id] = splice
+        return splice
+
+    def stop(self, Splice splice not None):
+        raise_for(self.core.get().stop(splice.core.get().id), CALL)
+
+    def take_ended(self):
+        cdef shared_ptr[CSplice] ended
+        cdef Splice splice
+        cdef list found = []
+        while True:
+            ended = self.core.get().take_ended()
+            if not ended:
+                return found
+            splice = self.open.pop(ended.get().id)
+            splice.is_over = True
+            found.append(splice)
+
+    def close(self):
+        with nogil:
+            self.core.get().close()
+
+
+def decoded(bytes coded not None):
+    cdef CChunkReader reader
+    cdef bytearray kept = bytearray(coded)
+    cdef uint8_t* start = kept
+    cdef size_t used = 0
+    cdef size_t count = reader.decode(start, len(kept), &used)
+    return bytes(kept[:count]), used, "done" if reader.done() else "broken" if reader.broken() else "more"

@@ -1,0 +1,51 @@
+"""The splicer's reading of chunked coding against the grammar; what it passes on is tested in ext/core/tests/splice."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.native.splice import Splice, Splicer, decoded
+from tests.oracles.chunks import body_of
+
+PIECES = st.sampled_from(
+    [b"5\r\nhello\r\n", b"1;a=b\r\nx\r\n", b"0\r\n", b"\r\n", b"0\r\n\r\n", b"X: y\r\n", b"a", b";", b"\n"]
+)
+BODIES = st.lists(st.binary(min_size=1, max_size=40), max_size=6)
+
+
+@given(BODIES, st.binary(max_size=10))
+def test_a_body_ends_where_it_was_made_to_end(bodies: list[bytes], rest: bytes) -> None:
+    coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in bodies) + b"0\r\n\r\n"
+    assert decoded(coded + rest) == (b"".join(bodies), len(coded), "done")
+
+
+@given(st.lists(PIECES, max_size=8).map(b"".join))
+def test_whatever_comes_is_read_as_the_grammar_says(coded: bytes) -> None:
+    body, used, how = decoded(coded)
+    if how == "done":
+        assert body_of(coded) == (body, used)
+    else:
+        assert body_of(coded) is None
+
+
+def test_a_splicer_has_words_for_ends_and_refuses_work_when_closed() -> None:
+    splicer = Splicer([0.001])
+    engine, engine_far = socket.socketpair()
+    client, client_far = socket.socketpair()
+    with engine, engine_far, client, client_far:
+        splice = splicer.start(
+            engine.fileno(), client.fileno(), b"head", b"", silence_s=60, stalled_s=60, events=True
+        )
+        assert not splice.is_over and len(splicer) == 1
+        splicer.close()
+        assert [one.end for one in splicer.take_ended()] == ["stopped"]
+        assert splice.is_over and not splicer
+        assert client_far.recv(100) == b"head"
+        with pytest.raises(ValueError, match="splicer: was closed"):
+            splicer.start(1, 2, b"", b"", silence_s=1, stalled_s=1, events=False)
+    with pytest.raises(TypeError):
+        Splice()
