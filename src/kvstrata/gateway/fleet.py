@@ -121,6 +121,7 @@ class Fleet:
             if engine is None or engine.place.address != place.address:
                 engine = ServingEngine(place)
                 engine.answered_s = self._now_s()
+                engine.load.prefill_tokens_s = self.rates.rate(name, 0.0)
                 self.queues.add(engine.load)
                 fresh.append(engine)
             engine.place = place

@@ -52,7 +52,7 @@ GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 SWITCH_S = 0.000_5
 """Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
-RESTART = frozenset(("log_format",))
+RESTART = frozenset(("log_format", "state_dir"))
 """Settings that need a restart, beside those of OPENED."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
 
@@ -146,6 +146,8 @@ class Gateway(Process):
         self._reader = reader = Reader(settings, fleet)
         if settings.sharing.port:
             await self._start_sharing(settings)
+        if settings.state_dir:
+            self._start_keeping(settings.state_dir)
         self._forwarder = Forwarder(
             settings, fleet, meters, links, choosing, reader, now_s, drop_keys=lambda: door.knows_tenants
         )
@@ -227,6 +229,17 @@ class Gateway(Process):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.health.timeout_s):
                 await endpoints.known.wait()
+
+    def _start_keeping(self, folder: str) -> None:
+        """Remember what was learned before, and keep it from now on."""
+        from kvstrata.gateway.keeping import Keeper
+
+        keeper = Keeper(
+            folder, self._fleet, self._choosing.prefixes, self._reader, self._residency, time.monotonic
+        )
+        self.closers.append(keeper.close)
+        keeper.restore(secret=self._reader.secret if self._sharing is not None else None)
+        self.supervisor.spawn(keeper.keep(), "state")
 
     async def _start_sharing(self, settings: GatewaySettings) -> None:
         """Tell other gateways and hear them."""

@@ -61,7 +61,8 @@ BLOCKS = {
         "pip install": "test_package runs the command without the extra, which says the same",
         "engines_from:": "tests/integration/gateway/test_kubernetes.py has these settings",
         "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
-        "policy: ttft": "tests/integration/gateway/test_tokens_live has these settings for a simulated model",
+        "policy: ttft\ntokens": "tests/integration/gateway/test_tokens_live has these settings for a simulated model",
+        "policy: ttft\nsharing": "tests/integration/gateway/test_sharing.py has these settings for two gateways",
     },
     "docs/getting-started.md": {
         "$ python3 -m venv": RUN,
