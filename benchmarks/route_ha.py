@@ -19,6 +19,8 @@ import random
 import statistics
 from typing import Any, NamedTuple
 
+import msgspec
+
 from benchmarks.common import figure, percentile, sized
 from benchmarks.route_fleet import ENGINES, LEVEL, MODEL, SEED
 from benchmarks.route_gateway import Heard, Run
@@ -27,7 +29,7 @@ from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
-from kvstrata.gateway.residency.batches import Batch
+from kvstrata.gateway.residency.batches import Batch, decoded
 from kvstrata.gateway.residency.knowledge import Index
 from kvstrata.gateway.sharing.messages import FRAMES
 from kvstrata.gateway.sharing.others import Others
@@ -105,18 +107,20 @@ class Gateways(Run):
 
     def _apply_events(self, until_s: float) -> None:
         while self._coming and self._coming[0][0] <= until_s:
-            if self._coming[0][2] != TOLD:
-                super()._apply_events(self._coming[0][0])
-                continue
-            at_s, _, _, teller = heapq.heappop(self._coming)
+            at_s, _, name, what = heapq.heappop(self._coming)
             self.now_s = max(self.now_s, at_s)
+            if name != TOLD:
+                self.caches[name].apply(decoded(msgspec.msgpack.encode(what)))
+                continue
+            teller = what
             for frame in teller.take():
                 for gateway in self._gateways:
                     if gateway.teller is not teller:
                         gateway.others.hear(FRAMES.decode(frame))
 
     def left(self) -> int:
-        """Requests of others that are still counted."""
+        """Requests of others that are still counted once all frames have arrived."""
+        self._apply_events(float("inf"))
         return sum(gateway.others.in_flight for gateway in self._gateways)
 
 
@@ -130,11 +134,6 @@ class Applied:
         """See Caches."""
         for caches in self._of:
             caches.apply(batch)
-
-    def doubt(self) -> None:
-        """See Caches."""
-        for caches in self._of:
-            caches.doubt()
 
 
 class Row(NamedTuple):
@@ -153,7 +152,6 @@ def served(load: str, gateways: int, *, shares: bool, heard: bool) -> Row:
         models = {f"engine-{number}": MODEL for number in range(ENGINES)}
         run = Gateways(models, gateways, shares=shares, heard=heard, seed=seed)
         results += run.serve(asked)
-        run._apply_events(float("inf"))
         assert not run.left(), f"{run.left()} requests of others are counted after the end"
     hit = sum(one.cached for one in results) / sum(one.tokens for one in results)
     times = [one.ttft_s for one in results]
