@@ -148,6 +148,7 @@ class Fleet:
             if engine is None or engine.place.address != place.address:
                 engine = ServingEngine(place)
                 engine.answered_s = self._now_s()
+                engine.load.prefill_tokens_s = self.rates.rate(name, 0.0)
                 fresh.append(engine)
             if engine.place.ranks != place.ranks:
                 redivided.append(engine)
@@ -177,6 +178,7 @@ class Fleet:
         for number in range(len(engine.ranks), count):
             place = engine.place._replace(name=f"{engine.name}@{number}")
             rank = ServingEngine(place, engine, number)
+            rank.load.prefill_tokens_s = self.rates.rate(place.name, 0.0)
             self.queues.add(rank.load)
             engine.ranks.append(rank)
         self._tell_ranks(engine)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -61,6 +62,8 @@ class Prefixes:
 
     def __init__(self, most: int = 1 << 18) -> None:
         self._most = most
+        self.changes = 0
+        """Grows with each call that may change something."""
         self._sent: collections.OrderedDict[bytes, dict[str, Sent]] = collections.OrderedDict()
 
     def __len__(self) -> int:
@@ -78,6 +81,7 @@ class Prefixes:
         ready_at_s: float = 0.0,
     ) -> None:
         """An engine has `computed` these pieces, or was sent them and is expected to have them at `ready_at_s`."""
+        self.changes += 1
         sent = Sent(generation, now_s, computed, ready_at_s)
         for key in keys:
             engines = self._sent.setdefault(key, {})
@@ -99,10 +103,28 @@ class Prefixes:
 
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
         """An engine has not computed these pieces, or has them no longer."""
+        self.changes += 1
         for key in keys:
             engines = self._sent.get(key)
             if engines is not None and engines.pop(engine, None) is not None and not engines:
                 del self._sent[key]
+
+    def latest(self, count: int) -> list[bytes]:
+        """The keys that were used last, at most so many, the longest unused first."""
+        keys = list(itertools.islice(reversed(self._sent), count))
+        keys.reverse()
+        return keys
+
+    def computed_by(self, key: bytes, generations: Mapping[str, int]) -> list[tuple[str, float]]:
+        """The engines of these generations that have computed a piece, and when each was last used. From any thread."""
+        engines = self._sent.get(key)
+        if engines is None:
+            return []
+        return [
+            (name, sent.at_s)
+            for name, sent in list(engines.items())
+            if sent.computed and generations.get(name) == sent.generation
+        ]
 
     def copies(
         self,

@@ -54,7 +54,7 @@ GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
 SWITCH_S = 0.000_5
 """Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
-RESTART = frozenset(("log_format",))
+RESTART = frozenset(("log_format", "state_dir"))
 """Settings that need a restart, beside those of OPENED."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
 
@@ -160,6 +160,8 @@ class Gateway(Process):
         )
         if settings.sharing.port:
             await self._start_sharing(settings)
+        if settings.state_dir:
+            self._start_keeping(settings.state_dir)
         self._forwarder = Forwarder(
             settings,
             fleet,
@@ -276,6 +278,17 @@ class Gateway(Process):
             says = "start one, or name engines by --engine URL or in the file"
             self.log.warning("no_engine_here", note=says)
         self.supervisor.spawn(local.keep(lambda: self._settings.health), "local-engines")
+
+    def _start_keeping(self, folder: str) -> None:
+        """Remember what was learned before, and keep it from now on."""
+        from kvstrata.gateway.keeping import Keeper
+
+        keeper = Keeper(
+            folder, self._fleet, self._choosing.prefixes, self._reader, self._residency, time.monotonic
+        )
+        self.closers.append(keeper.close)
+        keeper.restore(secret=self._reader.secret if self._sharing is not None else None)
+        self.supervisor.spawn(keeper.keep(), "state")
 
     async def _start_sharing(self, settings: GatewaySettings) -> None:
         """Tell other gateways and hear them."""

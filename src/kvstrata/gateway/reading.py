@@ -88,6 +88,17 @@ class Reader:
         weight = tenant.settings.weight if tenant is not None else 1.0
         return Standing(tenant.name if tenant is not None else "", weight, min(most, asked_for))
 
+    def responses(self) -> list[tuple[str, str]]:
+        """Stored responses and their engines, the oldest first."""
+        return list(self._responses.items())
+
+    def restore(self, responses: Iterable[tuple[str, str]]) -> None:
+        """Remember these again."""
+        for made, engine in responses:
+            self._responses[made] = engine
+        while len(self._responses) > MAX_RESPONSES:
+            self._responses.popitem(last=False)
+
     def answered(self, path: str, engine: str, first: bytes) -> None:
         """An engine's answer begins with these bytes: remember who has made the response that they name."""
         if path == RESPONSES and (made := response_in(first)):

@@ -58,7 +58,7 @@ class Scene:
                 "curve_file": str(self.file),
             }
             urls = [engine.url for engine in self.engines]
-            settings = {"policy": "ttft", "sharing": sharing, **self.settings}
+            settings = {"policy": "least_loaded", "sharing": sharing, **self.settings}
             self.gateways.append(GatewayProcess(self.folder / f"gateway-{number}", urls, **settings))
         await asyncio.gather(*(asyncio.to_thread(gateway.start) for gateway in self.gateways))
 

@@ -62,7 +62,8 @@ BLOCKS = {
         "engines_from:": "tests of Kubernetes and of local engines in tests/integration/gateway have them",
         "helm install": "tests/unit/repository/test_helm_chart.py renders the chart; no cluster is at hand",
         "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
-        "policy: ttft": "tests/integration/gateway/test_tokens_live has these settings for a simulated model",
+        "policy: ttft\ntokens": "tests/integration/gateway/test_tokens_live has these settings for a simulated model",
+        "policy: ttft\nsharing": "tests/integration/gateway/test_sharing.py has these settings for two gateways",
     },
     "docs/getting-started.md": {
         "$ python3 -m venv": RUN,

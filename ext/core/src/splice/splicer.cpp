@@ -29,6 +29,8 @@ constexpr std::size_t kAfterBytes = 2 + kLastChunk.size();
 constexpr int kReadsInTurn = 4;
 constexpr int kEventsInRound = 64;
 constexpr int kSweepMs = 100;
+// A round that takes longer was a pause of the process.
+constexpr std::int64_t kPauseNs = 1'000'000'000;
 constexpr std::uint32_t kHangUp = EPOLLRDHUP | EPOLLHUP | EPOLLERR;
 constexpr std::string_view kEvent = "data:";
 constexpr std::uintptr_t kClientBit =
@@ -235,6 +237,7 @@ void Splicer::run() noexcept {
   std::int64_t swept_ns = now_ns();
   while (!closing_.load()) {
     const int wait_ms = open_count_.load() == 0 ? -1 : kSweepMs;
+    const std::int64_t round_ns = now_ns();
     const int count = ::epoll_wait(epoll_fd_, events.data(), kEventsInRound, wait_ms);
     for (int i = 0; i < count; ++i) {
       const auto tagged = static_cast<std::uintptr_t>(events[i].data.u64);
@@ -257,6 +260,9 @@ void Splicer::run() noexcept {
       }
     }
     const std::int64_t now = now_ns();
+    if (wait_ms >= 0 && now - round_ns >= kPauseNs) {
+      forgive(now, now - round_ns);
+    }
     if (now - swept_ns >= std::int64_t{kSweepMs} * 1'000'000) {
       swept_ns = now;
       sweep(now);
@@ -398,6 +404,20 @@ void Splicer::obey() noexcept {
     const auto found = open_.find(id);
     if (found != open_.end() && found->second->watched_ && found->second->end == SpliceEnd::kNone) {
       end(*found->second, SpliceEnd::kStopped);
+    }
+  }
+}
+
+// Puts limits off by a time in which this process did not run: what others sent waits unread.
+void Splicer::forgive(std::int64_t now_ns, std::int64_t paused_ns) noexcept {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [id, splice] : open_) {
+    if (!splice->watched_) {
+      continue;
+    }
+    splice->heard_ns_ = std::min(now_ns, splice->heard_ns_ + paused_ns);
+    if (splice->full_ns_ != 0) {
+      splice->full_ns_ = std::min(now_ns, splice->full_ns_ + paused_ns);
     }
   }
 }

@@ -122,6 +122,7 @@ class Splicer {
   bool watch_client(Splice& splice, int operation) const noexcept;
   void end(Splice& splice, SpliceEnd why) noexcept;
   void obey() noexcept;
+  void forgive(std::int64_t now_ns, std::int64_t paused_ns) noexcept;
   void sweep(std::int64_t now_ns) noexcept;
   void publish() noexcept;
 

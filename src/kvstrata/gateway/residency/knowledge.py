@@ -45,6 +45,7 @@ class Index:
         """By engine; their owner is whoever hears the engine."""
         self._numbers: dict[int, str] = {}
         self._next = 0
+        self.usual_life_s, self.usual_lag_s = BLOCK_LIFE_S, EVENT_LAG_S
 
     @property
     def registry(self) -> Registry:
@@ -116,13 +117,13 @@ class Index:
     def block_life_s(self) -> float:
         """Measured life of a block, the median of the engines."""
         lives = [life_s for one in self.caches.values() if (life_s := one.own.life_s)]
-        return statistics.median(lives) if lives else BLOCK_LIFE_S
+        return statistics.median(lives) if lives else self.usual_life_s
 
     @property
     def event_lag_s(self) -> float:
         """Measured time from a first token to the event of its blocks, of the slowest engine."""
         lags = [lag_s for one in self.caches.values() if (lag_s := one.own.lag_s)]
-        return min(MAX_LAG_S, max(lags, default=EVENT_LAG_S))
+        return min(MAX_LAG_S, max(lags, default=self.usual_lag_s))
 
 
 class Residency:
@@ -137,6 +138,10 @@ class Residency:
     def close(self) -> None:
         """End the thread."""
         self._watcher.close()
+
+    def usual(self, block_life_s: float, event_lag_s: float) -> None:
+        """Take these for the life of a block and the lag of events until they have been measured."""
+        self._index.usual_life_s, self._index.usual_lag_s = block_life_s, event_lag_s
 
     # -- engines ---------------------------------------------------------------------------------------------
 

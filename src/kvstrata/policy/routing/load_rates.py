@@ -41,6 +41,14 @@ class LoadRates:
         self._find_usual()
         return True
 
+    def kept(self) -> list[tuple[str, Tier, int, float]]:
+        """Return all samples as (engine, tier, tokens, seconds)."""
+        return [
+            (engine, tier, tokens, seconds)
+            for (engine, tier), samples in self._samples.items()
+            for tokens, seconds in samples
+        ]
+
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone."""
         for where in [where for where in self._samples if where[0] == engine]:

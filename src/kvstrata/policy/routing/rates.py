@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 MAX_SAMPLES = 64
@@ -207,6 +208,19 @@ class Rates:
             own.version = -1
         self._cells[sample.load][sample.tokens.bit_length()].remove(sample)
         self._lines = {}
+
+    def kept(self) -> list[tuple[str, int, float, int]]:
+        """Return all samples as (engine, tokens, seconds, class of load), the oldest of an engine first."""
+        return [
+            (name, one.tokens, one.seconds, one.load)
+            for name, own in self._engines.items()
+            for one in own.samples
+        ]
+
+    def restore(self, samples: Iterable[tuple[str, int, float, int]]) -> None:
+        """Add samples as `kept` returned them."""
+        for engine, tokens, seconds, load in samples:
+            self.observe(engine, tokens, seconds, float(1 << min(load, MAX_CLASSES) >> 1))
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
