@@ -160,7 +160,9 @@ class Dynamo(Outside):
         if encoded is None:
             self._workers[engine].sent += 1
         else:
-            self._workers[engine].publish(encoded)
+            worker = self._workers.get(engine)
+        if worker is not None:  # what a killed engine told last comes to nobody
+            worker.publish(encoded)
 
     def gone(self, engine: str) -> None:
         """The worker is deleted, as by Dynamo's discovery."""
