@@ -157,11 +157,12 @@ class Dynamo(Outside):
 
     def event(self, engine: str, encoded: bytes | None) -> None:
         """Publish a batch; the number of a lost one is missing."""
+        worker = self._workers.get(engine)
+        if worker is None:
+            return  # what a killed engine told last comes to nobody
         if encoded is None:
-            self._workers[engine].sent += 1
+            worker.sent += 1
         else:
-            worker = self._workers.get(engine)
-        if worker is not None:  # what a killed engine told last comes to nobody
             worker.publish(encoded)
 
     def gone(self, engine: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.common import figure, percentile, sized
-from benchmarks.route_fleet import ENGINES, LEVEL, MODEL, SEED
+from benchmarks.route_cases import ENGINES, LEVEL, MODEL, SEED
 from benchmarks.route_gateway import Heard, Run
 from benchmarks.route_loads import LOADS, at_rate
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted

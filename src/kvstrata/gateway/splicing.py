@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from kvstrata.gateway.connections import GatewayProtocol
 from kvstrata.gateway.engine_link import Answer
 from kvstrata.native.splice import Splice, Splicer
 from kvstrata.observability.metrics import SECONDS_BUCKETS
+
+if TYPE_CHECKING:
+    from kvstrata.gateway.connections import GatewayProtocol
 
 SILENT = "silent"
 ENGINES_FAULT = frozenset(("engine_closed", "engine_failed", "not_chunked", SILENT))
