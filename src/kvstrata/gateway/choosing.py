@@ -248,7 +248,9 @@ class Choosing:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
         uncached = max(1, wanted.tokens - choice.cached_tokens)
-        choice.turn.period = self._fleet.began(engine, str(wanted.number), uncached, wanted.tokens)
+        choice.turn.period = self._fleet.began(
+            engine, str(wanted.number), uncached, wanted.tokens, streams=wanted.streams
+        )
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
         until_s = math.inf if wanted.streams else choice.at_s + ready_in_s
@@ -262,7 +264,15 @@ class Choosing:
             ready_at_s=choice.at_s + ready_in_s,
         )
         if self.teller is not None:
-            self.teller.sent(wanted.number, engine.name, uncached, wanted.tokens, wanted.keys, ready_in_s)
+            self.teller.sent(
+                wanted.number,
+                engine.name,
+                uncached,
+                wanted.tokens,
+                wanted.keys,
+                ready_in_s,
+                streams=wanted.streams,
+            )
 
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""

@@ -269,17 +269,26 @@ class Fleet:
                     limit.reschedule(at_s + seconds)
 
     def began(
-        self, engine: ServingEngine, number: str, uncached_tokens: int, tokens: int, *, ours: bool = True
+        self,
+        engine: ServingEngine,
+        number: str,
+        uncached_tokens: int,
+        tokens: int,
+        *,
+        streams: bool = True,
+        ours: bool = True,
     ) -> BusyPeriod:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
 
-        `ours`: by this gateway.
+        `streams`: its answer does not come whole. `ours`: by this gateway.
         """
         now_s, load = self._now_s(), engine.load
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
         engine.busy.add(uncached_tokens)
-        self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s)
+        if not streams:
+            engine.busy.spoil()
+        self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s, streams=streams)
         engine.sent += ours
         engine.ours += ours
         return engine.busy

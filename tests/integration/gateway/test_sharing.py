@@ -169,7 +169,7 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
 ) -> None:
     gateway, port = scene.gateways[0], scene.ports[0]
     engine = scene.engines[0].name
-    lie = encode(Frame(PROTOCOL, "f" * 16, [Sent(1, engine, 9, 9, b"", 0.0)]))
+    lie = encode(Frame(PROTOCOL, "f" * 16, [Sent(1, engine, 9, 9, b"", 0.0, True)]))
     garbage = [b"", b"\xff" * 99, encode(Frame(99, "f" * 16, [])), encode(Frame(PROTOCOL, "no", []))]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:

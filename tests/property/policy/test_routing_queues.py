@@ -154,6 +154,17 @@ def test_an_engine_that_is_late_is_expected_to_take_as_long_again() -> None:
     assert [state.queue_s(now_s) for now_s in (1_000.0, 1_001.0, 1_003.0)] == [1.0, 0.0, 2.0]
 
 
+def test_nobody_is_late_with_an_answer_that_comes_whole() -> None:
+    queues, state = queue_of(2_000)
+    queues.dispatched("whole", "a", 1_000, 1_000, 10.0, streams=False)
+    assert state.queue_s(99.0) == 1.0, "what is behind the oldest"
+    queues.first_token("0", 99.0)
+    assert state.queue_s(199.0) == 0.0
+    queues.first_token("whole", 200.0)
+    queues.dispatched("1", "a", 1_000, 1_000, 300.0)
+    assert state.queue_s(303.0) == 2.0
+
+
 def test_a_first_token_that_comes_early_or_late_corrects_the_backlog() -> None:
     queues, state = queue_of(2_000, 3_000)
     queues.first_token("0", 10.5)  # Thought to need 2 s.

@@ -87,6 +87,17 @@ def test_what_was_expected_of_a_prompt_that_was_loaded_is_taken_back() -> None:
     assert served.known == []
 
 
+def test_an_answer_that_comes_whole_times_nothing() -> None:
+    served = Served()
+    period = served.begin("1", 100.0)
+    served.fleet.began(served.engine, "2", 1_000, 1_000, streams=False)
+    served.answers("1", 101.0)
+    served.answers("2", 109.0)
+    period.report(1_000)
+    period.report(1_000)
+    assert served.known == []
+
+
 def test_an_engine_that_leaves_has_no_period() -> None:
     served = Served()
     served.begin("1", 100.0)

@@ -47,6 +47,8 @@ class Sent(Event, frozen=True, tag="sent"):
     """Of its pieces, one after the other."""
     ready_in_s: Annotated[float, Meta(ge=0, le=1e6)]
     """Expected time to its first token."""
+    streams: bool
+    """Whether its answer does not come whole."""
 
 
 class First(Event, frozen=True, tag="first"):
@@ -87,6 +89,8 @@ class Flight(msgspec.Struct, array_like=True, frozen=True):
     tokens: Tokens
     running: bool
     """Whether its first token has come."""
+    streams: bool
+    """See Sent."""
 
 
 class UnderWay(Event, frozen=True, tag="under_way"):

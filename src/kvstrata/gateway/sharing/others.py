@@ -22,6 +22,7 @@ from kvstrata.gateway.sharing.messages import (
     Computed,
     Ended,
     First,
+    Flight,
     Frame,
     Lacks,
     Sent,
@@ -114,7 +115,7 @@ class Others:
         match event:
             case Sent():
                 keys = split(event.keys)
-                self._begin(name, other, event.number, event.engine, event.uncached, event.tokens, keys)
+                self._begin(name, other, event, keys)
                 self._note(other, event.number, ready_at_s=self._now_s() + event.ready_in_s)
             case First():
                 self._first(name, other, event.number)
@@ -127,16 +128,15 @@ class Others:
             case UnderWay():
                 self._mend(name, other, event)
 
-    def _begin(
-        self, name: str, other: Other, number: int, engine: str, uncached: int, tokens: int, keys: list[bytes]
-    ) -> None:
-        self._end(name, other, number, answered=False)
-        known = self._fleet.target(engine)
+    def _begin(self, name: str, other: Other, sent: Sent | Flight, keys: list[bytes]) -> None:
+        self._end(name, other, sent.number, answered=False)
+        known = self._fleet.target(sent.engine)
         if known is None or len(other.flights) >= MAX_FLIGHTS:
             self.ignored += 1
             return
-        period = self._fleet.began(known, f"{name}/{number}", uncached, tokens, ours=False)
-        other.flights[number] = Foreign(known, period, keys)
+        word = f"{name}/{sent.number}"
+        period = self._fleet.began(known, word, sent.uncached, sent.tokens, streams=sent.streams, ours=False)
+        other.flights[sent.number] = Foreign(known, period, keys)
 
     def _note(self, other: Other, number: int, *, ready_at_s: float = 0.0, computed: bool = False) -> None:
         flight = other.flights.get(number)
@@ -187,7 +187,7 @@ class Others:
             if one.number not in stated:
                 continue
             if one.number not in other.flights:
-                self._begin(name, other, one.number, one.engine, one.uncached, one.tokens, [])
+                self._begin(name, other, one, [])
                 if one.number in other.flights:
                     other.flights[one.number].period.spoil()
             if one.running:

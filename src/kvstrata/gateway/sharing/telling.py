@@ -10,6 +10,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from kvstrata.gateway.sharing.messages import (
     MAX_EVENTS,
     MAX_FRAME_BYTES,
@@ -46,17 +48,25 @@ class Teller:
         self.dropped = 0
 
     def sent(
-        self, number: int, engine: str, uncached: int, tokens: int, keys: Sequence[bytes], ready_in_s: float
+        self,
+        number: int,
+        engine: str,
+        uncached: int,
+        tokens: int,
+        keys: Sequence[bytes],
+        ready_in_s: float,
+        *,
+        streams: bool,
     ) -> None:
         """A request is sent to an engine: see messages.Sent."""
-        self._flights[number] = Flight(number, engine, uncached, tokens, False)
-        self._tell(Sent(number, engine, uncached, tokens, b"".join(keys), max(0.0, ready_in_s)))
+        self._flights[number] = Flight(number, engine, uncached, tokens, False, streams)
+        self._tell(Sent(number, engine, uncached, tokens, b"".join(keys), max(0.0, ready_in_s), streams))
 
     def first(self, number: int) -> None:
         """Its first token has come."""
         flight = self._flights.get(number)
         if flight is not None and not flight.running:
-            self._flights[number] = Flight(number, flight.engine, flight.uncached, flight.tokens, True)
+            self._flights[number] = msgspec.structs.replace(flight, running=True)
             self._tell(First(number))
 
     def ended(self, number: int, *, answered: bool) -> None:

@@ -59,7 +59,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     """Uncached tokens of the waiting requests behind the oldest: as long as that has no first token, these are not
     computed, whatever the estimate says."""
     moved_s: float | None = None
-    """When a first token came for the last time, or when a request found none waiting. None: not known."""
+    """When a first token came for the last time, or when a request found none waiting. None: not known, since a waiting
+    request's answer comes whole."""
     prefill_tokens: int = 0
     """Uncached tokens of all requests whose first token has not come, undrained."""
     inflight_tokens: int = 0

@@ -45,6 +45,8 @@ class EngineQueue:
         self.requests: set[str] = set()
         self.waiting: dict[str, int] = {}
         """Uncached tokens by request, the oldest first."""
+        self.whole: set[str] = set()
+        """The waiting ones whose answers come whole: their first byte does not tell when the prompt was computed."""
         self.weights: dict[str, float] = {}
         """Of the running requests."""
         self._clear()
@@ -64,11 +66,14 @@ class EngineQueue:
                 state.backlog_tokens = max(0.0, state.backlog_tokens - computed)
             state.at_s = now_s
 
-    def add(self, request: str, flight: InFlight, now_s: float) -> None:
+    def add(self, request: str, flight: InFlight, now_s: float, *, streams: bool) -> None:
         """Reserve for a new request."""
         state = self.state
         if not state.waiting:
             state.moved_s = now_s
+        if not streams:
+            self.whole.add(request)
+            state.moved_s = None
         self.requests.add(request)
         self.waiting[request] = flight.uncached_tokens
         state.requests += 1
@@ -88,6 +93,7 @@ class EngineQueue:
         state = self.state
         oldest = next(iter(self.waiting)) == request
         tokens = self.waiting.pop(request)
+        self.whole.discard(request)
         done = state.prefill_tokens - state.backlog_tokens
         state.prefill_tokens -= tokens
         state.waiting -= 1
@@ -152,8 +158,12 @@ class Queues:
         context_tokens: int,
         now_s: float,
         weight: float = 1.0,
+        *,
+        streams: bool = True,
     ) -> bool:
         """Reserve for a request that is sent: the tokens to compute, the KV it needs, its weight among the running.
+
+        `streams`: whether its first token will be told when the prompt is computed, rather than with the whole answer.
 
         Returns False, and reserves nothing, if the request is in flight already, the engine unknown, or the limit
         reached.  Raises ValueError for a negative number of tokens or a weight that is not finite and at least 0.
@@ -168,7 +178,7 @@ class Queues:
             return False
         queue.drain(now_s)
         flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens, weight)
-        queue.add(request, flight, now_s)
+        queue.add(request, flight, now_s, streams=streams)
         return True
 
     def first_token(self, request: str, now_s: float) -> bool:
@@ -179,7 +189,7 @@ class Queues:
         flight.running = True
         flight.engine.drain(now_s)
         flight.engine.stop_waiting(request, computed=True)
-        flight.engine.state.moved_s = now_s
+        flight.engine.state.moved_s = None if flight.engine.whole else now_s
         flight.engine.start_running(request, flight.weight)
         return True
 
