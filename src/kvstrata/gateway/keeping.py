@@ -105,7 +105,8 @@ class Keeper:
     def _taken(self) -> Callable[[], State]:
         """What the thread needs to make the state."""
         keys, now_s, saved_s = self._prefixes.latest(MAX_PIECES), self._now_s(), time.time()
-        generations = {name: engine.generation for name, engine in self._fleet.engines.items()}
+        targets = [one for engine in self._fleet.engines.values() for one in engine.targets]
+        generations = {one.name: one.generation for one in targets}
         rates, load_rates = self._fleet.rates.kept(), self._fleet.load_rates.kept()
         responses, secret = self._reader.responses(), self._reader.secret
         life_s, lag_s = self._residency.block_life_s, self._residency.event_lag_s

@@ -137,6 +137,25 @@ def test_a_sample_that_is_retracted_leaves_nothing(
     assert with_wrong.rate("b", 1) == pytest.approx(without.rate("b", 1))
 
 
+@given(
+    seen=st.lists(
+        st.tuples(
+            st.sampled_from("ab"), st.integers(1, 9_000), st.floats(0.01, 9), st.sampled_from([0, 1, 5, 300])
+        ),
+        max_size=60,
+    )
+)
+def test_what_is_kept_gives_the_same_rates_again(seen: list[tuple[str, int, float, int]]) -> None:
+    before, after = Rates(5.0), Rates(5.0)
+    for engine, tokens, seconds, running in seen:
+        before.observe(engine, tokens, seconds, running)
+    after.restore(before.kept())
+    assert sorted(after.kept()) == sorted(before.kept())
+    for engine in ("a", "b", "new"):
+        for running in (0, 3, 9, 999):
+            assert after.rate(engine, running) == pytest.approx(before.rate(engine, running))
+
+
 @pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)])
 def test_a_sample_that_says_nothing_is_not_kept(tokens: int, seconds: float) -> None:
     rates = Rates(1.0)
