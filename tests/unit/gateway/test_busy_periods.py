@@ -87,7 +87,18 @@ def test_what_was_expected_of_a_prompt_that_was_loaded_is_taken_back() -> None:
     assert served.known == []
 
 
-def test_an_answer_that_comes_whole_times_nothing() -> None:
+def test_answers_that_come_whole_tell_rates_as_long_as_none_streams() -> None:
+    served = Served()
+    served.fleet.began(served.engine, "1", 1_000, 1_000, streams=False)
+    served.answers("1", 102.0)
+    assert served.known == [(1_000, 2.0, 0)] and served.fleet.measured(served.engine)
+    served.begin("2", 103.0)
+    assert served.known == []
+    served.answers("2", 103.5)
+    assert served.known == [(1_000, 0.5, 1)]
+
+
+def test_an_answer_that_comes_whole_times_nothing_beside_those_that_stream() -> None:
     served = Served()
     period = served.begin("1", 100.0)
     served.fleet.began(served.engine, "2", 1_000, 1_000, streams=False)
