@@ -336,7 +336,7 @@ class Choosing:
         computed = round(choice.wanted.tokens * (1.0 - share))
         loaded = min(cached, choice.in_l1) - choice.cached_exact
         if self.teller is not None:
-            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.whole)
+            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.tells)
         if loaded > 0:
             period.spoil()
             if loaded > computed and period.prompts == 1 and choice.at_s > self._fleet.paused_s:

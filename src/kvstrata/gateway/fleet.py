@@ -125,10 +125,6 @@ class Fleet:
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
-        self._streamed = False
-        """Whether some answer streams: until then, those that come whole tell rates."""
-        self._came_whole = False
-        """Whether rates may rest on answers that came whole."""
         self.load_rates = LoadRates()
         self.paused_s = float("-inf")
         """When this process ran again after the last pause: what began before was not measured well."""
@@ -287,14 +283,9 @@ class Fleet:
         `streams`: its answer does not come whole. `ours`: by this gateway.
         """
         now_s, load = self._now_s(), engine.load
-        if streams and self._came_whole and not self._streamed:
-            self.rates = Rates(ASSUMED_TOKENS_S)
-        self._streamed, self._came_whole = self._streamed or streams, self._came_whole or not streams
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
-        engine.busy.add(uncached_tokens)
-        if not streams and self._streamed:
-            engine.busy.spoil()
+        engine.busy.add(uncached_tokens, streams=streams)
         self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s, streams=streams)
         engine.sent += ours
         engine.ours += ours
