@@ -16,6 +16,7 @@ import asyncio
 import enum
 import functools
 import ipaddress
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -277,16 +278,27 @@ class Fleet:
         *,
         streams: bool = True,
         ours: bool = True,
+        until_s: float = math.inf,
     ) -> BusyPeriod:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
 
-        `streams`: its answer does not come whole. `ours`: by this gateway.
+        `streams`: its answer does not come whole. `ours`: by this gateway. `until_s`: when its prompt counts as
+        computed in any case.
         """
         now_s, load = self._now_s(), engine.load
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
         engine.busy.add(uncached_tokens, streams=streams)
-        self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s, streams=streams)
+        self.queues.dispatched(
+            number,
+            engine.name,
+            uncached_tokens,
+            tokens,
+            now_s,
+            streams=streams,
+            ours=ours,
+            until_s=until_s,
+        )
         engine.sent += ours
         engine.ours += ours
         return engine.busy
