@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.policy.routing.model import Copy
@@ -149,12 +149,14 @@ class Prefixes:
         keys: Sequence[bytes],
         generations: Mapping[str, int],
         now_s: float,
-        heard: Collection[str] = frozenset(),
+        heard: Mapping[str, float] | None = None,
     ) -> list[Copy]:
         """The longest beginning that each engine was sent, for engines of these generations.
 
-        What engines have computed whose events are `heard` counts only until its event must have come.
+        `heard`: engines whose events are heard, and when each was last known to be empty. What they have computed
+        counts only until its event must have come, and not if they were empty since.
         """
+        heard = heard or {}
         counts: dict[str, tuple[int, Sent]] = {}
         alive = set(generations)
         for number, key in enumerate(keys):
@@ -163,7 +165,11 @@ class Prefixes:
                 break
             for name in list(alive):
                 sent = engines.get(name)
-                if sent is None or sent.generation != generations[name]:
+                if (
+                    sent is None
+                    or sent.generation != generations[name]
+                    or (sent.computed and name in heard and sent.at_s < heard[name])
+                ):
                     alive.discard(name)
                 else:
                     counts[name] = number + 1, sent

@@ -35,8 +35,9 @@ class Known(NamedTuple):
     """Tokens that an engine has in its own cache for certain, by its name."""
     copies: list[Copy]
     """Those in other tiers, and those that may have been lost unheard."""
-    heard: frozenset[str]
-    """The engines whose events are heard: what else they were sent a while ago counts no more."""
+    heard: dict[str, float]
+    """The engines whose events are heard, and when each was last known to be empty: what else they were sent a while
+    ago, or before that, counts no more."""
 
 
 class Index:
@@ -100,7 +101,7 @@ class Index:
                     )
                 )
         cached = {name: tokens for (name, tier), tokens in sure.items() if tier == "l0"}
-        return Known(cached, copies, frozenset(names))
+        return Known(cached, copies, {name: self.caches[name].emptied_s for name in names})
 
     def _longest(self, prompt: Prompt, mask: bytearray, sizes: Iterable[int]) -> dict[tuple[str, Tier], int]:
         """The tokens of the longest prefix in these slots, by engine and tier."""
@@ -198,7 +199,7 @@ class Residency:
             and found.feed.phase is not Phase.JOINING
         ]
         if self._watcher.ended or not heard:
-            return Known({}, [], frozenset())
+            return Known({}, [], {})
         return self._index.known(prompt, heard)
 
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
