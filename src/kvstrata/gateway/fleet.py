@@ -308,15 +308,16 @@ class Fleet:
         return self.rates.samples(engine.name) > 0
 
     def numbers(self, engine: ServingEngine) -> dict[str, float | bool]:
-        """What is counted and measured of an engine, for people."""
-        load = engine.load
+        """What is counted and measured of an engine, for people; of one with ranks, of all of them together."""
+        now_s, targets = self._now_s(), engine.targets
+        loads = [one.load for one in targets]
         return {
-            "waiting": load.waiting,
-            "waiting_tokens": load.prefill_tokens,
-            "context_tokens": load.context_tokens,
-            "queue_s": round(load.queue_s(self._now_s()), 4),
-            "prefill_tokens_s": round(load.prefill_tokens_s, 1),
-            "measured": self.measured(engine),
+            "waiting": sum(one.waiting for one in loads),
+            "waiting_tokens": sum(one.prefill_tokens for one in loads),
+            "context_tokens": sum(one.context_tokens for one in loads),
+            "queue_s": round(max(one.queue_s(now_s) for one in loads), 4),
+            "prefill_tokens_s": round(sum(one.prefill_tokens_s for one in loads), 1),
+            "measured": all(map(self.measured, targets)),
         }
 
     def answers(self, engine: ServingEngine, number: str, timed: TimedPrompt) -> None:

@@ -440,12 +440,12 @@ class Gateway(Process):
                     "state": one.state.value,
                     "reason": one.reason,
                     "in_flight": one.in_flight,
-                    "sent": one.sent,
+                    "sent": one.sent + sum(rank.sent for rank in one.ranks),
                     "share": round(fleet.share(one), 3),
                     **fleet.numbers(one),
                     "models": sorted(one.models)[:64],
                     "ranks": [
-                        {"name": rank.name, "in_flight": rank.in_flight, "sent": rank.sent}
+                        {"name": rank.name, "in_flight": rank.ours, "sent": rank.sent, **fleet.numbers(rank)}
                         for rank in one.ranks
                     ],
                 }

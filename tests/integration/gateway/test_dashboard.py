@@ -204,6 +204,67 @@ async def test_a_thousand_engines_are_shown_a_hundred_at_a_time_and_found_by_nam
         assert await page.evaluate("window.hacked") is None
 
 
+@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("size", [chromium.DESK, PHONE], ids=["desk", "phone"])
+async def test_ranks_are_below_their_engine_with_queue_cache_and_events(
+    browser: Browser,
+    gateway: GatewayProcess,
+    session: aiohttp.ClientSession,
+    size: tuple[int, int],
+    count: int,
+) -> None:
+    def divides(status: dict[str, Any]) -> None:
+        first, other = status["engines"]
+        first |= {"name": "ranked", "in_flight": count, "waiting": count, "queue_s": 2.5, "sent": 10 * count}
+        other |= {"name": "single", "queue_s": 1.5}
+        ranks = [
+            {**first, "name": f"ranked@{number}", "in_flight": 1, "waiting": 1, "sent": 10}
+            for number in range(count)
+        ]
+        fields = ("name", "in_flight", "sent", "waiting", "waiting_tokens", "context_tokens", "queue_s")
+        fields += ("prefill_tokens_s", "measured")
+        first["ranks"] = [{field: rank[field] for field in fields} for rank in ranks]
+        heard = {
+            "connected": True,
+            "phase": "in_order",
+            "whole": True,
+            "doubtful": False,
+            "batches": 9,
+            "gaps": 0,
+        }
+        heard |= {"restarts": 0, "malformed": 0, "orphans": 0, "block_life_s": 0, "event_lag_s": 0}
+        heard |= {"blocks": {"l0": 1_000, "l1": 0}, "block_tokens": {"l0": [16], "l1": []}}
+        status["kv_events"] = {rank["name"]: heard for rank in ranks}
+        status["kv_events"]["ranked@1"] = {**heard, "whole": False, "gaps": 3}
+
+    url, link = f"{gateway.url}/gateway/", await link_of(gateway, session)
+    async with chromium.visit(browser, url, size, link=link) as page:
+        await changed(page, divides)
+        await go(page, "#/engines")
+        rows = page.locator("#engines-rows tr")
+        wanted = ["ranked", *(f"ranked@{number}" for number in range(count)), "single"]
+        await expect(page.locator("#engines-rows tr th a")).to_have_text(wanted)
+        await expect(rows.nth(0)).to_contain_text(f"{count} ranks")
+        await expect(rows.nth(0)).to_contain_text("with gaps")  # as the worst of them
+        await expect(rows.nth(0)).to_contain_text("32.0" if count == 2 else "128")
+        for number in range(count):
+            await expect(rows.nth(1 + number)).to_contain_text("with gaps" if number == 1 else "exact")
+            await expect(rows.nth(1 + number)).to_contain_text("16.0\u00a0k")
+            await expect(rows.nth(1 + number)).to_contain_text("1 waiting")
+        # By any column, either way, they stay below their engine.
+        for sort, order in (("-queue", wanted), ("queue", [wanted[-1], *wanted[:-1]])):
+            await go(page, f"#/engines?sort={sort}")
+            await expect(page.locator("#engines-rows tr th a")).to_have_text(order)
+        assert await page_checks.faults(page) == []
+        await page.get_by_role("link", name="ranked@1", exact=True).click()
+        await expect(page.locator("h1")).to_have_text("ranked@1")
+        await expect(page.locator("main")).to_contain_text("3 times")
+        assert await page_checks.faults(page) == []
+        await page.locator(".crumbs").get_by_role("link", name="ranked").click()
+        await expect(page.locator("#ranks-rows tr")).to_have_count(count)
+        assert await page_checks.faults(page) == []
+
+
 async def test_the_page_says_that_the_gateway_is_gone_and_comes_back_with_it(
     browser: Browser, gateway: GatewayProcess, session: aiohttp.ClientSession
 ) -> None:

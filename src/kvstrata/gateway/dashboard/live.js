@@ -3,6 +3,7 @@
 
 import { get } from "./api.js";
 import { announce } from "./dom.js";
+import { withRanks } from "./model.js";
 
 const ASK_MS = 2_000;
 const ANSWER_MS = 10_000;
@@ -61,7 +62,7 @@ async function ask() {
   ]);
   heardMs = Date.now();
   live.status = status;
-  live.engines = same(live.engines, status.engines.map((one) => ({ ...one, heard: status.kv_events[one.name] ?? null })), ({ name }) => name);
+  live.engines = same(live.engines, status.engines.map((one) => withRanks(one, status.kv_events)), ({ name }) => name);
   live.decisions = same(live.decisions, decisions, ({ number }) => number);
   remember(status);
 }

@@ -20,6 +20,43 @@ export function heardState(heard, thread) {
   return ["in order", "good", "Batches come in order; the first ones of the engine's life were not heard."];
 }
 
+const sumsOf = (rows) => rows.reduce((all, row) => {
+  for (const [tier, number] of Object.entries(row)) all[tier] = (all[tier] ?? 0) + number;
+  return all;
+}, {});
+
+/** What is heard of all ranks of an engine together: as well as of the one that is heard worst. null: of none. */
+function together(ranks) {
+  const heard = ranks.map((one) => one.heard);
+  const known = heard.filter((one) => one);
+  if (!known.length) return null;
+  const sum = (of) => known.reduce((all, one) => all + of(one), 0);
+  const most = (of) => known.reduce((all, one) => Math.max(all, of(one)), 0);
+  const sizes = (tier) => [...new Set(known.flatMap((one) => one.block_tokens[tier] ?? []))];
+  return {
+    connected: heard.every((one) => one && one.connected !== false),
+    phase: ["joining", "asking"].find((phase) => known.some((one) => one.phase === phase)) ?? "in_order",
+    whole: known.every((one) => one.whole),
+    doubtful: known.some((one) => one.doubtful),
+    blocks: sumsOf(known.map((one) => one.blocks)),
+    block_tokens: Object.fromEntries(Object.keys(known[0].block_tokens).map((tier) => [tier, sizes(tier)])),
+    batches: sum((one) => one.batches),
+    gaps: sum((one) => one.gaps),
+    restarts: sum((one) => one.restarts),
+    malformed: sum((one) => one.malformed),
+    orphans: sum((one) => one.orphans),
+    block_life_s: most((one) => one.block_life_s),
+    event_lag_s: most((one) => one.event_lag_s),
+  };
+}
+
+/** A row of the status with what is heard of the engine, and the same of its ranks, each a row like one of an engine. */
+export function withRanks(one, heard) {
+  const { state, reason, share, models } = one;
+  const ranks = one.ranks.map((rank) => ({ ...rank, state, reason, share, models, heard: heard[rank.name] ?? null, ranks: [] }));
+  return { ...one, ranks, heard: ranks.length ? together(ranks) : heard[one.name] ?? null };
+}
+
 /** Tokens that an engine is known to hold in a tier; null if they cannot be told from its blocks. */
 export function tierTokens(heard, tier) {
   const sizes = heard?.block_tokens[tier];

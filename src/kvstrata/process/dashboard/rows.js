@@ -35,7 +35,7 @@ function ordered(rows, key, sort, down, before) {
   // Sorting starts from the order of the last draw, which is nearly right.
   const names = before ? [...before.filter((name) => values.has(name)), ...[...values.keys()].filter((name) => !before.places.has(name))] : [...values.keys()];
   const turn = down ? -1 : 1;
-  return names.sort((one, other) => turn * (compare(values.get(one), values.get(other)) || collator.compare(one, other)));
+  return names.sort((one, other) => turn * compare(values.get(one), values.get(other)) || collator.compare(one, other));
 }
 
 /**

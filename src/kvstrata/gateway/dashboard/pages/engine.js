@@ -1,10 +1,12 @@
-// One engine: its load, its rates, what is heard of its cache, and the last requests that it got.
+// One engine, or one data-parallel rank: its load, its rates, what is heard of its cache, and the last requests that it got.
 
 import { h } from "../dom.js";
 import { count, duration, exact, plural, rate } from "../format.js";
-import { decisions } from "../gateway_parts.js";
+import { decisions, engine } from "../gateway_parts.js";
 import { engineState, heardState, tierTokens } from "../model.js";
 import { facts, mark } from "../parts.js";
+import { table } from "../table.js";
+import { columnsOf } from "./engines.js";
 
 function cache(one, thread) {
   const { heard } = one;
@@ -38,16 +40,21 @@ export const enginePage = {
   title: ({ params }) => params.parts[0],
   view({ live, redraw, params }) {
     const [name] = params.parts;
-    const crumbs = h("p", { class: "crumbs" }, h("a", { href: "#/engines" }, "Engines"));
+    let crumbs = h("p", { class: "crumbs" }, h("a", { href: "#/engines" }, "Engines"));
     const heading = h("h1", { class: "break" }, name);
     if (!live.engines) return [crumbs, heading, h("p", { class: "quiet" }, "Asking the gateway …")];
-    const one = live.engines.find((each) => each.name === name);
+    const owner = live.engines.find((each) => each.name === name || each.ranks.some((rank) => rank.name === name));
+    const one = owner?.ranks.find((rank) => rank.name === name) ?? owner;
     if (!one) return [crumbs, heading, h("p", {}, "The gateway knows no engine of this name.")];
-    const rows = live.decisions.filter(({ decision }) => decision.engine === name);
+    const names = new Set([name, ...one.ranks.map((rank) => rank.name)]);
+    const rows = live.decisions.filter(({ decision }) => names.has(decision.engine));
+    if (owner !== one) crumbs = h("p", { class: "crumbs" }, h("a", { href: "#/engines" }, "Engines"), " / ", engine(owner.name));
     return [
       crumbs,
       h("div", { class: "heading" }, heading, mark(...engineState(one)), one.reason && h("span", { class: "quiet break" }, one.reason)),
       h("div", { class: "columns" }, load(one), cache(one, live.status.kv_events_thread)),
+      one.ranks.length > 0 && h("h2", {}, "Ranks"),
+      one.ranks.length > 0 && table({ id: "ranks", caption: "Ranks", columns: columnsOf(live.status.kv_events_thread), rows: one.ranks, key: (rank) => rank.name, redraw }),
       rows.length > 0 && h("h2", {}, "Its last requests"),
       rows.length > 0 && decisions({ id: "decisions", rows, redraw }),
     ];
