@@ -68,6 +68,7 @@ def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
         "peer_sent_bytes_total": chance.randint(1, 900) * GIB // 7,
         "peer_read_bytes_total": chance.randint(1, 900) * GIB // 9,
         "sessions": 2,
+        "engines": ["http://10.0.0.1:8000"],
         "sync": {"state": "exact", "count": 2, "last_took_s": 0.081, "last_ended_ago_s": 6_100.0},
         "event_batches": 48_120 + number,
         "last_event": 48_120 + number,

@@ -296,6 +296,8 @@ class Member:
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that the instance has seen."""
         self.models: list[KvKind] = []
+        self.engines: list[str] = []
+        """URLs of its engines, as its last heartbeat told; kept after its death, since engines serve without it."""
         self.superseded: deque[int] = deque(maxlen=MAX_SUPERSEDED)
 
         self.confirmed = False

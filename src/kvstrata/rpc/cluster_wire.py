@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvstrata.rpc.attach_wire import ENGINE_URL
 from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
 
 CLUSTER_PROTOCOL_VERSION = 5
@@ -65,6 +66,9 @@ Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 """Tiers in one report: the tiers of an instance, and those that are being removed."""
+MAX_ENGINES = 64
+"""Engines of one instance that its heartbeats name."""
+EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
@@ -347,6 +351,8 @@ class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
     lost its data, and takes a greater cluster id."""
     draining: bool = False
     """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
+    engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = []
+    """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
 
 
 class Beat(ClusterReply, frozen=True, tag="beat"):

@@ -82,6 +82,7 @@ class InstanceFacts(BaseModel):
     peer_sent_bytes_total: int
     peer_read_bytes_total: int
     sessions: int
+    engines: list[str] = Field(description="URLs of its engines, as far as they tell (`engine_url`).")
     event_batches: int
     last_event: int
     waiting_commands: int

@@ -80,6 +80,7 @@ def _facts(member: Member, keys: Mapping[str, int]) -> dict[str, Any]:
         "peer_sent_bytes_total": load.peer_sent_bytes_total,
         "peer_read_bytes_total": load.peer_read_bytes_total,
         "sessions": load.sessions,
+        "engines": member.engines,
         "event_batches": member.event_batches,
         "last_event": member.applied_seq,
         "waiting_commands": len(member.waiting),

@@ -11,7 +11,7 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable
-from kvstrata.rpc.cluster_wire import KvKind, Load
+from kvstrata.rpc.cluster_wire import MAX_ENGINES, KvKind, Load
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.own_tiers import OwnTiers
 
@@ -101,3 +101,11 @@ class Condition:
             KvKind(group.layout, group.slices, list(group.spans))
             for group in list(found.values())[:MAX_MODELS]
         ]
+
+    def engines(self) -> list[str]:
+        """URLs of the engines that tell theirs, sorted.
+
+        A process that may use only some tenants tells none: requests of others would be sent to where it says.
+        """
+        told = {process.engine_url for process in self._processes if process.tenants is None}
+        return sorted(told - {""})[:MAX_ENGINES]
