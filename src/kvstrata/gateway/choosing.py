@@ -3,9 +3,10 @@
     choose ─▶ dispatched ─▶ first_token ─▶ ended ─▶ learn        ended comes after each dispatched, and learn only after
                                                                  an answer
 
-What is known of a prompt's KV comes from two sources.  Engines whose KV events are heard tell what they hold
+What is known of a prompt's KV comes from three sources.  Engines whose KV events are heard tell what they hold
 (residency/); what they were sent within the last moments, whose events are still to come, and everything at other
-engines, is taken from what passed through here (prefixes.py).
+engines, is taken from what passed through here (prefixes.py).  What lies in L1s, L2 tiers and at peers is told by
+controllers (controllers/).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
-from kvstrata.policy.routing.model import Decision, Knowledge, Request
+from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request
 
 ERRORS = 64
 
@@ -50,6 +51,8 @@ class Wanted(NamedTuple):
     """Of the prompt's pieces, see prefixes.py."""
     prompt: Prompt | None = None
     """Its token ids; None: not known."""
+    held: Sequence[Copy] = ()
+    """What a controller knows of the prompt, see controllers/."""
     streams: bool = True
     """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
 
@@ -76,7 +79,7 @@ class Choice(NamedTuple):
     cached_exact: int
     """Tokens that it has in its own cache for certain."""
     in_l1: int
-    """Tokens that it stored in its server's L1, which are still there."""
+    """Tokens that its server's L1 holds."""
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
@@ -192,7 +195,7 @@ class Choosing:
         sent = self.prefixes.copies(wanted.keys, generations, now_s, heard=known.heard)
         return Knowledge(
             cached=known.cached,
-            copies=[*known.copies, *sent],
+            copies=[*known.copies, *wanted.held, *sent],
             block_life_s=self._residency.block_life_s,
             event_lag_s=self._residency.event_lag_s,
         )

@@ -61,6 +61,8 @@ class Place(NamedTuple):
     """Where it publishes KV events, as the settings say; None: it is asked."""
     ranks: int = 0
     """Its data-parallel ranks, as the settings say; 0: it is asked."""
+    instance: str = ""
+    """The instance that it is attached to, as the settings say; empty: controllers tell."""
 
 
 class ServingEngine:
@@ -421,7 +423,7 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     name = settings.name or f"{host}:{port}"
-    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size)
+    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size, settings.instance)
 
 
 @functools.lru_cache(8_192)
