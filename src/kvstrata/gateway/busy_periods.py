@@ -29,43 +29,50 @@ class BusyPeriod:
         self._expected = 0
         self._computed = 0
         self._reported = 0
-        self._whole = True
+        self._tells = True
+        self._came_whole = False
         self._sample: Sample | None = None
         self.prompts = 0
 
-    def add(self, expected_tokens: int) -> None:
-        """One more prompt is sent to the engine, which is expected to compute so many tokens."""
+    def add(self, expected_tokens: int, *, streams: bool = True) -> None:
+        """One more prompt is sent to the engine, which is expected to compute so many tokens.
+
+        `streams`: its answer does not come whole.
+        """
         self.prompts += 1
+        self._came_whole |= not streams
         self._expected += expected_tokens
 
     @property
-    def whole(self) -> bool:
+    def tells(self) -> bool:
         """Whether it may still tell something."""
-        return self._whole
+        return self._tells
 
     def spoil(self) -> None:
         """What it tells is not known any more."""
-        self._whole = False
+        self._tells = False
         self._retract()
 
     def end(self, now_s: float) -> None:
         """No prompt waits any more."""
         self._seconds = now_s - self._began_s
-        if self._whole:
+        if self._tells:
             self._observe(self._expected)
 
     def report(self, computed_tokens: int) -> None:
         """A prompt's answer told how many of its tokens were computed."""
         self._computed += computed_tokens
         self._reported += 1
-        if not self._whole or not self._seconds or self._reported < self.prompts:
+        if not self._tells or not self._seconds or self._reported < self.prompts:
             return
         if abs(self._computed - self._expected) > AGREES * self._expected:
             self._retract()
             self._observe(self._computed)
 
     def _observe(self, tokens: int) -> None:
-        self._sample = self._rates.observe(self._engine, tokens, self._seconds, self._running)
+        self._sample = self._rates.observe(
+            self._engine, tokens, self._seconds, self._running, whole=self._came_whole
+        )
 
     def _retract(self) -> None:
         if self._sample is not None:

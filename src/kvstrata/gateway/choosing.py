@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.gateway.ahead import Ahead
 from kvstrata.gateway.busy_periods import BusyPeriod
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
@@ -121,7 +120,6 @@ class Choosing:
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
         """Who tells other gateways; None: nobody."""
-        self.ahead = Ahead(now_s)
         self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
         """Seconds by which the last first tokens came later than expected."""
         self.freed: Callable[[], None] = lambda: None
@@ -248,13 +246,16 @@ class Choosing:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
         uncached = max(1, wanted.tokens - choice.cached_tokens)
-        choice.turn.period = self._fleet.began(
-            engine, str(wanted.number), uncached, wanted.tokens, streams=wanted.streams
-        )
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
-        until_s = math.inf if wanted.streams else choice.at_s + ready_in_s
-        self.ahead.sent(engine, wanted.number, uncached, until_s)
+        choice.turn.period = self._fleet.began(
+            engine,
+            str(wanted.number),
+            uncached,
+            wanted.tokens,
+            streams=wanted.streams,
+            until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
+        )
         self.prefixes.note(
             wanted.keys,
             engine.name,
@@ -288,7 +289,6 @@ class Choosing:
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
-        self.ahead.done(engine, wanted.number)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
@@ -300,7 +300,6 @@ class Choosing:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
-        self.ahead.done(choice.engine, choice.wanted.number)
         self.freed()
 
     def answered(self, choice: Choice, meter: Meter) -> None:
@@ -336,7 +335,7 @@ class Choosing:
         computed = round(choice.wanted.tokens * (1.0 - share))
         loaded = min(cached, choice.in_l1) - choice.cached_exact
         if self.teller is not None:
-            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.whole)
+            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.tells)
         if loaded > 0:
             period.spoil()
             if loaded > computed and period.prompts == 1 and choice.at_s > self._fleet.paused_s:

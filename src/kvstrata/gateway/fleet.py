@@ -16,6 +16,7 @@ import asyncio
 import enum
 import functools
 import ipaddress
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -125,10 +126,6 @@ class Fleet:
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
-        self._streamed = False
-        """Whether some answer streams: until then, those that come whole tell rates."""
-        self._came_whole = False
-        """Whether rates may rest on answers that came whole."""
         self.load_rates = LoadRates()
         self.paused_s = float("-inf")
         """When this process ran again after the last pause: what began before was not measured well."""
@@ -281,21 +278,27 @@ class Fleet:
         *,
         streams: bool = True,
         ours: bool = True,
+        until_s: float = math.inf,
     ) -> BusyPeriod:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
 
-        `streams`: its answer does not come whole. `ours`: by this gateway.
+        `streams`: its answer does not come whole. `ours`: by this gateway. `until_s`: when its prompt counts as
+        computed in any case.
         """
         now_s, load = self._now_s(), engine.load
-        if streams and self._came_whole and not self._streamed:
-            self.rates = Rates(ASSUMED_TOKENS_S)
-        self._streamed, self._came_whole = self._streamed or streams, self._came_whole or not streams
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
-        engine.busy.add(uncached_tokens)
-        if not streams and self._streamed:
-            engine.busy.spoil()
-        self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s, streams=streams)
+        engine.busy.add(uncached_tokens, streams=streams)
+        self.queues.dispatched(
+            number,
+            engine.name,
+            uncached_tokens,
+            tokens,
+            now_s,
+            streams=streams,
+            ours=ours,
+            until_s=until_s,
+        )
         engine.sent += ours
         engine.ours += ours
         return engine.busy

@@ -24,7 +24,7 @@ from kvstrata.gateway.prefixes import KEY_BYTES
 from kvstrata.policy.routing.model import Tier
 
 NAME = "gateway.state"
-MAGIC, VERSION = b"kvgw", 1
+MAGIC, VERSION = b"kvgw", 2
 DIGEST_BYTES = 16
 HEAD_BYTES = len(MAGIC) + 1 + DIGEST_BYTES
 MAX_FILE_BYTES = 64 << 20
@@ -53,8 +53,8 @@ class State(msgspec.Struct, array_like=True, frozen=True):
     """The longest unused first."""
     responses: list[tuple[str, str]]
     """Stored responses and their engines, the oldest first."""
-    rates: list[tuple[str, Count, Seconds, Count]]
-    """Samples: engine, tokens, seconds, class of load; the oldest of an engine first."""
+    rates: list[tuple[str, Count, Seconds, Count, bool]]
+    """Samples as `Rates.kept` gives them."""
     load_rates: list[tuple[str, Tier, Count, Seconds]]
     """Samples: engine, tier, tokens, seconds."""
     block_life_s: Seconds

@@ -57,7 +57,8 @@ PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public CURVE key in Z85."""
 Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
 TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
-"""`l1`, or the name of an L2 adapter that only this instance uses."""
+"""`l1`, or the name of an L2 adapter."""
+Medium = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
 TenantName = Annotated[str, Meta(max_length=256)]
@@ -133,6 +134,9 @@ class Register(ClusterRequest, frozen=True, tag="register"):
     pid: Count = 0
     last_event: Seq = 0
     """Seq of the instance's last Events; the next Events have the next number."""
+    media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = {}
+    """Of tiers whose media other instances share: a word that all tiers of one medium have.  Of these tiers an instance
+    tells what it has put or found there."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):

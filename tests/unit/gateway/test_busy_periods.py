@@ -36,7 +36,9 @@ class Served:
     def known(self) -> list[tuple[int, float, int]]:
         """Tokens, seconds and class of load of the engine's samples."""
         own = self.fleet.rates._engines.get("a")
-        return [(one.tokens, one.seconds, one.load) for one in own.samples] if own is not None else []
+        if own is None:
+            return []
+        return [(one.tokens, one.seconds, one.load) for one in own.samples[self.fleet.rates._by_whole]]
 
 
 def test_prompts_that_share_steps_are_timed_together() -> None:
@@ -60,9 +62,9 @@ def test_a_report_that_agrees_changes_nothing() -> None:
     served = Served()
     period = served.begin("1", 100.0)
     served.answers("1", 101.0)
-    [before] = served.fleet.rates._engines["a"].samples
+    [before] = served.fleet.rates._engines["a"].samples[False]
     period.report(1_001)
-    assert list(served.fleet.rates._engines["a"].samples) == [before]
+    assert list(served.fleet.rates._engines["a"].samples[False]) == [before]
 
 
 def test_a_period_with_a_prompt_that_failed_tells_nothing_and_ends_all_the_same() -> None:
@@ -93,20 +95,25 @@ def test_answers_that_come_whole_tell_rates_as_long_as_none_streams() -> None:
     served.answers("1", 102.0)
     assert served.known == [(1_000, 2.0, 0)] and served.fleet.measured(served.engine)
     served.begin("2", 103.0)
-    assert served.known == []
+    assert served.known == [(1_000, 2.0, 0)], "an answer that has only begun tells nothing yet"
     served.answers("2", 103.5)
+    assert served.known == [(1_000, 0.5, 1)]
+    served.fleet.began(served.engine, "3", 1_000, 1_000, streams=False)
+    served.answers("3", 110.0)
     assert served.known == [(1_000, 0.5, 1)]
 
 
 def test_an_answer_that_comes_whole_times_nothing_beside_those_that_stream() -> None:
     served = Served()
+    served.begin("0", 90.0)
+    served.answers("0", 91.0)
     period = served.begin("1", 100.0)
     served.fleet.began(served.engine, "2", 1_000, 1_000, streams=False)
     served.answers("1", 101.0)
     served.answers("2", 109.0)
     period.report(1_000)
     period.report(1_000)
-    assert served.known == []
+    assert served.known == [(1_000, 1.0, 0)]
 
 
 def test_an_engine_that_leaves_has_no_period() -> None:

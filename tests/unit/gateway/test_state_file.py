@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.state_file import (
     HEAD_BYTES,
+    MAGIC,
     NAME,
+    VERSION,
     Piece,
     State,
     StateRefused,
@@ -27,7 +29,7 @@ STATE = State(
     secret=bytes(32),
     pieces=[Piece(bytes(range(16)), [("a", 2.0), ("b@1", 0.0)])],
     responses=[("resp_1", "a")],
-    rates=[("a", 100, 0.5, 3)],
+    rates=[("a", 100, 0.5, 3, True)],
     load_rates=[("a", "l1", 100, 0.25)],
     block_life_s=300.0,
     event_lag_s=0.1,
@@ -48,6 +50,13 @@ def test_a_damaged_file_is_refused(at: int, flip: int, cut: bool) -> None:
     content[at] ^= flip
     with pytest.raises(StateRefused):
         decoded(bytes(content[:at]) if cut else bytes(content))
+
+
+def test_a_file_of_another_version_is_refused_with_both_versions() -> None:
+    content = bytearray(encoded(STATE))
+    content[len(MAGIC)] = VERSION - 1
+    with pytest.raises(StateRefused, match=f"version {VERSION - 1}; this gateway reads version {VERSION}"):
+        decoded(bytes(content))
 
 
 @given(st.binary(max_size=200))
