@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterator
 
 from kvstrata.policy.routing.model import LoadPath, Tier
 
@@ -30,6 +31,8 @@ class LoadRates:
         self._paths: dict[tuple[str, Tier], LoadPath] = {}
         self._usual: dict[Tier, LoadPath] = {}
         """The medians over all engines."""
+        self.changes = 0
+        """Grows with each sample, and with each engine that is dropped."""
 
     def observe(self, engine: str, tier: Tier, tokens: int, seconds: float) -> bool:
         """Add a sample; return whether it says anything."""
@@ -41,13 +44,11 @@ class LoadRates:
         self._find_usual()
         return True
 
-    def kept(self) -> list[tuple[str, Tier, int, float]]:
-        """Return all samples as (engine, tier, tokens, seconds)."""
-        return [
-            (engine, tier, tokens, seconds)
-            for (engine, tier), samples in self._samples.items()
-            for tokens, seconds in samples
-        ]
+    def kept(self) -> Iterator[tuple[str, Tier, int, float]]:
+        """Yield all samples as (engine, tier, tokens, seconds). From any thread: samples may be added meanwhile."""
+        for engine, tier in list(self._samples):
+            for tokens, seconds in list(self._samples.get((engine, tier), ())):
+                yield engine, tier, tokens, seconds
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone."""
@@ -61,6 +62,7 @@ class LoadRates:
         return found or LoadPath(latency_s=ASSUMED_LATENCY_S, tokens_s=ASSUMED_GAIN * prefill_tokens_s)
 
     def _find_usual(self) -> None:
+        self.changes += 1
         self._usual.clear()
         for tier in {tier for _, tier in self._paths}:
             paths = [path for (_, of), path in self._paths.items() if of == tier]
