@@ -28,12 +28,14 @@ from kvstrata.controller.syncs import Syncs
 from kvstrata.errors import NoSlots, NotLeading, Refused, SyncAgain
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import (
+    Change,
     Command,
     CommandKind,
     Events,
     Goodbye,
     Heartbeat,
     Register,
+    Run,
     SyncBegin,
     SyncEnd,
     SyncPart,
@@ -151,9 +153,24 @@ class Cluster:
         if self.syncs.events(member, told, key) and member is not None:
             try:
                 self.directory.apply(member.group, member.told.tiers, told.runs)
+                if member.told.media:
+                    self._apply_to_sharers(member, told.runs)
             except SlotsExhausted:
                 self.syncs.want(member, "no_slots")
         self.settle()
+
+    def _apply_to_sharers(self, member: Member, runs: Sequence[Run]) -> None:
+        """What one member no longer finds in a shared medium, no other one finds there."""
+        for run in runs:
+            medium = member.told.media.get(run.tier)
+            if medium is None or run.change is Change.ADMIT:
+                continue
+            for other in self.members:
+                for tier, its_medium in other.told.media.items():
+                    known = self.lookups.slot(other.group, tier) is not None
+                    if other is not member and its_medium == medium and known:
+                        lost = Run(run.change, tier, run.tags)
+                        self.directory.apply(other.group, other.told.tiers, [lost])
 
     def sync_begin(self, told: SyncBegin, key: str) -> None:
         """A full sync begins. Raises UnknownInstance, Superseded, WrongKey, BadSync, SyncAgain, NoSlots."""

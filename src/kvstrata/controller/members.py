@@ -329,6 +329,8 @@ def _check_register(told: Register) -> None:
         )
     if told.tiers[0] != "l1" or len(set(told.tiers)) != len(told.tiers):
         raise BadRequest(f"tiers: {told.tiers}: must begin with 'l1' and name each tier once", field="tiers")
+    if unknown := told.media.keys() - set(told.tiers[1:]):
+        raise BadRequest(f"media: {sorted(unknown)}: must be among tiers, and not l1", field="media")
     if told.peer_endpoint and not _PEER_ENDPOINT.fullmatch(told.peer_endpoint):
         raise BadRequest(
             f"peer_endpoint: {told.peer_endpoint!r:.80}: must be tcp://host:port, or empty",

@@ -4,10 +4,10 @@
        │        │
        └────────┴─────▶ REFUSED         or the client leaves
 
-Requests wait here, not at the engines, once every engine that could serve them has enough before it (ahead.py).  So the
-engine is chosen as late as possible, and the order can still change: it is line.py's, fair between tenants, and within
-a tenant by `order_s`: the deadline of the class of service, or `patience_s` after the arrival where there is none, less
-`PRIORITY_S` for each step of the request's priority.
+Requests wait here, not at the engines, once every engine that could serve them has enough before it
+(policy/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is
+line.py's, fair between tenants, and within a tenant by `order_s`: the deadline of the class of service, or `patience_s`
+after the arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
 
 1. Nothing waits while an engine that could serve it has room.
 2. A request whose class sheds is refused once it cannot meet its deadline any more: by the tokens before it when it
@@ -240,9 +240,9 @@ class Admission:
     def _has_room(self, serving: list[ServingEngine]) -> bool:
         if not self._settings.enabled or not serving:
             return True
-        ahead, ahead_s = self._choosing.ahead, self._settings.ahead_s
+        queues, ahead_s, now_s = self._fleet.queues, self._settings.ahead_s, self._now_s()
         measured = any(self._fleet.measured(one) for one in serving)
-        return any(ahead.has_room(one, ahead_s, measured=measured) for one in serving)
+        return any(queues.has_room(one.name, ahead_s, now_s, measured=measured) for one in serving)
 
     def _decide(self, ask: Ask) -> None:
         """Admit a request that is not in the line, refuse it, or put it back as late."""
@@ -340,6 +340,7 @@ class Admission:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        next_s = self._choosing.ahead.next_s() if len(self.line) else math.inf
+        now_s = self._now_s()
+        next_s = self._fleet.queues.next_room_s(now_s) if len(self.line) else math.inf
         if math.isfinite(next_s):
-            self._timer = self._later(max(0.0, next_s - self._now_s()), self.pump)
+            self._timer = self._later(next_s - now_s, self.pump)

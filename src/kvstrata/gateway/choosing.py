@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.gateway.ahead import Ahead
-from kvstrata.gateway.busy_periods import BusyPeriod
+from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
@@ -60,13 +59,13 @@ class Wanted(NamedTuple):
 class Turn:
     """When a request has its turn at an engine."""
 
-    period: BusyPeriod | None = None
+    timed: TimedPrompt | None = None
     """None: not dispatched."""
 
     def spoil(self) -> None:
         """How long its prompt takes tells nothing."""
-        if self.period is not None:
-            self.period.spoil()
+        if self.timed is not None:
+            self.timed.spoil()
 
 
 class Choice(NamedTuple):
@@ -124,7 +123,6 @@ class Choosing:
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
         """Who tells other gateways; None: nobody."""
-        self.ahead = Ahead(now_s)
         self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
         """Seconds by which the last first tokens came later than expected."""
         self.freed: Callable[[], None] = lambda: None
@@ -251,13 +249,16 @@ class Choosing:
         """The request is sent to the engine."""
         wanted, engine = choice.wanted, choice.engine
         uncached = max(1, wanted.tokens - choice.cached_tokens)
-        choice.turn.period = self._fleet.began(
-            engine, str(wanted.number), uncached, wanted.tokens, streams=wanted.streams
-        )
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
-        until_s = math.inf if wanted.streams else choice.at_s + ready_in_s
-        self.ahead.sent(engine, wanted.number, uncached, until_s)
+        choice.turn.timed = self._fleet.began(
+            engine,
+            str(wanted.number),
+            uncached,
+            wanted.tokens,
+            streams=wanted.streams,
+            until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
+        )
         self.prefixes.note(
             wanted.keys,
             engine.name,
@@ -280,7 +281,8 @@ class Choosing:
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
-        self._fleet.answers(engine, str(wanted.number))
+        if choice.turn.timed is not None:
+            self._fleet.answers(engine, str(wanted.number), choice.turn.timed)
         if self.teller is not None:
             self.teller.first(wanted.number)
         if choice.kept is not None:
@@ -291,7 +293,6 @@ class Choosing:
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
-        self.ahead.done(engine, wanted.number)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
@@ -303,7 +304,6 @@ class Choosing:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
-        self.ahead.done(choice.engine, choice.wanted.number)
         self.freed()
 
     def answered(self, choice: Choice, meter: Meter) -> None:
@@ -332,18 +332,18 @@ class Choosing:
 
     def _time(self, choice: Choice, cached: int, share: float, first_s: float) -> None:
         """How long computing and loading took."""
-        engine, period = choice.engine, choice.turn.period
-        if period is None:
+        engine, timed = choice.engine, choice.turn.timed
+        if timed is None:
             return
         # In our own count of tokens, so that no engine can make itself look fast by reporting many.
         computed = round(choice.wanted.tokens * (1.0 - share))
         loaded = min(cached, choice.in_l1) - choice.cached_exact
         if self.teller is not None:
-            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.whole)
+            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and timed.tells)
         if loaded > 0:
-            period.spoil()
-            if loaded > computed and period.prompts == 1 and choice.at_s > self._fleet.paused_s:
+            timed.spoil()
+            if loaded > computed and timed.alone and choice.at_s > self._fleet.paused_s:
                 seconds = first_s - choice.at_s
                 rate = engine.load.prefill_tokens_s
                 self._fleet.load_rates.observe(engine.name, "l1", loaded, seconds - computed / rate)
-        period.report(computed)
+        timed.report(computed)

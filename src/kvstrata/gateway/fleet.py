@@ -16,13 +16,14 @@ import asyncio
 import enum
 import functools
 import ipaddress
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.busy_periods import BusyPeriod
+from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.observability.logging import EventLog
@@ -127,10 +128,6 @@ class Fleet:
         self.queues = Queues()
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
-        self._streamed = False
-        """Whether some answer streams: until then, those that come whole tell rates."""
-        self._came_whole = False
-        """Whether rates may rest on answers that came whole."""
         self.load_rates = LoadRates()
         self.paused_s = float("-inf")
         """When this process ran again after the last pause: what began before was not measured well."""
@@ -283,24 +280,30 @@ class Fleet:
         *,
         streams: bool = True,
         ours: bool = True,
-    ) -> BusyPeriod:
+        until_s: float = math.inf,
+    ) -> TimedPrompt:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
 
-        `streams`: its answer does not come whole. `ours`: by this gateway.
+        `streams`: its answer does not come whole. `ours`: by this gateway. `until_s`: when its prompt counts as
+        computed in any case.
         """
         now_s, load = self._now_s(), engine.load
-        if streams and self._came_whole and not self._streamed:
-            self.rates = Rates(ASSUMED_TOKENS_S)
-        self._streamed, self._came_whole = self._streamed or streams, self._came_whole or not streams
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
-        engine.busy.add(uncached_tokens)
-        if not streams and self._streamed:
-            engine.busy.spoil()
-        self.queues.dispatched(number, engine.name, uncached_tokens, tokens, now_s, streams=streams)
+        timed = engine.busy.add(uncached_tokens, streams=streams)
+        self.queues.dispatched(
+            number,
+            engine.name,
+            uncached_tokens,
+            tokens,
+            now_s,
+            streams=streams,
+            ours=ours,
+            until_s=until_s,
+        )
         engine.sent += ours
         engine.ours += ours
-        return engine.busy
+        return timed
 
     def measured(self, engine: ServingEngine) -> bool:
         """Whether the engine's own rate was measured."""
@@ -318,18 +321,23 @@ class Fleet:
             "measured": self.measured(engine),
         }
 
-    def answers(self, engine: ServingEngine, number: str) -> None:
-        """The first part of a request's answer has come."""
-        self.queues.first_token(number, self._now_s())
+    def answers(self, engine: ServingEngine, number: str, timed: TimedPrompt) -> None:
+        """The first part of a request's answer has come. `timed`: what `began` returned."""
+        now_s, oldest = self._now_s(), self.queues.waits_longest(number)
+        self.queues.first_token(number, now_s)
+        timed.first_token(now_s, engine.load, oldest=oldest)
         self._rests(engine)
+        self._rate(now_s)
 
     def _rests(self, engine: ServingEngine) -> None:
         """End the busy period if no prompt waits any more."""
         if engine.busy is None or engine.load.waiting:
             return
-        now_s = self._now_s()
-        engine.busy.end(now_s)
+        engine.busy.end(self._now_s())
         engine.busy = None
+
+    def _rate(self, now_s: float) -> None:
+        """Take the rates that were measured."""
         if now_s >= self._rated_s + RATED_S:
             self._rated_s = now_s
             for each in self._places():

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvstrata.gateway.controllers.asking import Controllers
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
+    from kvstrata.gateway.keeping import Keeper
     from kvstrata.gateway.picker.server import PickerServer
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.reading import Reader
@@ -111,6 +112,7 @@ class Gateway(Process):
         self._picker: PickerServer | None = None
         self._sharing: Sharing | None = None
         self._controllers: Controllers
+        self._keeper: Keeper | None = None
         self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
@@ -293,7 +295,7 @@ class Gateway(Process):
         """Remember what was learned before, and keep it from now on."""
         from kvstrata.gateway.keeping import Keeper
 
-        keeper = Keeper(
+        self._keeper = keeper = Keeper(
             folder, self._fleet, self._choosing.prefixes, self._reader, self._residency, time.monotonic
         )
         self.closers.append(keeper.close)
@@ -443,6 +445,7 @@ class Gateway(Process):
             "tokens": self._tokens.page(),
             "sharing": self._sharing.page() if self._sharing is not None else {},
             "controllers": self._controllers.page(),
+            "state": self._keeper.page() if self._keeper is not None else {},
             "engines": [
                 {
                     "name": one.name,
@@ -478,6 +481,7 @@ class Gateway(Process):
             "token_cache_bytes": self._tokens.memory.bytes,
             "kv_events_thread": float(self._residency.thread()["hears"]),
             "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
+            "state_unsaved": float(self._keeper is not None and self._keeper.failing),
             "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
         }
 

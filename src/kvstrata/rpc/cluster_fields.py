@@ -21,7 +21,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
 TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
-"""`l1`, or the name of an L2 adapter that only this instance uses."""
+"""`l1`, or the name of an L2 adapter."""
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""

@@ -65,6 +65,7 @@ ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public CURVE key in Z85."""
+Medium = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
 TenantName = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2_000)]
@@ -111,6 +112,11 @@ class Register(ClusterRequest, frozen=True, tag="register"):
     pid: Count = 0
     last_event: Seq = 0
     """Seq of the instance's last Events; the next Events have the next number."""
+    media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = msgspec.field(
+        default_factory=dict
+    )
+    """Of tiers whose media other instances share: a word that all tiers of one medium have.  Of these tiers an instance
+    tells what it has put or found there."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstrata.policy.routing.model import EngineState
-from kvstrata.policy.routing.queues import Queues
+from kvstrata.policy.routing.queues import UNMEASURED, Queues
 
 NAMES = ["a", "b", "c"]
-REQUESTS = st.integers(0, 9).map(str)
+REQUESTS = st.integers(0, 19).map(str)
 TOKENS = st.integers(0, 50_000)
 STEPS = st.sampled_from([0.0, 0.001, 0.5, 7.0, -1.0])
 
@@ -29,6 +29,7 @@ class Counters(RuleBasedStateMachine):
         self.states = {name: EngineState(name=name, prefill_tokens_s=1_000.0) for name in NAMES}
         self.known = {"a", "b"}
         self.flights: dict[str, dict[str, Any]] = {}
+        self.full: set[str] = set()
         for name in sorted(self.known):
             self.queues.add(self.states[name])
 
@@ -36,14 +37,49 @@ class Counters(RuleBasedStateMachine):
     def time_passes(self, step: float) -> None:
         self.now_s += step
 
-    @rule(request=REQUESTS, engine=st.sampled_from(NAMES), tokens=TOKENS, more=TOKENS, weight=st.floats(0, 5))
-    def dispatched(self, request: str, engine: str, tokens: int, more: int, weight: float) -> None:
+    @rule(
+        request=REQUESTS,
+        engine=st.sampled_from(NAMES),
+        tokens=TOKENS,
+        more=TOKENS,
+        weight=st.floats(0, 5),
+        ours=st.booleans(),
+        whole_s=st.none() | st.sampled_from([0.0, 0.2, 9.0]),
+    )
+    def dispatched(
+        self,
+        request: str,
+        engine: str,
+        tokens: int,
+        more: int,
+        weight: float,
+        ours: bool,
+        whole_s: float | None,
+    ) -> None:
         free = engine in self.known and request not in self.flights and len(self.flights) < self.limit
-        assert self.queues.dispatched(request, engine, tokens, tokens + more, self.now_s, weight) == free
+        until_s = math.inf if whole_s is None else self.now_s + whole_s
+        assert free == self.queues.dispatched(
+            request,
+            engine,
+            tokens,
+            tokens + more,
+            self.now_s,
+            weight,
+            streams=whole_s is None,
+            ours=ours,
+            until_s=until_s,
+        )
         if free:
             self.flights[request] = {
                 "engine": engine, "tokens": tokens, "context": tokens + more, "weight": weight, "runs": False,
+                "ours": ours, "until_s": until_s,
             }  # fmt: skip
+            if sum(1 for flight in self.flights.values() if self.is_before(flight, engine)) >= UNMEASURED:
+                self.full.add(engine)
+
+    def is_before(self, flight: dict[str, Any], engine: str) -> bool:
+        """Whether a request is one of ours that waits at the engine."""
+        return flight["engine"] == engine and flight["ours"] and not flight["runs"]
 
     @rule(request=REQUESTS)
     def first_token(self, request: str) -> None:
@@ -113,6 +149,25 @@ class Counters(RuleBasedStateMachine):
             assert state.running == math.fsum(flight["weight"] for flight in flights if flight["runs"])
             assert 0.0 <= state.backlog_tokens <= state.prefill_tokens
             assert state.queue_s(self.now_s) >= 0.0
+
+    @invariant()
+    def room_is_what_our_waiting_prompts_leave(self) -> None:
+        alarms = []
+        for name, state in self.states.items():
+            before = [flight for flight in self.flights.values() if self.is_before(flight, name)]
+            if not before:
+                self.full.discard(name)
+            taking = [flight["tokens"] for flight in before if flight["until_s"] > self.now_s]
+            alarms += [flight["until_s"] for flight in before if self.now_s < flight["until_s"] < math.inf]
+            for most_s in (0.0, 0.5, 60.0):
+                room = len(taking) < 2 or sum(taking) <= most_s * state.prefill_tokens_s
+                known = name in self.known
+                assert self.queues.has_room(name, most_s, self.now_s, measured=True) == (known and room)
+            room = not taking or name not in self.full
+            assert self.queues.has_room(name, 0.5, self.now_s, measured=False) == (
+                name in self.known and room
+            )
+        assert self.queues.next_room_s(self.now_s) == min(alarms, default=math.inf)
 
     def teardown(self) -> None:
         for request in list(getattr(self, "flights", ())):

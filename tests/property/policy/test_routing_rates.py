@@ -140,20 +140,54 @@ def test_a_sample_that_is_retracted_leaves_nothing(
 @given(
     seen=st.lists(
         st.tuples(
-            st.sampled_from("ab"), st.integers(1, 9_000), st.floats(0.01, 9), st.sampled_from([0, 1, 5, 300])
+            st.sampled_from("ab"),
+            st.integers(1, 9_000),
+            st.floats(0.01, 9),
+            st.sampled_from([0, 1, 5, 300]),
+            st.booleans(),
         ),
         max_size=60,
     )
 )
-def test_what_is_kept_gives_the_same_rates_again(seen: list[tuple[str, int, float, int]]) -> None:
+def test_what_is_kept_gives_the_same_rates_again(seen: list[tuple[str, int, float, int, bool]]) -> None:
     before, after = Rates(5.0), Rates(5.0)
-    for engine, tokens, seconds, running in seen:
-        before.observe(engine, tokens, seconds, running)
+    for engine, tokens, seconds, running, whole in seen:
+        before.observe(engine, tokens, seconds, running, whole=whole)
     after.restore(before.kept())
-    assert sorted(after.kept()) == sorted(before.kept())
+    assert list(after.kept()) == list(before.kept())
     for engine in ("a", "b", "new"):
         for running in (0, 3, 9, 999):
             assert after.rate(engine, running) == pytest.approx(before.rate(engine, running))
+
+
+@given(
+    whole=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9_000), st.floats(0.01, 9)), max_size=90),
+    streamed=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(1, 9_000), st.floats(0.01, 9)), min_size=1, max_size=60
+    ),
+    first=st.booleans(),
+)
+def test_samples_of_whole_answers_count_only_as_long_as_there_are_no_others(
+    whole: list[tuple[str, int, float]], streamed: list[tuple[str, int, float]], first: bool
+) -> None:
+    both, alone, never = Rates(5.0), Rates(5.0), Rates(5.0)
+    added = []
+    for part in (whole, streamed) if first else (streamed, whole):
+        for engine, tokens, seconds in part:
+            added.append(both.observe(engine, tokens, seconds, 1, whole=part is whole))
+    for engine, tokens, seconds in streamed:
+        alone.observe(engine, tokens, seconds, 1)
+    for engine, tokens, seconds in whole:
+        never.observe(engine, tokens, seconds, 1)
+    for engine in "ab":
+        assert both.samples(engine) == alone.samples(engine)
+        assert both.rate(engine, 1) == pytest.approx(alone.rate(engine, 1))
+    for sample in added:
+        if sample is not None and not sample.whole:
+            both.retract(sample)
+    for engine in "ab":
+        assert both.samples(engine) == never.samples(engine)
+        assert both.rate(engine, 1) == pytest.approx(never.rate(engine, 1))
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)])

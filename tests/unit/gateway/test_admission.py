@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstrata.config.gateway_model import QueueSettings, SloSettings
 from kvstrata.gateway.admission import Admission, Ask, Standing, State
-from kvstrata.gateway.ahead import UNMEASURED
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.queues import UNMEASURED
 
 RATE = 10_000.0
 """Tokens that each engine computes a second."""
@@ -129,11 +129,7 @@ class Scene:
 
     def assert_idle(self) -> None:
         """Nothing is held of any request."""
-        assert (len(self.admission.line), self.admission.line.size_bytes, len(self.choosing.ahead)) == (
-            0,
-            0,
-            0,
-        )
+        assert (len(self.admission.line), self.admission.line.size_bytes) == (0, 0)
         for engine in self.fleet:
             load = engine.load
             assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0.0)

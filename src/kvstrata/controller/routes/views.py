@@ -127,7 +127,10 @@ def instances(cluster: Cluster) -> bodies.InstancesBody:
 
 
 class TierTotal:
-    """One tier, over all instances that are not dead."""
+    """One tier, over all instances that are not dead.
+
+    Of a shared tier each instance knows a part, so `keys` is the number that one of them knows at most.
+    """
 
     def __init__(self) -> None:
         self.instances = 0
@@ -148,7 +151,8 @@ def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict
             if total is None:
                 total = totals[tier] = TierTotal()
             total.instances += 1
-            total.keys += ours.get(tier, 0)
+            known = ours.get(tier, 0)
+            total.keys = max(total.keys, known) if tier in member.told.media else total.keys + known
             total.used_bytes += load.used_bytes.get(tier, 0)
             total.capacity_bytes += load.capacity_bytes.get(tier, 0)
     return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}

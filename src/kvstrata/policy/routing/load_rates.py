@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterator
 
 from kvstrata.policy.routing.model import LoadPath, Tier
 
@@ -36,6 +37,8 @@ class LoadRates:
         """How fast instances load into their L1 from elsewhere."""
         self._usual: dict[Tier, LoadPath] = {}
         """The medians over all engines."""
+        self.changes = 0
+        """Grows with each sample, and with each engine that is dropped."""
 
     def observe(self, engine: str, tier: Tier, tokens: int, seconds: float) -> bool:
         """Add a sample; return whether it says anything."""
@@ -51,13 +54,11 @@ class LoadRates:
         """The engine's instance has measured how fast it loads from a tier into its L1."""
         self._told[engine, tier] = into_l1
 
-    def kept(self) -> list[tuple[str, Tier, int, float]]:
-        """Return all samples as (engine, tier, tokens, seconds)."""
-        return [
-            (engine, tier, tokens, seconds)
-            for (engine, tier), samples in self._samples.items()
-            for tokens, seconds in samples
-        ]
+    def kept(self) -> Iterator[tuple[str, Tier, int, float]]:
+        """Yield all samples as (engine, tier, tokens, seconds). From any thread: samples may be added meanwhile."""
+        for engine, tier in list(self._samples):
+            for tokens, seconds in list(self._samples.get((engine, tier), ())):
+                yield engine, tier, tokens, seconds
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone."""
@@ -80,6 +81,7 @@ class LoadRates:
         return _in_series(told or assumed, self.path(engine, "l1", prefill_tokens_s))
 
     def _find_usual(self) -> None:
+        self.changes += 1
         self._usual.clear()
         for tier in {tier for _, tier in self._paths}:
             paths = [path for (_, of), path in self._paths.items() if of == tier]

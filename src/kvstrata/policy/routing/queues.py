@@ -8,6 +8,16 @@ The backlog of an engine is the uncached tokens of its waiting requests, less wh
 computes the oldest first, at its measured rate.  A first token corrects the guess: the backlog then has all tokens of
 the requests that still wait, less what was computed beyond the request that came, if that was not the oldest.
 
+An engine that computes one prompt and has the next at hand is never idle, and with continuous batching many short
+prompts share its next step.  So it *has room* for a further prompt as long as, of those that this router sent it,
+
+    fewer than `AT_HAND` wait for their first token, or
+    these take at most so many seconds, by its rate and by all their tokens that are not cached.
+
+Before any rate is measured it gets `UNMEASURED` prompts, and then none until all have their first token, which measures
+it.  The estimated backlog does not make room: room comes with first tokens and ends.  The exception are answers that
+come whole, whose first byte tells nothing of their prompt: such a prompt takes room until its first token was expected.
+
 1. Each counter of an engine is the sum over its requests in flight; without requests all are zero, and so is the
    backlog, whatever the order of the calls.
 2. A call for a request that is not in flight, or that repeats what was said before, changes nothing and returns False.
@@ -18,10 +28,26 @@ the requests that still wait, less what was computed beyond the request that cam
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from kvstrata.policy.routing.model import EngineState
 
 LIMIT = 1 << 20
+AT_HAND = 2
+UNMEASURED = 8
+
+
+class Waiting(NamedTuple):
+    """A prompt that was sent and has no first token yet."""
+
+    tokens: int
+    """Not cached."""
+    streams: bool
+    """Whether its first token will be told when the prompt is computed, rather than with the whole answer."""
+    ours: bool
+    """Whether this router sent it, and not another one that told of it."""
+    until_s: float
+    """When it ceases to take room in any case."""
 
 
 class InFlight:
@@ -43,10 +69,14 @@ class EngineQueue:
     def __init__(self, state: EngineState) -> None:
         self.state = state
         self.requests: set[str] = set()
-        self.waiting: dict[str, int] = {}
-        """Uncached tokens by request, the oldest first."""
-        self.whole: set[str] = set()
-        """The waiting ones whose answers come whole: their first byte does not tell when the prompt was computed."""
+        self.waiting: dict[str, Waiting] = {}
+        """By request, the oldest first."""
+        self.whole = 0
+        """The waiting ones that do not stream."""
+        self.ours = 0
+        """The waiting ones that this router sent."""
+        self.full = False
+        """Whether `ours` was `UNMEASURED` since it was 0."""
         self.weights: dict[str, float] = {}
         """Of the running requests."""
         self._clear()
@@ -66,16 +96,18 @@ class EngineQueue:
                 state.backlog_tokens = max(0.0, state.backlog_tokens - computed)
             state.at_s = now_s
 
-    def add(self, request: str, flight: InFlight, now_s: float, *, streams: bool) -> None:
+    def add(self, request: str, flight: InFlight, prompt: Waiting, now_s: float) -> None:
         """Reserve for a new request."""
         state = self.state
         if not state.waiting:
             state.moved_s = now_s
-        if not streams:
-            self.whole.add(request)
+        if not prompt.streams:
+            self.whole += 1
             state.moved_s = None
+        self.ours += prompt.ours
+        self.full = self.full or self.ours >= UNMEASURED
         self.requests.add(request)
-        self.waiting[request] = flight.uncached_tokens
+        self.waiting[request] = prompt
         state.requests += 1
         state.waiting += 1
         state.prefill_tokens += flight.uncached_tokens
@@ -85,15 +117,18 @@ class EngineQueue:
         self._count_behind()
 
     def _count_behind(self) -> None:
-        oldest = next(iter(self.waiting.values()), 0)
-        self.state.behind_tokens = self.state.prefill_tokens - oldest
+        oldest = next(iter(self.waiting.values()), None)
+        self.state.behind_tokens = self.state.prefill_tokens - (oldest.tokens if oldest is not None else 0)
 
     def stop_waiting(self, request: str, computed: bool) -> None:
         """Take a request out of those that wait; `computed`: because its first token came."""
         state = self.state
         oldest = next(iter(self.waiting)) == request
-        tokens = self.waiting.pop(request)
-        self.whole.discard(request)
+        prompt = self.waiting.pop(request)
+        self.whole -= not prompt.streams
+        self.ours -= prompt.ours
+        self.full = self.full and self.ours > 0
+        tokens = prompt.tokens
         done = state.prefill_tokens - state.backlog_tokens
         state.prefill_tokens -= tokens
         state.waiting -= 1
@@ -104,6 +139,10 @@ class EngineQueue:
             beyond = done - tokens if computed else done
         state.backlog_tokens = min(max(0.0, state.prefill_tokens - max(0.0, beyond)), state.prefill_tokens)
         self._count_behind()
+
+    def taking(self, now_s: float) -> list[int]:
+        """The uncached tokens of the prompts that take room."""
+        return [one.tokens for one in self.waiting.values() if one.ours and one.until_s > now_s]
 
     def start_running(self, request: str, weight: float) -> None:
         """Count a request among the running ones."""
@@ -160,10 +199,12 @@ class Queues:
         weight: float = 1.0,
         *,
         streams: bool = True,
+        ours: bool = True,
+        until_s: float = math.inf,
     ) -> bool:
         """Reserve for a request that is sent: the tokens to compute, the KV it needs, its weight among the running.
 
-        `streams`: whether its first token will be told when the prompt is computed, rather than with the whole answer.
+        `streams`, `ours` and `until_s`: see Waiting.
 
         Returns False, and reserves nothing, if the request is in flight already, the engine unknown, or the limit
         reached.  Raises ValueError for a negative number of tokens or a weight that is not finite and at least 0.
@@ -178,8 +219,39 @@ class Queues:
             return False
         queue.drain(now_s)
         flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens, weight)
-        queue.add(request, flight, now_s, streams=streams)
+        queue.add(request, flight, Waiting(uncached_tokens, streams, ours, until_s), now_s)
         return True
+
+    def waits_longest(self, request: str) -> bool:
+        """Whether a request waits, and none at its engine was dispatched before it and waits too."""
+        flight = self._flights.get(request)
+        return flight is not None and next(iter(flight.engine.waiting), None) == request
+
+    def has_room(self, engine: str, most_s: float, now_s: float, *, measured: bool) -> bool:
+        """Whether a further prompt would be computed soon: see the module. An engine that is not known has none.
+
+        `most_s`: the seconds that the prompts before it may take. `measured`: the engine's rate is more than a guess.
+        """
+        queue = self._engines.get(engine)
+        if queue is None:
+            return False
+        if not measured and not queue.full:
+            return True
+        taking = queue.taking(now_s)
+        if not measured:
+            return not taking
+        return len(taking) < AT_HAND or sum(taking) <= most_s * queue.state.prefill_tokens_s
+
+    def next_room_s(self, now_s: float) -> float:
+        """When a prompt will cease to take room without being told; infinite: none will."""
+        times = (
+            one.until_s
+            for queue in self._engines.values()
+            if queue.whole
+            for one in queue.waiting.values()
+            if one.ours and one.until_s > now_s
+        )
+        return min(times, default=math.inf)
 
     def first_token(self, request: str, now_s: float) -> bool:
         """Note that a request's prompt has been computed."""

@@ -2,7 +2,8 @@
 
 A sample is a prompt, or several that shared steps: the tokens that were computed, the seconds from an empty queue to
 the (last) first token, and the requests that ran meanwhile.  Loads fall into classes by powers of two: 0, 1, 2-3, 4-7,
-and so on.  Over all engines
+and so on.  A sample with an answer that came *whole* has the time of that answer in it: such samples count only as long
+as there are no others, of any engine.  Over all engines
 
     seconds = what any first token takes under the load + tokens / usual rate under the load
 
@@ -18,7 +19,8 @@ and the rate of one engine is the usual one times its *factor*:
    explains, or `FEW` samples say that it is twice as fast or slow; then it is the median of these ratios.  Engines that
    are alike must not seem to differ, or the one that seems fastest gets every prompt: believing single samples cost a
    tenth of the 99th percentile of a real trace.
-4. The newest `MAX_SAMPLES` are kept of an engine and of a cell, of at most `MAX_ENGINES` engines.
+4. The newest `MAX_SAMPLES` are kept of an engine and of a cell, of at most `MAX_ENGINES` engines; those with whole
+   answers apart from the others, so that neither displaces the other.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 MAX_SAMPLES = 64
@@ -45,17 +47,23 @@ SETTLED = 16
 """Samples of an engine after which its factor is found anew with every eighth only."""
 
 
+Kept = tuple[str, int, float, int, bool]
+"""A sample: engine, tokens, seconds, class of the load, whether some answer came whole."""
+
+
 class Sample:
     """See the module."""
 
-    __slots__ = ("engine", "load", "seconds", "tokens")
+    __slots__ = ("engine", "load", "seconds", "tokens", "whole")
 
-    def __init__(self, engine: str, tokens: int, seconds: float, load: int) -> None:
+    def __init__(self, engine: str, tokens: int, seconds: float, load: int, whole: bool) -> None:
         self.engine = engine
         self.tokens = tokens
         self.seconds = seconds
         self.load = load
         """Its class."""
+        self.whole = whole
+        """Whether some answer came whole."""
 
 
 class Line(NamedTuple):
@@ -117,7 +125,10 @@ class Own:
     """The newest samples of one engine, and its factor."""
 
     def __init__(self) -> None:
-        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self.samples: dict[bool, deque[Sample]] = {
+            whole: deque(maxlen=MAX_SAMPLES) for whole in (False, True)
+        }
+        """By whether they are of whole answers."""
         self.observed = 0
         self.factor = 1.0
         self.version = 0
@@ -174,62 +185,81 @@ class Rates:
         self._assumed = Line(0.0, assumed_tokens_s)
         self._engines: OrderedDict[str, Own] = OrderedDict()
         """The least recently observed first."""
-        self._cells: dict[int, dict[int, Cell]] = {}
-        """By load, then by size."""
+        self._cells: dict[bool, dict[int, dict[int, Cell]]] = {False: {}, True: {}}
+        """By whether answers came whole, by load, then by size."""
+        self._by_whole = True
+        """Whether the samples of whole answers count: there are no others."""
+        self.changes = 0
+        """Grows with each sample that is added or retracted, and with each engine that is dropped."""
         self._lines: dict[int, Line] = {}
         """By load; empty: to be found."""
         self._version = 0
         self._version_tokens_s = 0.0
         """A usual rate at this version."""
 
-    def observe(self, engine: str, tokens: int, seconds: float, running: float) -> Sample | None:
-        """Add a sample, and return it; None if it says nothing: a prompt without computed tokens or time."""
+    def observe(
+        self, engine: str, tokens: int, seconds: float, running: float, *, whole: bool = False
+    ) -> Sample | None:
+        """Add a sample, and return it; None if it says nothing: a prompt without computed tokens or time.
+
+        `whole`: some answer came whole, so the seconds include those of the answer.
+        """
         if tokens < 1 or not (math.isfinite(seconds) and seconds > 0):
             return None
         own = self._engines.setdefault(engine, Own())
         self._engines.move_to_end(engine)
         if len(self._engines) > MAX_ENGINES:
             self._engines.popitem(last=False)
-        sample = Sample(engine, tokens, seconds, load_class(running))
-        own.samples.append(sample)
+        sample = Sample(engine, tokens, seconds, load_class(running), whole)
+        own.samples[whole].append(sample)
         own.observed += 1
         if own.observed <= SETTLED or not own.observed % 8:
             own.version = -1
-        cells = self._cells.setdefault(sample.load, {})
+        cells = self._cells[whole].setdefault(sample.load, {})
         cells.setdefault(tokens.bit_length(), Cell()).add(sample)
-        self._lines = {}
+        self._changed()
         return sample
 
     def retract(self, sample: Sample) -> None:
         """Forget a sample that turned out to be wrong."""
         own = self._engines.get(sample.engine)
-        if own is not None and sample in own.samples:
-            own.samples.remove(sample)
+        if own is not None and sample in own.samples[sample.whole]:
+            own.samples[sample.whole].remove(sample)
             own.version = -1
-        self._cells[sample.load][sample.tokens.bit_length()].remove(sample)
+        self._cells[sample.whole][sample.load][sample.tokens.bit_length()].remove(sample)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Find lines and factors anew where samples have changed."""
+        self.changes += 1
         self._lines = {}
+        by_whole = not any(len(cell) for cells in self._cells[False].values() for cell in cells.values())
+        if by_whole != self._by_whole:
+            self._by_whole = by_whole
+            self._version += 1
 
-    def kept(self) -> list[tuple[str, int, float, int]]:
-        """Return all samples as (engine, tokens, seconds, class of load), the oldest of an engine first."""
-        return [
-            (name, one.tokens, one.seconds, one.load)
-            for name, own in self._engines.items()
-            for one in own.samples
-        ]
+    def kept(self) -> Iterator[Kept]:
+        """Yield the samples, an engine's oldest of a kind first. From any thread: samples may be added meanwhile."""
+        for name in list(self._engines):
+            own = self._engines.get(name)
+            for samples in own.samples.values() if own is not None else ():
+                for one in list(samples):
+                    yield name, one.tokens, one.seconds, one.load, one.whole
 
-    def restore(self, samples: Iterable[tuple[str, int, float, int]]) -> None:
+    def restore(self, samples: Iterable[Kept]) -> None:
         """Add samples as `kept` returned them."""
-        for engine, tokens, seconds, load in samples:
-            self.observe(engine, tokens, seconds, float(1 << min(load, MAX_CLASSES) >> 1))
+        for engine, tokens, seconds, load, whole in samples:
+            self.observe(engine, tokens, seconds, float(1 << min(load, MAX_CLASSES) >> 1), whole=whole)
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
+        self.changes += 1
         self._engines.pop(engine, None)
 
     def samples(self, engine: str) -> int:
-        """Return how many samples of the engine are kept."""
+        """Return how many samples of the engine count."""
         own = self._engines.get(engine)
-        return len(own.samples) if own is not None else 0
+        return len(own.samples[self._by_whole]) if own is not None else 0
 
     def rate(self, engine: str, running: float) -> float:
         """Return the engine's rate under a load, in tokens a second."""
@@ -238,7 +268,7 @@ class Rates:
         if own is None:
             return usual.tokens_s
         if own.version != self._version:
-            own.factor, own.version = self._factor(own.samples), self._version
+            own.factor, own.version = self._factor(own.samples[self._by_whole]), self._version
         return usual.tokens_s * own.factor
 
     def _usual(self, load: int) -> Line:
@@ -256,7 +286,7 @@ class Rates:
     def _found_lines(self) -> dict[int, Line]:
         points = {
             load: [cell.point() for cell in cells.values() if len(cell)]
-            for load, cells in self._cells.items()
+            for load, cells in self._cells[self._by_whole].items()
         }
         points = {load: found for load, found in points.items() if found}
         full = {load: [one for one in found if one.samples >= FEWEST] for load, found in points.items()}
@@ -275,7 +305,7 @@ class Rates:
         return factor
 
     def _usual_seconds(self, sample: Sample) -> float:
-        cell = self._cells[sample.load][sample.tokens.bit_length()]
+        cell = self._cells[sample.whole][sample.load][sample.tokens.bit_length()]
         if len(cell) >= FEWEST:
             return sample.tokens / cell.rate()
         return self._usual(sample.load).seconds(sample.tokens)

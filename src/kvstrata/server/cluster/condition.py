@@ -14,7 +14,7 @@ from kvstrata.policy.processes import ProcessTable
 from kvstrata.rpc.cluster_fields import MAX_ENGINES, KvKind
 from kvstrata.rpc.cluster_wire import Load
 from kvstrata.server.cluster.events import L1_TIER, TierNews
-from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.cluster.told_tiers import ToldTiers
 
 MAX_MODELS = 64
 POOLS_AT_A_TIME = 16
@@ -41,7 +41,7 @@ class Condition:
         self,
         pools: Sequence[Pool],
         processes: ProcessTable,
-        own: OwnTiers,
+        told: ToldTiers,
         peer_server: PeerServer,
         peer_reads: PeerReads,
         counters: ServerCounters,
@@ -50,7 +50,7 @@ class Condition:
         self._fill = {pool: _fill_of(pool) for pool in pools}
         self._next = itertools.cycle(pools)
         self._processes = processes
-        self._own = own
+        self._told = told
         self._peer_server = peer_server
         self._peer_reads = peer_reads
         self._counters = counters
@@ -67,7 +67,7 @@ class Condition:
         l1 = _Fill(*map(sum, zip(*self._fill.values(), strict=True)))
         counters = self._counters
         peer_chunks, peer_bytes = self._peer_reads.loads()
-        usage = self._own.usage()
+        usage = self._told.usage()
         return Load(
             chunks={
                 L1_TIER: l1.chunks,
