@@ -78,7 +78,9 @@ class Gateways:
             for member in self._members
             if member.state in (MemberState.LIVE, MemberState.RESTORED)
         ]
-        told_kinds = [KvKind(kind.layout, list(kind.slices), list(kind.spans)) for kind in kinds]
+        told_kinds = [
+            KvKind(kind.layout, list(kind.slices), list(kind.spans), kind.chunk_bytes) for kind in kinds
+        ]
         return told_kinds, served[:MAX_TOLD_INSTANCES]
 
     def holdings_now(self, asked: Holdings) -> list[Holding]:
@@ -111,4 +113,6 @@ class Gateways:
 
 
 def _served(member: Member, kinds: list[int]) -> Served:
-    return Served(member.id, kinds, member.engines, bool(member.told.peer_endpoint), member.readable, [])
+    return Served(
+        member.id, kinds, member.engines, bool(member.told.peer_endpoint), member.readable, member.rates
+    )
