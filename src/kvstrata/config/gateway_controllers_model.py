@@ -54,7 +54,7 @@ class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forb
         float,
         Meta(
             gt=0,
-            le=100,
+            le=1_000,
             description="Longest time for which a request waits for the answer, in milliseconds; then it goes on "
             "without.",
         ),

@@ -78,7 +78,9 @@ class Gateways:
             for member in self._members
             if member.state in (MemberState.LIVE, MemberState.RESTORED)
         ]
-        told_kinds = [KvKind(kind.layout, list(kind.slices), list(kind.spans)) for kind in kinds]
+        told_kinds = [
+            KvKind(kind.layout, list(kind.slices), list(kind.spans), kind.chunk_bytes) for kind in kinds
+        ]
         return told_kinds, served[:MAX_TOLD_INSTANCES]
 
     def holdings_now(self, asked: Holdings) -> list[Holding]:
@@ -112,5 +114,12 @@ class Gateways:
 
 def _served(member: Member, kinds: list[int]) -> Served:
     told = member.told
-    media = sorted(set(told.media.values()))
-    return Served(member.id, kinds, member.engines, bool(told.peer_endpoint), member.readable, [], media)
+    return Served(
+        member.id,
+        kinds,
+        member.engines,
+        bool(told.peer_endpoint),
+        member.readable,
+        member.rates,
+        sorted(set(told.media.values())),
+    )

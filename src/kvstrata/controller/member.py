@@ -19,6 +19,7 @@ from kvstrata.rpc.cluster_wire import (
     Register,
     SyncPart,
 )
+from kvstrata.rpc.gateway_wire import TierRate
 from kvstrata.states import Machine
 
 MAX_SUPERSEDED = 16
@@ -297,6 +298,8 @@ class Member:
         self.models: list[KvKind] = []
         self.engines: list[str] = []
         """URLs of its engines, as its last heartbeat told; kept after its death, since engines serve without it."""
+        self.rates: list[TierRate] = []
+        """How fast it fills its L1, as its last heartbeat told."""
         self.superseded: deque[int] = deque(maxlen=MAX_SUPERSEDED)
 
         self.confirmed = False

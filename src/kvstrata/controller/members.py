@@ -211,7 +211,7 @@ class Members:
         self._keys.check(told.instance, key, "")
         member = self.speaker(told.instance, told.incarnation, key, now_s)
         member.load = told.load
-        member.models, member.engines = told.models, told.engines
+        member.models, member.engines, member.rates = told.models, told.engines, told.rates
         if member.reported != told.state:
             self._outbox.say("state", member, was=member.reported, now=told.state)
             member.reported = told.state

@@ -107,6 +107,12 @@ class EngineGroup:
         return [frozenset(of[digest]) for digest in self.slices]
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk's longest records in all slices; 0: not known."""
+        lengths = self.lengths
+        return sum(map(max, lengths)) if lengths and all(lengths) else 0
+
+    @property
     def declares_lengths(self) -> bool:
         """Whether every process with a slice has declared the length of its records."""
         return all(member.declares_length for member in self.members.values() if member.digest)

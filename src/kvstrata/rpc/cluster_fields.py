@@ -49,3 +49,5 @@ class KvKind(msgspec.Struct, array_like=True, frozen=True):
     """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
     spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)] = []
     """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
+    chunk_bytes: Count = 0
+    """Bytes of one chunk's longest records in all slices; 0: not known."""

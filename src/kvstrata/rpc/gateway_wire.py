@@ -29,6 +29,8 @@ MAX_HOLDERS = 64
 MAX_TOLD_INSTANCES = 1_024
 MAX_TOLD_KINDS = 256
 """Instances and kinds of KV in the answer to one heartbeat of a gateway."""
+MAX_LATENCY_US = 3_600_000_000
+MAX_BYTES_S = 1 << 50
 
 
 class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
@@ -50,8 +52,8 @@ class TierRate(msgspec.Struct, array_like=True, frozen=True):
     """How fast an instance loads from one tier into its L1, as it has measured: a latency, and a rate beyond it."""
 
     tier: Annotated[str, Meta(pattern="^(l2|peer)$")]
-    latency_us: Annotated[int, Meta(ge=0, le=3_600_000_000)]
-    bytes_s: Annotated[int, Meta(ge=1, le=1 << 50)]
+    latency_us: Annotated[int, Meta(ge=0, le=MAX_LATENCY_US)]
+    bytes_s: Annotated[int, Meta(ge=1, le=MAX_BYTES_S)]
 
 
 class Served(msgspec.Struct, array_like=True, frozen=True):

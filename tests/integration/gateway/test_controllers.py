@@ -28,7 +28,7 @@ CHUNKS = 64
 TOKENS = CHUNKS * CHUNK_TOKENS
 TOKENS_S = 10_000
 """Rate at which the engines seem to compute, the same as is assumed until it is measured."""
-DEADLINE_MS = 100
+DEADLINE_MS = 1_000
 """A busy machine may not let a controller answer within 2 ms."""
 
 
@@ -282,8 +282,12 @@ async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> 
     await asyncio.to_thread(controller.start)
     await scene.until_told()
     answered = (await scene.page())["answered"]
-    await scene.send(tokens)
-    assert (await scene.page())["answered"] == answered + 1
+
+    async def answers() -> bool:
+        await scene.send(tokens)
+        return bool((await scene.page())["answered"] > answered)
+
+    await eventually_async("the controller answers", answers)
 
 
 async def test_a_reload_changes_the_controllers(scene: Scene) -> None:

@@ -140,6 +140,8 @@ class Controllers:
             if number is None or kind is None or len(prompt.tokens) < kind.chunk_tokens:
                 continue
             found.setdefault(number, []).append(_At(engine, served))
+            for tier, path in kind.paths(served).items():
+                self._fleet.load_rates.tell(engine.name, tier, path)
         return dict(list(found.items())[:MAX_KINDS])
 
     async def _tags(self, kind: Kind, wanted: Wanted, deadline_s: float) -> bytes:
@@ -245,7 +247,7 @@ def copies_of(
         own_tokens[engine.name] = own
     givers = [
         row
-        for row in holdings
+        for row in rows.values()
         if row.l1_chunks and (one := directory.instances.get(row.instance)) is not None and one.gives_to_peers
     ]
     best = max(givers, key=lambda row: row.l1_chunks, default=None)

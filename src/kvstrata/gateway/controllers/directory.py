@@ -6,11 +6,12 @@ What comes from a controller was checked only in its form.  Whatever is out of r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvstrata.gateway.fleet import ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.keys.chunking import ChunkHasher
+from kvstrata.policy.routing.model import LoadPath, Tier
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.rpc.gateway_wire import MAX_HELD_TAGS, GatewayHeard, Served
@@ -32,6 +33,18 @@ class Kind(NamedTuple):
     told: KvKind
     slices: tuple[bytes, ...]
     """Those that a hit needs in each chunk; of windows and states nothing is asked."""
+
+    def paths(self, served: Served) -> dict[Tier, LoadPath]:
+        """How fast an instance fills its L1 with this kind of KV, by tier, as far as it tells."""
+        chunk_bytes = self.told.chunk_bytes
+        if not chunk_bytes:
+            return {}
+        return {
+            cast("Tier", rate.tier): LoadPath(
+                latency_s=rate.latency_us / 1e6, tokens_s=rate.bytes_s * self.chunk_tokens / chunk_bytes
+            )
+            for rate in served.rates
+        }
 
     def tags(self, prompt: Prompt, tenant: str) -> bytes:
         """The tags of the prompt's chunks, chunk by chunk; takes about 5 µs for a thousand tokens."""

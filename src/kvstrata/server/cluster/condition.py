@@ -13,6 +13,7 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable
 from kvstrata.rpc.cluster_fields import MAX_ENGINES, KvKind
 from kvstrata.rpc.cluster_wire import Load
+from kvstrata.rpc.gateway_wire import MAX_BYTES_S, MAX_LATENCY_US, TierRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
 
@@ -99,9 +100,22 @@ class Condition:
             (group.layout, group.packed_slices): group for group in self._processes.groups if group.complete
         }
         return [
-            KvKind(group.layout, group.slices, list(group.spans))
+            KvKind(group.layout, group.slices, list(group.spans), group.chunk_bytes)
             for group in list(found.values())[:MAX_MODELS]
         ]
+
+    def rates(self) -> list[TierRate]:
+        """How fast L1 is filled from L2, by the adapter with the most batches, and from peers, if that was measured."""
+        peer, lines = self._peer_reads.name, self._counters.load_lines
+        of_l2 = [line for name, line in lines.items() if name != peer]
+        busiest = max(of_l2, key=lambda line: line.batches, default=None)
+        found = {"l2": busiest, "peer": lines.get(peer)}
+        rates = []
+        for tier, line in found.items():
+            if line is not None and (fitted := line.fitted()) is not None:
+                latency_us = min(MAX_LATENCY_US, round(fitted[0] * 1e6))
+                rates.append(TierRate(tier, latency_us, max(1, min(MAX_BYTES_S, round(fitted[1])))))
+        return rates
 
     def engines(self) -> list[str]:
         """URLs of the engines that tell theirs, sorted.

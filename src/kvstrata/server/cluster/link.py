@@ -310,7 +310,7 @@ class ControllerLink:
         request = Heartbeat(
             0, self._facts.instance_id, self._facts.epoch, self._news.seq, self._word(),
             self._condition.load(self._news), self._condition.models(), results, self._fence.seen,
-            self._condition.draining, self._condition.engines(),
+            self._condition.draining, self._condition.engines(), self._condition.rates(),
         )  # fmt: skip
         asked_s = self._loop.time()
         try:
