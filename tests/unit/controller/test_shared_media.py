@@ -67,7 +67,9 @@ async def test_losses_count_for_all_who_share_the_medium(cluster: Cluster) -> No
     totals = tier_totals(cluster, keys_of(cluster))
     assert (totals["store"].keys, totals["l1"].keys) == (5, 20)
 
-    await tell(cluster, "a", 2, Run(Change.EVICT, "redis", tags[: 2 * TAG_BYTES]), Run(Change.EVICT, "l1", tags))
+    await tell(
+        cluster, "a", 2, Run(Change.EVICT, "redis", tags[: 2 * TAG_BYTES]), Run(Change.EVICT, "l1", tags)
+    )
     assert held(cluster) == {"a": 3, "b": 3, "other": 5, "own": 5}
     await tell(cluster, "own", 2, Run(Change.EVICT, "redis", tags))
     assert held(cluster) == {"a": 3, "b": 3, "other": 5, "own": 0}
