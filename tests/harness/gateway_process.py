@@ -36,6 +36,8 @@ class GatewayProcess(Spawned):
             "http": {"port": 0, **settings.get("http", {})},
         }
         self.ready: dict[str, Any] = {}
+        self.within: tuple[str, ...] = ()
+        """A command that starts the gateway, as one with a mount of its own."""
 
     @property
     def url(self) -> str:
@@ -63,7 +65,7 @@ class GatewayProcess(Spawned):
         command = (sys.executable, "-m", "kvstrata.cli.gateway", "--no-supervise", "--config", str(self.file))
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                (*command, "--ready-fd", str(writer)),
+                (*self.within, *command, "--ready-fd", str(writer)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

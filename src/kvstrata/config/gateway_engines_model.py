@@ -64,6 +64,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "`kv_events`, rank N publishes N ports above.",
         ),
     ] = 0
+    instance: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            extra={"demand": "must be the id of an instance: at most 64 letters, digits and . _ -"},
+            description="The instance (`lmcache-server`) that the engine is attached to, for `controllers`; empty: the "
+            "one that names this engine's URL, as the connector's setting `engine_url` tells it.",
+        ),
+    ] = ""
 
 
 DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings
+from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
 from kvstrata.config.gateway_engines_model import EngineSettings, EnginesFrom
 from kvstrata.config.log_model import LogFormat, LogLevel
 
@@ -458,6 +459,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     health: HealthSettings = HealthSettings()
     picker: PickerSettings = PickerSettings()
     sharing: SharingSettings = SharingSettings()
+    controllers: GatewayControllersSettings = GatewayControllersSettings()
     state_dir: Annotated[
         str,
         Meta(

@@ -14,6 +14,7 @@ from kvstrata.clock import Clock
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, Commands
 from kvstrata.controller.directory import Directory, Fill, SlotsExhausted
+from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.history import Journal
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
 from kvstrata.controller.leadership import Leadership
@@ -100,6 +101,7 @@ class Cluster:
             now_s=self.started_s,
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
+        self.gateways = Gateways(clock, self.members, self.lookups, self._keys)
         self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
         self.denied: dict[str, int] = {}
         """Refused requests of instances, by code."""

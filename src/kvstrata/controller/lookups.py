@@ -52,6 +52,8 @@ class Lookups:
         self._slots: dict[Place, int] = {}
         self._places: dict[int, Place] = {}
         self._readable = bytearray(MASK_BYTES)
+        self._named = bytearray(MASK_BYTES)
+        self._l1 = bytearray(MASK_BYTES)
         self._readable_groups: set[int] = set()
 
     # --- names ----------------------------------------------------------------------------------------------
@@ -69,17 +71,19 @@ class Lookups:
         place = Place(group, tier)
         before = self._slots.get(place)
         if before is not None:
-            self._mark(before, False)
+            self._unmark(before)
             self._places.pop(before, None)
         self._slots[place] = slot
         self._places[slot] = place
+        _mark(self._named, slot, True)
         if tier == "l1":
-            self._mark(slot, group in self._readable_groups)
+            _mark(self._l1, slot, True)
+            _mark(self._readable, slot, group in self._readable_groups)
 
     def unname(self, group: int, tier: str) -> int:
         """Take the name off the slot of a tier; returns the slot."""
         slot = self._slots.pop(Place(group, tier))
-        self._mark(slot, False)
+        self._unmark(slot)
         self._places.pop(slot, None)
         return slot
 
@@ -92,13 +96,11 @@ class Lookups:
         (self._readable_groups.add if readable else self._readable_groups.discard)(group)
         slot = self.slot(group, "l1")
         if slot is not None:
-            self._mark(slot, readable)
+            _mark(self._readable, slot, readable)
 
-    def _mark(self, slot: int, readable: bool) -> None:
-        if readable:
-            self._readable[slot >> 3] |= 1 << (slot & 7)
-        else:
-            self._readable[slot >> 3] &= ~(1 << (slot & 7))
+    def _unmark(self, slot: int) -> None:
+        for mask in (self._readable, self._named, self._l1):
+            _mark(mask, slot, False)
 
     # --- lookups --------------------------------------------------------------------------------------------
 
@@ -134,6 +136,29 @@ class Lookups:
         return await self._loop.run_in_executor(
             self._readers, self.longest, tags, n_slices, except_group, best, allowed
         )
+
+    def held(
+        self, tags: bytes, n_slices: int, best: int, l1: Buffer | None = None, named: Buffer | None = None
+    ) -> dict[int, tuple[int, int]]:
+        """By group, how many leading chunks it has in L1, and how many in L1 and its own tiers together.
+
+        Of each, at most `best` groups with the most.  A call on a thread gives copies of the masks.
+        """
+        in_l1 = self._registry.lookup_prefix(
+            tags, n_slices=n_slices, allowed=self._l1 if l1 is None else l1, best=best
+        )
+        anywhere = self._registry.lookup_prefix(
+            tags, n_slices=n_slices, allowed=self._named if named is None else named, best=best
+        )
+        found = {one.group: (one.chunks, one.chunks) for one in in_l1}
+        for one in anywhere:
+            found[one.group] = (found.get(one.group, (0, 0))[0], one.chunks)
+        return found
+
+    async def held_on_thread(self, tags: bytes, n_slices: int, best: int) -> dict[int, tuple[int, int]]:
+        """As `held`, on a thread; with the names at the time of this call."""
+        l1, named = bytes(self._l1), bytes(self._named)
+        return await self._loop.run_in_executor(self._readers, self.held, tags, n_slices, best, l1, named)
 
     async def hits(
         self, keys: bytes, spans: Sequence[int], except_group: int | None, best: int
@@ -209,3 +234,10 @@ class Lookups:
     def close(self) -> None:
         """End the threads: wait for the running lookups, drop waiting ones."""
         self._readers.shutdown(wait=True, cancel_futures=True)
+
+
+def _mark(mask: bytearray, slot: int, on: bool) -> None:
+    if on:
+        mask[slot >> 3] |= 1 << (slot & 7)
+    else:
+        mask[slot >> 3] &= ~(1 << (slot & 7))

@@ -10,12 +10,11 @@ from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
+from kvstrata.rpc.cluster_fields import TAG_BYTES, KvKind
 from kvstrata.rpc.cluster_wire import (
-    TAG_BYTES,
     Command,
     CommandKind,
     CommandResult,
-    KvKind,
     Load,
     Register,
     SyncPart,

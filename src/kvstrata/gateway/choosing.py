@@ -3,9 +3,10 @@
     choose ─▶ dispatched ─▶ first_token ─▶ ended ─▶ learn        ended comes after each dispatched, and learn only after
                                                                  an answer
 
-What is known of a prompt's KV comes from two sources.  Engines whose KV events are heard tell what they hold
+What is known of a prompt's KV comes from three sources.  Engines whose KV events are heard tell what they hold
 (residency/); what they were sent within the last moments, whose events are still to come, and everything at other
-engines, is taken from what passed through here (prefixes.py).
+engines, is taken from what passed through here (prefixes.py).  What lies in L1s, L2 tiers and at peers is told by
+controllers (controllers/).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
-from kvstrata.gateway.busy_periods import BusyPeriod
+from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
@@ -26,7 +27,7 @@ from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
-from kvstrata.policy.routing.model import Decision, Knowledge, Request
+from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request
 
 ERRORS = 64
 
@@ -49,6 +50,8 @@ class Wanted(NamedTuple):
     """Of the prompt's pieces, see prefixes.py."""
     prompt: Prompt | None = None
     """Its token ids; None: not known."""
+    held: Sequence[Copy] = ()
+    """What a controller knows of the prompt, see controllers/."""
     streams: bool = True
     """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
 
@@ -56,13 +59,13 @@ class Wanted(NamedTuple):
 class Turn:
     """When a request has its turn at an engine."""
 
-    period: BusyPeriod | None = None
+    timed: TimedPrompt | None = None
     """None: not dispatched."""
 
     def spoil(self) -> None:
         """How long its prompt takes tells nothing."""
-        if self.period is not None:
-            self.period.spoil()
+        if self.timed is not None:
+            self.timed.spoil()
 
 
 class Choice(NamedTuple):
@@ -75,7 +78,7 @@ class Choice(NamedTuple):
     cached_exact: int
     """Tokens that it has in its own cache for certain."""
     in_l1: int
-    """Tokens that it stored in its server's L1, which are still there."""
+    """Tokens that its server's L1 holds."""
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
@@ -191,7 +194,7 @@ class Choosing:
         sent = self.prefixes.copies(wanted.keys, generations, now_s, heard=known.heard)
         return Knowledge(
             cached=known.cached,
-            copies=[*known.copies, *sent],
+            copies=[*known.copies, *wanted.held, *sent],
             block_life_s=self._residency.block_life_s,
             event_lag_s=self._residency.event_lag_s,
         )
@@ -249,7 +252,7 @@ class Choosing:
         uncached = max(1, wanted.tokens - choice.cached_tokens)
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
-        choice.turn.period = self._fleet.began(
+        choice.turn.timed = self._fleet.began(
             engine,
             str(wanted.number),
             uncached,
@@ -279,7 +282,8 @@ class Choosing:
     def first_token(self, choice: Choice) -> None:
         """The engine's answer has begun."""
         wanted, engine, now_s = choice.wanted, choice.engine, self._now_s()
-        self._fleet.answers(engine, str(wanted.number))
+        if choice.turn.timed is not None:
+            self._fleet.answers(engine, str(wanted.number), choice.turn.timed)
         if self.teller is not None:
             self.teller.first(wanted.number)
         if choice.kept is not None:
@@ -329,18 +333,18 @@ class Choosing:
 
     def _time(self, choice: Choice, cached: int, share: float, first_s: float) -> None:
         """How long computing and loading took."""
-        engine, period = choice.engine, choice.turn.period
-        if period is None:
+        engine, timed = choice.engine, choice.turn.timed
+        if timed is None:
             return
         # In our own count of tokens, so that no engine can make itself look fast by reporting many.
         computed = round(choice.wanted.tokens * (1.0 - share))
         loaded = min(cached, choice.in_l1) - choice.cached_exact
         if self.teller is not None:
-            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and period.tells)
+            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and timed.tells)
         if loaded > 0:
-            period.spoil()
-            if loaded > computed and period.prompts == 1 and choice.at_s > self._fleet.paused_s:
+            timed.spoil()
+            if loaded > computed and timed.alone and choice.at_s > self._fleet.paused_s:
                 seconds = first_s - choice.at_s
                 rate = engine.load.prefill_tokens_s
                 self._fleet.load_rates.observe(engine.name, "l1", loaded, seconds - computed / rate)
-        period.report(computed)
+        timed.report(computed)

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.busy_periods import BusyPeriod
+from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
 from kvstrata.observability.logging import EventLog
@@ -62,6 +62,8 @@ class Place(NamedTuple):
     """Where it publishes KV events, as the settings say; None: it is asked."""
     ranks: int = 0
     """Its data-parallel ranks, as the settings say; 0: it is asked."""
+    instance: str = ""
+    """The instance that it is attached to, as the settings say; empty: controllers tell."""
 
 
 class ServingEngine:
@@ -279,7 +281,7 @@ class Fleet:
         streams: bool = True,
         ours: bool = True,
         until_s: float = math.inf,
-    ) -> BusyPeriod:
+    ) -> TimedPrompt:
         """A request of about `tokens` is sent to the engine, which must compute `uncached_tokens` of them.
 
         `streams`: its answer does not come whole. `ours`: by this gateway. `until_s`: when its prompt counts as
@@ -288,7 +290,7 @@ class Fleet:
         now_s, load = self._now_s(), engine.load
         if not load.waiting or engine.busy is None:
             engine.busy = BusyPeriod(self.rates, engine.name, now_s, load.running)
-        engine.busy.add(uncached_tokens, streams=streams)
+        timed = engine.busy.add(uncached_tokens, streams=streams)
         self.queues.dispatched(
             number,
             engine.name,
@@ -301,7 +303,7 @@ class Fleet:
         )
         engine.sent += ours
         engine.ours += ours
-        return engine.busy
+        return timed
 
     def measured(self, engine: ServingEngine) -> bool:
         """Whether the engine's own rate was measured."""
@@ -319,18 +321,23 @@ class Fleet:
             "measured": self.measured(engine),
         }
 
-    def answers(self, engine: ServingEngine, number: str) -> None:
-        """The first part of a request's answer has come."""
-        self.queues.first_token(number, self._now_s())
+    def answers(self, engine: ServingEngine, number: str, timed: TimedPrompt) -> None:
+        """The first part of a request's answer has come. `timed`: what `began` returned."""
+        now_s, oldest = self._now_s(), self.queues.waits_longest(number)
+        self.queues.first_token(number, now_s)
+        timed.first_token(now_s, engine.load, oldest=oldest)
         self._rests(engine)
+        self._rate(now_s)
 
     def _rests(self, engine: ServingEngine) -> None:
         """End the busy period if no prompt waits any more."""
         if engine.busy is None or engine.load.waiting:
             return
-        now_s = self._now_s()
-        engine.busy.end(now_s)
+        engine.busy.end(self._now_s())
         engine.busy = None
+
+    def _rate(self, now_s: float) -> None:
+        """Take the rates that were measured."""
         if now_s >= self._rated_s + RATED_S:
             self._rated_s = now_s
             for each in self._places():
@@ -424,7 +431,7 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     name = settings.name or f"{host}:{port}"
-    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size)
+    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size, settings.instance)
 
 
 @functools.lru_cache(8_192)

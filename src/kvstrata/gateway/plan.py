@@ -50,6 +50,8 @@ class Plan(NamedTuple):
     """Of the engines that are found, by Kubernetes or on this host."""
     sharing_keys: ClusterKeys | None = None
     """Of the gateways that share; None: they share nothing, or this user's key."""
+    controller_keys: ClusterKeys | None = None
+    """For the controllers; None: none is asked, or by this user's key."""
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
@@ -61,6 +63,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     http, picker = settings.http, settings.picker
     _check_picker(settings)
     sharing_keys = _check_sharing(settings)
+    controller_keys = _check_controllers(settings)
     on_socket = socket_path(http.host) is not None
     closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
     if not (closed or settings.tenants or settings.insecure):
@@ -85,6 +88,12 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
             raise ConfigError(
                 f"engines[{i}].kv_events_replay: needs `kv_events` beside it, as tcp://HOST:PORT",
                 field=f"engines[{i}].kv_events_replay",
+            )
+        if one.url.startswith(DNS) and one.instance:
+            raise ConfigError(
+                f"engines[{i}].instance: {one.instance!r} is one instance, but {one.url!r:.200} stands for several "
+                "engines; leave it empty, and set `engine_url` of their connectors",
+                field=f"engines[{i}].instance",
             )
         _check_ports(i, one)
     tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
@@ -115,7 +124,9 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
     tokenizers = _tokenizers(settings, made or {})
-    return Plan(settings, token, engines, tenants, tokenizers, account, found_key, sharing_keys)
+    return Plan(
+        settings, token, engines, tenants, tokenizers, account, found_key, sharing_keys, controller_keys
+    )
 
 
 def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str]:
@@ -208,6 +219,35 @@ def _check_sharing(settings: GatewaySettings) -> ClusterKeys | None:
     from kvstrata.gateway.sharing.sockets import sharing_keys
 
     return sharing_keys(sharing.curve_file)
+
+
+def _check_controllers(settings: GatewaySettings) -> ClusterKeys | None:
+    """The keys in the file for the controllers. Raises ConfigError."""
+    wanted = settings.controllers
+    _refuse_twice("controllers", "urls", list(wanted.urls))
+    if wanted.curve_file and wanted.insecure:
+        raise ConfigError(
+            "controllers.insecure: controllers without keys need no curve_file; leave one of them out",
+            field="controllers.insecure",
+        )
+    for i, url in enumerate(wanted.urls):
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
+        if not 0 < int(port) <= MAX_PORT:
+            raise ConfigError(
+                f"controllers.urls[{i}]: {url!r}: {port} is no port; give a controller's reply port, as 8400",
+                field=f"controllers.urls[{i}]",
+            )
+        if not (wanted.curve_file or wanted.insecure or is_loopback(host.strip("[]"))):
+            raise ConfigError(
+                f"controllers.urls[{i}]: {url!r} is not loopback: give controllers.curve_file, this gateway's keys as "
+                "`kvstrata cluster add` makes them",
+                field=f"controllers.urls[{i}]",
+            )
+    if not (wanted.urls and wanted.curve_file):
+        return None
+    from kvstrata.rpc.zmq_curve import read_cluster_keys
+
+    return read_cluster_keys(wanted.curve_file, "controllers.curve_file")
 
 
 def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:

@@ -10,15 +10,15 @@ begins with the same text, so it finds the pieces of the turns before.
 2. An engine is remembered together with its generation: after it was down, its cache is taken for empty.
 3. At most `most` keys; the longest unused one is forgotten first.
 4. What an engine reports of its hits corrects the memory (`mistaken`).
+5. Who keeps the memory elsewhere takes what was touched since the last time (`take_touched`), without a copy.
 """
 
 from __future__ import annotations
 
 import collections
 import hashlib
-import itertools
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.policy.routing.model import Copy
@@ -30,6 +30,8 @@ PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
 MAX_PIECES = 4_096
 """Pieces that are remembered of one prompt, from its start."""
 KEY_BYTES = 16
+MAX_TOUCHED = 1 << 15
+Touched = collections.deque[Sequence[bytes]]
 _SECRET = secrets.token_bytes(32)
 
 
@@ -64,11 +66,17 @@ class Prefixes:
         self._most = most
         self.changes = 0
         """Grows with each call that may change something."""
+        self._touched: Touched = collections.deque()
+        self._touched_keys = 0
         self._sent: collections.OrderedDict[bytes, dict[str, Sent]] = collections.OrderedDict()
 
     def __len__(self) -> int:
         """Keys that are remembered."""
         return len(self._sent)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a piece is remembered. From any thread."""
+        return key in self._sent
 
     def note(
         self,
@@ -81,7 +89,7 @@ class Prefixes:
         ready_at_s: float = 0.0,
     ) -> None:
         """An engine has `computed` these pieces, or was sent them and is expected to have them at `ready_at_s`."""
-        self.changes += 1
+        self._touch(keys)
         sent = Sent(generation, now_s, computed, ready_at_s)
         for key in keys:
             engines = self._sent.setdefault(key, {})
@@ -103,17 +111,27 @@ class Prefixes:
 
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
         """An engine has not computed these pieces, or has them no longer."""
-        self.changes += 1
+        self._touch(keys)
         for key in keys:
             engines = self._sent.get(key)
             if engines is not None and engines.pop(engine, None) is not None and not engines:
                 del self._sent[key]
 
-    def latest(self, count: int) -> list[bytes]:
-        """The keys that were used last, at most so many, the longest unused first."""
-        keys = list(itertools.islice(reversed(self._sent), count))
-        keys.reverse()
-        return keys
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        self.changes += 1
+        if keys:
+            self._touched.append(keys)
+            self._touched_keys += len(keys)
+            while self._touched_keys - len(self._touched[0]) >= MAX_TOUCHED:
+                self._touched_keys -= len(self._touched.popleft())
+
+    def take_touched(self) -> Touched:
+        """The pieces that were noted or forgotten since the last call, in that order: the last MAX_TOUCHED, about.
+
+        They must not be changed.
+        """
+        taken, self._touched, self._touched_keys = self._touched, collections.deque(), 0
+        return taken
 
     def computed_by(self, key: bytes, generations: Mapping[str, int]) -> list[tuple[str, float]]:
         """The engines of these generations that have computed a piece, and when each was last used. From any thread."""
@@ -131,12 +149,14 @@ class Prefixes:
         keys: Sequence[bytes],
         generations: Mapping[str, int],
         now_s: float,
-        heard: Collection[str] = frozenset(),
+        heard: Mapping[str, float] | None = None,
     ) -> list[Copy]:
         """The longest beginning that each engine was sent, for engines of these generations.
 
-        What engines have computed whose events are `heard` counts only until its event must have come.
+        `heard`: engines whose events are heard, and when each was last known to be empty. What they have computed
+        counts only until its event must have come, and not if they were empty since.
         """
+        heard = heard or {}
         counts: dict[str, tuple[int, Sent]] = {}
         alive = set(generations)
         for number, key in enumerate(keys):
@@ -145,7 +165,11 @@ class Prefixes:
                 break
             for name in list(alive):
                 sent = engines.get(name)
-                if sent is None or sent.generation != generations[name]:
+                if (
+                    sent is None
+                    or sent.generation != generations[name]
+                    or (sent.computed and name in heard and sent.at_s < heard[name])
+                ):
                     alive.discard(name)
                 else:
                     counts[name] = number + 1, sent

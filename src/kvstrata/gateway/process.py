@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from kvstrata.gateway.admission import Admission
     from kvstrata.gateway.app import App
     from kvstrata.gateway.choosing import Choosing
+    from kvstrata.gateway.controllers.asking import Controllers
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
+    from kvstrata.gateway.keeping import Keeper
     from kvstrata.gateway.picker.server import PickerServer
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.reading import Reader
@@ -109,6 +111,8 @@ class Gateway(Process):
         self._reader: Reader
         self._picker: PickerServer | None = None
         self._sharing: Sharing | None = None
+        self._controllers: Controllers
+        self._keeper: Keeper | None = None
         self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
@@ -121,6 +125,7 @@ class Gateway(Process):
         from kvstrata.gateway.browsing import PAGES, Browsing
         from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
+        from kvstrata.gateway.controllers.asking import Controllers
         from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
@@ -162,6 +167,11 @@ class Gateway(Process):
             await self._start_sharing(settings)
         if settings.state_dir:
             self._start_keeping(settings.state_dir)
+        self._controllers = controllers = Controllers(
+            settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
+        )
+        self.closers.append(controllers.close)
+        controllers.numbers = lambda: (self._settings.policy, self._in_flight, sum(meters.received.values()))
         self._forwarder = Forwarder(
             settings,
             fleet,
@@ -189,6 +199,7 @@ class Gateway(Process):
                 residency.page,
                 tokens,
                 lambda: self._sharing.counts() if self._sharing is not None else {},
+                lambda: controllers.links,
             )
         )
         self._app = App(
@@ -203,6 +214,7 @@ class Gateway(Process):
             pages,
             choosing.decisions,
             browsing := Browsing(access, logins, listener.url(settings.http)),
+            controllers.told,
         )
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.enabled:
@@ -283,7 +295,7 @@ class Gateway(Process):
         """Remember what was learned before, and keep it from now on."""
         from kvstrata.gateway.keeping import Keeper
 
-        keeper = Keeper(
+        self._keeper = keeper = Keeper(
             folder, self._fleet, self._choosing.prefixes, self._reader, self._residency, time.monotonic
         )
         self.closers.append(keeper.close)
@@ -397,6 +409,7 @@ class Gateway(Process):
         self._reader.settings = settings
         if self._sharing is not None:
             await self._sharing.set(settings.sharing)
+        self._controllers.set(settings.controllers, newer.controller_keys)
         if self._picker is not None:
             self._picker.held.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
@@ -431,6 +444,8 @@ class Gateway(Process):
             "kv_events_thread": self._residency.thread(),
             "tokens": self._tokens.page(),
             "sharing": self._sharing.page() if self._sharing is not None else {},
+            "controllers": self._controllers.page(),
+            "state": self._keeper.page() if self._keeper is not None else {},
             "engines": [
                 {
                     "name": one.name,
@@ -466,6 +481,7 @@ class Gateway(Process):
             "token_cache_bytes": self._tokens.memory.bytes,
             "kv_events_thread": float(self._residency.thread()["hears"]),
             "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
+            "state_unsaved": float(self._keeper is not None and self._keeper.failing),
             "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
         }
 

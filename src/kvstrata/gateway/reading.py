@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import secrets
 from array import array
@@ -27,9 +26,7 @@ from kvstrata.gateway.routes import (
     response_in,
     response_of,
 )
-
-MAX_RESPONSES = 1 << 16
-"""Stored responses whose engine is remembered; the oldest are forgotten first."""
+from kvstrata.gateway.stored_responses import StoredResponses
 
 
 class Reader:
@@ -41,8 +38,7 @@ class Reader:
         self.secret = secrets.token_bytes(32)
         """Of the keys of pieces."""
         self._numbers = itertools.count()
-        self._responses: collections.OrderedDict[str, str] = collections.OrderedDict()
-        """Engines of stored responses."""
+        self.responses = StoredResponses()
 
     def read(
         self, path: str, route: Route, body: bytes, headers: Headers, word: str, tenant: str
@@ -61,7 +57,7 @@ class Reader:
             model=found.model,
             tokens=max(1, len(prompt) if prompt is not None else len(found.text) // TOKEN_BYTES),
             session=given[:MAX_SESSION_CHARS] or found.session,
-            made_by=self._responses.get(after, "") if after else "",
+            made_by=self.responses.engine_of(after) if after else "",
             keys=self._keys(found, prompt, tenant),
             prompt=self._prompt(found, prompt),
             streams=found.streams,
@@ -89,23 +85,10 @@ class Reader:
         weight = tenant.settings.weight if tenant is not None else 1.0
         return Standing(tenant.name if tenant is not None else "", weight, min(most, asked_for))
 
-    def responses(self) -> list[tuple[str, str]]:
-        """Stored responses and their engines, the oldest first."""
-        return list(self._responses.items())
-
-    def restore(self, responses: Iterable[tuple[str, str]]) -> None:
-        """Remember these again."""
-        for made, engine in responses:
-            self._responses[made] = engine
-        while len(self._responses) > MAX_RESPONSES:
-            self._responses.popitem(last=False)
-
     def answered(self, path: str, engine: str, first: bytes) -> None:
         """An engine's answer begins with these bytes: remember who has made the response that they name."""
         if path == RESPONSES and (made := response_in(first)):
-            self._responses[made] = engine
-            if len(self._responses) > MAX_RESPONSES:
-                self._responses.popitem(last=False)
+            self.responses.note(made, engine)
 
     def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
         """The keys of the prompt's pieces; none if the policy does not go by them."""

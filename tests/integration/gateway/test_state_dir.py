@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import string
 import subprocess
@@ -13,9 +14,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvstrata.gateway.state_file import read_state
+from kvstrata.gateway.state_file import decoded, read_state
 from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
+from tests.harness.namespaces import small_disk, why_not
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.test_proxy import CHAT
 
@@ -85,3 +87,59 @@ async def test_routing_is_warm_after_a_kill_and_cold_after_garbage(
         for engine in engines:
             engine.kill()
             engine.wait()
+
+
+def fill(path: Path) -> None:
+    """Write a file until there is no room left."""
+    with contextlib.suppress(OSError), open(path, "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4_096))
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+async def test_a_full_disk_is_shown_until_there_is_room_and_ends_nothing(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    port, draw = free_port(), random.Random(7)
+    engine = simulated(port)
+    folder = tmp_path / "state"
+    folder.mkdir(mode=0o700)
+    gateway = GatewayProcess(tmp_path, [f"http://127.0.0.1:{port}"], policy="ttft", state_dir=str(folder))
+    gateway.within = small_disk(folder)
+
+    async def state() -> dict[str, Any]:
+        return dict((await gateway.status(session))["state"])
+
+    async def ask() -> None:
+        await cached(gateway, session, "".join(draw.choices(string.ascii_lowercase + " ", k=12_000)))
+
+    try:
+        await asyncio.to_thread(gateway.start)
+        await gateway.until_sample(session, f'engine_up{{engine="127.0.0.1:{port}"}}', 1)
+        seen = Path(f"/proc/{gateway.ready['pid']}/root") / folder.relative_to("/")
+        await ask()
+
+        async def saved() -> bool:
+            return (await state())["saves"] > 0
+
+        await eventually_async("the state is saved", saved)
+        fill(seen / "filler")
+
+        async def full() -> bool:
+            await ask()
+            return "No space left" in (await state())["error"]
+
+        await eventually_async("the full disk is shown", full)
+        await gateway.until_sample(session, "state_unsaved", 1)
+        assert sorted(path.name for path in seen.iterdir()) == ["filler", "gateway.lock", "gateway.state"]
+        (seen / "filler").unlink()
+        # Nothing changes any more, and it is saved all the same.
+        await gateway.until_sample(session, "state_unsaved", 0)
+        assert not (await state())["error"]
+        log = gateway.log.read_text()
+        assert "state_not_saved" in log and "state_saved_again" in log
+        assert decoded((seen / "gateway.state").read_bytes()).rates
+    finally:
+        gateway.kill()
+        engine.kill()
+        engine.wait()

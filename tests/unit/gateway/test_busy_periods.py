@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.gateway.busy_periods import BusyPeriod
+from kvstrata.gateway.busy_periods import FIRST_TOKENS, PIECE_TOKENS, TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 
@@ -21,16 +21,23 @@ class Served:
         self.clock = Clock()
         self.fleet = Fleet(self.clock, 0.0)
         self.engine: ServingEngine
+        self.timed: dict[str, TimedPrompt] = {}
         [self.engine] = self.fleet.set_places([Place("a", Address("127.0.0.1", 1, False))])
         self.fleet.up(self.engine, {"m": {}})
 
-    def begin(self, number: str, at_s: float) -> BusyPeriod:
+    def begin(self, number: str, at_s: float, tokens: int = 1_000, *, streams: bool = True) -> TimedPrompt:
         self.clock.now_s = at_s
-        return self.fleet.began(self.engine, number, 1_000, 1_000)
+        self.timed[number] = self.fleet.began(self.engine, number, tokens, tokens, streams=streams)
+        return self.timed[number]
 
     def answers(self, number: str, at_s: float) -> None:
         self.clock.now_s = at_s
-        self.fleet.answers(self.engine, number)
+        self.fleet.answers(self.engine, number, self.timed[number])
+
+    def ends(self, number: str, *, answered: bool = True) -> None:
+        if not answered:
+            self.timed[number].spoil()
+        self.fleet.ended(self.engine, number)
 
     @property
     def known(self) -> list[tuple[int, float, int]]:
@@ -43,16 +50,15 @@ class Served:
 
 def test_prompts_that_share_steps_are_timed_together() -> None:
     served = Served()
-    first = served.begin("1", 100.0)
-    assert served.begin("2", 100.5) is first
+    first, second = served.begin("1", 100.0), served.begin("2", 100.5)
     served.answers("1", 101.0)
     assert served.known == []
     served.answers("2", 103.0)
     assert served.known == [(2_000, 3.0, 0)], "as expected, until the answers tell more"
-    assert served.begin("3", 103.5) is not first
+    served.begin("3", 103.5)
     first.report(300)
     assert served.known == [(2_000, 3.0, 0)], "the other's answer has not ended"
-    first.report(500)
+    second.report(500)
     assert served.known == [(800, 3.0, 0)]
     served.answers("3", 104.0)
     assert served.known == [(800, 3.0, 0), (1_000, 0.5, 2)]
@@ -60,45 +66,43 @@ def test_prompts_that_share_steps_are_timed_together() -> None:
 
 def test_a_report_that_agrees_changes_nothing() -> None:
     served = Served()
-    period = served.begin("1", 100.0)
+    timed = served.begin("1", 100.0)
     served.answers("1", 101.0)
     [before] = served.fleet.rates._engines["a"].samples[False]
-    period.report(1_001)
+    timed.report(1_001)
     assert list(served.fleet.rates._engines["a"].samples[False]) == [before]
 
 
 def test_a_period_with_a_prompt_that_failed_tells_nothing_and_ends_all_the_same() -> None:
     served = Served()
-    period = served.begin("1", 100.0)
+    timed = served.begin("1", 100.0)
     served.begin("2", 100.0)
     served.answers("1", 101.0)
-    period.spoil()
-    served.fleet.ended(served.engine, "2")
+    served.ends("2", answered=False)
     assert served.engine.busy is None
-    period.report(10)
-    period.report(10)
-    assert served.known == []
+    timed.report(10)
+    assert not timed.tells and served.known == []
 
 
 def test_what_was_expected_of_a_prompt_that_was_loaded_is_taken_back() -> None:
     served = Served()
-    period = served.begin("1", 100.0)
+    timed = served.begin("1", 100.0)
     served.answers("1", 101.0)
     assert len(served.known) == 1
-    period.spoil()
+    timed.spoil()
     assert served.known == []
 
 
 def test_answers_that_come_whole_tell_rates_as_long_as_none_streams() -> None:
     served = Served()
-    served.fleet.began(served.engine, "1", 1_000, 1_000, streams=False)
+    served.begin("1", served.clock(), streams=False)
     served.answers("1", 102.0)
     assert served.known == [(1_000, 2.0, 0)] and served.fleet.measured(served.engine)
     served.begin("2", 103.0)
     assert served.known == [(1_000, 2.0, 0)], "an answer that has only begun tells nothing yet"
     served.answers("2", 103.5)
     assert served.known == [(1_000, 0.5, 1)]
-    served.fleet.began(served.engine, "3", 1_000, 1_000, streams=False)
+    served.begin("3", served.clock(), streams=False)
     served.answers("3", 110.0)
     assert served.known == [(1_000, 0.5, 1)]
 
@@ -107,12 +111,12 @@ def test_an_answer_that_comes_whole_times_nothing_beside_those_that_stream() -> 
     served = Served()
     served.begin("0", 90.0)
     served.answers("0", 91.0)
-    period = served.begin("1", 100.0)
-    served.fleet.began(served.engine, "2", 1_000, 1_000, streams=False)
+    served.begin("1", 100.0)
+    served.begin("2", served.clock(), streams=False)
     served.answers("1", 101.0)
     served.answers("2", 109.0)
-    period.report(1_000)
-    period.report(1_000)
+    for timed in served.timed.values():
+        timed.report(1_000)
     assert served.known == [(1_000, 1.0, 0)]
 
 
@@ -122,3 +126,123 @@ def test_an_engine_that_leaves_has_no_period() -> None:
     served.fleet.set_places([])
     served.fleet.ended(served.engine, "1")
     assert served.engine.busy is None and not served.fleet.queues
+
+
+class Busy(Served):
+    """An engine at which a prompt waits all the time: first tokens come each second, of the prompt before the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = 0
+        self.begin("0", 100.0)
+
+    def serve(self, count: int) -> None:
+        """The next first tokens."""
+        for _ in range(count):
+            self.sent += 1
+            self.begin(str(self.sent), 100.0 + self.sent - 0.5)
+            self.answers(str(self.sent - 1), 100.0 + self.sent)
+
+    @property
+    def rates(self) -> list[float]:
+        """Of the samples, which are all of pieces."""
+        assert all(tokens == PIECE_TOKENS for tokens, _, _ in self.known)
+        return [round(tokens / seconds, 6) for tokens, seconds, _ in self.known]
+
+
+def test_a_period_that_never_ends_is_timed_in_pieces_between_cuts() -> None:
+    busy = Busy()
+    busy.serve(2 * FIRST_TOKENS - 1)
+    assert busy.known == [], "what was computed at the first cut of the prompts that wait is not known"
+    busy.serve(1)
+    assert busy.rates == [1_000.0] and busy.fleet.measured(busy.engine)
+    assert [load for _, _, load in busy.known] == [5], "as many run as did at the first cut"
+    for number in range(FIRST_TOKENS):
+        busy.timed[str(number)].report(1)
+    for number in range(FIRST_TOKENS, 2 * FIRST_TOKENS - 1):
+        busy.timed[str(number)].report(500)
+    assert busy.rates == [1_000.0], "an answer has not ended"
+    busy.timed[str(2 * FIRST_TOKENS - 1)].report(500)
+    assert busy.rates == [500.0]
+    busy.serve(3 * FIRST_TOKENS)
+    assert busy.rates == [500.0, 1_000.0, 1_000.0, 1_000.0]
+
+
+def test_a_period_with_one_cut_is_one_sample() -> None:
+    busy = Busy()
+    busy.serve(FIRST_TOKENS + 4)
+    busy.timed["1"].report(700)
+    busy.answers(str(busy.sent), 200.0)
+    count = busy.sent + 1
+    assert busy.known == [(count * 1_000, 100.0, 0)]
+    for number in range(count):
+        if number != 1:
+            busy.timed[str(number)].report(700)
+    assert busy.known == [(count * 700, 100.0, 0)]
+
+
+def test_what_comes_after_the_last_of_several_cuts_tells_nothing() -> None:
+    busy = Busy()
+    busy.serve(2 * FIRST_TOKENS + 4)
+    busy.answers(str(busy.sent), 999.0)
+    assert busy.engine.busy is None and busy.rates == [1_000.0]
+    assert all(timed.tells for timed in busy.timed.values()), "other gateways may have cut elsewhere"
+
+
+def test_a_prompt_that_fails_spoils_its_piece_and_no_other() -> None:
+    busy = Busy()
+    busy.serve(2 * FIRST_TOKENS + 1)
+    busy.begin("failed", busy.clock())
+    busy.ends("failed", answered=False)
+    busy.serve(2 * FIRST_TOKENS)
+    assert busy.rates == [1_000.0, 1_000.0], "of three pieces between cuts"
+    busy.timed[str(3 * FIRST_TOKENS)].spoil()
+    assert busy.rates == [1_000.0]
+
+
+def test_one_that_fails_spoils_a_period_with_one_cut() -> None:
+    busy = Busy()
+    busy.begin("failed", 100.0)
+    busy.timed["failed"].spoil()
+    busy.fleet.ended(busy.engine, "failed")
+    busy.serve(FIRST_TOKENS + 4)
+    busy.answers(str(busy.sent), 200.0)
+    assert busy.engine.busy is None and busy.known == []
+
+
+def test_there_is_no_cut_while_an_older_prompt_waits() -> None:
+    busy = Busy()
+    busy.begin("long", 100.0)
+    busy.serve(1)
+    busy.serve(6 * FIRST_TOKENS)
+    assert busy.known == []
+    busy.answers("long", busy.clock())
+    busy.answers(str(busy.sent), 100.0 + busy.sent + 1)
+    assert [(tokens, seconds) for tokens, seconds, _ in busy.known] == [
+        ((busy.sent + 2) * 1_000, busy.sent + 1)
+    ]
+
+
+def test_a_piece_is_long_against_the_time_between_first_tokens() -> None:
+    served = Served()
+    served.begin("0", 0.0)
+    for number in range(1, 200):
+        # Sixteen first tokens come with each step of a second.
+        at_s = 1.0 + number // FIRST_TOKENS
+        served.begin(str(number), at_s)
+        served.answers(str(number - 1), at_s)
+    assert served.known == [], "a step is no piece"
+
+
+def test_a_piece_beside_which_an_answer_comes_whole_counts_as_such_an_answer() -> None:
+    busy = Busy()
+    busy.begin("whole", 100.0, streams=False)
+    busy.serve(1)
+    busy.answers("whole", 101.0)
+    busy.serve(2 * FIRST_TOKENS)
+    assert busy.rates == [1_000.0] and not busy.fleet.rates._by_whole
+    busy.begin("whole again", busy.clock(), streams=False)
+    busy.serve(1)
+    busy.ends("whole again")
+    busy.serve(2 * FIRST_TOKENS)
+    assert [one.whole for one in busy.fleet.rates._engines["a"].samples[True]] == [True]

@@ -19,11 +19,11 @@ def test_a_dead_thread_is_told_with_its_defect_and_nothing_counts_as_heard() -> 
         assert residency.thread() == {"hears": True, "error": ""}
         watched = residency._watched["a"]
         watched.connected, watched.feed.phase = True, Phase.IN_ORDER  # as if it were heard
-        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a"}
+        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a": float("-inf")}
         residency._watcher.post(Lock().release)  # a defect
         eventually("the thread has ended", lambda: not residency.thread()["hears"])
         assert residency.thread()["error"].startswith("RuntimeError: ")
-        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == frozenset()
+        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {}
     finally:
         residency.close()
     assert residency.thread()["error"].startswith("RuntimeError: ")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import EngineState, Fleet, Place, ServingEngine
 
@@ -43,6 +44,7 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
     now_s = 0.0
     fleet = Fleet(lambda: now_s, 0.0)
     under_way: dict[str, ServingEngine] = {}
+    timed: dict[str, TimedPrompt] = {}
     for number in range(steps):
         now_s += draw.random()
         engines = list(fleet.engines.values())
@@ -60,10 +62,10 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
             fleet.down(draw.choice(engines), "told to")
         elif what == "began" and targets:
             under_way[str(number)] = target = draw.choice(targets)
-            fleet.began(target, str(number), 10, 20)
+            timed[str(number)] = fleet.began(target, str(number), 10, 20)
         elif what == "first" and under_way:
             word = draw.choice(list(under_way))
-            fleet.answers(under_way[word], word)
+            fleet.answers(under_way[word], word, timed[word])
         elif what == "ended" and under_way:
             word = draw.choice(list(under_way))
             fleet.ended(under_way.pop(word), word)

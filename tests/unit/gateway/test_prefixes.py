@@ -97,3 +97,23 @@ def test_the_next_turn_of_a_conversation_begins_with_the_pieces_of_the_last(
         assert now[: len(before)] == before
         before = now
     assert not set(before) & set(pieces(len(turns), **{other: "another"}))
+
+
+def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:
+    prefixes, generations = Prefixes(), {"x": 0, "y": 0}
+    for engine in generations:
+        prefixes.note(keys("abc"), engine, 0, 10.0, computed=True)
+    prefixes.note(keys("a"), "x", 0, 12.0, computed=True)
+
+    def tokens(heard: dict[str, float]) -> dict[str, int]:
+        return {one.engine: one.tokens for one in prefixes.copies(keys("abc"), generations, 12.0, heard)}
+
+    assert tokens({}) == tokens({"x": float("-inf")}) == {"x": 3 * PIECE_TOKENS, "y": 3 * PIECE_TOKENS}
+    assert tokens({"x": 11.0, "y": 9.0}) == {"x": PIECE_TOKENS, "y": 3 * PIECE_TOKENS}
+    prefixes.note(keys("abc"), "x", 0, 12.0, computed=False)
+    assert tokens({"x": 13.0}) == {"y": 3 * PIECE_TOKENS}
+    prefixes.forget(keys("abc"), "x")
+    prefixes.note(keys("abc"), "x", 0, 12.0, computed=False)
+    assert tokens({"x": 13.0}) == dict.fromkeys("xy", 3 * PIECE_TOKENS), (
+        "it is under way and will be computed"
+    )

@@ -333,8 +333,10 @@ def test_media_are_apart_and_a_restart_leaves_the_servers_chunks_doubtful() -> N
     assert seen.caches.of["l1"].sizes == (8,)
     feed.published(1, msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
     assert [len(one) for one in seen.caches.of.values()] == [0, 1, 0]
+    cleared_s = seen.caches.emptied_s
+    assert cleared_s > float("-inf")
     feed.published(0, msgspec.msgpack.encode([2.0, [own]]))  # another life
-    assert feed.restarts == 1 and len(seen.caches.own) == 1
+    assert feed.restarts == 1 and len(seen.caches.own) == 1 and seen.caches.emptied_s >= cleared_s
     assert list(seen.caches.of["l1"].slots) == ["doubtful"]
     feed.published(1, msgspec.msgpack.encode([2.0, [{**chunk, "type": "BlockRemoved"}]]))
     assert not len(seen.caches.of["l1"])

@@ -21,6 +21,7 @@ from kvstrata.gateway.state_file import (
     digest_of,
     encoded,
     read_state,
+    remove_unfinished,
     write_state,
 )
 
@@ -31,8 +32,7 @@ STATE = State(
     responses=[("resp_1", "a")],
     rates=[("a", 100, 0.5, 3, True)],
     load_rates=[("a", "l1", 100, 0.25)],
-    block_life_s=300.0,
-    event_lag_s=0.1,
+    paces=[("a", 300.0, 0.1)],
 )
 
 
@@ -50,6 +50,21 @@ def test_a_damaged_file_is_refused(at: int, flip: int, cut: bool) -> None:
     content[at] ^= flip
     with pytest.raises(StateRefused):
         decoded(bytes(content[:at]) if cut else bytes(content))
+
+
+def test_what_is_given_beside_the_state_is_read_as_if_it_were_in_it() -> None:
+    pieces = [Piece(bytes([number]) * 16, [("a", 1.0)]) for number in range(20)]
+    responses = [(f"resp_{number}", "b") for number in range(40)]
+    both = decoded(encoded(STATE, pieces=iter(pieces), responses=iter(responses)))
+    assert both.pieces == [*STATE.pieces, *pieces] and both.responses == [*STATE.responses, *responses]
+    assert both.rates == STATE.rates and both.paces == STATE.paces
+
+
+def test_what_a_killed_process_had_not_finished_is_deleted(tmp_path: Path) -> None:
+    write_state(tmp_path, STATE)
+    (tmp_path / f".{NAME}.0123abcd").write_bytes(b"half")
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [NAME] and read_state(tmp_path) == STATE
 
 
 def test_a_file_of_another_version_is_refused_with_both_versions() -> None:

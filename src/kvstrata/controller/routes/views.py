@@ -12,6 +12,7 @@ from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.feed import State
+from kvstrata.controller.gateways import Gateway
 from kvstrata.controller.history import Happened
 from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import SHOWN_STATES, CommandState, Issued, Member, MemberState
@@ -228,6 +229,22 @@ def state(cluster: Cluster, around: Surroundings, unix_ms: Callable[[float], int
     return State(whole, rows, orders, cluster.journal.tail.last)
 
 
+def _gateway(known: Gateway, now_s: float) -> bodies.GatewayBody:
+    told = known.told
+    return bodies.GatewayBody(
+        name=told.gateway,
+        host=known.host,
+        port=told.port,
+        version=told.version,
+        policy=told.policy,
+        engines=told.engines,
+        engines_up=told.engines_up,
+        in_flight=told.in_flight,
+        requests_total=told.requests_total,
+        heard_ago_s=round(max(0.0, now_s - known.heard_s), 3),
+    )
+
+
 def cluster_body(
     cluster: Cluster,
     around: Surroundings,
@@ -273,6 +290,7 @@ def cluster_body(
             refused_keys_total=directory.refused_keys + usage.refused,
             waiting_bytes=directory.waiting_bytes,
         ),
+        gateways=[_gateway(one, cluster.clock.monotonic_s()) for one in cluster.gateways],
         lookups=bodies.LookupsBody(
             total=total,
             hits_total=cluster.ranking.hits,

@@ -27,6 +27,9 @@ class Caches:
         self.of: dict[Tier, Blocks] = {
             tier: Blocks(registry, first_group + number, now_s) for number, tier in enumerate(TIERS)
         }
+        self._now_s = now_s
+        self.emptied_s = float("-inf")
+        """When the engine told for the last time that its own cache was emptied, or when its restart was noticed."""
 
     @property
     def own(self) -> Blocks:
@@ -38,6 +41,7 @@ class Caches:
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self.own.forget()
+                self.emptied_s = self._now_s()
             else:
                 self.of[OF_MEDIUM.get(event.medium, "l2")].apply(event)
 
@@ -68,6 +72,7 @@ class Caches:
     def restarted(self) -> None:
         """The engine has another life: its own cache is empty, and what its server holds goes on unheard."""
         self.own.forget()
+        self.emptied_s = self._now_s()
         for blocks in self.of.values():
             blocks.doubt()
 

@@ -24,6 +24,10 @@ MAX_LAG_S = 10.0
 """An engine that tells later than this does not make the others be believed for longer."""
 
 
+Pace = tuple[str, float, float]
+"""An engine, the measured life of a block in its cache and the lag of its events, in seconds; 0: not measured."""
+
+
 class Known(NamedTuple):
     """What is known of a prompt."""
 
@@ -31,8 +35,9 @@ class Known(NamedTuple):
     """Tokens that an engine has in its own cache for certain, by its name."""
     copies: list[Copy]
     """Those in other tiers, and those that may have been lost unheard."""
-    heard: frozenset[str]
-    """The engines whose events are heard: what else they were sent a while ago counts no more."""
+    heard: dict[str, float]
+    """The engines whose events are heard, and when each was last known to be empty: what else they were sent a while
+    ago, or before that, counts no more."""
 
 
 class Index:
@@ -45,7 +50,8 @@ class Index:
         """By engine; their owner is whoever hears the engine."""
         self._numbers: dict[int, str] = {}
         self._next = 0
-        self.usual_life_s, self.usual_lag_s = BLOCK_LIFE_S, EVENT_LAG_S
+        self.kept: dict[str, tuple[float, float]] = {}
+        """Life of a block and lag of events by engine, as they were measured before this process; 0: they were not."""
 
     @property
     def registry(self) -> Registry:
@@ -95,7 +101,7 @@ class Index:
                     )
                 )
         cached = {name: tokens for (name, tier), tokens in sure.items() if tier == "l0"}
-        return Known(cached, copies, frozenset(names))
+        return Known(cached, copies, {name: self.caches[name].emptied_s for name in names})
 
     def _longest(self, prompt: Prompt, mask: bytearray, sizes: Iterable[int]) -> dict[tuple[str, Tier], int]:
         """The tokens of the longest prefix in these slots, by engine and tier."""
@@ -113,17 +119,23 @@ class Index:
                     found[where] = max(size * step * one.chunks, found.get(where, 0))
         return found
 
+    def pace(self, name: str) -> tuple[float, float]:
+        """Measured life of a block and lag of events of an engine, in seconds; 0: not measured."""
+        life_s, lag_s = self.kept.get(name, (0.0, 0.0))
+        one = self.caches.get(name)
+        return (one.own.life_s or life_s, one.own.lag_s or lag_s) if one is not None else (life_s, lag_s)
+
     @property
     def block_life_s(self) -> float:
         """Measured life of a block, the median of the engines."""
-        lives = [life_s for one in self.caches.values() if (life_s := one.own.life_s)]
-        return statistics.median(lives) if lives else self.usual_life_s
+        lives = [life_s for name in self.caches if (life_s := self.pace(name)[0])]
+        return statistics.median(lives) if lives else BLOCK_LIFE_S
 
     @property
     def event_lag_s(self) -> float:
         """Measured time from a first token to the event of its blocks, of the slowest engine."""
-        lags = [lag_s for one in self.caches.values() if (lag_s := one.own.lag_s)]
-        return min(MAX_LAG_S, max(lags, default=self.usual_lag_s))
+        lags = [lag_s for name in self.caches if (lag_s := self.pace(name)[1])]
+        return min(MAX_LAG_S, max(lags, default=EVENT_LAG_S))
 
 
 class Residency:
@@ -139,9 +151,15 @@ class Residency:
         """End the thread."""
         self._watcher.close()
 
-    def usual(self, block_life_s: float, event_lag_s: float) -> None:
-        """Take these for the life of a block and the lag of events until they have been measured."""
-        self._index.usual_life_s, self._index.usual_lag_s = block_life_s, event_lag_s
+    def restore(self, paces: Iterable[Pace]) -> None:
+        """Take these for the life of blocks and the lag of events of engines until they have been measured."""
+        self._index.kept = {name: (life_s, lag_s) for name, life_s, lag_s in paces}
+
+    def paces(self) -> list[Pace]:
+        """The paces of engines that are heard, or of which one was restored. From any thread."""
+        heard = list(self._index.caches)
+        names = [*heard, *(self._index.kept.keys() - set(heard))]
+        return [(name, *self._index.pace(name)) for name in names[:MAX_ENGINES]]
 
     # -- engines ---------------------------------------------------------------------------------------------
 
@@ -181,7 +199,7 @@ class Residency:
             and found.feed.phase is not Phase.JOINING
         ]
         if self._watcher.ended or not heard:
-            return Known({}, [], frozenset())
+            return Known({}, [], {})
         return self._index.known(prompt, heard)
 
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
-from kvstrata.gateway.busy_periods import BusyPeriod
+from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.sharing.messages import (
@@ -39,12 +39,12 @@ MAX_REPORTS = 4_096
 class Foreign:
     """A request of another gateway."""
 
-    __slots__ = ("engine", "generation", "keys", "period", "running")
+    __slots__ = ("engine", "generation", "keys", "running", "timed")
 
-    def __init__(self, engine: ServingEngine, period: BusyPeriod, keys: list[bytes]) -> None:
+    def __init__(self, engine: ServingEngine, timed: TimedPrompt, keys: list[bytes]) -> None:
         self.engine = engine
         self.generation = engine.generation
-        self.period = period
+        self.timed = timed
         self.keys = keys
         self.running = False
 
@@ -55,8 +55,8 @@ class Other:
     def __init__(self) -> None:
         self.heard_s = 0.0
         self.flights: dict[int, Foreign] = {}
-        self.ended: collections.OrderedDict[int, BusyPeriod] = collections.OrderedDict()
-        """Busy periods of ended requests whose Computed is still awaited."""
+        self.ended: collections.OrderedDict[int, TimedPrompt] = collections.OrderedDict()
+        """The timing of ended requests whose Computed is still awaited."""
 
 
 class Others:
@@ -108,8 +108,8 @@ class Others:
         other = self._others.pop(name)
         for number in list(other.flights):
             self._end(name, other, number, answered=False)
-        for period in other.ended.values():
-            period.spoil()
+        for timed in other.ended.values():
+            timed.spoil()
 
     def _apply(self, name: str, other: Other, event: AnyEvent) -> None:
         match event:
@@ -135,8 +135,8 @@ class Others:
             self.ignored += 1
             return
         word = f"{name}/{sent.number}"
-        period = self._fleet.began(known, word, sent.uncached, sent.tokens, streams=sent.streams, ours=False)
-        other.flights[sent.number] = Foreign(known, period, keys)
+        timed = self._fleet.began(known, word, sent.uncached, sent.tokens, streams=sent.streams, ours=False)
+        other.flights[sent.number] = Foreign(known, timed, keys)
 
     def _note(self, other: Other, number: int, *, ready_at_s: float = 0.0, computed: bool = False) -> None:
         flight = other.flights.get(number)
@@ -154,7 +154,7 @@ class Others:
         flight = other.flights.get(number)
         if flight is not None and not flight.running:
             flight.running = True
-            self._fleet.answers(flight.engine, f"{name}/{number}")
+            self._fleet.answers(flight.engine, f"{name}/{number}", flight.timed)
             self._note(other, number, computed=True)
 
     def _end(self, name: str, other: Other, number: int, *, answered: bool) -> None:
@@ -162,22 +162,22 @@ class Others:
         if flight is None:
             return
         if not answered:
-            flight.period.spoil()
+            flight.timed.spoil()
         self._fleet.ended(flight.engine, f"{name}/{number}", ours=False)
         if not answered:
             self._prefixes.take_back(flight.keys, flight.engine.name)
             return
-        other.ended[number] = flight.period
+        other.ended[number] = flight.timed
         if len(other.ended) > MAX_REPORTS:
             other.ended.popitem(last=False)
 
     def _computed(self, other: Other, event: Computed) -> None:
-        period = other.ended.pop(event.number, None)
-        if period is None:
+        timed = other.ended.pop(event.number, None)
+        if timed is None:
             return
         if not event.timed:
-            period.spoil()
-        period.report(event.tokens)
+            timed.spoil()
+        timed.report(event.tokens)
 
     def _mend(self, name: str, other: Other, event: UnderWay) -> None:
         stated = {one.number for one in event.flights if event.first <= one.number < event.end}
@@ -189,6 +189,6 @@ class Others:
             if one.number not in other.flights:
                 self._begin(name, other, one, [])
                 if one.number in other.flights:
-                    other.flights[one.number].period.spoil()
+                    other.flights[one.number].timed.spoil()
             if one.running:
                 self._first(name, other, one.number)

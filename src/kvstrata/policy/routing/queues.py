@@ -222,6 +222,11 @@ class Queues:
         queue.add(request, flight, Waiting(uncached_tokens, streams, ours, until_s), now_s)
         return True
 
+    def waits_longest(self, request: str) -> bool:
+        """Whether a request waits, and none at its engine was dispatched before it and waits too."""
+        flight = self._flights.get(request)
+        return flight is not None and next(iter(flight.engine.waiting), None) == request
+
     def has_room(self, engine: str, most_s: float, now_s: float, *, measured: bool) -> bool:
         """Whether a further prompt would be computed soon: see the module. An engine that is not known has none.
 

@@ -11,7 +11,8 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable
-from kvstrata.rpc.cluster_wire import MAX_ENGINES, KvKind, Load
+from kvstrata.rpc.cluster_fields import MAX_ENGINES, KvKind
+from kvstrata.rpc.cluster_wire import Load
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
 

@@ -10,7 +10,8 @@ import collections
 from collections.abc import Iterable, Sequence
 
 from kvstrata.observability.logging import EventLog
-from kvstrata.rpc.cluster_wire import MAX_RUNS, TAG_BYTES, Change, Events, Run, encode
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Events, Run, encode
 from kvstrata.server.cluster.sync_state import MACHINE, SyncEvent, SyncState
 from kvstrata.server.cluster.told_tiers import ToldTiers, tier_name
 from kvstrata.types import PoolEvent

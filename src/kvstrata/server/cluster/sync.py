@@ -23,7 +23,8 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, SyncBegin, SyncEnd, SyncPart
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.sync_state import SyncEvent

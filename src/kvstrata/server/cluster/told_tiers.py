@@ -13,7 +13,8 @@ import hashlib
 from collections.abc import AsyncIterator
 
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.server.l2.tiers import Tier, TierSet
 from kvstrata.storage.base import Usage
 

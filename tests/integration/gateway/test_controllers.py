@@ -1,0 +1,271 @@
+"""A real gateway asks a real controller what real servers hold of a prompt, and never waits long for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.cluster import Cluster
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine
+from tests.harness.waiting import eventually_async
+
+pytestmark = pytest.mark.integration
+
+COMPLETIONS = "/v1/completions"
+CHUNKS = 64
+TOKENS = CHUNKS * CHUNK_TOKENS
+TOKENS_S = 10_000
+"""Rate at which the engines seem to compute, the same as is assumed until it is measured."""
+DEADLINE_MS = 100
+"""A busy machine may not let a controller answer within 2 ms."""
+
+
+async def _answers(got: Got, line: Line) -> None:
+    tokens = len(got.document["prompt"])
+    await asyncio.sleep(tokens / TOKENS_S)
+    details = {"cached_tokens": 0}
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "prompt_tokens_details": details}
+    await line.answer({"id": "x", "choices": [{"text": "a"}], "usage": usage})
+
+
+class Scene:
+    """Two engines, each attached to a server of its own, a controller that knows both servers, and a gateway."""
+
+    def __init__(self, cluster: Cluster, engines: list[ScriptedEngine], caches: list[CacheEngine]) -> None:
+        self.cluster, self.engines, self.caches = cluster, engines, caches
+        self.gateway: GatewayProcess
+        self.session: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self.cluster.controller.ports['reply']}"
+
+    async def store(self, number: int, seed: int) -> list[int]:
+        """Store a prompt at a server; returns it once the controller knows of it."""
+        tokens = prompt(CHUNKS, seed)
+        cache = self.caches[number]
+        await asyncio.to_thread(
+            eventually, "the prompt is stored", lambda: set(cache.stored(tokens)) <= {"stored", "present"}
+        )
+        await asyncio.to_thread(self.cluster.until_known, number)
+        return tokens
+
+    async def page(self) -> dict[str, Any]:
+        rows = (await self.gateway.status(self.session))["controllers"]
+        return dict(rows[0]) if rows else {"connected": False}
+
+    async def until_told(self) -> None:
+        """Wait until the gateway knows the instances and their engines."""
+
+        async def told() -> bool:
+            row = await self.page()
+            return bool(row["connected"] and row["asks"] and row["engines"] == 2 == row["instances"])
+
+        await eventually_async("the gateway knows the instances", told)
+
+    async def only_in_l2(self, number: int) -> None:
+        """Drop what a server has in L1, once its L2 has it."""
+        controller = self.cluster.controller
+
+        def in_l2() -> bool:
+            row = self.cluster.member(number)
+            return row is not None and sum(row["keys"].values()) >= 2 * row["keys"]["l1"]
+
+        await asyncio.to_thread(eventually, "the chunks are in L2", in_l2)
+        body = {"tier": "l1", "instances": [f"instance-{number}"], "wait_s": 10}
+        await asyncio.to_thread(controller.ask, "/v1/clear", body)
+        await asyncio.to_thread(
+            eventually, "the controller knows L1 is empty", lambda: not self.cluster.known(number)
+        )
+
+    async def reloaded(self) -> None:
+        """Let the gateway read its settings again."""
+        self.gateway.write()
+        self.gateway.signal(signal.SIGHUP)
+
+    async def send(self, tokens: list[int], word: str = "") -> None:
+        """Send a prompt, under a request's id."""
+        body = {"model": "m", "prompt": tokens, "max_tokens": 1}
+        headers = {"X-Request-ID": word} if word else {}
+        async with self.session.post(self.gateway.url + COMPLETIONS, json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+
+    async def decided(self, tokens: list[int], word: str) -> dict[str, Any]:
+        """Send a prompt; returns the decision."""
+        await self.send(tokens, word)
+        operators = {"Authorization": f"Bearer {self.gateway.token}"}
+        path = f"{self.gateway.url}/gateway/decisions/{word}"
+        async with self.session.get(path, headers=operators, raise_for_status=True) as response:
+            return dict(await response.json())
+
+    async def known(self, tokens: list[int], word: str) -> set[tuple[str, str, int, str]]:
+        """What the gateway knew of a prompt by its controller: engine, tier, tokens, source."""
+        copies = (await self.decided(tokens, word))["record"]["knowledge"].get("copies", [])
+        return {
+            (one.get("engine", ""), one["tier"], one["tokens"], one.get("source", ""))
+            for one in copies
+            if one["tier"] != "l0"
+        }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    l2 = getattr(request, "param", "none")
+    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2) as made:
+        yield made
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, session: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[Scene]:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = []
+        for _ in range(2):
+            engines.append(await stack.enter_async_context(ScriptedEngine("m", behaviour=_answers)))
+        caches = []
+        for engine, server in zip(engines, cluster.servers, strict=True):
+            settings = {"engine_url": engine.url}
+            cache = CacheEngine(server.socket_dir, block_bytes=1024, num_blocks=4096, settings=settings)
+            stack.enter_context(cache)
+            caches.append(await asyncio.to_thread(cache.connect))
+        made = Scene(cluster, engines, caches)
+        made.session = session
+        made.gateway = GatewayProcess(
+            tmp_path / "gateway",
+            [one.url for one in engines],
+            policy="ttft",
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+        )
+        await asyncio.to_thread(made.gateway.start)
+        stack.callback(made.gateway.kill)
+        await made.until_told()
+        yield made
+
+
+async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scene) -> None:
+    for seed in range(6):
+        number = seed % 2
+        tokens = await scene.store(number, seed)
+        decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+        assert decision["engine"] == scene.engines[number].name, decision
+        assert (decision["way"]["tier"], decision["way"]["source"]) == ("l1", f"instance-{number}")
+    counts = await scene.page()
+    assert (counts["asked"], counts["answered"]) == (6, 6), counts
+
+    async def shown() -> bool:
+        (row,) = scene.cluster.controller.ask("/v1/cluster")["gateways"]
+        facts = [row[name] for name in ("name", "policy", "engines", "engines_up", "port")]
+        return facts == ["gw", "ttft", 2, 2, scene.gateway.port]
+
+    await eventually_async("the controller shows the gateway", shown)
+
+
+@pytest.mark.parametrize("cluster", ["fs"], indirect=True)
+async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(scene: Scene) -> None:
+    for seed in range(4):
+        number = seed % 2
+        tokens = await scene.store(number, seed)
+        await scene.only_in_l2(number)
+        decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+        assert decision["engine"] == scene.engines[number].name, decision
+        way = decision["way"]
+        assert (way["tier"], way["source"], way["cached_tokens"]) == ("l2", f"instance-{number}", TOKENS - 1)
+
+
+async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from_the_peer(
+    scene: Scene,
+) -> None:
+    tokens = await scene.store(0, 7)
+    holder, other = scene.engines
+    waits = asyncio.Event()
+
+    async def hangs(got: Got, line: Line) -> None:
+        await waits.wait()
+        await _answers(got, line)
+
+    holder.behaviour = hangs
+    # Prompts of another model name are sent to the holder alone, and wait there.
+    holder.models.append("only-here")
+
+    async def serves() -> bool:
+        async with scene.session.get(f"{scene.gateway.url}/v1/models") as response:
+            return "only-here" in await response.text()
+
+    await eventually_async("the model is known", serves)
+    body = {"model": "only-here", "prompt": prompt(4_000, 8), "max_tokens": 1}
+    busy = [
+        asyncio.ensure_future(scene.session.post(scene.gateway.url + COMPLETIONS, json=body))
+        for _ in range(3)
+    ]
+    try:
+        await eventually_async("the holder is busy", lambda: _has(holder, 3))
+        decision = (await scene.decided(tokens, "spilled"))["record"]["decision"]
+        assert decision["engine"] == other.name, decision
+        assert (decision["way"]["tier"], decision["way"]["source"]) == ("peer", "instance-0"), decision
+    finally:
+        waits.set()
+        for one in await asyncio.gather(*busy):
+            one.release()
+
+
+async def _has(engine: ScriptedEngine, count: int) -> bool:
+    return len(engine.got) >= count
+
+
+async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> None:
+    tokens = await scene.store(0, 3)
+    controller = scene.cluster.controller
+    controller.freeze()
+    for _ in range(12):
+        await scene.send(tokens)
+    counts = await scene.page()
+    # After a few late answers it is not asked, but for now and then.
+    assert counts["late"] >= 4 and counts["asked"] < 12 and not counts["asks"], counts
+    controller.thaw()
+
+    async def asked_again() -> bool:
+        await scene.send(tokens)
+        return bool((await scene.page())["asks"])
+
+    await eventually_async("the controller is asked again", asked_again)
+    controller.kill()
+
+    async def gone() -> bool:
+        return not (await scene.page())["connected"]
+
+    await eventually_async("the connection has ended", gone)
+    asked = (await scene.page())["asked"]
+    for _ in range(5):
+        await scene.send(tokens)
+    assert (await scene.page())["asked"] == asked
+    await asyncio.to_thread(controller.start)
+    await scene.until_told()
+    answered = (await scene.page())["answered"]
+    await scene.send(tokens)
+    assert (await scene.page())["answered"] == answered + 1
+
+
+async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
+    tokens = await scene.store(0, 5)
+    urls, scene.gateway.settings["controllers"]["urls"] = scene.gateway.settings["controllers"]["urls"], []
+    await scene.reloaded()
+
+    async def none() -> bool:
+        return not (await scene.gateway.status(scene.session))["controllers"]
+
+    await eventually_async("no controller is left", none)
+    assert not await scene.known(tokens, "without")
+    scene.gateway.settings["controllers"] |= {"urls": urls, "name": "renamed"}
+    await scene.reloaded()
+    await scene.until_told()
+    assert await scene.known(tokens, "with")
+    names = [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]]
+    assert names == ["gw", "renamed"]
