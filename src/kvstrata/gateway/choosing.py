@@ -140,9 +140,10 @@ class Choosing:
         serving = self.candidates(wanted.model, tried)
         if not serving:
             return None
-        for engine in serving:
-            if engine.name == wanted.made_by:
-                return self._choice(wanted, engine, 0, Knowledge(), None, None)
+        if wanted.made_by:
+            for engine in serving:
+                if engine.name == wanted.made_by:
+                    return self._choice(wanted, engine, 0, Knowledge(), None, None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
