@@ -151,6 +151,7 @@ _CLUSTER_SOCKETS: dict[str, list[tuple[type[msgspec.Struct], type[msgspec.Struct
         (cluster_wire.Where, cluster_wire.WhereReply),
         (gateway_wire.GatewayBeat, gateway_wire.GatewayHeard),
         (gateway_wire.Holdings, gateway_wire.HoldingsReply),
+        (gateway_wire.Replicate, cluster_wire.Done),
     ],
     "Controller, pull port (PULL; no answer)": [(cluster_wire.Events, None)],
     "Controller, heartbeat port (ROUTER)": [

@@ -15,7 +15,9 @@ import msgspec
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.gateways import BEAT_S
 from kvstrata.controller.lookups import INLINE_TAGS
+from kvstrata.controller.operations import Operations
 from kvstrata.controller.peer_hosts import PeerHosts
+from kvstrata.controller.prompts import Named
 from kvstrata.controller.sockets import Sockets
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.observability.logging import EventLog
@@ -40,8 +42,9 @@ from kvstrata.rpc.cluster_wire import (
     WhereReply,
     encode,
 )
-from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply
+from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_server import Address
+from kvstrata.types import KEY_BYTES
 
 MAX_UNANSWERED = 4_096
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -52,8 +55,14 @@ class Answers:
     """Connects the sockets with one cluster."""
 
     def __init__(
-        self, cluster: Cluster, sockets: Sockets, supervisor: Supervisor, peer_hosts: PeerHosts
+        self,
+        cluster: Cluster,
+        operations: Operations,
+        sockets: Sockets,
+        supervisor: Supervisor,
+        peer_hosts: PeerHosts,
     ) -> None:
+        self._operations = operations
         self._cluster = cluster
         self._peer_hosts = peer_hosts
         self._sockets = sockets
@@ -136,10 +145,30 @@ class Answers:
             case GatewayBeat():
                 kinds, instances = cluster.gateways.beat(request, key, address.host)
                 return GatewayHeard(request.seq, cluster.epoch, round(1000 * BEAT_S), kinds, instances)
+            case Replicate():
+                await self._replicate(request, key)
             case Holdings():
                 holdings = await cluster.gateways.holdings(request)
                 return HoldingsReply(request.seq, cluster.epoch, holdings)
         return Done(request.seq, cluster.epoch)
+
+    async def _replicate(self, asked: Replicate, key: str) -> None:
+        """Have a prompt copied, as a gateway asks. Raises KvstrataError."""
+        self._cluster.gateways.check_known(asked.gateway, key)
+        n_keys, rest = divmod(len(asked.keys), KEY_BYTES)
+        if rest or n_keys % asked.n_slices:
+            raise BadRequest(
+                f"keys: {len(asked.keys)} bytes are not a multiple of {KEY_BYTES} × n_slices ({asked.n_slices})",
+                field="keys",
+            )
+        if asked.spans and len(asked.spans) != asked.n_slices:
+            raise BadRequest(
+                f"spans: {len(asked.spans)} for {asked.n_slices} slices; give one for each, or none",
+                field="spans",
+            )
+        named = Named(asked.keys, asked.n_slices, asked.identity, asked.tenant, 0, spans=tuple(asked.spans))
+        await self._operations.copy(named, asked.to, asked.source, move=False)
+        self._cluster.gateways.replications += 1
 
     # --- pull -----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from kvstrata.controller.instance_keys import InstanceKeys
 from kvstrata.controller.lookups import Held, Lookups
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
+from kvstrata.errors import BadRequest
 from kvstrata.observability.metrics import Histogram
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.gateway_wire import (
@@ -54,6 +55,8 @@ class Gateways:
         self._keys = keys
         self._known: dict[str, Gateway] = {}
         """By name, in the order of the last heartbeats."""
+        self.replications = 0
+        """Copies that gateways have ordered."""
         self.seconds = Histogram()
         """Times from a question about holdings to its answer, which answers.py measures."""
 
@@ -82,6 +85,14 @@ class Gateways:
             KvKind(kind.layout, list(kind.slices), list(kind.spans), kind.chunk_bytes) for kind in kinds
         ]
         return told_kinds, served[:MAX_TOLD_INSTANCES]
+
+    def check_known(self, gateway: str, key: str) -> None:
+        """Raise NotPermitted or BadRequest unless this gateway may ask, and has sent heartbeats."""
+        self._keys.check_name(gateway, key)
+        if gateway not in self._known:
+            raise BadRequest(
+                f"gateway: no heartbeat of {gateway!r:.80} has come; send one first", field="gateway"
+            )
 
     def holdings_now(self, asked: Holdings) -> list[Holding]:
         """What instances hold of a prompt; looks up on the loop."""

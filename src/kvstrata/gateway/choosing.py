@@ -29,7 +29,7 @@ from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
-from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request
+from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Way
 
 ERRORS = 64
 
@@ -128,6 +128,10 @@ class Choosing:
         self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
         """Seconds by which the last first tokens came later than expected."""
         self._loading = Loading(now_s)
+        self.reads: Callable[[Wanted, ServingEngine, Way, float], None] = lambda wanted, engine, way, life_s: (
+            None
+        )
+        """Called for a request whose engine reads its prefix from a peer, with the life of a block."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
 
@@ -258,6 +262,8 @@ class Choosing:
         ready_in_s = way.ttft_s if way is not None else 0.0
         if way is not None and way.load_tokens > 0:
             self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
+            if way.tier == "peer":
+                self.reads(wanted, engine, way, self._residency.block_life_s)
         choice.turn.timed = self._fleet.began(
             engine,
             str(wanted.number),

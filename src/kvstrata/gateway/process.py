@@ -171,6 +171,7 @@ class Gateway(Process):
             settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
         )
         self.closers.append(controllers.close)
+        choosing.reads = controllers.reads
         controllers.numbers = lambda: (self._settings.policy, self._in_flight, sum(meters.received.values()))
         self._forwarder = Forwarder(
             settings,
@@ -410,6 +411,7 @@ class Gateway(Process):
             "tokens": self._tokens.page(),
             "sharing": self._sharing.page() if self._sharing is not None else {},
             "controllers": self._controllers.page(),
+            "replicas": dict(self._controllers.replicas.counts),
             "state": self._keeper.page() if self._keeper is not None else {},
             "engines": [
                 {

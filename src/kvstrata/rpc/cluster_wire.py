@@ -44,7 +44,7 @@ from kvstrata.rpc.cluster_fields import (
     TierName,
     Word,
 )
-from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, TierRate
+from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, Replicate, TierRate
 from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS
 
 CLUSTER_PROTOCOL_VERSION = 5
@@ -440,7 +440,7 @@ class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
     """The MACs of the records at the request's extents, 16 bytes each; empty if `mac_key` was, or `stood` is false."""
 
 
-ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings
+ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings | Replicate
 ToPeer = PeerHello | PeerLease | PeerRelease
 FromCluster = (
     Failure | Registered | Done | WhereReply | Beat | Nudge | PeerWelcome | PeerLeased | PeerReleased

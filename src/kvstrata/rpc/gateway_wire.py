@@ -21,11 +21,14 @@ from kvstrata.rpc.cluster_fields import (
     KvKind,
     Word,
 )
+from kvstrata.types import KEY_BYTES
 
 MAX_HELD_TAGS = 16_384
 """Tags in one question of a gateway; of longer prompts it asks for the beginning."""
 MAX_HOLDERS = 64
 """Instances in one answer: those that hold most."""
+MAX_REPLICATED_KEYS = 16_384
+"""Keys in one order to replicate."""
 MAX_TOLD_INSTANCES = 1_024
 MAX_TOLD_KINDS = 256
 """Instances and kinds of KV in the answer to one heartbeat of a gateway."""
@@ -105,3 +108,23 @@ class HoldingsReply(ClusterReply, frozen=True, tag="holdings"):
     """The instances that hold the first chunk, those that hold most first."""
 
     holdings: list[Holding]
+
+
+class Replicate(ClusterRequest, frozen=True, tag="replicate"):
+    """Asks for a copy of a prompt's chunks in another instance's L1, since they are read from `source` again and again.
+
+    The answer is Done once the instance is commanded, and not when the chunks have arrived.
+    """
+
+    gateway: InstanceId
+    """Who asks; it must have sent a GatewayBeat before."""
+    source: InstanceId
+    to: InstanceId
+    keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=MAX_REPLICATED_KEYS * KEY_BYTES)]
+    """Storage keys of the leading chunks, chunk by chunk."""
+    n_slices: Annotated[int, Meta(ge=1, le=4096)]
+    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)]
+    """See KvKind."""
+    identity: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+    """Root of their identity."""
+    tenant: Annotated[str, Meta(max_length=256)]

@@ -66,12 +66,12 @@ class Scene:
         rows = (await self.gateway.status(self.session))["controllers"]
         return dict(rows[0]) if rows else {"connected": False}
 
-    async def until_told(self) -> None:
-        """Wait until the gateway knows the instances and their engines."""
+    async def until_told(self, count: int = 2) -> None:
+        """Wait until the gateway knows all instances and their engines."""
 
         async def told() -> bool:
             row = await self.page()
-            return bool(row["connected"] and row["asks"] and row["engines"] == 2 == row["instances"])
+            return bool(row["connected"] and row["asks"] and row["engines"] == count == row["instances"])
 
         await eventually_async("the gateway knows the instances", told)
 
@@ -355,3 +355,67 @@ async def test_engines_are_found_by_the_controllers_and_stay_while_these_are_gon
     finally:
         finds.kill()
         refuses.kill()
+
+
+async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = stack.enter_context(Cluster(tmp_path, l1_mb=64, n_servers=4, chunk_tokens=CHUNK_TOKENS))
+        engines = [
+            await stack.enter_async_context(ScriptedEngine("m", behaviour=_answers)) for _ in cluster.servers
+        ]
+        caches = [
+            stack.enter_context(
+                CacheEngine(
+                    server.socket_dir, block_bytes=1024, num_blocks=4096, settings={"engine_url": engine.url}
+                )
+            )
+            for engine, server in zip(engines, cluster.servers, strict=True)
+        ]
+        for cache in caches:
+            await asyncio.to_thread(cache.connect)
+        made = Scene(cluster, engines, caches)
+        made.session = session
+        made.gateway = GatewayProcess(
+            tmp_path / "gateway",
+            [one.url for one in engines],
+            policy="ttft",
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+        )
+        await asyncio.to_thread(made.gateway.start)
+        stack.callback(made.gateway.kill)
+        await made.until_told(4)
+        tokens = await made.store(0, 11)
+        waits = asyncio.Event()
+
+        async def hangs(got: Got, line: Line) -> None:
+            await waits.wait()
+            await _answers(got, line)
+
+        for engine in engines:
+            engine.behaviour = hangs
+        # Each has so much of its own to compute that the next one goes to an engine without work.
+        sent = []
+        for number in range(3):
+            more = prompt(1_000, 100 + number)
+            sent.append(asyncio.ensure_future(made.send([*tokens, *more], f"{number}")))
+            await eventually_async(
+                "it is sent", lambda number=number: _sum_is([len(one.got) for one in engines], number + 1)
+            )
+
+        async def copied() -> bool:
+            numbers = (await made.gateway.status(session))["replicas"]
+            return (
+                bool(numbers["ordered"]) and cluster.known(3) + cluster.known(2) + cluster.known(1) >= CHUNKS
+            )
+
+        try:
+            await eventually_async("a server that nobody asked has it", copied)
+        finally:
+            waits.set()
+            await asyncio.gather(*sent)
+
+
+async def _sum_is(counts: list[int], wanted: int) -> bool:
+    return sum(counts) == wanted

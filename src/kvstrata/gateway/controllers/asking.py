@@ -23,9 +23,10 @@ from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.controllers.own_keys import OwnKeys
+from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.naming import name_thread
-from kvstrata.policy.routing.model import Copy, Tier
+from kvstrata.policy.routing.model import Copy, Tier, Way
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
@@ -74,6 +75,7 @@ class Controllers:
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
         self._order: list[ControllerLink] = []
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
+        self.replicas = Replicas(lambda: self._order, supervisor, self._hashing, now_s)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
         self.named: Callable[[set[str]], None] = lambda urls: None
@@ -121,6 +123,30 @@ class Controllers:
             most = len(question.tags) // TAG_BYTES // kind.n_slices
             copies += copies_of(at, holdings, kind.chunk_tokens, most, directory)
         return wanted._replace(held=tuple(copies))
+
+    def reads(self, wanted: Wanted, engine: ServingEngine, way: Way, life_s: float) -> None:
+        """A request was sent to an engine that reads its prefix from a peer. `life_s`: measured life of a block."""
+        directory = next((one.known for one in self._order if one.known is not None), None)
+        if directory is None or wanted.prompt is None:
+            return
+        now_s = self._now_s()
+        for number, at in self._engines(wanted, directory).items():
+            kind = directory.kinds[number]
+            if kind is None or all(one.engine is not engine for one in at):
+                continue
+            held = {
+                copy.engine for copy in wanted.held if copy.tier == "l1" and copy.tokens >= way.cached_tokens
+            }
+            has = {one.served.instance for one in at if one.engine is engine or one.engine.name in held}
+            lacking: dict[str, float] = {}
+            for other, served in at:
+                name, queue_s = served.instance, other.load.queue_s(now_s)
+                if served.reads_peers and name != way.source and name not in has:
+                    lacking[name] = min(queue_s, lacking.get(name, queue_s))
+            # All but the prompt's last token can be cached, so the last chunk may lack one.
+            tokens = way.cached_tokens + (way.cached_tokens + 1 == len(wanted.prompt.tokens))
+            read = Read(wanted.prompt, kind, self._settings.tenant, tokens, way.source, lacking)
+            self.replicas.read(self._name, read, life_s)
 
     def _engines(self, wanted: Wanted, directory: Directory) -> dict[int, list[_At]]:
         """The engines among which the request is, with their instances, by the kind of KV; empty: ask nothing."""

@@ -14,7 +14,7 @@ from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.policy.routing.model import LoadPath, Tier
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import MAX_HELD_TAGS, GatewayHeard, Served
+from kvstrata.rpc.gateway_wire import MAX_HELD_TAGS, MAX_REPLICATED_KEYS, GatewayHeard, Served
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
 
 MAX_TOKENS = 262_144
@@ -46,11 +46,22 @@ class Kind(NamedTuple):
             for rate in served.rates
         }
 
+    def root(self, prompt: Prompt, tenant: str) -> bytes:
+        """The root of the identity of a prompt's chunks."""
+        return identity_root(self.told.layout, RequestIdentity(tenant=tenant, salt=prompt.salt))
+
+    def keys(self, prompt: Prompt, tenant: str, chunks: int) -> bytes:
+        """The storage keys of the first chunks, or of as many as one order may name, in all slices, chunk by chunk."""
+        layout, slices = self.told.layout, self.told.slices
+        most = min(chunks, MAX_REPLICATED_KEYS // len(slices))
+        hasher = ChunkHasher(self.root(prompt, tenant), self.chunk_tokens, lookahead_tokens=layout.lookahead)
+        hasher.feed(prompt.tokens[: most * self.chunk_tokens + layout.lookahead])
+        return hasher.storage_keys(tuple(slices))[: most * len(slices) * KEY_BYTES]
+
     def tags(self, prompt: Prompt, tenant: str) -> bytes:
         """The tags of the prompt's chunks, chunk by chunk; takes about 5 µs for a thousand tokens."""
         layout = self.told.layout
-        root = identity_root(layout, RequestIdentity(tenant=tenant, salt=prompt.salt))
-        hasher = ChunkHasher(root, self.chunk_tokens, lookahead_tokens=layout.lookahead)
+        hasher = ChunkHasher(self.root(prompt, tenant), self.chunk_tokens, lookahead_tokens=layout.lookahead)
         most = min(MAX_TOKENS, MAX_HELD_TAGS // self.n_slices * self.chunk_tokens + layout.lookahead)
         hasher.feed(prompt.tokens[:most])
         return tags_of(hasher.storage_keys(self.slices))

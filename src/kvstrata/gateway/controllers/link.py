@@ -12,7 +12,8 @@ from kvstrata.gateway.controllers.breaker import Breaker
 from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
-from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holding, Holdings, HoldingsReply
+from kvstrata.rpc.cluster_wire import Done
+from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holding, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import Links
 
@@ -94,6 +95,16 @@ class ControllerLink:
         if self.directory is not None and replies and replies[0].epoch != self.directory.epoch:
             self._wake.set()
         return [reply.holdings for reply in replies]
+
+    async def replicate(self, order: Replicate) -> str | None:
+        """Order a copy; returns why it was not ordered, None if it was."""
+        if not self.up:
+            return "it is not connected"
+        try:
+            await self._link.ask(order, Done, ANSWER_S)
+        except (ClusterFailure, Unavailable) as error:
+            return error.message
+        return None
 
     async def keep(self, beat: Callable[[], GatewayBeat]) -> None:
         """Send heartbeats until cancelled."""
