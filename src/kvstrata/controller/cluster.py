@@ -120,6 +120,7 @@ class Cluster:
         member, sync = self.members.register(told, key, self._now())
         self._abandon(member)
         self.lookups.set_readable(member.group, member.readable)
+        self.lookups.set_shared(member.group, told.media)
         self.settle()
         return sync
 

@@ -167,6 +167,7 @@ class Directory:
     def forget(self, group: int) -> None:
         """Drop all placements of a group; no lookup finds one of them from now on."""
         self._lookups.set_readable(group, False)
+        self._lookups.set_shared(group, ())
         self.forget_tiers_but(group, ())
 
     def forget_tiers_but(self, group: int, tiers: Collection[str]) -> None:

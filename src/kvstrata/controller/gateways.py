@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvstrata.clock import Clock
 from kvstrata.controller import prompts
 from kvstrata.controller.instance_keys import InstanceKeys
-from kvstrata.controller.lookups import Lookups
+from kvstrata.controller.lookups import Held, Lookups
 from kvstrata.controller.member import Member, MemberState
 from kvstrata.controller.members import Members
 from kvstrata.observability.metrics import Histogram
@@ -91,14 +91,14 @@ class Gateways:
         """As `holdings_now`, but looks up on a thread."""
         return self._named(await self._lookups.held_on_thread(asked.tags, asked.n_slices, MAX_HOLDERS))
 
-    def _named(self, found: dict[int, tuple[int, int]]) -> list[Holding]:
+    def _named(self, found: dict[int, Held]) -> list[Holding]:
         now_s = self._clock.monotonic_s()
         rows = []
-        for group, (in_l1, anywhere) in found.items():
+        for group, held in found.items():
             member = self._members.of_group(group)
             if member is not None and member.state in (MemberState.LIVE, MemberState.RESTORED):
                 doubt_ms = 0 if member.confirmed else max(1, int((now_s - member.joined_s) * 1000))
-                rows.append(Holding(member.id, in_l1, max(in_l1, anywhere), doubt_ms))
+                rows.append(Holding(member.id, held.in_l1, held.anywhere, doubt_ms, held.shared))
         rows.sort(key=lambda row: (-row.own_chunks, -row.l1_chunks, row.instance))
         return rows[:MAX_HOLDERS]
 
@@ -113,6 +113,13 @@ class Gateways:
 
 
 def _served(member: Member, kinds: list[int]) -> Served:
+    told = member.told
     return Served(
-        member.id, kinds, member.engines, bool(member.told.peer_endpoint), member.readable, member.rates
+        member.id,
+        kinds,
+        member.engines,
+        bool(told.peer_endpoint),
+        member.readable,
+        member.rates,
+        sorted(set(told.media.values())),
     )

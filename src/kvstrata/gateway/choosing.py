@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
+from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Known
@@ -127,6 +129,7 @@ class Choosing:
         """Who tells other gateways; None: nobody."""
         self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
         """Seconds by which the last first tokens came later than expected."""
+        self._loading = Loading(now_s)
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
 
@@ -139,14 +142,16 @@ class Choosing:
         serving = self.candidates(wanted.model, tried)
         if not serving:
             return None
-        for engine in serving:
-            if engine.name == wanted.made_by:
-                return self._choice(wanted, engine, 0, Knowledge(), None, None)
+        if wanted.made_by:
+            for engine in serving:
+                if engine.name == wanted.made_by:
+                    return self._choice(wanted, engine, 0, Knowledge(), None, None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
-        loads = self._fleet.loads(serving, tiers)
+        peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
+        loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
         decision = choose(request, loads, knowledge, now_s, policy=self.policy)
         kept = None
         if self.decisions.wanted():
@@ -256,6 +261,8 @@ class Choosing:
         uncached = max(1, wanted.tokens - choice.cached_tokens)
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
+        if way is not None and way.load_tokens > 0:
+            self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
         choice.turn.timed = self._fleet.began(
             engine,
             str(wanted.number),
@@ -300,6 +307,7 @@ class Choosing:
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
+        self._loading.ended(wanted.number)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
@@ -311,6 +319,7 @@ class Choosing:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
+        self._loading.ended(choice.wanted.number)
         self.freed()
 
     def answered(self, choice: Choice, meter: Meter) -> None:

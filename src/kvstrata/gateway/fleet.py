@@ -18,8 +18,11 @@ import functools
 import ipaddress
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.errors import ConfigError
@@ -391,15 +394,26 @@ class Fleet:
                 return parent if isinstance(parent, str) and parent else model
         return ""
 
-    def loads(self, engines: Iterable[ServingEngine], tiers: Collection[Tier] = ()) -> RoutingFleet:
-        """What the choice needs to know of these engines, with their paths to tiers that hold something."""
+    def loads(
+        self,
+        engines: Iterable[ServingEngine],
+        tiers: Collection[Tier] = (),
+        queued: Mapping[tuple[str, Tier], int] = MappingProxyType({}),
+    ) -> RoutingFleet:
+        """What the choice needs to know of these engines, with their paths to tiers that hold something.
+
+        `queued`: tokens of loads that go on, as `Loading` counts them.
+        """
         loads = []
         for engine in engines:
             load = engine.load
             load.share = self.share(engine)
-            load.paths = {
-                tier: self.load_rates.path(engine.name, tier, load.prefill_tokens_s) for tier in tiers
-            }
+            load.paths = {}
+            for tier in tiers:
+                path = self.load_rates.path(engine.name, tier, load.prefill_tokens_s)
+                if tokens := queued.get((engine.name, tier), 0) + queued.get(("", tier), 0):
+                    path = msgspec.structs.replace(path, queued_tokens=tokens)
+                load.paths[tier] = path
             loads.append(load)
         return RoutingFleet(engines=loads)
 

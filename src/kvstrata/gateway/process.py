@@ -20,8 +20,8 @@ from kvstrata import __version__
 from kvstrata.config.changes import Changes, changes, replaced
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.gateway.door import Door
+from kvstrata.gateway.finding import Parts, start_finding
 from kvstrata.gateway.fleet import Fleet
-from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.plan import TTFT, Plan, plan
 from kvstrata.observability.logging import current_level, set_level
@@ -221,8 +221,12 @@ class Gateway(Process):
             await self._start_picker(settings)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
-        await self._start_endpoints()
-        await self._start_local(listener.port)
+        picker = {self._picker.port} if self._picker is not None else set()
+        parts = Parts(
+            lambda: self._settings, self._plan, fleet, links, probing, controllers, self.supervisor, self.closers,
+            self.log,
+        )  # fmt: skip
+        await start_finding(parts, {listener.port, *picker})
         await probing.probed()  # requests that come at once find engines
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
@@ -251,45 +255,6 @@ class Gateway(Process):
         if link := browsing.link():
             self.log.info("dashboard", open=link, once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
-
-    async def _start_endpoints(self) -> None:
-        """Watch the engines that Kubernetes names, and wait a moment for the first list."""
-        service, account = self._settings.engines_from.kubernetes, self._plan.account
-        if service is None or account is None:
-            return
-        endpoints = Endpoints(
-            service,
-            account,
-            self._plan.found_key,
-            self._probing.set_found,
-            self._settings.timeouts.connect_s,
-        )
-        self.closers.append(endpoints.close)
-        self.supervisor.spawn(endpoints.keep(), "endpoints")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.health.timeout_s):
-                await endpoints.known.wait()
-
-    async def _start_local(self, own_port: int) -> None:
-        """Look for the engines of this host, and go on looking."""
-        if self._settings.engines_from.local is None:
-            return
-        from kvstrata.gateway.local_engines import LocalEngines
-
-        picker = {self._picker.port} if self._picker is not None else set()
-        local = LocalEngines(
-            self._settings.engines_from.local,
-            self._plan.found_key,
-            self._links,
-            self._probing.set_found,
-            lambda: {own_port, *picker, *self._probing.loopback_ports()},
-            time.monotonic,
-        )
-        await local.look(self._settings.health.timeout_s)
-        if not self._fleet.engines:
-            says = "start one, or name engines by --engine URL or in the file"
-            self.log.warning("no_engine_here", note=says)
-        self.supervisor.spawn(local.keep(lambda: self._settings.health), "local-engines")
 
     def _start_keeping(self, folder: str) -> None:
         """Remember what was learned before, and keep it from now on."""

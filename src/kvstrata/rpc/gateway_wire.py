@@ -67,6 +67,8 @@ class Served(msgspec.Struct, array_like=True, frozen=True):
     reads_peers: bool
     gives_to_peers: bool
     rates: list[TierRate]
+    media: list[str] = []
+    """Words of the media that its L2 tiers share with other instances, sorted."""
 
 
 class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
@@ -95,6 +97,8 @@ class Holding(msgspec.Struct, array_like=True, frozen=True):
     """Leading chunks in its L1 or in one of its own L2 tiers, at least `l1_chunks`."""
     unconfirmed_ms: Annotated[int, Meta(ge=0)] = 0
     """0: the directory has followed the instance; otherwise for how long it has not, and it may hold less by now."""
+    shared_chunks: Annotated[int, Meta(ge=0)] = 0
+    """Leading chunks in its tiers whose media others share, as far as it has put or found them there."""
 
 
 class HoldingsReply(ClusterReply, frozen=True, tag="holdings"):

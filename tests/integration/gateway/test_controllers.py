@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -119,8 +122,11 @@ class Scene:
 
 @pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    l2 = getattr(request, "param", "none")
-    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2) as made:
+    l2, flags = getattr(request, "param", "none"), ()
+    if l2 == "shared":
+        entry = {"type": "fs", "base_path": str(tmp_path / "shared"), "shared": True, "capacity_gb": 1}
+        l2, flags = "embedded", ("--l2-adapter", json.dumps(entry))
+    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2, flags=flags) as made:
         yield made
 
 
@@ -178,6 +184,33 @@ async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(scene:
         assert decision["engine"] == scene.engines[number].name, decision
         way = decision["way"]
         assert (way["tier"], way["source"], way["cached_tokens"]) == ("l2", f"instance-{number}", TOKENS - 1)
+
+
+@pytest.mark.parametrize("cluster", ["shared"], indirect=True)
+async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_finds_it_gone(
+    scene: Scene, tmp_path: Path
+) -> None:
+    tokens = await scene.store(0, 9)
+    await scene.only_in_l2(0)
+    names, numbers = [one.name for one in scene.engines], itertools.count()
+
+    async def l2() -> set[tuple[str, int, str]]:
+        found = await scene.known(tokens, f"l2-{next(numbers)}")
+        return {(engine, n_tokens, source) for engine, tier, n_tokens, source in found if tier == "l2"}
+
+    assert await l2() == {(name, TOKENS, "instance-0") for name in names}
+    # Whoever loads it from there knows it too, and whoever does not find it tells all others.
+    hit = await asyncio.to_thread(scene.caches[1].hit, tokens)
+    assert hit == CHUNKS
+    body = {"tier": "l1", "wait_s": 10}
+    await asyncio.to_thread(scene.cluster.controller.ask, "/v1/clear", body)
+    shutil.rmtree(tmp_path / "shared")
+
+    async def gone() -> bool:
+        await asyncio.to_thread(scene.caches[1].looked_up, tokens)
+        return not await l2()
+
+    await eventually_async("the directory has nothing of it any more", gone)
 
 
 async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from_the_peer(
@@ -273,3 +306,52 @@ async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
     assert await scene.known(tokens, "with")
     names = [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]]
     assert names == ["gw", "renamed"]
+
+
+async def test_engines_are_found_by_the_controllers_and_stay_while_these_are_gone(
+    scene: Scene, tmp_path: Path
+) -> None:
+    def finding(name: str, allowed: list[str]) -> GatewayProcess:
+        return GatewayProcess(
+            tmp_path / name,
+            [],
+            policy="ttft",
+            controllers={"urls": [scene.url], "deadline_ms": DEADLINE_MS, "name": name},
+            engines_from={"controllers": {"allowed": allowed}},
+            health={"probe_s": 0.2},
+        )
+
+    finds, refuses = finding("finds", ["127.0.0.0/8"]), finding("refuses", ["10.0.0.0/8", "*.example.org"])
+    try:
+        for one in (finds, refuses):
+            await asyncio.to_thread(one.start)
+        assert finds.ready["engines"] == 2, "found before the gateway was ready"
+        assert refuses.ready["engines"] == 0
+        scene.gateway, before = finds, scene.gateway
+        for seed in range(2):
+            tokens = await scene.store(seed, seed)
+            decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+            assert decision["engine"] == scene.engines[seed].name, decision
+
+        async def has(*names: str) -> bool:
+            found = {one["name"] for one in (await finds.status(scene.session))["engines"]}
+            return found == set(names)
+
+        left, gone = scene.engines
+        await asyncio.to_thread(scene.caches[1].client.close)
+        await asyncio.to_thread(
+            eventually,
+            "the server no longer tells the engine",
+            lambda: not (scene.cluster.member(1) or {"engines": 0})["engines"],
+        )
+        assert await has(left.name, gone.name), "an engine that serves stays"
+        await gone.stop()
+        await eventually_async("an engine that has ended leaves", lambda: has(left.name))
+        scene.cluster.controller.kill()
+        await asyncio.sleep(3 * 0.2)
+        assert await has(left.name)
+        await scene.send(tokens)
+        scene.gateway = before
+    finally:
+        finds.kill()
+        refuses.kill()

@@ -48,6 +48,7 @@ BLOCKS = {
     },
     "docs/engine-sim.md": {
         "kvstrata sim": "tests/integration/testing/test_engine_sim.py starts one and asks it",
+        "lmcache-server": "tests/integration/testing/test_engine_sim_connector.py starts two on a server",
         "from kvstrata.testing": RUN,
         "import json": RUN,
     },

@@ -76,6 +76,10 @@ class Controllers:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
+        self.named: Callable[[set[str]], None] = lambda urls: None
+        """Called with the URLs of all engines that controllers name, whenever one has told its instances."""
+        self.heard = asyncio.Event()
+        """Set once a controller has."""
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
@@ -189,10 +193,16 @@ class Controllers:
             link.close()
         for url in wanted:
             if url not in self._of:
-                link = ControllerLink(url, self._links, self._keys, self._now_s)
+                link = ControllerLink(url, self._links, self._keys, self._now_s, self._told)
                 task = self._supervisor.spawn(link.keep(self._beat), f"controller {url}")
                 self._of[url] = link, task
         self._order = sorted((link for link, _ in self._of.values()), key=self._rank)
+
+    def _told(self) -> None:
+        """A controller has told its instances."""
+        known = [one.known for one in self._order]
+        self.named({url for one in known if one is not None for url in one.urls})
+        self.heard.set()
 
     def _rank(self, link: ControllerLink) -> bytes:
         return hashlib.blake2b(f"{self._name} {link.url}".encode(), digest_size=8).digest()
@@ -213,17 +223,28 @@ def copies_of(
     `most_chunks`: how many were asked for.
     """
     rows = {row.instance: row for row in holdings}
+    in_media = [
+        (frozenset(one.media), row)
+        for row in holdings
+        if row.shared_chunks and (one := directory.instances.get(row.instance)) is not None and one.media
+    ]
     copies: list[Copy] = []
+    own_tokens: dict[str, int] = {}
+    """By engine: what it can have without peers."""
     for engine, served in at:
         row = rows.get(served.instance)
-        if row is None:
-            continue
-        in_l1 = min(row.l1_chunks, most_chunks) * chunk_tokens
-        own = min(row.own_chunks, most_chunks) * chunk_tokens
-        if in_l1:
+        in_l1 = min(row.l1_chunks, most_chunks) * chunk_tokens if row is not None else 0
+        own = min(row.own_chunks, most_chunks) * chunk_tokens if row is not None else 0
+        if row is not None and in_l1:
             copies.append(_copy(engine.name, "l1", in_l1, row))
-        if own > in_l1:
+        # What another instance has put into a medium can be loaded by all that have this medium.
+        others = [other for media, other in in_media if media <= set(served.media)]
+        most = max(others, key=lambda other: other.shared_chunks, default=None)
+        if most is not None and (found := min(most.shared_chunks, most_chunks) * chunk_tokens) > own:
+            own, row = found, most
+        if row is not None and own > in_l1:
             copies.append(_copy(engine.name, "l2", own, row))
+        own_tokens[engine.name] = own
     givers = [
         row
         for row in rows.values()
@@ -233,9 +254,8 @@ def copies_of(
     if best is not None:
         tokens = min(best.l1_chunks, most_chunks) * chunk_tokens
         for engine, served in at:
-            own_row = rows.get(served.instance)
-            own = min(own_row.own_chunks, most_chunks) * chunk_tokens if own_row is not None else 0
-            if served.reads_peers and served.instance != best.instance and tokens > own:
+            farther = served.instance != best.instance and tokens > own_tokens[engine.name]
+            if served.reads_peers and farther:
                 copies.append(_copy(engine.name, "peer", tokens, best))
     return copies
 

@@ -5,7 +5,7 @@ What comes from a controller was checked only in its form.  Whatever is out of r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, cast
 
 from kvstrata.gateway.fleet import ServingEngine
@@ -70,9 +70,9 @@ class Directory:
                 self._of_url.setdefault(url, one)
 
     @property
-    def n_engines(self) -> int:
-        """Number of engines that tell their URLs."""
-        return len(self._of_url)
+    def urls(self) -> Collection[str]:
+        """The URLs of engines, as far as these tell."""
+        return self._of_url.keys()
 
     def instance(self, engine: ServingEngine) -> Served | None:
         """The instance that an engine is attached to; None: not known."""
