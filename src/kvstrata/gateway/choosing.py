@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
@@ -29,9 +29,11 @@ from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
-from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Way
+from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 
 ERRORS = 64
+_BELOW: tuple[Tier, ...] = ("l1", "l2", "peer")
+"""Tiers, the nearest first."""
 
 
 class Wanted(NamedTuple):
@@ -79,8 +81,8 @@ class Choice(NamedTuple):
     """About how many tokens of the prompt it is taken to have cached."""
     cached_exact: int
     """Tokens that it has in its own cache for certain."""
-    in_l1: int
-    """Tokens that its server's L1 holds."""
+    below: Mapping[Tier, int]
+    """Tokens that it can load, by tier: those that its server holds, or that a peer does."""
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
@@ -180,14 +182,17 @@ class Choosing:
         kept: Kept | None,
     ) -> Choice:
         name = engine.name
-        in_l1 = [copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier == "l1"]
+        below: dict[Tier, int] = {}
+        for copy in knowledge.copies:
+            if copy.engine == name and copy.tier != "l0":
+                below[copy.tier] = max(copy.tokens, below.get(copy.tier, 0))
         exact = knowledge.cached.get(name, 0)
         return Choice(
             wanted,
             engine,
             cached_tokens,
             exact,
-            max(in_l1, default=0),
+            below,
             self._now_s(),
             decision,
             kept,
@@ -272,6 +277,8 @@ class Choosing:
             streams=wanted.streams,
             until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
         )
+        if way is not None and way.load_tokens:
+            choice.turn.spoil()  # the time to its first token will be that of a load
         self.prefixes.note(
             wanted.keys,
             engine.name,
@@ -352,7 +359,7 @@ class Choosing:
             return
         # In our own count of tokens, so that no engine can make itself look fast by reporting many.
         computed = round(choice.wanted.tokens * (1.0 - share))
-        loaded = min(cached, choice.in_l1) - choice.cached_exact
+        tier, loaded = _loaded(choice, cached)
         if self.teller is not None:
             self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and timed.tells)
         if loaded > 0:
@@ -360,5 +367,14 @@ class Choosing:
             if loaded > computed and timed.alone and choice.at_s > self._fleet.paused_s:
                 seconds = first_s - choice.at_s
                 rate = engine.load.prefill_tokens_s
-                self._fleet.load_rates.observe(engine.name, "l1", loaded, seconds - computed / rate)
+                self._fleet.load_rates.observe(engine.name, tier, loaded, seconds - computed / rate)
         timed.report(computed)
+
+
+def _loaded(choice: Choice, cached: int) -> tuple[Tier, int]:
+    """How many of `cached` tokens came from below the engine's own cache, and from which tier the last of them."""
+    reached = min(cached, max(choice.below.values(), default=0))
+    for tier in _BELOW:
+        if choice.below.get(tier, 0) >= reached:
+            return tier, reached - choice.cached_exact
+    return "l1", 0

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.breaker import AGAIN_MAX_S, LIMIT, Breaker
 from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.gateway.engine_link import Address
-from kvstrata.gateway.fleet import Place, ServingEngine
+from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.model import Copy
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import ANSWERS, BAD_FRAME, REPLY_REQUESTS, encode, tags_of
 from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, HoldingsReply, Served, TierRate
@@ -165,3 +170,33 @@ def test_failures_between_answers_change_nothing() -> None:
             breaker.failed()
         breaker.answered()
         assert breaker.due
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2", "peer"])
+def test_a_load_is_timed_for_its_tier_and_not_as_computing(tier: Any) -> None:
+    now_s = [100.0]
+    fleet = Fleet(lambda: now_s[0], 0.0)
+    fleet.set_places([Place(name, Address("127.0.0.1", port, False)) for port, name in enumerate("ab", 1)])
+    for one in fleet.engines.values():
+        fleet.up(one, {"m": {}})
+    residency = Residency(lambda: now_s[0])
+    try:
+        choosing = Choosing(
+            POLICIES["ttft"](), fleet, residency, Meters({}, lambda: now_s[0]), lambda: now_s[0]
+        )
+        for n in range(4):
+            held = [Copy(engine="a", tier=tier, tokens=30_000, source="i")]
+            prompt = Prompt(range(n * 40_000, n * 40_000 + 32_000))
+            choice = choosing.choose(Wanted(str(n), n, "m", 32_000, prompt=prompt, held=held))
+            assert choice is not None and choice.decision is not None and choice.decision.way is not None
+            assert (choice.engine.name, choice.decision.way.tier) == ("a", tier)
+            choosing.dispatched(choice)
+            now_s[0] += 0.5
+            choosing.first_token(choice)
+            choosing.learn(choice, 32_000, 30_000, now_s[0])
+            choosing.ended(choice, answered=True)
+            now_s[0] += 10.0
+        assert {(engine, of) for engine, of, _, _ in fleet.load_rates.kept()} == {("a", tier)}
+        assert not fleet.measured(fleet.engines["a"]), "no prefill rate comes of a load"
+    finally:
+        residency.close()
