@@ -38,6 +38,23 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
+def gateway(name: str, **changes: Any) -> bodies.GatewayBody:
+    """Make a gateway that asks the controller."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "host": "10.0.0.9",
+        "port": 8090,
+        "version": "0.1.0",
+        "policy": "ttft",
+        "engines": 4,
+        "engines_up": 3,
+        "in_flight": 17,
+        "requests_total": 12_345,
+        "heard_ago_s": 1.2,
+    }
+    return bodies.GatewayBody(**{**fields, **changes})
+
+
 def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
     """Make the fields of a `bodies.InstanceRow` as after some hours of work; `number` varies the figures."""
     chance = random.Random(number)
@@ -85,6 +102,7 @@ class Cluster:
         self.removed: list[str] = []
         self.started_ms = now_ms()
         self.asked_every_s = 5
+        self.gateways: list[bodies.GatewayBody] = []
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, Any]] = []
         """(method, path, body) of each request that was not a GET."""
@@ -205,6 +223,7 @@ class Cluster:
             lookups=bodies.LookupsBody(
                 total=9_120_443, hits_total=410_222, keys_total=88_000_000, mean_ms=0.031
             ),
+            gateways=self.gateways,
             dropped_event_batches={},
             refused_requests={},
             sockets={},
