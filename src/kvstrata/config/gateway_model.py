@@ -339,8 +339,9 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pass_ids: Annotated[
         bool,
         Meta(
-            description="Pass the ids of chats on to engines that take them (`kv_transfer_params.prompt_token_ids`), "
-            "which then need not tokenise again. Each engine is asked for one token first, to see whether it does."
+            description="Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) and text completions (`prompt`) "
+            "on to engines that take them, which then need not tokenise again; also ids that an engine rendered. Each "
+            "engine is asked for one token first, to see whether it does."
         ),
     ] = False
     deadline_ms: Annotated[
