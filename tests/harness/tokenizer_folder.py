@@ -81,6 +81,12 @@ THINKING = """{%- set ns = namespace(query=-1) %}
 """A template that drops the reasoning of answers before the last question, and puts results of tools together."""
 COUNTED = "{{ messages | length }}" + CHATML
 """A template whose beginning depends on what comes later."""
+JOINED = """{%- for message in messages %}
+{%- if loop.first or loop.previtem.role != message.role %}{{ '<|im_start|>' + message.role }}{% endif %}
+{{- '\n' + message.content }}
+{%- if loop.last or loop.nextitem.role != message.role %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endfor %}{{ '<|im_start|>assistant\n' }}"""
+"""A template that puts what one says without a break together."""
 HASTY = CHATML.replace(
     "{%- elif message.role != 'system' %}",
     "{%- elif message.role == 'user' and 'hurry' in message.content and messages | length > 3 %}{{ '<|im_start|>!' }}"

@@ -24,6 +24,7 @@ TEMPLATES = {
     "thinking": made.THINKING,
     "counted": made.COUNTED,
     "hasty": made.HASTY,
+    "joined": made.JOINED,
     "parted": made.PARTED.replace("</s>", "<|im_end|>"),
 }
 AGREED = frozenset((feature, parted) for feature in FEATURES for parted in (False, True))
@@ -249,6 +250,18 @@ def test_another_tool_or_option_begins_anew(own: dict[str, OwnTokenizer]) -> Non
     ):
         assert not ids_in(tokenizer, body_of(messages, **more), memory).stem_chars, more
         assert ids_in(tokenizer, body_of(messages, **more), memory).stem_chars, more
+
+
+def test_a_stem_that_the_text_does_not_have_is_not_remembered(own: dict[str, OwnTokenizer]) -> None:
+    tokenizer, memory = own["joined"], Memory(1 << 20)
+    assert tokenizer.tails is not None and ("any", False) in tokenizer.tails.proved
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    for text in "cd":
+        found = ids_in(tokenizer, body_of(messages), memory)
+        prompt = prompt_in(CHAT, body_of(messages))
+        assert isinstance(prompt, Chat) and found.ids == tokenizer.ids_of(prompt, parted=False)
+        assert not found.stem_chars
+        messages.append({"role": "user", "content": text})
 
 
 def test_a_lost_part_makes_the_whole_be_rendered(own: dict[str, OwnTokenizer]) -> None:
