@@ -408,6 +408,27 @@ async def test_a_wrong_tail_is_noticed_counted_and_ends_tails(
     await tokens.close()
 
 
+async def test_ids_that_go_to_an_engine_are_never_made_by_a_tail(own: dict[str, OwnTokenizer]) -> None:
+    import random
+
+    tokenizer = own["byte_level"]
+    assert tokenizer.tails is not None
+    tokenizer.tails.prove(random.Random(1))
+    tokens = service(tokenizer, None, deadline_ms=10_000, pass_ids=True)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    async def turn() -> Any:
+        messages.append({"role": "user", "content": "c"})
+        return await tokens.of(CHAT, json.dumps({"messages": messages, "model": "m"}).encode(), "m", "")
+
+    await turn()
+    assert (await turn()).by_tail, "no engine takes ids, so these only tell where the prompt is cached"
+    passing(tokens, "m")
+    known = await turn()
+    assert known.body and known.ids and not known.by_tail
+    await tokens.close()
+
+
 def messages_of(body: dict[str, Any]) -> Any:
     """The messages of a chat that came by `/v1/messages`."""
     found = prompt_in(MESSAGES, json.dumps(body).encode())

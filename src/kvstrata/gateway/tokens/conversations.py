@@ -46,10 +46,16 @@ class _Text(NamedTuple):
 
 
 def ids_of(
-    tokenizer: OwnTokenizer, agreed: Agreed, conversation: Conversation, memory: Memory, tenant: str
+    tokenizer: OwnTokenizer,
+    agreed: Agreed,
+    conversation: Conversation,
+    memory: Memory,
+    tenant: str,
+    *,
+    by_tail: bool = True,
 ) -> Found:
-    """The ids of a conversation in the form that engines agree on."""
-    tails = tokenizer.tails
+    """The ids of a conversation in the form that engines agree on. `by_tail` may be False: always by the whole text."""
+    tails = tokenizer.tails if by_tail else None
     context = conversation.context if tails is not None and tails.proved else None
     if tails is None or context is None:
         return _Asked(tokenizer, agreed, conversation, memory, tenant, {}).whole()

@@ -174,7 +174,9 @@ class Tokens:
             return Known(None, "busy")
         self._waiting += 1
         tokenizer = self._tokenizers[model]
-        work = self._pool.submit(_work, tokenizer, agreed, path, body, self.memory, tenant)
+        # What goes to an engine is its prompt, so it is made from all of the conversation.
+        by_tail = not self._passes(path, model)
+        work = self._pool.submit(_work, tokenizer, agreed, path, body, self.memory, tenant, by_tail)
         loop = asyncio.get_running_loop()
         work.add_done_callback(lambda _: _soon(loop, self._worked))
         known = await asyncio.wrap_future(work)
@@ -366,14 +368,20 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: o
 
 
 def _work(
-    tokenizer: OwnTokenizer, agreed: Agreed, path: str, body: bytes, memory: Memory, tenant: str
+    tokenizer: OwnTokenizer,
+    agreed: Agreed,
+    path: str,
+    body: bytes,
+    memory: Memory,
+    tenant: str,
+    by_tail: bool,
 ) -> Known:
     """Tokenise a prompt, on a thread."""
     if path == CHAT:
         conversation = conversation_in(body)
         if conversation is None:
             return Known(None, "unsupported")
-        found = ids_of(tokenizer, agreed, conversation, memory, tenant)
+        found = ids_of(tokenizer, agreed, conversation, memory, tenant, by_tail=by_tail)
         if not found.agreed:
             return Known(None, "unverified")
         how = "tokenizer" if found.ids is not None else "unsupported"
