@@ -27,6 +27,7 @@ from playwright.async_api import Browser, CDPSession, Page
 from benchmarks.common import NotHere, cpu_seconds, figure, scratch, sized, wait_until
 from kvstrata.measure.cluster import Instance
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.shared_key import SharedKey
 from kvstrata.rpc.zmq_curve import new_secret
 from kvstrata.rpc.zmq_link import Links
@@ -95,7 +96,7 @@ async def _live(port: int, joined: Event, stop: Event) -> None:
         for number in range(INSTANCES)
     ]
     layout = LayoutIdentity(model="meta-llama/Llama-3.1-8B-Instruct", kv_dtype="bf16", chunk_tokens=256)
-    models = [wire.KvKind(layout, [])]
+    models = [KvKind(layout, [])]
     try:
         beats_s = 0.0
         for one in ones:

@@ -29,8 +29,9 @@ from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Address, Links
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.process import SWITCH_S
+from kvstrata.gateway.tokens.conversations import ids_of
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, Chat, prompt_in
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, conversation_in, prompt_in
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -42,6 +43,7 @@ CONVERSATIONS = sized(30, 2)
 TURNS = sized(20, 3)
 TICK_S = 0.001
 BYTES_S = 200e6
+AGREED = frozenset((feature, False) for feature in FEATURES)
 TARGET_MS, STALL_MS = 2.0, 1.0
 
 
@@ -106,9 +108,11 @@ async def verified(tokenizer: OwnTokenizer, engine: ScriptedEngine, links: Links
     """A source of ids for the model of an engine that tokenises as `tokenizer` does."""
 
     async def answer(got: Got, line: Line) -> None:
-        prompt = prompt_in(COMPLETIONS if "prompt" in got.document else CHAT, got.body)
+        path = got.target.removesuffix("/count_tokens") if got.target != "/tokenize" else CHAT
+        prompt = prompt_in(COMPLETIONS if "prompt" in got.document else path, got.body)
         ids = tokenizer.ids_of(prompt, parted=False) if prompt is not None else None
-        await line.answer({"tokens": list(ids or [])})
+        counted = {"input_tokens": len(ids or [])}
+        await line.answer({"tokens": list(ids or []), "usage": counted, **counted})
 
     engine.behaviour = answer
     fleet = Fleet(time.monotonic, 0.0)
@@ -117,6 +121,8 @@ async def verified(tokenizer: OwnTokenizer, engine: ScriptedEngine, links: Links
     settings = TokenSettings(deadline_ms=10_000, cache_mb=256)
     tokens = Tokens(settings, {"m": tokenizer}, fleet, links, time.monotonic)
     await tokens.verify()
+    assert tokenizer.tails is not None
+    await asyncio.to_thread(tokenizer.tails.prove, random.Random(1))
     assert ("plain", False) in tokens.agreed("m") and ("system", False) in tokens.agreed("m")
     return tokens
 
@@ -158,8 +164,8 @@ def bare_ms(tokenizer: OwnTokenizer, body: bytes) -> float:
 def cpu_ms(tokenizer: OwnTokenizer, body: bytes, memory: Memory) -> float:
     """The CPU time of what a thread does for a request."""
     begun = time.thread_time()
-    prompt = prompt_in(CHAT, body)
-    assert prompt is not None and tokenizer.ids_of(prompt, parted=False, memory=memory)
+    conversation = conversation_in(body)
+    assert conversation is not None and ids_of(tokenizer, AGREED, conversation, memory, "").ids is not None
     return 1e3 * (time.thread_time() - begun)
 
 

@@ -1,6 +1,6 @@
 """`sim_*`: real vLLM and the simulated engine on the same load.
 
-    python -m benchmarks.sim_fidelity [--seconds 600] [--fit-seconds 120] [--wall-clock]
+    python -m benchmarks.sim_fidelity [--seconds 600] [--fit-seconds 120] [--wall-clock] [--results FILE]
 
 Real vLLM 0.32 on the CPU, 19 M parameters, runs in a process that hands it requests at their times and steps it,
 without HTTP.  First it serves a load to which the costs of steps are fitted (kvstrata.testing.engine_sim.fitting);
@@ -21,6 +21,7 @@ import argparse
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -210,16 +211,23 @@ def run() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Run the command line, and write the figures into build/bench.json."""
+    """Run the command line, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="length of the load (%(default)g)")
     parser.add_argument(
         "--fit-seconds", type=float, default=FIT_SECONDS, help="and of the other one (%(default)g)"
     )
     parser.add_argument("--wall-clock", action="store_true", help="let requests come by the wall's clock")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FILE",
+        help="where the figures go (build/bench.json)",
+    )
     arguments = parser.parse_args()
     found = measure(arguments.seconds, arguments.fit_seconds, wall=arguments.wall_clock)
-    merge(found, RESULTS)
+    merge(found, arguments.results)
     print(json.dumps(found, indent=1))
 
 

@@ -12,7 +12,7 @@ from kvstrata.errors import WIRE_ERRORS
 from kvstrata.native.status import reasons
 from kvstrata.policy.store import Skip
 from kvstrata.process.http import HTTP_STATUS
-from kvstrata.rpc import attach_wire, cluster_wire, wire
+from kvstrata.rpc import attach_wire, cluster_fields, cluster_wire, gateway_wire, wire
 from kvstrata.types import LayoutIdentity, MissReason, RequestIdentity, Role, Slice
 
 
@@ -98,7 +98,7 @@ def cluster_messages() -> str:
     """docs/cluster-messages.md."""
     parts = [
         "# Messages of the cluster\n\n",
-        GENERATED.format("`src/kvstrata/rpc/cluster_wire.py`"),
+        GENERATED.format("`src/kvstrata/rpc/cluster_wire.py`, `cluster_fields.py` and `gateway_wire.py`"),
         f"\nProtocol {cluster_wire.CLUSTER_PROTOCOL_VERSION}. ZMQ over TCP, one msgpack array a frame, its name first; "
         "always with CURVE (RFC 26), which proves whose message it is. In a request `seq` follows the "
         "name. In its answer the same `seq` follows, then the `epoch` of the process that answers, which changes "
@@ -115,7 +115,7 @@ def cluster_messages() -> str:
             name = request.__struct_config__.tag
             parts.append(f"\n### {name}\n\n" + "".join(f"{line(text)}\n\n" for text in more))
             parts.append(
-                fields(request, ("seq",) if issubclass(request, cluster_wire.ClusterRequest) else ())
+                fields(request, ("seq",) if issubclass(request, cluster_fields.ClusterRequest) else ())
             )
             if reply is not None:
                 parts.append(f"\nAnswer `{reply.__struct_config__.tag}`: {line(reply.__doc__)}\n\n")
@@ -124,12 +124,15 @@ def cluster_messages() -> str:
     parts.append(fields(cluster_wire.Failure, ("seq", "epoch")))
     parts.append("\n## Arrays inside messages\n")
     for struct in (
-        cluster_wire.KvKind,
+        cluster_fields.KvKind,
         cluster_wire.Owner,
         cluster_wire.Run,
         cluster_wire.Command,
         cluster_wire.CommandResult,
         cluster_wire.Load,
+        gateway_wire.TierRate,
+        gateway_wire.Served,
+        gateway_wire.Holding,
     ):
         parts.append(f"\n### {struct.__name__}\n\n{line(struct.__doc__)}\n\n{fields(struct)}")
     parts.append("\n### LayoutIdentity\n\nAs in [wire-codes.md](wire-codes.md#layoutidentity).\n")
@@ -146,6 +149,9 @@ _CLUSTER_SOCKETS: dict[str, list[tuple[type[msgspec.Struct], type[msgspec.Struct
         (cluster_wire.SyncPart, cluster_wire.Done),
         (cluster_wire.SyncEnd, cluster_wire.Done),
         (cluster_wire.Where, cluster_wire.WhereReply),
+        (gateway_wire.GatewayBeat, gateway_wire.GatewayHeard),
+        (gateway_wire.Holdings, gateway_wire.HoldingsReply),
+        (gateway_wire.Replicate, cluster_wire.Done),
     ],
     "Controller, pull port (PULL; no answer)": [(cluster_wire.Events, None)],
     "Controller, heartbeat port (ROUTER)": [

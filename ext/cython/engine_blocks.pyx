@@ -47,6 +47,8 @@ cdef extern from "sim/engine_blocks.h" namespace "kvstrata::sim" nogil:
         size_t count()
         size_t free()
         Py_ssize_t admit(CoreSequence&, size_t) except +
+        size_t find(CoreSequence&, size_t) except +
+        cpp_bool reserve(CoreSequence&, size_t, vector[uint64_t]&) except +
         cpp_bool grow(CoreSequence&, size_t, vector[uint64_t]&) except +
         void decode(DecoderSpan, size_t, vector[Change]&, vector[uint64_t]&) except +
         cpp_bool fits(DecoderSpan, size_t)
@@ -141,6 +143,19 @@ cdef class EngineBlocks:
         if known == 0 or not sequence.core.blocks.empty():
             raise ValueError("only a sequence with known tokens and without blocks can be admitted")
         return self.core.get().admit(sequence.core, known)
+
+    def find(self, Sequence sequence not None, size_t known):
+        self.check(sequence, known)
+        if known == 0:
+            raise ValueError("a sequence without known tokens finds nothing")
+        return self.core.get().find(sequence.core, known)
+
+    def reserve(self, Sequence sequence not None, size_t tokens):
+        self.check(sequence, tokens)
+        self.removed.clear()
+        if not self.core.get().reserve(sequence.core, tokens, self.removed):
+            return None
+        return self.taken(0, self.removed.size())
 
     def grow(self, Sequence sequence not None, size_t tokens):
         self.check(sequence, tokens)

@@ -19,6 +19,7 @@ import zmq
 
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.shared_key import SharedKey
 
 KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
@@ -237,7 +238,7 @@ class ClusterInstance:
         *,
         state: str = "ready",
         load: wire.Load = LOAD,
-        models: Iterable[wire.KvKind] = (),
+        models: Iterable[KvKind] = (),
         timeout_s: float = HANG_S,
         **more: Any,
     ) -> list[wire.Command]:

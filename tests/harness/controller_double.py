@@ -12,6 +12,7 @@ import zmq
 
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.shared_key import SharedKey
 
 HANG_S = 30.0
@@ -157,4 +158,4 @@ class ControllerDouble:
 
 
 def _split(tags: bytes) -> list[bytes]:
-    return [tags[at : at + wire.TAG_BYTES] for at in range(0, len(tags), wire.TAG_BYTES)]
+    return [tags[at : at + TAG_BYTES] for at in range(0, len(tags), TAG_BYTES)]

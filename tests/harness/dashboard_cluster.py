@@ -38,6 +38,23 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
+def gateway(name: str, **changes: Any) -> bodies.GatewayBody:
+    """Make a gateway that asks the controller."""
+    fields: dict[str, Any] = {
+        "name": name,
+        "host": "10.0.0.9",
+        "port": 8090,
+        "version": "0.1.0",
+        "policy": "ttft",
+        "engines": 4,
+        "engines_up": 3,
+        "in_flight": 17,
+        "requests_total": 12_345,
+        "heard_ago_s": 1.2,
+    }
+    return bodies.GatewayBody(**{**fields, **changes})
+
+
 def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
     """Make the fields of a `bodies.InstanceRow` as after some hours of work; `number` varies the figures."""
     chance = random.Random(number)
@@ -68,6 +85,7 @@ def instance(name: str, number: int = 0, **changes: Any) -> dict[str, Any]:
         "peer_sent_bytes_total": chance.randint(1, 900) * GIB // 7,
         "peer_read_bytes_total": chance.randint(1, 900) * GIB // 9,
         "sessions": 2,
+        "engines": ["http://10.0.0.1:8000"],
         "sync": {"state": "exact", "count": 2, "last_took_s": 0.081, "last_ended_ago_s": 6_100.0},
         "event_batches": 48_120 + number,
         "last_event": 48_120 + number,
@@ -84,6 +102,7 @@ class Cluster:
         self.removed: list[str] = []
         self.started_ms = now_ms()
         self.asked_every_s = 5
+        self.gateways: list[bodies.GatewayBody] = []
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str, Any]] = []
         """(method, path, body) of each request that was not a GET."""
@@ -204,6 +223,7 @@ class Cluster:
             lookups=bodies.LookupsBody(
                 total=9_120_443, hits_total=410_222, keys_total=88_000_000, mean_ms=0.031
             ),
+            gateways=self.gateways,
             dropped_event_batches={},
             refused_requests={},
             sockets={},

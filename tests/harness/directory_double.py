@@ -7,9 +7,9 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+from kvstrata.rpc.cluster_fields import ClusterReply
 from kvstrata.rpc.cluster_wire import (
     REPLY_REQUESTS,
-    ClusterReply,
     Failure,
     Owner,
     Where,

@@ -128,6 +128,7 @@ class CacheClient:
                 slice=slice,
                 facts=facts,
                 registers_memory=registers_memory,
+                engine_url="" if role is Role.WORKER else settings.engine_url,
             ),
             lambda: _token(settings),
             link=link,

@@ -38,6 +38,16 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_kv_events: Annotated[
         bool, Meta(description="Hand stored and removed chunks to vLLM as events.")
     ] = False
+    engine_url: Annotated[
+        str,
+        Meta(
+            max_length=256,
+            pattern=r"^(|https?://[^\s/?#@]+:[0-9]{1,5})$",
+            extra={"demand": "must be empty, http://HOST:PORT or https://HOST:PORT"},
+            description="Where gateways reach this engine over HTTP. The server tells its controllers, and these tell "
+            "gateways that have `engines_from.controllers`. Empty: gateways are not told of it.",
+        ),
+    ] = ""
     copy_threads: Annotated[
         int,
         Meta(ge=1, le=64, description="Native threads that copy between the engine's blocks and the pool."),

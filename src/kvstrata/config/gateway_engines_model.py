@@ -64,6 +64,15 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "`kv_events`, rank N publishes N ports above.",
         ),
     ] = 0
+    instance: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{0,64}$",
+            extra={"demand": "must be the id of an instance: at most 64 letters, digits and . _ -"},
+            description="The instance (`lmcache-server`) that the engine is attached to, for `controllers`; empty: the "
+            "one that names this engine's URL, as the connector's setting `engine_url` tells it.",
+        ),
+    ] = ""
 
 
 DNS_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
@@ -141,6 +150,27 @@ class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ""
 
 
+class ControllersFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines that the controllers name: their connectors tell where they are reached (`engine_url`)."""
+
+    allowed: Annotated[
+        list[Annotated[str, Meta(min_length=1, max_length=253)]],
+        Meta(
+            min_length=1,
+            max_length=256,
+            description="Hosts that may be engines: networks (`10.0.0.0/8`), addresses, names of hosts and patterns of "
+            "names (`*.example.org`). Whoever can attach to a server of the cluster can name any host as an engine, "
+            "and clients' requests go to engines.",
+        ),
+    ]
+    api_key_file: Annotated[
+        str,
+        Meta(
+            description="File with the engines' `--api-key`, readable by its owner only; empty: they have none."
+        ),
+    ] = ""
+
+
 class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where engines come from beside `engines`."""
 
@@ -152,4 +182,8 @@ class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             description="Engines that run on this host, found every `health.probe_s`; `{}`: with the defaults."
         ),
+    ] = None
+    controllers: Annotated[
+        ControllersFrom | None,
+        Meta(description="Engines that the `controllers` name; without it they are not asked for any."),
     ] = None

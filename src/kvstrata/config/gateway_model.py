@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings
+from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
 from kvstrata.config.gateway_engines_model import EngineSettings, EnginesFrom
 from kvstrata.config.log_model import LogFormat, LogLevel
 
@@ -338,8 +339,9 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pass_ids: Annotated[
         bool,
         Meta(
-            description="Pass the ids of chats on to engines that take them (`kv_transfer_params.prompt_token_ids`), "
-            "which then need not tokenise again. Each engine is asked for one token first, to see whether it does."
+            description="Pass the ids of chats (`kv_transfer_params.prompt_token_ids`) and text completions (`prompt`) "
+            "on to engines that take them, which then need not tokenise again; also ids that an engine rendered. Each "
+            "engine is asked for one token first, to see whether it does."
         ),
     ] = False
     deadline_ms: Annotated[
@@ -458,6 +460,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     health: HealthSettings = HealthSettings()
     picker: PickerSettings = PickerSettings()
     sharing: SharingSettings = SharingSettings()
+    controllers: GatewayControllersSettings = GatewayControllersSettings()
     state_dir: Annotated[
         str,
         Meta(

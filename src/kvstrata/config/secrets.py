@@ -28,12 +28,12 @@ REFERENCE = re.compile(r"_(file|env)$", re.IGNORECASE)
 """Endings of fields that name the place of a secret; their text is shown."""
 SHOWN = frozenset({
     # settings
-    "advertise", "advertise_url", "allowed_hosts", "controllers", "controller", "endpoints", "engine", "fidelity",
-    "eviction_policy", "gateways", "gpu_copy_engine", "host", "hosts", "http_host", "instance_id", "listen",
+    "advertise", "advertise_url", "allowed_hosts", "controllers", "controller", "endpoints", "engine", "engine_url",
+    "fidelity", "eviction_policy", "gateways", "gpu_copy_engine", "host", "hosts", "http_host", "instance_id", "listen",
     "load_mode", "log_format", "log_level", "monitor_host", "numa", "peer_hosts", "prefix", "priority_header",
     "request_tenants", "roots",
     "segment_dir", "session_header", "slo", "slo_header", "snapshot_dir", "socket_dir", "state_dir", "tenant",
-    "types", "url", "user", "zone",
+    "types", "url", "urls", "user", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
     "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint", "s3_num_io_threads",

@@ -1,4 +1,4 @@
-"""Decodes frames of instances, hands them to the cluster, and sends the answers.
+"""Decodes frames of instances and gateways, hands them to the cluster, and sends the answers.
 
 1. Each request and each heartbeat gets one answer; an invalid frame gets a Failure.  Events get no answer; an invalid
    frame among them is counted and dropped.
@@ -13,18 +13,21 @@ import time
 import msgspec
 
 from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.gateways import BEAT_S
 from kvstrata.controller.lookups import INLINE_TAGS
+from kvstrata.controller.operations import Operations
 from kvstrata.controller.peer_hosts import PeerHosts
+from kvstrata.controller.prompts import Named
 from kvstrata.controller.sockets import Sockets
 from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (
     EVENTS,
     HEARTBEATS,
     MAX_PEER_KEYS,
     REPLY_REQUESTS,
-    TAG_BYTES,
     Beat,
     Done,
     Failure,
@@ -39,7 +42,9 @@ from kvstrata.rpc.cluster_wire import (
     WhereReply,
     encode,
 )
+from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_server import Address
+from kvstrata.types import KEY_BYTES
 
 MAX_UNANSWERED = 4_096
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -50,8 +55,14 @@ class Answers:
     """Connects the sockets with one cluster."""
 
     def __init__(
-        self, cluster: Cluster, sockets: Sockets, supervisor: Supervisor, peer_hosts: PeerHosts
+        self,
+        cluster: Cluster,
+        operations: Operations,
+        sockets: Sockets,
+        supervisor: Supervisor,
+        peer_hosts: PeerHosts,
     ) -> None:
+        self._operations = operations
         self._cluster = cluster
         self._peer_hosts = peer_hosts
         self._sockets = sockets
@@ -72,12 +83,16 @@ class Answers:
         except UNREADABLE as error:
             self._sockets.answer(address, self._bad("reply", error))
             return
-        if isinstance(request, Where) and _odd_tags(request):
+        if isinstance(request, Where | Holdings) and _odd_tags(request):
             self._sockets.answer(address, self._bad_tags(request))
         elif isinstance(request, Where) and not request.each and len(request.tags) <= INLINE_TAGS * TAG_BYTES:
             owners = self._cluster.ranking.where_now(request)
             self._sockets.answer(address, encode(WhereReply(request.seq, self._cluster.epoch, owners)))
             self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
+        elif isinstance(request, Holdings) and 2 * len(request.tags) <= INLINE_TAGS * TAG_BYTES:
+            holdings = self._cluster.gateways.holdings_now(request)
+            self._sockets.answer(address, encode(HoldingsReply(request.seq, self._cluster.epoch, holdings)))
+            self._cluster.gateways.seconds.add(time.perf_counter() - started_s)
         elif self._unanswered >= MAX_UNANSWERED:
             busy = Refused("too many requests are under way; ask again", retry_after_s=0.1)
             self._sockets.answer(address, self._failure(request.seq, busy))
@@ -97,8 +112,9 @@ class Answers:
         finally:
             self._unanswered -= 1
         self._sockets.answer(address, reply)
-        if isinstance(request, Where):
-            self._cluster.ranking.seconds.add(time.perf_counter() - started_s)
+        if isinstance(request, Where | Holdings):
+            of = self._cluster.ranking if isinstance(request, Where) else self._cluster.gateways
+            of.seconds.add(time.perf_counter() - started_s)
 
     async def _outcome(self, request: ToReply, address: Address) -> msgspec.Struct:
         cluster, key = self._cluster, address.key
@@ -126,7 +142,33 @@ class Answers:
                 await cluster.sync_end(request, key)
             case Where():
                 return WhereReply(request.seq, cluster.epoch, await cluster.ranking.where(request))
+            case GatewayBeat():
+                kinds, instances = cluster.gateways.beat(request, key, address.host)
+                return GatewayHeard(request.seq, cluster.epoch, round(1000 * BEAT_S), kinds, instances)
+            case Replicate():
+                await self._replicate(request, key)
+            case Holdings():
+                holdings = await cluster.gateways.holdings(request)
+                return HoldingsReply(request.seq, cluster.epoch, holdings)
         return Done(request.seq, cluster.epoch)
+
+    async def _replicate(self, asked: Replicate, key: str) -> None:
+        """Have a prompt copied, as a gateway asks. Raises KvstrataError."""
+        self._cluster.gateways.check_known(asked.gateway, key)
+        n_keys, rest = divmod(len(asked.keys), KEY_BYTES)
+        if rest or n_keys % asked.n_slices:
+            raise BadRequest(
+                f"keys: {len(asked.keys)} bytes are not a multiple of {KEY_BYTES} × n_slices ({asked.n_slices})",
+                field="keys",
+            )
+        if asked.spans and len(asked.spans) != asked.n_slices:
+            raise BadRequest(
+                f"spans: {len(asked.spans)} for {asked.n_slices} slices; give one for each, or none",
+                field="spans",
+            )
+        named = Named(asked.keys, asked.n_slices, asked.identity, asked.tenant, 0, spans=tuple(asked.spans))
+        await self._operations.copy(named, asked.to, asked.source, move=False)
+        self._cluster.gateways.replications += 1
 
     # --- pull -----------------------------------------------------------------------------------------------
 
@@ -170,7 +212,7 @@ class Answers:
         self._log.repeated(30, f"bad_frame {name}", "bad_frame", socket=name, error=str(error))
         return self._failure(0, BadRequest(f"not a message of the {name} socket: {error}"))
 
-    def _bad_tags(self, request: Where) -> bytes:
+    def _bad_tags(self, request: Where | Holdings) -> bytes:
         return self._failure(
             request.seq,
             BadRequest(_odd_tags(request), field="tags"),
@@ -195,10 +237,10 @@ class Answers:
         )
 
 
-def _odd_tags(request: Where) -> str:
+def _odd_tags(request: Where | Holdings) -> str:
     """What is wrong with the tags of a question; empty if nothing is."""
     n_tags, rest = divmod(len(request.tags), TAG_BYTES)
-    if request.each and (request.n_slices != 1 or n_tags > MAX_PEER_KEYS):
+    if isinstance(request, Where) and request.each and (request.n_slices != 1 or n_tags > MAX_PEER_KEYS):
         return f"tags: {n_tags} single tags in {request.n_slices} slices; ask for at most {MAX_PEER_KEYS} in 1 slice"
     if rest or n_tags % request.n_slices:
         return f"tags: {len(request.tags)} bytes are not a multiple of {TAG_BYTES} × n_slices ({request.n_slices})"

@@ -14,6 +14,7 @@ from kvstrata.clock import Clock
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.commands import COMMAND_TTL_S, Commands
 from kvstrata.controller.directory import Directory, Fill, SlotsExhausted
+from kvstrata.controller.gateways import Gateways
 from kvstrata.controller.history import Journal
 from kvstrata.controller.instance_keys import InstanceKeys, Listed
 from kvstrata.controller.leadership import Leadership
@@ -27,12 +28,14 @@ from kvstrata.controller.syncs import Syncs
 from kvstrata.errors import NoSlots, NotLeading, Refused, SyncAgain
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import (
+    Change,
     Command,
     CommandKind,
     Events,
     Goodbye,
     Heartbeat,
     Register,
+    Run,
     SyncBegin,
     SyncEnd,
     SyncPart,
@@ -98,6 +101,7 @@ class Cluster:
             now_s=self.started_s,
         )
         self.ranking = Ranking(clock, self.members, self.lookups)
+        self.gateways = Gateways(clock, self.members, self.lookups, self._keys)
         self.sampling = Sampling(clock, self.members, self.directory, self.lookups, self.ranking)
         self.denied: dict[str, int] = {}
         """Refused requests of instances, by code."""
@@ -116,6 +120,7 @@ class Cluster:
         member, sync = self.members.register(told, key, self._now())
         self._abandon(member)
         self.lookups.set_readable(member.group, member.readable)
+        self.lookups.set_shared(member.group, told.media)
         self.settle()
         return sync
 
@@ -149,9 +154,24 @@ class Cluster:
         if self.syncs.events(member, told, key) and member is not None:
             try:
                 self.directory.apply(member.group, member.told.tiers, told.runs)
+                if member.told.media:
+                    self._apply_to_sharers(member, told.runs)
             except SlotsExhausted:
                 self.syncs.want(member, "no_slots")
         self.settle()
+
+    def _apply_to_sharers(self, member: Member, runs: Sequence[Run]) -> None:
+        """What one member no longer finds in a shared medium, no other one finds there."""
+        for run in runs:
+            medium = member.told.media.get(run.tier)
+            if medium is None or run.change is Change.ADMIT:
+                continue
+            for other in self.members:
+                for tier, its_medium in other.told.media.items():
+                    known = self.lookups.slot(other.group, tier) is not None
+                    if other is not member and its_medium == medium and known:
+                        lost = Run(run.change, tier, run.tags)
+                        self.directory.apply(other.group, other.told.tiers, [lost])
 
     def sync_begin(self, told: SyncBegin, key: str) -> None:
         """A full sync begins. Raises UnknownInstance, Superseded, WrongKey, BadSync, SyncAgain, NoSlots."""

@@ -20,7 +20,8 @@ from typing import Any
 from kvstrata.controller.lookups import INLINE_TAGS, Lookups
 from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry, RegistryError, RegistryUsage
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Run
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import Change, Run
 
 BUSY_BYTES = 16 << 20
 FULL_BYTES = 64 << 20
@@ -166,6 +167,7 @@ class Directory:
     def forget(self, group: int) -> None:
         """Drop all placements of a group; no lookup finds one of them from now on."""
         self._lookups.set_readable(group, False)
+        self._lookups.set_shared(group, ())
         self.forget_tiers_but(group, ())
 
     def forget_tiers_but(self, group: int, tiers: Collection[str]) -> None:

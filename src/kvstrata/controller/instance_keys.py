@@ -58,6 +58,15 @@ class InstanceKeys:
                 field="instance",
             )
 
+    def check_name(self, name: str, key: str) -> None:
+        """Raise NotPermitted unless the key file lets this key use this name, which no instance need have."""
+        if not self._may(key, name):
+            raise NotPermitted(
+                f"gateway: the controller's key file does not list {name} for the key of this connection; set "
+                "controllers.name of the gateway to a name that is listed there, or list this one after `client KEY`",
+                field="gateway",
+            )
+
     def learn(self, instance: str, key: str, is_member: Callable[[str], bool]) -> None:
         """Remember that this id belongs to this key, which `check` has let in. Raises Refused."""
         known, now_s = self._orders.keys.get(instance), int(self._unix_s())

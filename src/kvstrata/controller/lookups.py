@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -35,6 +35,16 @@ class Place(NamedTuple):
     tier: str
 
 
+class Held(NamedTuple):
+    """How many leading chunks of a prompt one group has."""
+
+    in_l1: int = 0
+    anywhere: int = 0
+    """In L1 and its L2 tiers together."""
+    shared: int = 0
+    """In its tiers whose media others share."""
+
+
 class Found(NamedTuple):
     """One group that holds a prefix of the chunks."""
 
@@ -52,6 +62,10 @@ class Lookups:
         self._slots: dict[Place, int] = {}
         self._places: dict[int, Place] = {}
         self._readable = bytearray(MASK_BYTES)
+        self._named = bytearray(MASK_BYTES)
+        self._l1 = bytearray(MASK_BYTES)
+        self._shared = bytearray(MASK_BYTES)
+        self._shared_tiers: dict[int, frozenset[str]] = {}
         self._readable_groups: set[int] = set()
 
     # --- names ----------------------------------------------------------------------------------------------
@@ -69,17 +83,20 @@ class Lookups:
         place = Place(group, tier)
         before = self._slots.get(place)
         if before is not None:
-            self._mark(before, False)
+            self._unmark(before)
             self._places.pop(before, None)
         self._slots[place] = slot
         self._places[slot] = place
+        _mark(self._named, slot, True)
+        _mark(self._shared, slot, tier in self._shared_tiers.get(group, ()))
         if tier == "l1":
-            self._mark(slot, group in self._readable_groups)
+            _mark(self._l1, slot, True)
+            _mark(self._readable, slot, group in self._readable_groups)
 
     def unname(self, group: int, tier: str) -> int:
         """Take the name off the slot of a tier; returns the slot."""
         slot = self._slots.pop(Place(group, tier))
-        self._mark(slot, False)
+        self._unmark(slot)
         self._places.pop(slot, None)
         return slot
 
@@ -92,13 +109,19 @@ class Lookups:
         (self._readable_groups.add if readable else self._readable_groups.discard)(group)
         slot = self.slot(group, "l1")
         if slot is not None:
-            self._mark(slot, readable)
+            _mark(self._readable, slot, readable)
 
-    def _mark(self, slot: int, readable: bool) -> None:
-        if readable:
-            self._readable[slot >> 3] |= 1 << (slot & 7)
-        else:
-            self._readable[slot >> 3] &= ~(1 << (slot & 7))
+    def set_shared(self, group: int, tiers: Collection[str]) -> None:
+        """Set which tiers of a group have media that other groups share; none for a group that has gone."""
+        self._shared_tiers.pop(group, None)
+        if tiers:
+            self._shared_tiers[group] = frozenset(tiers)
+        for tier in self.tiers(group):
+            _mark(self._shared, self._slots[Place(group, tier)], tier in tiers)
+
+    def _unmark(self, slot: int) -> None:
+        for mask in (self._readable, self._named, self._l1, self._shared):
+            _mark(mask, slot, False)
 
     # --- lookups --------------------------------------------------------------------------------------------
 
@@ -134,6 +157,28 @@ class Lookups:
         return await self._loop.run_in_executor(
             self._readers, self.longest, tags, n_slices, except_group, best, allowed
         )
+
+    def held(self, tags: bytes, n_slices: int, best: int, masks: Sequence[Buffer] = ()) -> dict[int, Held]:
+        """What each group has of a prompt; in each way at most `best` groups, those that have most.
+
+        A call on a thread gives copies of the masks of slots: L1, all, shared.
+        """
+        l1, named, shared = masks or (self._l1, self._named, self._shared)
+        found: dict[int, Held] = {}
+        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=named, best=best):
+            found[one.group] = Held(anywhere=one.chunks)
+        for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=l1, best=best):
+            anywhere = max(one.chunks, found.get(one.group, Held()).anywhere)
+            found[one.group] = Held(one.chunks, anywhere)
+        if self._shared_tiers:
+            for one in self._registry.lookup_prefix(tags, n_slices=n_slices, allowed=shared, best=best):
+                found[one.group] = found.get(one.group, Held(anywhere=one.chunks))._replace(shared=one.chunks)
+        return found
+
+    async def held_on_thread(self, tags: bytes, n_slices: int, best: int) -> dict[int, Held]:
+        """As `held`, on a thread; with the names at the time of this call."""
+        masks = [bytes(mask) for mask in (self._l1, self._named, self._shared)]
+        return await self._loop.run_in_executor(self._readers, self.held, tags, n_slices, best, masks)
 
     async def hits(
         self, keys: bytes, spans: Sequence[int], except_group: int | None, best: int
@@ -209,3 +254,10 @@ class Lookups:
     def close(self) -> None:
         """End the threads: wait for the running lookups, drop waiting ones."""
         self._readers.shutdown(wait=True, cancel_futures=True)
+
+
+def _mark(mask: bytearray, slot: int, on: bool) -> None:
+    if on:
+        mask[slot >> 3] |= 1 << (slot & 7)
+    else:
+        mask[slot >> 3] &= ~(1 << (slot & 7))

@@ -10,16 +10,16 @@ from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 from kvstrata.controller.orders import Orders
+from kvstrata.rpc.cluster_fields import TAG_BYTES, KvKind
 from kvstrata.rpc.cluster_wire import (
-    TAG_BYTES,
     Command,
     CommandKind,
     CommandResult,
-    KvKind,
     Load,
     Register,
     SyncPart,
 )
+from kvstrata.rpc.gateway_wire import TierRate
 from kvstrata.states import Machine
 
 MAX_SUPERSEDED = 16
@@ -296,6 +296,10 @@ class Member:
         self.obeys = (0, 0)
         """The greatest (cluster id, token) that the instance has seen."""
         self.models: list[KvKind] = []
+        self.engines: list[str] = []
+        """URLs of its engines, as its last heartbeat told; kept after its death, since engines serve without it."""
+        self.rates: list[TierRate] = []
+        """How fast it fills its L1, as its last heartbeat told."""
         self.superseded: deque[int] = deque(maxlen=MAX_SUPERSEDED)
 
         self.confirmed = False

@@ -211,7 +211,7 @@ class Members:
         self._keys.check(told.instance, key, "")
         member = self.speaker(told.instance, told.incarnation, key, now_s)
         member.load = told.load
-        member.models = told.models
+        member.models, member.engines, member.rates = told.models, told.engines, told.rates
         if member.reported != told.state:
             self._outbox.say("state", member, was=member.reported, now=told.state)
             member.reported = told.state
@@ -329,6 +329,8 @@ def _check_register(told: Register) -> None:
         )
     if told.tiers[0] != "l1" or len(set(told.tiers)) != len(told.tiers):
         raise BadRequest(f"tiers: {told.tiers}: must begin with 'l1' and name each tier once", field="tiers")
+    if unknown := told.media.keys() - set(told.tiers[1:]):
+        raise BadRequest(f"media: {sorted(unknown)}: must be among tiers, and not l1", field="media")
     if told.peer_endpoint and not _PEER_ENDPOINT.fullmatch(told.peer_endpoint):
         raise BadRequest(
             f"peer_endpoint: {told.peer_endpoint!r:.80}: must be tcp://host:port, or empty",

@@ -48,6 +48,10 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
         "histogram", (), "Time from an instance's question to its answer."
     ),
     "kvstrata_controller_lookup_hits": Family("counter", (), "Such questions that found an owner."),
+    "kvstrata_controller_gateways": Family("gauge", (), "Gateways that were heard in the last ten minutes."),
+    "kvstrata_controller_holdings_seconds": Family(
+        "histogram", (), "Time from a gateway's question about a prompt to its answer."
+    ),
     "kvstrata_controller_received_frames": Family("counter", ("socket",), "Frames received."),
     "kvstrata_controller_bad_frames": Family("counter", ("socket",), "Invalid frames."),
     "kvstrata_controller_dropped_replies": Family(
@@ -173,6 +177,8 @@ class ControllerCollector:
         yield prefix + "refused_requests", _by_word(cluster.denied)
         yield prefix + "lookup_seconds", [([], cluster.ranking.seconds)]
         yield prefix + "lookup_hits", [([], cluster.ranking.hits)]
+        yield prefix + "gateways", [([], float(len(list(cluster.gateways))))]
+        yield prefix + "holdings_seconds", [([], cluster.gateways.seconds)]
         yield prefix + "received_frames", [([name], one["received"]) for name, one in sockets.items()]
         yield prefix + "bad_frames", [([name], one["bad_frames"]) for name, one in sockets.items()]
         yield prefix + "dropped_replies", [([name], one["dropped_replies"]) for name, one in sockets.items()]

@@ -252,9 +252,10 @@ class Controller(Process):
         self._http_token = ServedToken(access, settings.http, listener, token, "controller", self.log)
         self.closers.append(soon(self._http_token.close))
         door = Door(access, logins, url if listener.path is None else "")
-        make_app = functools.partial(self._make_app, cluster, around, door)
+        operations = Operations(cluster, self.supervisor)
+        make_app = functools.partial(self._make_app, cluster, operations, around, door)
         self._http_server = http_server = await prepare(make_app, access, streams=STREAMS)
-        Answers(cluster, sockets, self.supervisor, self._plan.peer_hosts).start()
+        Answers(cluster, operations, sockets, self.supervisor, self._plan.peer_hosts).start()
         if election is not None:
             self.closers.append(election.close)
             self.supervisor.spawn(election.run(cluster.orders, cluster.leadership_changed), "election")
@@ -342,8 +343,9 @@ class Controller(Process):
     def _http_stats(self) -> dict[str, int]:
         return self._http_server.stats() if self._http_server is not None else {}
 
-    def _make_app(self, cluster: Cluster, around: Surroundings, door: Door) -> FastAPI:
+    def _make_app(
+        self, cluster: Cluster, operations: Operations, around: Surroundings, door: Door
+    ) -> FastAPI:
         from kvstrata.controller.app import make_app
 
-        operations = Operations(cluster, self.supervisor)
         return make_app(cluster, operations, around, door)

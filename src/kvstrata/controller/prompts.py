@@ -22,6 +22,8 @@ class Kind(NamedTuple):
     instances: tuple[str, ...]
     spans: tuple[int, ...] = ()
     """For each slice how many of a hit's last chunks are needed, 0: all; () if all are in each."""
+    chunk_bytes: int = 0
+    """Bytes of one chunk's longest records in all slices; 0: not known."""
 
 
 class Named(NamedTuple):
@@ -48,12 +50,15 @@ class Named(NamedTuple):
 def kinds(members: Members) -> list[Kind]:
     """The kinds of KV that engines at live instances have, in a stable order."""
     found: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], list[str]] = {}
+    chunk_bytes: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], int] = {}
     for member in members:
         if member.state is MemberState.LIVE:
             for model in member.models:
                 spans = tuple(model.spans) if len(model.spans) == len(model.slices) else ()
-                found.setdefault((model.layout, tuple(model.slices), spans), []).append(member.id)
-    rows = [Kind(layout, slices, tuple(names), spans) for (layout, slices, spans), names in found.items()]
+                key = model.layout, tuple(model.slices), spans
+                found.setdefault(key, []).append(member.id)
+                chunk_bytes[key] = max(model.chunk_bytes, chunk_bytes.get(key, 0))
+    rows = [Kind(*key[:2], tuple(names), key[2], chunk_bytes[key]) for key, names in found.items()]
     return sorted(rows, key=lambda kind: (kind.layout.model, repr(kind.layout), kind.slices, kind.spans))
 
 

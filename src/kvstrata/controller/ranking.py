@@ -10,7 +10,8 @@ from kvstrata.controller.lookups import Found, Lookups
 from kvstrata.controller.member import Member
 from kvstrata.controller.members import Members
 from kvstrata.observability.metrics import Histogram
-from kvstrata.rpc.cluster_wire import MAX_OWNERS, TAG_BYTES, Owner, Where
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import MAX_OWNERS, Owner, Where
 
 SLOW_START_S = 30.0
 """Age from which a member's load counts as reported; up to one half is added to a younger member's, less with age."""

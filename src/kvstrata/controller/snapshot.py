@@ -250,6 +250,7 @@ class Snapshots:
         if member is None:
             return None
         cluster.lookups.set_readable(member.group, member.readable)
+        cluster.lookups.set_shared(member.group, told.media)
         try:
             return cluster.directory.restore_slots(member.group, told.tiers)
         except SlotsExhausted:

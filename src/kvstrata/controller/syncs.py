@@ -23,8 +23,8 @@ from kvstrata.controller.member import (
 )
 from kvstrata.errors import BadSync, SyncAgain
 from kvstrata.native.copying import crc32c
+from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (
-    TAG_BYTES,
     Change,
     CommandKind,
     Events,

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +17,7 @@ from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
 from kvstrata.gateway.admission import Standing
 from kvstrata.gateway.browsing import Browsing
+from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.decisions import Decisions
 from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
 from kvstrata.gateway.errors import Failure
@@ -62,7 +63,9 @@ class App:
         pages: Pages,
         decisions: Decisions,
         browsing: Browsing,
+        told: Callable[[Wanted], Awaitable[Wanted]],
     ) -> None:
+        """`told`: adds what controllers know of a request's prompt."""
         self.settings = settings
         self._door = door
         self._fleet = fleet
@@ -74,6 +77,7 @@ class App:
         self._pages = pages
         self._decisions = decisions
         self._browsing = browsing
+        self._told = told
         self.in_flight = 0
         """Requests for engines that have not ended."""
         self.held_bytes = 0
@@ -260,6 +264,7 @@ class App:
             wanted = self._reader.with_ids(found, wanted, known.ids)
             meter.body_bytes += len(passed)
             self.held_bytes += len(passed)
+        wanted = await self._told(wanted)
         query = scope["query_string"]
         target = scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else "")
         return Call(scope, body, path, target, found, wanted, meter, standing, computed, passed)

@@ -3,16 +3,18 @@
     choose ─▶ dispatched ─▶ first_token ─▶ ended ─▶ learn        ended comes after each dispatched, and learn only after
                                                                  an answer
 
-What is known of a prompt's KV comes from two sources.  Engines whose KV events are heard tell what they hold
+What is known of a prompt's KV comes from three sources.  Engines whose KV events are heard tell what they hold
 (residency/); what they were sent within the last moments, whose events are still to come, and everything at other
-engines, is taken from what passed through here (prefixes.py).
+engines, is taken from what passed through here (prefixes.py).  What lies in L1s, L2 tiers and at peers is told by
+controllers (controllers/).
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
@@ -20,15 +22,18 @@ from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.decisions import Decisions, Kept
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
+from kvstrata.gateway.loading import Loading
 from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
-from kvstrata.policy.routing.model import Decision, Knowledge, Request
+from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
 
 ERRORS = 64
+_BELOW: tuple[Tier, ...] = ("l1", "l2", "peer")
+"""Tiers, the nearest first."""
 
 
 class Wanted(NamedTuple):
@@ -49,6 +54,8 @@ class Wanted(NamedTuple):
     """Of the prompt's pieces, see prefixes.py."""
     prompt: Prompt | None = None
     """Its token ids; None: not known."""
+    held: Sequence[Copy] = ()
+    """What a controller knows of the prompt, see controllers/."""
     streams: bool = True
     """Whether the first byte of the answer tells that the prompt was computed; otherwise the answer comes whole."""
 
@@ -74,8 +81,8 @@ class Choice(NamedTuple):
     """About how many tokens of the prompt it is taken to have cached."""
     cached_exact: int
     """Tokens that it has in its own cache for certain."""
-    in_l1: int
-    """Tokens that it stored in its server's L1, which are still there."""
+    below: Mapping[Tier, int]
+    """Tokens that it can load, by tier: those that its server holds, or that a peer does."""
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
@@ -122,6 +129,11 @@ class Choosing:
         """Who tells other gateways; None: nobody."""
         self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
         """Seconds by which the last first tokens came later than expected."""
+        self._loading = Loading(now_s)
+        self.reads: Callable[[Wanted, ServingEngine, Way, float], None] = lambda wanted, engine, way, life_s: (
+            None
+        )
+        """Called for a request whose engine reads its prefix from a peer, with the life of a block."""
         self.freed: Callable[[], None] = lambda: None
         """Called when an engine may have got room."""
 
@@ -134,14 +146,16 @@ class Choosing:
         serving = self.candidates(wanted.model, tried)
         if not serving:
             return None
-        for engine in serving:
-            if engine.name == wanted.made_by:
-                return self._choice(wanted, engine, 0, Knowledge(), None, None)
+        if wanted.made_by:
+            for engine in serving:
+                if engine.name == wanted.made_by:
+                    return self._choice(wanted, engine, 0, Knowledge(), None, None)
         request = Request(id=wanted.word, tokens=wanted.tokens, number=wanted.number, session=wanted.session)
         now_s = self._now_s()
         knowledge = self._knowledge(wanted, serving, now_s)
         tiers = {copy.tier for copy in knowledge.copies} - {"l0"}
-        loads = self._fleet.loads(serving, tiers)
+        peers = {copy.source for copy in knowledge.copies if copy.tier == "peer"}
+        loads = self._fleet.loads(serving, tiers, self._loading.queued(peers) if tiers else Counter())
         decision = choose(request, loads, knowledge, now_s, policy=self.policy)
         kept = None
         if self.decisions.wanted():
@@ -168,14 +182,17 @@ class Choosing:
         kept: Kept | None,
     ) -> Choice:
         name = engine.name
-        in_l1 = [copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier == "l1"]
+        below: dict[Tier, int] = {}
+        for copy in knowledge.copies:
+            if copy.engine == name and copy.tier != "l0":
+                below[copy.tier] = max(copy.tokens, below.get(copy.tier, 0))
         exact = knowledge.cached.get(name, 0)
         return Choice(
             wanted,
             engine,
             cached_tokens,
             exact,
-            max(in_l1, default=0),
+            below,
             self._now_s(),
             decision,
             kept,
@@ -190,7 +207,7 @@ class Choosing:
         sent = self.prefixes.copies(wanted.keys, generations, now_s, heard=known.heard)
         return Knowledge(
             cached=known.cached,
-            copies=[*known.copies, *sent],
+            copies=[*known.copies, *wanted.held, *sent],
             block_life_s=self._residency.block_life_s,
             event_lag_s=self._residency.event_lag_s,
         )
@@ -248,6 +265,10 @@ class Choosing:
         uncached = max(1, wanted.tokens - choice.cached_tokens)
         way = choice.decision.way if choice.decision is not None else None
         ready_in_s = way.ttft_s if way is not None else 0.0
+        if way is not None and way.load_tokens > 0:
+            self._loading.began(wanted.number, engine.name, way.tier, way.source, way.load_tokens, way.load_s)
+            if way.tier == "peer":
+                self.reads(wanted, engine, way, self._residency.block_life_s)
         choice.turn.timed = self._fleet.began(
             engine,
             str(wanted.number),
@@ -256,6 +277,8 @@ class Choosing:
             streams=wanted.streams,
             until_s=math.inf if wanted.streams else choice.at_s + ready_in_s,
         )
+        if way is not None and way.load_tokens:
+            choice.turn.spoil()  # the time to its first token will be that of a load
         self.prefixes.note(
             wanted.keys,
             engine.name,
@@ -290,6 +313,7 @@ class Choosing:
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
+        self._loading.ended(wanted.number)
         self.freed()
 
     def ended(self, choice: Choice, *, answered: bool) -> None:
@@ -301,6 +325,7 @@ class Choosing:
             self.teller.ended(choice.wanted.number, answered=answered)
         if not answered:
             self.prefixes.take_back(choice.wanted.keys, choice.engine.name)
+        self._loading.ended(choice.wanted.number)
         self.freed()
 
     def answered(self, choice: Choice, meter: Meter) -> None:
@@ -334,7 +359,7 @@ class Choosing:
             return
         # In our own count of tokens, so that no engine can make itself look fast by reporting many.
         computed = round(choice.wanted.tokens * (1.0 - share))
-        loaded = min(cached, choice.in_l1) - choice.cached_exact
+        tier, loaded = _loaded(choice, cached)
         if self.teller is not None:
             self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and timed.tells)
         if loaded > 0:
@@ -342,5 +367,14 @@ class Choosing:
             if loaded > computed and timed.alone and choice.at_s > self._fleet.paused_s:
                 seconds = first_s - choice.at_s
                 rate = engine.load.prefill_tokens_s
-                self._fleet.load_rates.observe(engine.name, "l1", loaded, seconds - computed / rate)
+                self._fleet.load_rates.observe(engine.name, tier, loaded, seconds - computed / rate)
         timed.report(computed)
+
+
+def _loaded(choice: Choice, cached: int) -> tuple[Tier, int]:
+    """How many of `cached` tokens came from below the engine's own cache, and from which tier the last of them."""
+    reached = min(cached, max(choice.below.values(), default=0))
+    for tier in _BELOW:
+        if choice.below.get(tier, 0) >= reached:
+            return tier, reached - choice.cached_exact
+    return "l1", 0

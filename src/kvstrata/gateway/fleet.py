@@ -18,8 +18,11 @@ import functools
 import ipaddress
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.errors import ConfigError
@@ -62,6 +65,8 @@ class Place(NamedTuple):
     """Where it publishes KV events, as the settings say; None: it is asked."""
     ranks: int = 0
     """Its data-parallel ranks, as the settings say; 0: it is asked."""
+    instance: str = ""
+    """The instance that it is attached to, as the settings say; empty: controllers tell."""
 
 
 class ServingEngine:
@@ -390,15 +395,26 @@ class Fleet:
                 return parent if isinstance(parent, str) and parent else model
         return ""
 
-    def loads(self, engines: Iterable[ServingEngine], tiers: Collection[Tier] = ()) -> RoutingFleet:
-        """What the choice needs to know of these engines, with their paths to tiers that hold something."""
+    def loads(
+        self,
+        engines: Iterable[ServingEngine],
+        tiers: Collection[Tier] = (),
+        queued: Mapping[tuple[str, Tier], int] = MappingProxyType({}),
+    ) -> RoutingFleet:
+        """What the choice needs to know of these engines, with their paths to tiers that hold something.
+
+        `queued`: tokens of loads that go on, as `Loading` counts them.
+        """
         loads = []
         for engine in engines:
             load = engine.load
             load.share = self.share(engine)
-            load.paths = {
-                tier: self.load_rates.path(engine.name, tier, load.prefill_tokens_s) for tier in tiers
-            }
+            load.paths = {}
+            for tier in tiers:
+                path = self.load_rates.path(engine.name, tier, load.prefill_tokens_s)
+                if tokens := queued.get((engine.name, tier), 0) + queued.get(("", tier), 0):
+                    path = msgspec.structs.replace(path, queued_tokens=tokens)
+                load.paths[tier] = path
             loads.append(load)
         return RoutingFleet(engines=loads)
 
@@ -430,7 +446,7 @@ def place_of(settings: EngineSettings, api_key: str) -> Place:
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     address = Address(parts.hostname, port, parts.scheme == "https")
     name = settings.name or f"{host}:{port}"
-    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size)
+    return Place(name, address, api_key, source_of(settings), settings.data_parallel_size, settings.instance)
 
 
 @functools.lru_cache(8_192)

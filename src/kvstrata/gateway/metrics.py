@@ -5,7 +5,7 @@ Names of tenants and engines come from the settings, names of models from the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.gateway.admission import Admission
@@ -19,6 +19,7 @@ from kvstrata.observability.logging import log_stats
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from kvstrata.gateway.controllers.link import ControllerLink
     from kvstrata.gateway.tokens.source import Tokens
 
 _WHOSE = ("tenant", "model", "engine")
@@ -75,7 +76,8 @@ GATEWAY_FAMILIES: dict[str, Family] = {
     "kvstrata_gateway_mistaken_tokens": Family(
         "counter",
         ("model", "engine"),
-        "Prompts of which an engine reports another number of tokens than the gateway computed.",
+        "Prompts of which an engine reports another number of tokens than the gateway computed. Engine `tail`: "
+        "conversations whose ids by their end were not those of their whole text.",
     ),
     "kvstrata_gateway_tokens_verified": Family(
         "gauge",
@@ -116,6 +118,17 @@ GATEWAY_FAMILIES: dict[str, Family] = {
         ("what",),
         "Frames `sent` to other gateways, `unsent` since one did not take them, `heard` and `refused`; events `untold` "
         "since too many waited, and `ignored` since their engine is not known here or a bound was reached.",
+    ),
+    "kvstrata_gateway_controller_questions": Family(
+        "counter",
+        ("controller", "outcome"),
+        "Prompts about which a controller was asked: `answered`, `late` (the request went on without), `failed`.",
+    ),
+    "kvstrata_gateway_controller_answer_seconds": Family(
+        "histogram", ("controller",), "Time until answers came that were in time."
+    ),
+    "kvstrata_gateway_controller_up": Family(
+        "gauge", ("controller",), "1 while a controller is connected and asked, else 0."
     ),
     "kvstrata_gateway_retry_budget": Family("gauge", (), "Retries that may be made now."),
     "kvstrata_gateway_engine_up": Family("gauge", ("engine",), "1 while an engine gets requests, else 0."),
@@ -164,6 +177,7 @@ class GatewayCollector:
         kv_events: Callable[[], Mapping[str, Mapping[str, Any]]],
         tokens: Tokens,
         shared: Callable[[], Mapping[str, int]] = dict,
+        controllers: Callable[[], Sequence[ControllerLink]] = tuple,
     ) -> None:
         """`numbers`: those of the families without labels. `tenants`: what they use. `http`: the port's counts.
 
@@ -178,6 +192,7 @@ class GatewayCollector:
         self._kv_events = kv_events
         self._tokens = tokens
         self._shared = shared
+        self._controllers = controllers
 
     def collect(self) -> Iterable[Metric]:
         """All metric families now."""
@@ -227,7 +242,7 @@ class GatewayCollector:
             found[f"kvstrata_gateway_{name}_seconds"] = [
                 (labels, getattr(one, name)) for labels, one in series
             ]
-        found |= self._of_tokens()
+        found |= self._of_tokens() | self._of_controllers()
         for name, value in numbers.items():
             found[f"kvstrata_gateway_{name}"] = [([], value)]
         return found
@@ -242,6 +257,18 @@ class GatewayCollector:
             "kvstrata_gateway_queue_seconds": [
                 ([name], waited) for name, waited in sorted(self._admission.waited.items())
             ],
+        }
+
+    def _of_controllers(self) -> dict[str, Values]:
+        links = self._controllers()
+        return {
+            "kvstrata_gateway_controller_questions": [
+                ([one.url, outcome], one.counts[outcome])
+                for one in links
+                for outcome in ("answered", "late", "failed")
+            ],
+            "kvstrata_gateway_controller_answer_seconds": [([one.url], one.seconds) for one in links],
+            "kvstrata_gateway_controller_up": [([one.url], float(one.asks)) for one in links],
         }
 
     def _of_tokens(self) -> dict[str, Values]:

@@ -12,6 +12,7 @@ from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.config.gateway_model import GatewaySettings, GatewayTenantSettings
 from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError
+from kvstrata.gateway.controller_engines import Allowed
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account
 from kvstrata.gateway.residency.sources import MAX_PORT
@@ -50,6 +51,10 @@ class Plan(NamedTuple):
     """Of the engines that are found, by Kubernetes or on this host."""
     sharing_keys: ClusterKeys | None = None
     """Of the gateways that share; None: they share nothing, or this user's key."""
+    allowed: Allowed | None = None
+    """Hosts that controllers may name as engines; None: these are not asked for any."""
+    controller_keys: ClusterKeys | None = None
+    """For the controllers; None: none is asked, or by this user's key."""
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
@@ -61,6 +66,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     http, picker = settings.http, settings.picker
     _check_picker(settings)
     sharing_keys = _check_sharing(settings)
+    controller_keys = _check_controllers(settings)
     on_socket = socket_path(http.host) is not None
     closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
     if not (closed or settings.tenants or settings.insecure):
@@ -69,7 +75,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
             "--insecure to serve everybody who reaches this port",
             field="http.host",
         )
-    account, found_key = _check_sources(settings)
+    account, found_key, allowed = _check_sources(settings)
     engines = [
         (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
     ]
@@ -85,6 +91,12 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
             raise ConfigError(
                 f"engines[{i}].kv_events_replay: needs `kv_events` beside it, as tcp://HOST:PORT",
                 field=f"engines[{i}].kv_events_replay",
+            )
+        if one.url.startswith(DNS) and one.instance:
+            raise ConfigError(
+                f"engines[{i}].instance: {one.instance!r} is one instance, but {one.url!r:.200} stands for several "
+                "engines; leave it empty, and set `engine_url` of their connectors",
+                field=f"engines[{i}].instance",
             )
         _check_ports(i, one)
     tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
@@ -115,33 +127,52 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     )
     tokenizers = _tokenizers(settings, made or {})
-    return Plan(settings, token, engines, tenants, tokenizers, account, found_key, sharing_keys)
+    return Plan(
+        settings,
+        token,
+        engines,
+        tenants,
+        tokenizers,
+        account,
+        found_key,
+        sharing_keys,
+        allowed,
+        controller_keys,
+    )
 
 
-def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str]:
-    """Who asks Kubernetes, and the key of the engines that are found. Raises ConfigError."""
-    service, local = settings.engines_from.kubernetes, settings.engines_from.local
-    if not settings.engines and service is None and local is None:
+def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str, Allowed | None]:
+    """Who asks Kubernetes, the key of engines that are found, and where these may be. Raises ConfigError."""
+    found = settings.engines_from
+    given = [name for name in found.__struct_fields__ if getattr(found, name) is not None]
+    if not settings.engines and not given:
         raise ConfigError(
             "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file (`engines_from: "
             "{local: {}}` finds those of this host, as `lmcache-gateway` without a file and an engine does)",
             field="engines",
         )
-    if service is not None and local is not None:
+    if len(given) > 1:
         raise ConfigError(
-            "engines_from.local: engines are found by kubernetes or on this host, not both; leave one out",
-            field="engines_from.local",
+            f"engines_from.{given[1]}: engines are found by {given[0]} already; leave one out",
+            field=f"engines_from.{given[1]}",
         )
-    if local is not None:
-        if local.first_port > local.last_port:
-            raise ConfigError(
-                f"engines_from.local.last_port: {local.last_port} is before first_port, {local.first_port}",
-                field="engines_from.local.last_port",
-            )
-        return None, _key(local.api_key_file, "engines_from.local.api_key_file")
-    if service is None:
-        return None, ""
-    return Account(service), _key(service.api_key_file, "engines_from.kubernetes.api_key_file")
+    local, service, controllers = found.local, found.kubernetes, found.controllers
+    if local is not None and local.first_port > local.last_port:
+        raise ConfigError(
+            f"engines_from.local.last_port: {local.last_port} is before first_port, {local.first_port}",
+            field="engines_from.local.last_port",
+        )
+    if controllers is not None and not settings.controllers.urls:
+        raise ConfigError(
+            "engines_from.controllers: needs `controllers.urls`, which says where they are",
+            field="engines_from.controllers",
+        )
+    source = local or service or controllers
+    key = _key(source.api_key_file, f"engines_from.{given[0]}.api_key_file") if source is not None else ""
+    allowed = (
+        Allowed(controllers.allowed, "engines_from.controllers.allowed") if controllers is not None else None
+    )
+    return Account(service) if service is not None else None, key, allowed
 
 
 def _check_picker(settings: GatewaySettings) -> None:
@@ -208,6 +239,35 @@ def _check_sharing(settings: GatewaySettings) -> ClusterKeys | None:
     from kvstrata.gateway.sharing.sockets import sharing_keys
 
     return sharing_keys(sharing.curve_file)
+
+
+def _check_controllers(settings: GatewaySettings) -> ClusterKeys | None:
+    """The keys in the file for the controllers. Raises ConfigError."""
+    wanted = settings.controllers
+    _refuse_twice("controllers", "urls", list(wanted.urls))
+    if wanted.curve_file and wanted.insecure:
+        raise ConfigError(
+            "controllers.insecure: controllers without keys need no curve_file; leave one of them out",
+            field="controllers.insecure",
+        )
+    for i, url in enumerate(wanted.urls):
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
+        if not 0 < int(port) <= MAX_PORT:
+            raise ConfigError(
+                f"controllers.urls[{i}]: {url!r}: {port} is no port; give a controller's reply port, as 8400",
+                field=f"controllers.urls[{i}]",
+            )
+        if not (wanted.curve_file or wanted.insecure or is_loopback(host.strip("[]"))):
+            raise ConfigError(
+                f"controllers.urls[{i}]: {url!r} is not loopback: give controllers.curve_file, this gateway's keys as "
+                "`kvstrata cluster add` makes them",
+                field=f"controllers.urls[{i}]",
+            )
+    if not (wanted.urls and wanted.curve_file):
+        return None
+    from kvstrata.rpc.zmq_curve import read_cluster_keys
+
+    return read_cluster_keys(wanted.curve_file, "controllers.curve_file")
 
 
 def _tokenizers(settings: GatewaySettings, made: Mapping[str, OwnTokenizer]) -> dict[str, OwnTokenizer]:

@@ -248,6 +248,14 @@ class Probing:
         places = (urlsplit(settings.url.removeprefix(DNS)) for settings, _ in self._engines)
         return {place.port for place in places if place.port and is_loopback(place.hostname or "")}
 
+    def addresses(self) -> set[Address]:
+        """Where the engines are that the settings name."""
+        return {
+            place_of(settings, "").address
+            for settings, _ in self._engines
+            if not settings.url.startswith(DNS)
+        }
+
     async def _addresses(self, settings: EngineSettings) -> list[str] | None:
         plain = urlsplit(settings.url.removeprefix(DNS))
         loop = asyncio.get_running_loop()

@@ -20,8 +20,8 @@ from kvstrata import __version__
 from kvstrata.config.changes import Changes, changes, replaced
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.gateway.door import Door
+from kvstrata.gateway.finding import Parts, start_finding
 from kvstrata.gateway.fleet import Fleet
-from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.plan import TTFT, Plan, plan
 from kvstrata.observability.logging import current_level, set_level
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvstrata.gateway.admission import Admission
     from kvstrata.gateway.app import App
     from kvstrata.gateway.choosing import Choosing
+    from kvstrata.gateway.controllers.asking import Controllers
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
     from kvstrata.gateway.keeping import Keeper
@@ -110,6 +111,7 @@ class Gateway(Process):
         self._reader: Reader
         self._picker: PickerServer | None = None
         self._sharing: Sharing | None = None
+        self._controllers: Controllers
         self._keeper: Keeper | None = None
         self._tokens: Tokens
         self._server: uvicorn.Server
@@ -123,6 +125,7 @@ class Gateway(Process):
         from kvstrata.gateway.browsing import PAGES, Browsing
         from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
+        from kvstrata.gateway.controllers.asking import Controllers
         from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
@@ -164,6 +167,12 @@ class Gateway(Process):
             await self._start_sharing(settings)
         if settings.state_dir:
             self._start_keeping(settings.state_dir)
+        self._controllers = controllers = Controllers(
+            settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
+        )
+        self.closers.append(controllers.close)
+        choosing.reads = controllers.reads
+        controllers.numbers = lambda: (self._settings.policy, self._in_flight, sum(meters.received.values()))
         self._forwarder = Forwarder(
             settings,
             fleet,
@@ -191,6 +200,7 @@ class Gateway(Process):
                 residency.page,
                 tokens,
                 lambda: self._sharing.counts() if self._sharing is not None else {},
+                lambda: controllers.links,
             )
         )
         self._app = App(
@@ -205,14 +215,19 @@ class Gateway(Process):
             pages,
             choosing.decisions,
             browsing := Browsing(access, logins, listener.url(settings.http)),
+            controllers.told,
         )
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.enabled:
             await self._start_picker(settings)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
-        await self._start_endpoints()
-        await self._start_local(listener.port)
+        picker = {self._picker.port} if self._picker is not None else set()
+        parts = Parts(
+            lambda: self._settings, self._plan, fleet, links, probing, controllers, self.supervisor, self.closers,
+            self.log,
+        )  # fmt: skip
+        await start_finding(parts, {listener.port, *picker})
         await probing.probed()  # requests that come at once find engines
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
@@ -241,45 +256,6 @@ class Gateway(Process):
         if link := browsing.link():
             self.log.info("dashboard", open=link, once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
-
-    async def _start_endpoints(self) -> None:
-        """Watch the engines that Kubernetes names, and wait a moment for the first list."""
-        service, account = self._settings.engines_from.kubernetes, self._plan.account
-        if service is None or account is None:
-            return
-        endpoints = Endpoints(
-            service,
-            account,
-            self._plan.found_key,
-            self._probing.set_found,
-            self._settings.timeouts.connect_s,
-        )
-        self.closers.append(endpoints.close)
-        self.supervisor.spawn(endpoints.keep(), "endpoints")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.health.timeout_s):
-                await endpoints.known.wait()
-
-    async def _start_local(self, own_port: int) -> None:
-        """Look for the engines of this host, and go on looking."""
-        if self._settings.engines_from.local is None:
-            return
-        from kvstrata.gateway.local_engines import LocalEngines
-
-        picker = {self._picker.port} if self._picker is not None else set()
-        local = LocalEngines(
-            self._settings.engines_from.local,
-            self._plan.found_key,
-            self._links,
-            self._probing.set_found,
-            lambda: {own_port, *picker, *self._probing.loopback_ports()},
-            time.monotonic,
-        )
-        await local.look(self._settings.health.timeout_s)
-        if not self._fleet.engines:
-            says = "start one, or name engines by --engine URL or in the file"
-            self.log.warning("no_engine_here", note=says)
-        self.supervisor.spawn(local.keep(lambda: self._settings.health), "local-engines")
 
     def _start_keeping(self, folder: str) -> None:
         """Remember what was learned before, and keep it from now on."""
@@ -399,6 +375,7 @@ class Gateway(Process):
         self._reader.settings = settings
         if self._sharing is not None:
             await self._sharing.set(settings.sharing)
+        self._controllers.set(settings.controllers, newer.controller_keys)
         if self._picker is not None:
             self._picker.held.settings = settings
         self._forwarder.budget.share = settings.retries.budget_share
@@ -433,6 +410,8 @@ class Gateway(Process):
             "kv_events_thread": self._residency.thread(),
             "tokens": self._tokens.page(),
             "sharing": self._sharing.page() if self._sharing is not None else {},
+            "controllers": self._controllers.page(),
+            "replicas": dict(self._controllers.replicas.counts),
             "state": self._keeper.page() if self._keeper is not None else {},
             "engines": [
                 {

@@ -18,6 +18,7 @@ from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.routes import (
     MAX_SESSION_CHARS,
     RESPONSES,
+    ROUTES,
     Asked,
     Route,
     asked,
@@ -43,7 +44,7 @@ class Reader:
         self, path: str, route: Route, body: bytes, headers: Headers, word: str, tenant: str
     ) -> tuple[Asked, Wanted] | Failure:
         """Read a request. `word`: its id. `tenant`: the name of its sender; empty: clients need no key."""
-        response = response_of(path)
+        response = response_of(path) if path not in ROUTES else ""
         found = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
         if isinstance(found, Failure):
             return found

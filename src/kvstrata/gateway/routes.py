@@ -143,7 +143,8 @@ def response_in(part: bytes) -> str:
 def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     """What a body asks for."""
     if route.multipart:
-        return _checked(_model_in_form(body), Asked())
+        model = _checked(_model_in_form(body))
+        return model if isinstance(model, Failure) else Asked(model)
     try:
         found = _decode(body)
     except msgspec.ValidationError:
@@ -157,18 +158,18 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     text = next((bytes(one) for one in (found.messages, found.prompt, found.input) if one), b"")
     more = [found.system, found.instructions, found.tools, found.tool_choice]
     more += [found.chat_template, found.chat_template_kwargs, found.cache_salt]
-    return _checked(
-        found.model,
-        Asked(
-            "",
-            session[:MAX_SESSION_CHARS],
-            route.repeatable and not stores,
-            after,
-            text,
-            tuple(bytes(one) for one in more),
-            _text_of(found.cache_salt),
-            found.stream is True,
-        ),
+    model = _checked(found.model)
+    if isinstance(model, Failure):
+        return model
+    return Asked(
+        model,
+        session[:MAX_SESSION_CHARS],
+        route.repeatable and not stores,
+        after,
+        text,
+        tuple(bytes(one) for one in more),
+        _text_of(found.cache_salt),
+        found.stream is True,
     )
 
 
@@ -207,10 +208,11 @@ def ids_in(text: bytes) -> array[int] | None:
         return None
 
 
-def _checked(model: Any, rest: Asked) -> Asked | Failure:
+def _checked(model: Any) -> str | Failure:
+    """The model that a body names; empty: it names none."""
     if model is None:
-        return rest
+        return ""
     if not isinstance(model, str) or len(model) > MAX_MODEL_CHARS:
         says = f"model: must be a model's name of at most {MAX_MODEL_CHARS} characters, found {model!a:.80}"
         return Failure(400, "invalid_model", says, "model")
-    return rest._replace(model=model)
+    return model

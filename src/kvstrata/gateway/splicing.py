@@ -8,7 +8,6 @@ The event loop does nothing for a token, so a new request need not wait until a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -80,15 +79,16 @@ class Splices:
 
     async def _ended(self, splice: Splice) -> None:
         """Wait for the end, even when cancelled: the sockets are not ours before it."""
-        ended = self._ends[splice.number] = self._loop.create_future()
-        try:
-            await asyncio.shield(ended)
-        except asyncio.CancelledError:
-            self._native.stop(splice)
-            while not ended.done():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.shield(ended)
-            raise
+        cancelled: asyncio.CancelledError | None = None
+        while not splice.is_over:
+            ended = self._ends[splice.number] = self._loop.create_future()
+            try:
+                await ended
+            except asyncio.CancelledError as error:
+                cancelled = error
+                self._native.stop(splice)
+        if cancelled is not None:
+            raise cancelled
 
     def _take(self) -> None:
         for splice in self._native.take_ended():

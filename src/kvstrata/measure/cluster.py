@@ -25,6 +25,7 @@ from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.measure.figures import percentile
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_fields import TAG_BYTES, KvKind
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import AskLink, Links, PushLink
 
@@ -99,7 +100,7 @@ class Instance:
         self.name = name
         self.tiers = list(tiers)
         self.incarnation = secrets.randbelow(1 << 62) + 1
-        self.held = os.urandom(wire.TAG_BYTES * chunks)
+        self.held = os.urandom(TAG_BYTES * chunks)
         """Tags that the instance names in its sync and never evicts."""
         self.newest = b""
         self._links = links
@@ -124,11 +125,11 @@ class Instance:
         self._heart = self._links.ask(f"{self._host}:{registered.heartbeat_port}", keys=self._keys)
         me = (self.name, self.incarnation, 1)
         await self._reply.ask(wire.SyncBegin(0, *me, 0), wire.Done, ANSWER_S)
-        size = PART_TAGS * wire.TAG_BYTES
+        size = PART_TAGS * TAG_BYTES
         parts = [self.held[at : at + size] for at in range(0, len(self.held), size)]
         for index, tags in enumerate(parts):
             await self._part(wire.SyncPart(0, *me, index, "l1", tags, crc32c(tags)))
-        counts = {"l1": len(self.held) // wire.TAG_BYTES}
+        counts = {"l1": len(self.held) // TAG_BYTES}
         await self._reply.ask(wire.SyncEnd(0, *me, len(parts), counts), wire.Done, ANSWER_S)
         await self.beat()
         return registered.heartbeat_ms / 1000
@@ -144,7 +145,7 @@ class Instance:
             else:
                 return
 
-    async def beat(self, load: wire.Load = NO_LOAD, models: Sequence[wire.KvKind] = ()) -> None:
+    async def beat(self, load: wire.Load = NO_LOAD, models: Sequence[KvKind] = ()) -> None:
         """Send one heartbeat. Raises Unavailable or ClusterFailure."""
         assert self._heart is not None
         told = wire.Heartbeat(0, self.name, self.incarnation, self._seq, "ready", load, list(models), [])
@@ -157,8 +158,8 @@ class Instance:
         """
         assert self._push is not None
         if not self._frame:
-            evicts = self._before[: wire.TAG_BYTES * (keys // EVICT_SHARE)]
-            admits = os.urandom(wire.TAG_BYTES * keys - len(evicts))
+            evicts = self._before[: TAG_BYTES * (keys // EVICT_SHARE)]
+            admits = os.urandom(TAG_BYTES * keys - len(evicts))
             runs = [wire.Run(wire.Change.ADMIT, tier, admits)]
             if evicts:
                 runs.append(wire.Run(wire.Change.EVICT, tier, evicts))
@@ -169,7 +170,7 @@ class Instance:
         self._seq += 1
         self._frame = b""
         # The last tag of a batch is not among those that the next batch evicts.
-        self.newest = self._before[-wire.TAG_BYTES :]
+        self.newest = self._before[-TAG_BYTES:]
         return True
 
     async def where(self, tags: bytes) -> int:
@@ -312,13 +313,13 @@ class SimulatedCluster:
         holder = self._instances[number % len(self._instances)]
         asker = self._instances[(number + 1) % len(self._instances)]
         first = number * tags % max(1, self.chunks - tags + 1)
-        wanted = holder.held[wire.TAG_BYTES * first : wire.TAG_BYTES * (first + tags)]
+        wanted = holder.held[TAG_BYTES * first : TAG_BYTES * (first + tags)]
         begun_s = time.perf_counter()
         found = await asker.where(wanted)
         took_ms = 1e3 * (time.perf_counter() - begun_s)
-        if found != len(wanted) // wire.TAG_BYTES:
+        if found != len(wanted) // TAG_BYTES:
             raise Unavailable(
-                f"the controller found {found} of {len(wanted) // wire.TAG_BYTES} chunks of {holder.name}"
+                f"the controller found {found} of {len(wanted) // TAG_BYTES} chunks of {holder.name}"
             )
         return took_ms
 

@@ -45,6 +45,13 @@ class EngineBlocks:
         token's block. Returns how many blocks that were, or -1, with nothing changed, if too few blocks are free for
         the known tokens."""
 
+    def find(self, sequence: Sequence, known: int) -> int:
+        """How many blocks `admit` would find now. Takes none. Raises ValueError for 0 known tokens."""
+
+    def reserve(self, sequence: Sequence, tokens: int) -> tuple[int, ...] | None:
+        """Give a sequence blocks for its first `tokens` tokens, without letting more of them be found. Returns the keys
+        that were removed; None, with nothing changed, if too few blocks are free."""
+
     def grow(self, sequence: Sequence, tokens: int) -> tuple[int, tuple[int, ...]] | None:
         """Give a sequence blocks for its first `tokens` tokens, and let the full ones be found. Returns how many blocks
         can newly be found, and the keys that were removed; None, with nothing changed, if too few blocks are free."""

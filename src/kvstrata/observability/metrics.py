@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstrata.observability.load_line import LoadLine
+
 SECONDS_BUCKETS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0),
 )
@@ -134,6 +136,8 @@ class ServerCounters:
         self.heartbeat = Histogram()
         self.sync = Histogram(LONG_BUCKETS)
         self.l2: dict[tuple[str, str], L2Operation] = {}
+        self.load_lines: dict[str, LoadLine] = {}
+        """How long loads take, by adapter."""
 
     def request_ended(self, op: str, seconds: float) -> None:
         """Count the time from a request's arrival to its reply."""
@@ -151,12 +155,15 @@ class ServerCounters:
             counted = self.l2[(adapter, operation)] = L2Operation()
         counted.time.add(seconds)
         counted.moved_bytes += moved_bytes
+        if operation == "load" and moved_bytes and seconds > 0:
+            self.load_lines.setdefault(adapter, LoadLine()).add(moved_bytes, seconds)
         for word, count in outcomes.items():
             count_word(counted.outcomes, word, count)
 
     def forget_adapter(self, name: str) -> None:
         """Drop the counters of an adapter that was removed, so that its name is no longer a label."""
         self.l2 = {known: counted for known, counted in self.l2.items() if known[0] != name}
+        self.load_lines.pop(name, None)
 
     def as_dict(self) -> dict[str, Any]:
         """The counters by name, for the status document; histograms and L2 operations are not among them."""

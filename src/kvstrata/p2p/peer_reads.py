@@ -24,6 +24,11 @@ class PeerReads:
         self._stack = stack
         self._counters = counters
 
+    @property
+    def name(self) -> str:
+        """The tier's name; empty where peers are not read."""
+        return self._name
+
     def prefer(self, keys: Sequence[bytes], owner: Owner | None) -> None:
         """Ask this peer first for these chunks; None: ask the owners that the directory names, as before."""
         if (peers := self._peers()) is not None:

@@ -107,6 +107,12 @@ class EngineGroup:
         return [frozenset(of[digest]) for digest in self.slices]
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one chunk's longest records in all slices; 0: not known."""
+        lengths = self.lengths
+        return sum(map(max, lengths)) if lengths and all(lengths) else 0
+
+    @property
     def declares_lengths(self) -> bool:
         """Whether every process with a slice has declared the length of its records."""
         return all(member.declares_length for member in self.members.values() if member.digest)
@@ -139,6 +145,7 @@ class AttachedProcess:
         "declares_length",
         "detached",
         "digest",
+        "engine_url",
         "group",
         "identities",
         "lengths",
@@ -168,6 +175,8 @@ class AttachedProcess:
         """Proves that a request comes from this process."""
         self.tenants: frozenset[str] | None = None
         """The tenants that it may name; None: any."""
+        self.engine_url = ""
+        """Where its engine is reached over HTTP, as it tells; empty: it does not."""
         self.detached = False
         self.identities: dict[int, DeclaredIdentity] = {}
         self.copies: dict[str, object] | None = None
@@ -310,6 +319,7 @@ class ProcessTable:
         record_bytes: int = 0,
         span: int = 0,
         own_pool: Pool | None = None,
+        engine_url: str = "",
     ) -> AttachedProcess:
         """Add a process whose declaration was checked; for a session that is known, return its process.
 
@@ -318,6 +328,7 @@ class ProcessTable:
         `record_bytes`: the length of its slice's records, 0 if it did not declare one.
         `span`: how many of a hit's last chunks are needed in its slice, 0 for all.
         `own_pool`: the pool of its tenant, None for the shared pool.
+        `engine_url`: where its engine is reached over HTTP, empty if it does not tell.
         Raises NotPermitted if the session, or its group, is an engine's of another pool.
         """
         process = self._processes.get(session)
@@ -332,6 +343,7 @@ class ProcessTable:
             process.tenants = tenants
             process.secret = secret
             process.row = row
+            process.engine_url = engine_url
             process.group.changed()
             return process
         of_engine = self._groups.get(group)
@@ -341,6 +353,7 @@ class ProcessTable:
         process.tenants = tenants
         process.secret = secret
         process.span = span
+        process.engine_url = engine_url
         if record_bytes:
             process.declares_length = True
             process.has_records_of(record_bytes)

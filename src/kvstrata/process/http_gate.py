@@ -44,6 +44,9 @@ METRICS = "/metrics"
 OWN_SITE = ("", "none", "same-origin")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/@]+)(?::\d{1,5})?")
 
+MAX_KNOWN_HOSTS, MAX_HOST_CHARS = 64, 256
+"""Bounds of the `Host` headers that are remembered, and of each."""
+
 Headers = Mapping[bytes, bytes]
 
 
@@ -78,6 +81,8 @@ class Access:
             own += [platform.node(), platform.node().partition(".")[0]]
         self._names = {bare_host(name) for name in own} - {""}
         self._any_host = not token and not self._loopback
+        self._known_hosts: set[str] = set()
+        """Headers that named this port, so that most requests need not have theirs read again."""
 
     def set_token(self, token: str) -> None:
         """Ask for this token from now on, and end the sessions that the last one opened; empty: the port is open."""
@@ -87,13 +92,18 @@ class Access:
 
     def knows_host(self, host: str) -> bool:
         """Whether a `Host` header names this port."""
+        if host in self._known_hosts:
+            return True
         name = bare_host(host)
         # No other site's page can have an address as its name.
-        return (
+        knows = (
             self._any_host
             or name in self._names
             or (_is_ip(name) and (not self._loopback or is_loopback(name)))
         )
+        if knows and len(self._known_hosts) < MAX_KNOWN_HOSTS and len(host) <= MAX_HOST_CHARS:
+            self._known_hosts.add(host)
+        return knows
 
     def knows_origin(self, headers: Headers, path: str) -> bool:
         """Whether the page that sent this request, if a page did, is this port's own."""

@@ -13,6 +13,8 @@ from msgspec import Meta
 from kvstrata.rpc.wire import MAX_SLICES, SECRET_BYTES, SessionName
 from kvstrata.types import LayoutIdentity, Role, Slice
 
+ENGINE_URL = r"^(|https?://[^\s/?#@]+:[0-9]{1,5})$"
+"""Form of an engine's URL."""
 MAX_HELD_LOCKS = 1024
 """Maximum number of lock files of one process: one per segment that it was ever attached to."""
 
@@ -42,6 +44,8 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
     Such access may outlast the locks of a process that dies, but not its pidfd."""
     token: Annotated[str, Meta(max_length=256)] = ""
     """Proves which tenants this process may use, if the server has a tenants file."""
+    engine_url: Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)] = ""
+    """Where gateways reach the engine over HTTP, for its scheduler to tell; empty: they are not told of it."""
     held_locks: Annotated[list[tuple[int, int]], Meta(max_length=MAX_HELD_LOCKS)] = []
     """(device, inode) of every sessions.lock that this process has open. The process must never get a second descriptor
     of such a file, because closing that descriptor would drop its locks."""

@@ -3,6 +3,7 @@
 The controller has three sockets, named as in its `--monitor-ports`:
 
     reply       ROUTER   Register, Goodbye, SyncBegin, SyncPart, SyncEnd, Where        one answer each
+                         GatewayBeat, Holdings (gateway_wire.py)
     pull        PULL     Events                                                        no answer
     heartbeat   ROUTER   Heartbeat                                                     Beat with commands; Nudge
 
@@ -28,13 +29,26 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS, LayoutIdentity
+from kvstrata.rpc.cluster_fields import (
+    MAX_ENGINES,
+    TAG_BYTES,
+    ClusterReply,
+    ClusterRequest,
+    Count,
+    Endpoint,
+    EngineUrl,
+    InstanceId,
+    KvKind,
+    Seq,
+    Tags,
+    TierName,
+    Word,
+)
+from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, Replicate, TierRate
+from kvstrata.types import EXTENT, KEY_BYTES, MAX_L2_ADAPTERS
 
 CLUSTER_PROTOCOL_VERSION = 5
-TAG_BYTES = 8
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
-MAX_TAGS = 262_144
-"""Tags in one message (2 MiB)."""
 MAX_PEER_KEYS = 4_096
 """Keys in one lease of a peer."""
 MAX_EXPLAINED_KEYS = 256
@@ -47,40 +61,19 @@ MAX_CLUSTER_ID = (1 << 53) - 1
 MAX_METADATA_BYTES = 1 << 20
 """Longest description of itself that a transfer engine sends to its peers."""
 
-Seq = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 ClusterId = Annotated[int, Meta(ge=0, le=MAX_CLUSTER_ID)]
 Incarnation = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
-InstanceId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public CURVE key in Z85."""
-Endpoint = Annotated[str, Meta(max_length=256, pattern=r"^[^\s\x00-\x1f\x7f]*$")]
-TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
-"""`l1`, or the name of an L2 adapter that only this instance uses."""
-Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
+Medium = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
 TenantName = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2_000)]
-Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A text without control characters, which pages and logs show as it is."""
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
 """Tiers in one report: the tiers of an instance, and those that are being removed."""
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]
-
-
-class ClusterRequest(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all requests, with their common first field."""
-
-    seq: Seq
-
-
-class ClusterReply(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all answers, with their common first fields."""
-
-    seq: int
-    epoch: int
 
 
 class Failure(ClusterReply, frozen=True, tag="failure"):
@@ -97,16 +90,6 @@ class Failure(ClusterReply, frozen=True, tag="failure"):
 
 
 # --- instance to controller: reply socket -----------------------------------------------------------------
-
-
-class KvKind(msgspec.Struct, array_like=True, frozen=True):
-    """One kind of KV, of engines that are attached to this instance."""
-
-    layout: LayoutIdentity
-    slices: list[bytes]
-    """Digests of the slices of one engine, sorted; a chunk has one storage key for each slice."""
-    spans: Annotated[list[Annotated[int, Meta(ge=0, le=2**32 - 1)]], Meta(max_length=4096)] = []
-    """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
 
 
 class Register(ClusterRequest, frozen=True, tag="register"):
@@ -129,6 +112,11 @@ class Register(ClusterRequest, frozen=True, tag="register"):
     pid: Count = 0
     last_event: Seq = 0
     """Seq of the instance's last Events; the next Events have the next number."""
+    media: Annotated[dict[TierName, Medium], Meta(max_length=MAX_L2_ADAPTERS)] = msgspec.field(
+        default_factory=dict
+    )
+    """Of tiers whose media other instances share: a word that all tiers of one medium have.  Of these tiers an instance
+    tells what it has put or found there."""
 
 
 class Registered(ClusterReply, frozen=True, tag="register"):
@@ -347,6 +335,10 @@ class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
     lost its data, and takes a greater cluster id."""
     draining: bool = False
     """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
+    engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
+    """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
+    rates: Annotated[list[TierRate], Meta(max_length=2)] = msgspec.field(default_factory=list)
+    """How fast the instance fills its L1 from L2 and from peers, as far as it has measured that."""
 
 
 class Beat(ClusterReply, frozen=True, tag="beat"):
@@ -448,10 +440,11 @@ class PeerReleased(ClusterReply, frozen=True, tag="peer_release"):
     """The MACs of the records at the request's extents, 16 bytes each; empty if `mac_key` was, or `stood` is false."""
 
 
-ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where
+ToReply = Register | Goodbye | SyncBegin | SyncPart | SyncEnd | Where | GatewayBeat | Holdings | Replicate
 ToPeer = PeerHello | PeerLease | PeerRelease
 FromCluster = (
     Failure | Registered | Done | WhereReply | Beat | Nudge | PeerWelcome | PeerLeased | PeerReleased
+    | GatewayHeard | HoldingsReply
 )  # fmt: skip
 
 

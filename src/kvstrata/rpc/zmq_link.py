@@ -24,12 +24,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ClusterFailure, Unavailable
+from kvstrata.rpc.cluster_fields import ClusterReply, ClusterRequest
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
     BAD_FRAME,
     MAX_CLUSTER_MESSAGE_BYTES,
-    ClusterReply,
-    ClusterRequest,
     Failure,
     Nudge,
     encode,

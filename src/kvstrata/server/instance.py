@@ -51,7 +51,7 @@ from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.cluster.own_key import member_keys
-from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.composition import (
     L2,
     Ground,
@@ -172,9 +172,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     # 2. Tables, news, L2 and its tiers.
     tables = make_tables(ground, rpc.send)
     tiers = TierSet()
-    own = OwnTiers(tiers, shell.supervisor)
+    told = ToldTiers(tiers, shell.supervisor)
     urls = settings.controller.url.split(",") if settings.controller.url else []
-    news_of = {url: TierNews(own) for url in dict.fromkeys(urls)}
+    news_of = {url: TierNews(told) for url in dict.fromkeys(urls)}
     keys = member_keys(settings, facts, shell.supervisor, os.environ) if news_of else None
     peer = peer_config(plan, keys)
     l2 = make_l2(ground, tiers, News(list(news_of.values())), peer_tier=peer.name if peer else "")
@@ -200,7 +200,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     served = membership = None
     if keys is not None:
         served = serve_peers(plan, keys, ground, l2, peer, closers)
-        membership = make_membership(plan, keys, ground, tables, l2, admin, own, news_of, served)
+        membership = make_membership(plan, keys, ground, tables, l2, admin, told, news_of, served)
         closers.append(membership.stop)
         ground.board.put("cluster", membership.status)
         ground.board.put("peers_served", served.server.status)

@@ -22,7 +22,7 @@ from kvstrata.server.cluster.fence import Fence
 from kvstrata.server.cluster.link import Advertised, ControllerLink
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.cluster.own_key import MemberKeys
-from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.composition import L2, AdminParts, Ground, Tables
 from kvstrata.server.plan import Plan
 from kvstrata.storage.entry import TierConfig
@@ -130,7 +130,7 @@ def make_membership(
     tables: Tables,
     l2: L2,
     admin: AdminParts,
-    own: OwnTiers,
+    told: ToldTiers,
     news_of: dict[str, TierNews],
     served: PeersServed,
 ) -> Membership:
@@ -152,7 +152,7 @@ def make_membership(
     )
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(ground.pools, tables.processes, own, peer_server, l2.peer_reads, ground.counters)
+    condition = Condition(ground.pools, tables.processes, told, peer_server, l2.peer_reads, ground.counters)
     fence = Fence()
     links = [
         ControllerLink(
@@ -162,7 +162,7 @@ def make_membership(
             advertised=advertised,
             pools=ground.pools,
             news=news,
-            own=own,
+            told=told,
             condition=condition,
             actions=actions,
             fence=fence,
@@ -173,7 +173,7 @@ def make_membership(
         )
         for url, news in news_of.items()
     ]
-    return Membership(links, own, peer_server)
+    return Membership(links, told, peer_server)
 
 
 def _host_of(listen: str) -> str:

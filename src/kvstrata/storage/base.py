@@ -122,6 +122,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Keeps its records across a restart of this process."""
     shared: bool
     """Other instances put and delete on the same medium, so answers about presence may be stale."""
+    medium: str = ""
+    """A word that instances have in common which share one medium, and no others; empty: not known."""
     max_batch: int = 64
     wants_registered_memory: bool = False
     registers_own_pools: bool = False

@@ -15,6 +15,7 @@ import pytest
 from kvstrata.cli import ctl
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
+from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, key_of, tags_of
@@ -161,7 +162,7 @@ def test_a_prompt_is_found_by_its_tokens(controller, instance):
     with pytest.raises(urllib.error.HTTPError) as refused:
         controller.ask("/v1/lookup", asked)
     assert refused.value.code == 400 and "no engine has" in json.load(refused.value)["message"]
-    a.heartbeat(models=[wire.KvKind(layout, slices)])
+    a.heartbeat(models=[KvKind(layout, slices)])
     found = controller.ask("/v1/lookup", asked)
     assert (found["n_chunks"], found["n_slices"], found["held_chunks"]) == (4, 2, 4)
     assert found["longest"] == [{"instance": "a", "chunks": 3, "tokens": 48, "confirmed": True}]

@@ -7,7 +7,7 @@ import re
 import pytest
 from playwright.async_api import expect
 
-from tests.harness.dashboard_cluster import Cluster, instance, served
+from tests.harness.dashboard_cluster import Cluster, gateway, instance, served
 from tests.integration.controller.dashboard_scene import Visit, lookup, twelve
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
@@ -215,3 +215,18 @@ async def test_runtime_page_shows_process_and_environment(visit: Visit) -> None:
         await page.get_by_label("Filter environment").fill("omp")
         await expect(page.get_by_role("row", name="OMP_NUM_THREADS")).to_be_visible()
         await expect(page.get_by_role("row", name="KVSTRATA_L1_SIZE_GB")).to_have_count(0)
+
+
+async def test_the_overview_lists_the_gateways(visit: Visit) -> None:
+    cluster = Cluster(instance("a-0", 0))
+    cluster.gateways = [gateway("edge-1"), gateway("edge-2", host="fd00::2", heard_ago_s=65.0)]
+    async with served(cluster) as url, visit(f"{url}#/") as page:
+        rows = page.locator("section", has=page.get_by_role("heading", name="Gateways")).locator("tbody tr")
+        await expect(rows).to_have_count(2)
+        await expect(rows.nth(0)).to_contain_text("edge-1")
+        await expect(rows.nth(0)).to_contain_text("3 of 4")
+        await expect(rows.nth(0)).to_contain_text("now")
+        await expect(rows.nth(1)).to_contain_text("[fd00::2]:8090")
+        await expect(rows.nth(1)).to_contain_text("silent for")
+        cluster.gateways = []
+        await expect(page.get_by_text("No gateway asks this controller.")).to_be_visible()

@@ -362,7 +362,7 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(
         ),
         (
             {"engines_from": {"local": {}, "kubernetes": {"service": "a"}}},
-            "engines_from.local: engines are found by kubernetes or on this host, not both",
+            "engines_from.local: engines are found by kubernetes already; leave one out",
         ),
         (
             {"engines_from": {"local": {"api_key_file": "/nonexistent"}}},

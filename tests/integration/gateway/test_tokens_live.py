@@ -95,7 +95,7 @@ async def test_a_verified_tokenizer_tells_what_the_engine_will_tokenise(
     await ask(gateway, session, "/v1/completions", prompt=[1, 2, 3])
     await ask(gateway, session, "/v1/responses", input="one two", max_output_tokens=16)
     await ask(gateway, session, messages=messages, tools=[tool])  # spelled otherwise than by vLLM
-    assert await prompts(gateway, session) == {"tokenizer": 4, "render": 2}
+    assert await prompts(gateway, session) == {"tokenizer": 5, "render": 1}
     metrics = await page(gateway, session, "/metrics")
     assert "kvstrata_gateway_mistaken_tokens_total{" not in metrics
 
@@ -171,7 +171,7 @@ async def test_engines_that_take_ids_get_them(
             await line.answer(await answer.read(), answer.status)
 
     scripted = ScriptedEngine("m", behaviour=ignores)
-    for takes, engine in ((True, None), (False, scripted)):
+    for takes, engine in ((f"{CHAT},/v1/completions", None), ("/v1/completions", scripted)):
         gateway = await start(
             *([engine] if engine else []), urls=[] if engine else [sim], policy="ttft", tokens=tokens
         )
@@ -191,6 +191,29 @@ async def test_engines_that_take_ids_get_them(
         assert await prompts(gateway, session) == {"tokenizer": 1}
         gateway.kill()
     assert [got.document.get("kv_transfer_params") for got in scripted.got if got.target == CHAT] == [None]
+
+
+async def test_ids_that_an_engine_rendered_go_back_to_it(
+    sim: str, start: Start, session: aiohttp.ClientSession
+) -> None:
+    async def passes(got: Got, line: Line) -> None:
+        if got.method == "GET":
+            await line.answer({})
+            return
+        async with session.post(sim + got.target, json=got.document) as answer:
+            await line.answer(await answer.read(), answer.status)
+
+    scripted = ScriptedEngine("m", behaviour=passes)
+    tokens = {"render": True, "deadline_ms": 10_000, "pass_ids": True}
+    gateway = await start(scripted, policy="ttft", tokens=tokens)
+    await eventually_async(
+        "the trial", functools.partial(_logged, gateway, f"takes_ids={CHAT},/v1/completions")
+    )
+    scripted.got.clear()
+    answer = await ask(gateway, session, messages=user("Was kostet 5 € in ¥?"))
+    assert await prompts(gateway, session) == {"render": 1}
+    [got] = [got.document for got in scripted.got if got.target == CHAT]
+    assert len(got["kv_transfer_params"]["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
 
 
 async def _logged(gateway: GatewayProcess, words: str) -> bool:

@@ -48,6 +48,7 @@ BLOCKS = {
     },
     "docs/engine-sim.md": {
         "kvstrata sim": "tests/integration/testing/test_engine_sim.py starts one and asks it",
+        "lmcache-server": "tests/integration/testing/test_engine_sim_connector.py starts two on a server",
         "from kvstrata.testing": RUN,
         "import json": RUN,
     },
@@ -64,6 +65,7 @@ BLOCKS = {
         "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
         "policy: ttft\ntokens": "tests/integration/gateway/test_tokens_live has these settings for a simulated model",
         "policy: ttft\nsharing": "tests/integration/gateway/test_sharing.py has these settings for two gateways",
+        "policy: ttft\ncontrollers": "tests/integration/gateway/test_controllers.py has the first of these",
     },
     "docs/getting-started.md": {
         "$ python3 -m venv": RUN,

@@ -21,6 +21,7 @@ from kvstrata.testing.engine_sim.kv_events import BlockStored, KVEventBatch
 pytestmark = pytest.mark.integration
 
 HANG_MS = 60_000
+READY = re.compile(r"serving .* at (http://\S+?)(?:, KV events at (\S+?)(?:, their replay at (\S+))?)?$")
 BLOCK = 4
 
 
@@ -42,11 +43,14 @@ class Sim:
         ]
         self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
-        self.line = self.process.stderr.readline()
-        found = re.search(
-            r"at (http://\S+?)(?:, KV events at (\S+), their replay at (\S+))?$", self.line.strip()
-        )
-        assert found, self.line + self.process.stderr.read()
+        self.before: list[str] = []
+        """Lines until the one that tells the addresses."""
+        found = None
+        while found is None:
+            self.line = self.process.stderr.readline()
+            assert self.line, "".join(self.before)
+            self.before.append(self.line)
+            found = READY.search(self.line.strip())
         self.url, self.events, self.replay = found.groups()
 
     def stop(self) -> int:

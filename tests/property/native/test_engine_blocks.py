@@ -15,7 +15,7 @@ from tests.oracles.engine_blocks import OracleBlocks
 BLOCKS, TOKENS, SEQUENCES = 14, 24, 5
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["admit", "grow", "decode", "decode", "release", "clear"]),
+        st.sampled_from(["admit", "reserve", "grow", "decode", "decode", "release", "clear"]),
         st.integers(0, SEQUENCES - 1),
         st.integers(1, TOKENS),
     ),
@@ -50,11 +50,23 @@ class Pair:
         most = (known - 1) // self.size if self.finds else 0
         found = self.twin.lookup(self.keys(number, most))
         fits = -(-known // self.size) - len(found) + self.twin.unused(found) <= self.twin.free_blocks
+        assert self.blocks.find(self.sequences[number], known) == len(found)
         assert self.blocks.admit(self.sequences[number], known) == (len(found) if fits else -1)
         if fits:
             self.twin.hold(found)
             self.held[number] = found
             self.stored[number] = len(found)
+
+    def reserve(self, number: int, tokens: int) -> None:
+        if number in self.decoders:
+            return
+        before, missing = len(self.twin.removed), -(-tokens // self.size) - len(self.held[number])
+        reserved = self.blocks.reserve(self.sequences[number], tokens)
+        if missing > self.twin.free_blocks:
+            assert reserved is None
+            return
+        self.held[number] = self.held[number] + self.twin.take(max(0, missing))
+        assert reserved == tuple(self.twin.removed[before:])
 
     def grow(self, number: int, tokens: int) -> None:
         tokens = max(tokens, len(self.held[number]) * self.size)
@@ -151,6 +163,10 @@ def test_wrong_calls_are_refused() -> None:
     blocks, sequence = EngineBlocks(4, 4, finds=True), Sequence(tokens_of(0))
     with pytest.raises(ValueError, match="25 tokens of a sequence that has 24"):
         blocks.grow(sequence, 25)
+    with pytest.raises(ValueError, match="25 tokens of a sequence that has 24"):
+        blocks.reserve(sequence, 25)
+    with pytest.raises(ValueError, match="without known tokens"):
+        blocks.find(sequence, 0)
     with pytest.raises(ValueError, match="not all are full"):
         sequence.keys(0, 7, 4)
     with pytest.raises(TypeError, match="type 'I'"):

@@ -17,6 +17,7 @@ from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
+from kvstrata.gateway.tokens.apis import MESSAGES, RESPONSES
 from kvstrata.gateway.tokens.cuts import certain, parts_of
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, Text, prompt_in
@@ -157,13 +158,15 @@ def test_what_may_change_a_prompt_makes_it_unknown(more: dict[str, Any]) -> None
         ),
         max_leaves=12,
     ),
-    st.sampled_from(["messages", "tools", "prompt", "chat_template_kwargs", "reasoning_effort"]),
+    st.sampled_from(
+        ["messages", "tools", "prompt", "chat_template_kwargs", "reasoning_effort", "input", "system"]
+    ),
 )
 @example([{"role": []}], "messages")
 @example({}, "reasoning_effort")
 @settings(max_examples=40)
 def test_no_body_fails(value: Any, field: str) -> None:
-    for path in (CHAT, COMPLETIONS, "/v1/responses"):
+    for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
         prompt_in(path, json.dumps({**BODY, field: value}).encode())
 
 
@@ -303,14 +306,216 @@ async def test_few_wrong_lengths_among_many_degrade_nothing(own: dict[str, OwnTo
     await tokens.close()
 
 
+PASSED = frozenset((CHAT, COMPLETIONS))
+
+
+def passing(tokens: Tokens, model: str = "m", taken: frozenset[str] = PASSED) -> Tokens:
+    """The same service before an engine that takes ids on these paths."""
+    seen, verdict = tokens._verdicts["e", "m"]
+    tokens._verdicts["e", model] = (seen, verdict._replace(takes_ids=taken))
+    return tokens
+
+
 async def test_ids_are_put_beside_the_text_of_a_chat_without_parameters_of_its_own(
     own: dict[str, OwnTokenizer],
 ) -> None:
-    tokens = service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True)
+    tokens = passing(service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True))
     known = await tokens.of(CHAT, b"  " + json.dumps(BODY).encode(), "m", "")
     assert known.ids is not None
     assert json.loads(known.body) == {**BODY, "kv_transfer_params": {"prompt_token_ids": list(known.ids)}}
     own_ones = {**BODY, "kv_transfer_params": {"x": 1}}
     assert (await tokens.of(CHAT, json.dumps(own_ones).encode(), "m", "")).body == b""
-    assert (await tokens.of(COMPLETIONS, b'{"prompt": "x"}', "m", "")).body == b""
     await tokens.close()
+
+
+async def test_ids_take_the_place_of_a_completions_text_unless_it_is_shown(
+    own: dict[str, OwnTokenizer],
+) -> None:
+    tokens = passing(service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True))
+    body = {"n": 1, "prompt": "x y", "é": ["prompt", 1.50], "stream": False}
+    known = await tokens.of(COMPLETIONS, json.dumps(body).encode(), "m", "")
+    assert known.ids and json.loads(known.body) == {**body, "prompt": list(known.ids)}
+    for shown in ({"echo": True}, {"prompt_logprobs": 0}):
+        shows = await tokens.of(COMPLETIONS, json.dumps({**body, **shown}).encode(), "m", "")
+        assert shows.ids == known.ids and shows.body == b""
+    await tokens.close()
+
+
+async def test_ids_go_on_only_where_each_engine_that_takes_some_takes_them(
+    own: dict[str, OwnTokenizer],
+) -> None:
+    only_chats = passing(
+        service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True), taken=frozenset({CHAT})
+    )
+    assert (await only_chats.of(COMPLETIONS, b'{"prompt": "x"}', "m", "")).body == b""
+    assert (await only_chats.of(CHAT, json.dumps(BODY).encode(), "m", "")).body
+    await only_chats.close()
+
+
+async def test_ids_that_an_engine_rendered_are_passed_on_too(
+    own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True, render=True)
+    tokens._fleet.engines["e"].models["z"] = {"id": "z"}
+    passing(tokens, "z")
+
+    async def post(links: Any, place: Place, path: str, body: bytes) -> tuple[int, bytes]:
+        assert path == f"{CHAT}/render"
+        return 200, b'{"token_ids": [7, 8]}'
+
+    monkeypatch.setattr("kvstrata.gateway.tokens.source.post", post)
+    known = await tokens.of(CHAT, json.dumps({**BODY, "model": "z"}).encode(), "z", "")
+    assert known.how == "render" and list(known.ids or []) == [7, 8]
+    assert json.loads(known.body)["kv_transfer_params"] == {"prompt_token_ids": [7, 8]}
+    assert tokens.takes_ids(tokens._fleet.serving("z")[0], "z")
+    await tokens.close()
+
+
+async def test_a_wrong_tail_is_noticed_counted_and_ends_tails(
+    own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import random
+
+    from kvstrata.gateway.tokens import source
+
+    tokenizer = own["byte_level"]
+    assert tokenizer.tails is not None
+    tokenizer.tails.prove(random.Random(1))
+    monkeypatch.setattr(source, "TAIL_CHECK", 2)
+    tokens = service(tokenizer, None, deadline_ms=10_000)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    async def turn() -> Any:
+        messages.append({"role": "user", "content": "c"})
+        return await tokens.of(CHAT, json.dumps({"messages": messages}).encode(), "m", "")
+
+    async def waited() -> bool:
+        return not tokens._waiting
+
+    assert not (await turn()).by_tail and (await turn()).by_tail and (await turn()).by_tail
+    await eventually_async("the end of the work", waited)
+    assert tokenizer.tails.proved and not tokens.mistakes
+    of = tokenizer.tails.of
+    monkeypatch.setattr(tokenizer.tails, "of", lambda *args, **more: (of(*args, **more) or "") + "x")
+    assert (await turn()).by_tail and (await turn()).by_tail
+
+    async def noticed() -> bool:
+        return bool(tokens.mistakes)
+
+    await eventually_async("the comparison with the whole", noticed)
+    assert tokens.mistakes == {("m", source.TAIL): 1} and not tokenizer.tails.proved
+    assert not (await turn()).by_tail
+    await tokens.close()
+
+
+async def test_ids_that_go_to_an_engine_are_never_made_by_a_tail(own: dict[str, OwnTokenizer]) -> None:
+    import random
+
+    tokenizer = own["byte_level"]
+    assert tokenizer.tails is not None
+    tokenizer.tails.prove(random.Random(1))
+    tokens = service(tokenizer, None, deadline_ms=10_000, pass_ids=True)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+    async def turn() -> Any:
+        messages.append({"role": "user", "content": "c"})
+        return await tokens.of(CHAT, json.dumps({"messages": messages, "model": "m"}).encode(), "m", "")
+
+    await turn()
+    assert (await turn()).by_tail, "no engine takes ids, so these only tell where the prompt is cached"
+    passing(tokens, "m")
+    known = await turn()
+    assert known.body and known.ids and not known.by_tail
+    await tokens.close()
+
+
+def messages_of(body: dict[str, Any]) -> Any:
+    """The messages of a chat that came by `/v1/messages`."""
+    found = prompt_in(MESSAGES, json.dumps(body).encode())
+    assert found is None or (isinstance(found, Chat) and "messages" in found.features)
+    return found and found.messages
+
+
+def test_messages_become_the_chat_that_vllm_makes_of_them() -> None:
+    text = [
+        {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "b"},
+    ]
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"x": "é"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": text[1:]}
+    made = messages_of(
+        {
+            "system": text,
+            "messages": [
+                {"role": "user", "content": "q"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "thinking", "thinking": "t", "signature": ""}, call],
+                },
+                {"role": "user", "content": [result, *text]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+            "max_tokens": 5,
+        }
+    )
+    function = {"name": "f", "arguments": {"x": "é"}}
+    assert made == [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": [],
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+            "reasoning": "t",
+            "reasoning_content": "t",
+        },
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+        {"role": "user", "content": ["a", "b"]},
+    ]
+    hello = {"messages": [{"role": "user", "content": "x"}]}
+    assert messages_of(hello) is not None
+    for more in (
+        {"thinking": {"type": "disabled"}},
+        {"output_config": {"effort": "low"}},
+        {"system": "x-anthropic-billing-header: 1"},
+        {"tools": [{"name": "f", "input_schema": {}, "defer_loading": True}]},
+        {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}},
+        {"messages": [{"role": "system", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": "x"},
+    ):
+        assert messages_of({**hello, **more}) is None, more
+
+
+def test_responses_become_the_chat_that_vllm_makes_of_them() -> None:
+    def chat(**body: Any) -> Any:
+        found = prompt_in(RESPONSES, json.dumps(body).encode())
+        assert found is None or (isinstance(found, Chat) and "responses" in found.features)
+        return found and found.messages
+
+    assert chat(input="q", instructions="s") == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+    ]
+    answer = {"type": "message", "id": "1", "role": "assistant", "status": "completed"}
+    answer["content"] = [{"type": "output_text", "text": "a", "annotations": []}]  # type: ignore[assignment]
+    asked = {
+        "role": "user",
+        "content": [{"type": "input_text", "text": "x"}, {"type": "input_text", "text": "y"}],
+    }
+    assert chat(input=[answer, asked]) == [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": ["x", "y"]},
+    ]
+    for body in (
+        {"input": "q", "tools": [{"type": "function", "name": "f"}]},
+        {"input": "q", "previous_response_id": "resp_1"},
+        {"input": "q", "reasoning": {"effort": "low"}},
+        {"input": "q", "truncation": "auto"},
+        {"input": [{**answer, "status": "incomplete"}]},
+        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"input": [{"role": "developer", "content": "x"}]},
+        {},
+    ):
+        assert chat(**body) is None, body

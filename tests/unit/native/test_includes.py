@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str]] = {
     "sim": set(),
     "message": {"base"},
     "splice": {"base"},
+    "routing": set(),
     "record": {"base", "hash"},
     "copy": {"base", "hash", "codec", "record"},
     "pool": {"base", "hash", "memory", "record"},
@@ -46,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "message",
         "sim",
         "splice",
+        "routing",
     },
 }
 """What a folder may include besides itself and the public headers, `include`."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.policy.routing.load_rates import ASSUMED_GAIN, MAX_SAMPLES, LoadRates
+from kvstrata.policy.routing.load_rates import ASSUMED_GAIN, ENOUGH_SAMPLES, MAX_SAMPLES, LoadRates
+from kvstrata.policy.routing.model import LoadPath
 
 TOKENS = st.integers(1, 1 << 17)
 
@@ -43,7 +44,15 @@ def test_engines_and_tiers_are_apart_and_others_stand_in() -> None:
     assert rates.path("a", "l1", 1_000.0).tokens_s == ASSUMED_GAIN * 1_000.0
     rates.observe("b", "l1", 1_000, 0.1)
     assert rates.path("a", "l1", 1_000.0).tokens_s == pytest.approx(10_000.0)
-    assert rates.path("a", "l2", 1_000.0).tokens_s == ASSUMED_GAIN * 1_000.0
+    # Loaded into L1 at the assumed rate, and on from there at the measured one.
+    assert rates.path("a", "l2", 1_000.0).tokens_s == pytest.approx(1 / (1 / 8_000 + 1 / 10_000))
+    rates.tell("a", "l2", LoadPath(latency_s=0.5, tokens_s=10_000.0))
+    assert rates.path("a", "l2", 1_000.0) == LoadPath(latency_s=0.5, tokens_s=pytest.approx(5_000.0))
+    for _ in range(ENOUGH_SAMPLES - 1):
+        rates.observe("a", "l2", 1_000, 0.01)
+        assert rates.path("a", "l2", 1_000.0).latency_s == 0.5
+    rates.observe("a", "l2", 1_000, 0.01)
+    assert rates.path("a", "l2", 1_000.0).tokens_s == pytest.approx(100_000.0)
     rates.observe("a", "l1", 1_000, 0.5)
     assert rates.path("a", "l1", 1_000.0).tokens_s == pytest.approx(2_000.0)
     rates.forget("a")

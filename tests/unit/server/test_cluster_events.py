@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from kvstrata.rpc.cluster_wire import MAX_RUNS, TAG_BYTES, Change, tags_of
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, tags_of
 from kvstrata.server.cluster.events import (
     BATCH_TAGS,
     L1_TIER,

@@ -8,7 +8,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Change, Events
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import Change, Events
 from kvstrata.server.cluster.events import MAX_QUEUED_TAGS, TierNews
 from kvstrata.server.cluster.sync_state import SyncEvent, SyncState
 from kvstrata.types import KEY_BYTES, PoolEvent

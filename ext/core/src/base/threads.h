@@ -1,6 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// For the threads that kvstrata starts: they receive no signals and have names (`top -H`).
+// For the threads that kvstrata starts: they receive no signals, and have names (`top -H`) and
+// priorities.
 #pragma once
 
 #include <signal.h>
@@ -23,6 +24,10 @@ class SignalsBlocked {
  private:
   sigset_t before_;
 };
+
+// Lowers the priority of the calling thread, for as long as it lives, by this many steps of nice(2)
+// below the process's. A system that refuses leaves it as it is.
+void lower_priority(int steps) noexcept;
 
 // Names a running thread; the kernel keeps the first 15 characters.
 void name_thread(std::thread& thread, const std::string& name) noexcept;

@@ -104,21 +104,28 @@ EngineBlocks::EngineBlocks(std::size_t n, std::size_t block_tokens, bool finds)
   }
 }
 
+std::size_t EngineBlocks::find(Sequence& sequence, std::size_t known) const {
+  assert(known > 0);
+  if (!finds_) {
+    return 0;
+  }
+  const std::size_t most = (known - 1) / block_tokens_;
+  sequence.derive_keys(most, block_tokens_);
+  std::size_t found = 0;
+  while (found < most && table_.find(sequence.keys[found]) != kNone) {
+    ++found;
+  }
+  return found;
+}
+
 std::ptrdiff_t EngineBlocks::admit(Sequence& sequence, std::size_t known) {
-  assert(sequence.blocks.empty() && known > 0);
+  assert(sequence.blocks.empty());
   std::size_t unused = 0;
   auto& blocks = sequence.blocks;
-  if (finds_) {
-    const std::size_t most = (known - 1) / block_tokens_;
-    sequence.derive_keys(most, block_tokens_);
-    for (std::size_t i = 0; i < most; ++i) {
-      const std::uint32_t block = table_.find(sequence.keys[i]);
-      if (block == kNone) {
-        break;
-      }
-      blocks.push_back(block);
-      unused += users_[block] == 0;
-    }
+  const std::size_t found = find(sequence, known);
+  for (std::size_t i = 0; i < found; ++i) {
+    blocks.push_back(table_.find(sequence.keys[i]));
+    unused += users_[blocks.back()] == 0;
   }
   if (blocks_of(known, block_tokens_) - blocks.size() + unused > free_count_) {
     blocks.clear();
@@ -133,8 +140,8 @@ std::ptrdiff_t EngineBlocks::admit(Sequence& sequence, std::size_t known) {
   return static_cast<std::ptrdiff_t>(blocks.size());
 }
 
-bool EngineBlocks::grow(Sequence& sequence, std::size_t tokens,
-                        std::vector<std::uint64_t>& removed) {
+bool EngineBlocks::reserve(Sequence& sequence, std::size_t tokens,
+                           std::vector<std::uint64_t>& removed) {
   auto& blocks = sequence.blocks;
   const std::size_t wanted = blocks_of(tokens, block_tokens_);
   if (wanted > blocks.size() + free_count_) {
@@ -143,11 +150,19 @@ bool EngineBlocks::grow(Sequence& sequence, std::size_t tokens,
   while (blocks.size() < wanted) {
     blocks.push_back(take(removed));
   }
+  return true;
+}
+
+bool EngineBlocks::grow(Sequence& sequence, std::size_t tokens,
+                        std::vector<std::uint64_t>& removed) {
+  if (!reserve(sequence, tokens, removed)) {
+    return false;
+  }
   if (finds_) {
     const std::size_t full = tokens / block_tokens_;
     sequence.derive_keys(full, block_tokens_);
     for (; sequence.stored < full; ++sequence.stored) {
-      store(blocks[sequence.stored], sequence.keys[sequence.stored]);
+      store(sequence.blocks[sequence.stored], sequence.keys[sequence.stored]);
     }
   }
   return true;

@@ -81,9 +81,14 @@ class EngineBlocks {
   // but not the block of the last token. Returns how many blocks that were, or -1, with nothing
   // changed, if the free blocks would not suffice for the known tokens.
   std::ptrdiff_t admit(Sequence& sequence, std::size_t known);
+  // How many blocks `admit` would find now. Changes nothing but the sequence's keys.
+  std::size_t find(Sequence& sequence, std::size_t known) const;
 
-  // Gives a sequence blocks for its first `tokens` tokens, and lets full blocks be found. Appends
-  // the keys that were removed for it. False, with nothing changed, if too few blocks are free.
+  // Gives a sequence blocks for its first `tokens` tokens, without letting more of them be found.
+  // Appends the keys that were removed for it. False, with nothing changed, if too few are free.
+  bool reserve(Sequence& sequence, std::size_t tokens, std::vector<std::uint64_t>& removed);
+
+  // As `reserve`, and lets the blocks that these tokens fill be found.
   bool grow(Sequence& sequence, std::size_t tokens, std::vector<std::uint64_t>& removed);
 
   // Grows each sequence by `steps` tokens, as steps of one token each would, one after the other.

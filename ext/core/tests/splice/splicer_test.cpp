@@ -3,10 +3,14 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <filesystem>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -269,6 +273,25 @@ TEST(many_splices_end_each_with_its_own_bytes) {
       ++taken;
     }
   }
+}
+
+TEST(its_thread_lets_the_owner_run_first) {
+  const int process = ::getpriority(PRIO_PROCESS, static_cast<id_t>(::getpid()));
+  const int wanted = std::min(process + 5, 19);
+  Running running;
+  running.start("");
+  running.engine.say("1\r\nx\r\n");
+  running.client.heard("1\r\nx\r\n");  // the thread has run
+  int found = process;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm"), name);
+    if (name == "kv-splice") {
+      const auto id = static_cast<id_t>(std::stoi(task.path().filename()));
+      found = ::getpriority(PRIO_PROCESS, id);
+    }
+  }
+  CHECK_EQ(found, wanted);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ from kvstrata.cli.table import table
 from kvstrata.measure.cluster import LookupStep, SimulatedCluster, Step, figures_of
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_cluster
-from kvstrata.rpc.cluster_wire import MAX_TAGS
+from kvstrata.rpc.cluster_fields import MAX_TAGS
 from kvstrata.rpc.shared_key import SharedKey
 from kvstrata.rpc.zmq_curve import new_secret, open_keys, read_cluster_keys
 

@@ -108,7 +108,7 @@ def read_groups(groups: Sequence[Any], chunk_tokens: int, default_tokens: int) -
         raise ConfigError("kv_cache_groups: vLLM announces no KV cache", field="kv_cache_groups")
     kinds = [_rule(number, group) for number, group in enumerate(groups)]
     blocks = [int(group.kv_cache_spec.block_size) for group in groups]
-    chunk_tokens = _chunk_tokens(
+    chunk_tokens = suitable_chunk(
         chunk_tokens, default_tokens, blocks, exact=any(rule is Rule.STATE_AT for rule, _ in kinds)
     )
     return [
@@ -171,10 +171,12 @@ def _check_layer(number: int, kind: str, spec: Any) -> None:
         )
 
 
-def _chunk_tokens(chunk_tokens: int, default_tokens: int, blocks: Sequence[int], *, exact: bool) -> int:
+def suitable_chunk(chunk_tokens: int, default_tokens: int, blocks: Sequence[int], *, exact: bool) -> int:
     """The size of a chunk: a multiple of every group's block; with `exact`, the smallest one.
 
-    vLLM keeps states at multiples of the smallest one, and a hit must end where a state was kept.
+    `chunk_tokens` is what is configured.  If it does not suit and is the default, another one is chosen, else
+    ConfigError names one that would do.  vLLM keeps states at multiples of the smallest one, and a hit must end where a
+    state was kept.
     """
     smallest = math.lcm(*blocks)
     if not chunk_tokens % smallest and not (exact and chunk_tokens != smallest):

@@ -82,6 +82,7 @@ class InstanceFacts(BaseModel):
     peer_sent_bytes_total: int
     peer_read_bytes_total: int
     sessions: int
+    engines: list[str] = Field(description="URLs of its engines, as far as they tell (`engine_url`).")
     event_batches: int
     last_event: int
     waiting_commands: int
@@ -199,6 +200,21 @@ class ElectionBody(BaseModel):
     problem: str = Field(description="Why this controller cannot take part; empty: it takes part.")
 
 
+class GatewayBody(BaseModel):
+    """A gateway that asks this controller, as its last heartbeat told."""
+
+    name: str
+    host: str = Field(description="Address that its heartbeat came from.")
+    port: int = Field(description="Its HTTP port; 0: it listens on a Unix socket.")
+    version: str
+    policy: str
+    engines: int
+    engines_up: int
+    in_flight: int = Field(description="Requests under way.")
+    requests_total: int = Field(description="Requests that have ended.")
+    heard_ago_s: float = Field(description="Time since its last heartbeat; one comes every 2 s.")
+
+
 class ClusterBody(BaseModel):
     """The cluster at a glance."""
 
@@ -222,6 +238,9 @@ class ClusterBody(BaseModel):
     hits_total: dict[str, int] = Field(description="Since the controller started, by source.")
     directory: DirectoryBody
     lookups: LookupsBody
+    gateways: list[GatewayBody] = Field(
+        description="Gateways that were heard in the last ten minutes, by name; at most 256."
+    )
     dropped_event_batches: dict[str, int] = Field(description="By reason.")
     refused_requests: dict[str, int] = Field(description="Refused requests of instances, by code.")
     sockets: dict[str, dict[str, int]]

@@ -12,6 +12,7 @@ from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.feed import State
+from kvstrata.controller.gateways import Gateway
 from kvstrata.controller.history import Happened
 from kvstrata.controller.lookups import Place
 from kvstrata.controller.member import SHOWN_STATES, CommandState, Issued, Member, MemberState
@@ -80,6 +81,7 @@ def _facts(member: Member, keys: Mapping[str, int]) -> dict[str, Any]:
         "peer_sent_bytes_total": load.peer_sent_bytes_total,
         "peer_read_bytes_total": load.peer_read_bytes_total,
         "sessions": load.sessions,
+        "engines": member.engines,
         "event_batches": member.event_batches,
         "last_event": member.applied_seq,
         "waiting_commands": len(member.waiting),
@@ -125,7 +127,10 @@ def instances(cluster: Cluster) -> bodies.InstancesBody:
 
 
 class TierTotal:
-    """One tier, over all instances that are not dead."""
+    """One tier, over all instances that are not dead.
+
+    Of a shared tier each instance knows a part, so `keys` is the number that one of them knows at most.
+    """
 
     def __init__(self) -> None:
         self.instances = 0
@@ -146,7 +151,8 @@ def tier_totals(cluster: Cluster, keys: Mapping[int, Mapping[str, int]]) -> dict
             if total is None:
                 total = totals[tier] = TierTotal()
             total.instances += 1
-            total.keys += ours.get(tier, 0)
+            known = ours.get(tier, 0)
+            total.keys = max(total.keys, known) if tier in member.told.media else total.keys + known
             total.used_bytes += load.used_bytes.get(tier, 0)
             total.capacity_bytes += load.capacity_bytes.get(tier, 0)
     return {tier: totals[tier] for tier in sorted(totals, key=lambda tier: (tier != "l1", tier))}
@@ -223,6 +229,22 @@ def state(cluster: Cluster, around: Surroundings, unix_ms: Callable[[float], int
     return State(whole, rows, orders, cluster.journal.tail.last)
 
 
+def _gateway(known: Gateway, now_s: float) -> bodies.GatewayBody:
+    told = known.told
+    return bodies.GatewayBody(
+        name=told.gateway,
+        host=known.host,
+        port=told.port,
+        version=told.version,
+        policy=told.policy,
+        engines=told.engines,
+        engines_up=told.engines_up,
+        in_flight=told.in_flight,
+        requests_total=told.requests_total,
+        heard_ago_s=round(max(0.0, now_s - known.heard_s), 3),
+    )
+
+
 def cluster_body(
     cluster: Cluster,
     around: Surroundings,
@@ -268,6 +290,7 @@ def cluster_body(
             refused_keys_total=directory.refused_keys + usage.refused,
             waiting_bytes=directory.waiting_bytes,
         ),
+        gateways=[_gateway(one, cluster.clock.monotonic_s()) for one in cluster.gateways],
         lookups=bodies.LookupsBody(
             total=total,
             hits_total=cluster.ranking.hits,

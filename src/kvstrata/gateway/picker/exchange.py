@@ -387,7 +387,7 @@ class Exchange:
                     engine=engine,
                     cached_tokens=0,
                     cached_exact=0,
-                    in_l1=0,
+                    below={},
                     decision=None,
                     kept=None,
                 )

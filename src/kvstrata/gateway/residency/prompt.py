@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvstrata.native.hashing import chain_keys
-from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import tags_of
 
 MAX_ASKED = 512
 """Blocks of a prompt that are asked for at most.  Of longer prompts only every second, third, … is, since a block is
@@ -58,14 +59,14 @@ class Prompt:
 
     def __init__(self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "") -> None:
         self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
-        self._adapter, self._salt = adapter, salt
+        self.adapter, self.salt = adapter, salt
         self._keys: dict[int, bytes] = {}
 
     def keys(self, block_tokens: int) -> bytes:
         """The keys of its whole blocks, 32 bytes each."""
         found = self._keys.get(block_tokens)
         if found is None:
-            extras = extras_of(self._adapter, self._salt, len(self.tokens) // block_tokens)
+            extras = extras_of(self.adapter, self.salt, len(self.tokens) // block_tokens)
             found = self._keys[block_tokens] = keys_of(
                 root_of(block_tokens), self.tokens, block_tokens, extras
             )

@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from kvstrata.gateway.tokens.apis import MESSAGES, RESPONSES, NoChat, chat_in
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS = "completion", "plain", "system", "tools", "calls"
 PARTS, REASONING, OPTIONS = "parts", "reasoning", "options"
-FEATURES = (COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS, PARTS, REASONING, OPTIONS)
+AS_MESSAGES, AS_RESPONSES = "messages", "responses"
+FEATURES = (COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS, PARTS, REASONING, OPTIONS, AS_MESSAGES, AS_RESPONSES)
 """A text completion; a chat between user and assistant; with a system prompt; with tools; with calls of tools and their
-results; with content in several parts; with the reasoning of earlier answers; with variables of the template."""
+results; with content in several parts; with the reasoning of earlier answers; with variables of the template; a chat
+that came by `/v1/messages`; by `/v1/responses`."""
+_API_FEATURES = {MESSAGES: AS_MESSAGES, RESPONSES: AS_RESPONSES}
 _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE = frozenset(
     ("role", "content", "tool_calls", "tool_call_id", "reasoning", "refusal", "annotations", "audio")
@@ -49,7 +54,15 @@ class _Body(msgspec.Struct):
     mm_processor_kwargs: Any = None
 
 
+class _Unread(_Body):
+    """The same with the messages as they came."""
+
+    messages: list[msgspec.Raw] = []
+
+
 _decode = msgspec.json.Decoder(_Body).decode
+_decode_unread = msgspec.json.Decoder(_Unread).decode
+_decode_message = msgspec.json.decode
 
 
 class Chat(NamedTuple):
@@ -65,6 +78,31 @@ class Chat(NamedTuple):
     features: frozenset[str]
 
 
+class Conversation:
+    """A chat whose messages are decoded as far as they are asked for."""
+
+    def __init__(self, body: _Unread) -> None:
+        self._body = body
+        self.messages = body.messages
+        """Each as JSON."""
+
+    @property
+    def context(self) -> bytes | None:
+        """Everything but the messages that decides the prompt; None: it cannot be told."""
+        rest = msgspec.structs.replace(self._body, messages=[])
+        try:
+            return msgspec.json.encode(rest)
+        except (OverflowError, msgspec.EncodeError, UnicodeEncodeError):
+            return None
+
+    def since(self, first: int) -> Chat | None:
+        """The chat with its messages from number `first` on only; None if its token ids cannot be computed here."""
+        try:
+            return _chat(self._body, [_decode_message(one) for one in self.messages[first:]])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _Unknown):
+            return None
+
+
 class Text(NamedTuple):
     """A completion's prompt."""
 
@@ -78,16 +116,30 @@ class _Unknown(Exception):
     """The prompt has something whose tokens are not known here."""
 
 
+def conversation_in(body: bytes) -> Conversation | None:
+    """The conversation of a chat's body; None: it has none."""
+    try:
+        found = _decode_unread(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    cut = found.truncate_prompt_tokens is not None or found.prompt_embeds is not None
+    return None if cut else Conversation(found)
+
+
 def prompt_in(path: str, body: bytes) -> Chat | Text | None:
     """The prompt of a request; None if its token ids cannot be computed here."""
-    if path not in (CHAT, COMPLETIONS):
+    if path not in (CHAT, COMPLETIONS, *_API_FEATURES):
         return None
     try:
+        if path in _API_FEATURES:
+            made = msgspec.convert(chat_in(path, body), _Body)
+            chat = _chat(made, made.messages)
+            return chat and chat._replace(features=chat.features | {_API_FEATURES[path]})
         found = _decode(body)
         if found.truncate_prompt_tokens is not None or found.prompt_embeds is not None:
             return None
-        return _chat(found) if path == CHAT else _text(found)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _Unknown):
+        return _chat(found, found.messages) if path == CHAT else _text(found)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, NoChat, _Unknown):
         return None
 
 
@@ -97,12 +149,12 @@ def _text(body: _Body) -> Text | None:
     return Text(body.prompt, special=body.add_special_tokens in (None, True))
 
 
-def _chat(body: _Body) -> Chat | None:
+def _chat(body: _Body, found: Any) -> Chat | None:
     strange = (body.continue_final_message, body.add_special_tokens, body.documents, body.chat_template)
-    if any(strange) or body.functions or not isinstance(body.messages, list) or not body.messages:
+    if any(strange) or body.functions or not isinstance(found, list) or not found:
         return None
     features = {PLAIN}
-    messages = [_message(one, features) for one in body.messages]
+    messages = [_message(one, features) for one in found]
     tools = _tools(body.tools)
     if tools is not None:
         if body.tool_choice == "none":  # whether an engine leaves the tools out is one of its settings

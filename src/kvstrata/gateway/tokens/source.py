@@ -2,10 +2,14 @@
 
     given as ids ─▶ own tokenizer, as far as each engine of the model agrees with it ─▶ an engine's /render ─▶ unknown
 
+With `pass_ids` the ids go on to the engine, whoever has told them, if it takes them on this path.
+
 Invariants
 1. Ids are given only for prompts whose features each serving engine of the model was seen to tokenise in the same way.
 2. A request waits for at most `deadline_ms`; work that was begun goes on, and helps the conversation's next turn.
-3. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
+3. One of TAIL_CHECK conversations of which only the end was rendered is rendered whole afterwards.  If its ids are
+   others, the model's conversations are rendered whole from then on.
+4. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
    prompts count as unknown until the settings are read again.
 """
 
@@ -14,21 +18,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import itertools
 import logging
 import random
 from array import array
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.tokens.asking import Silent, post, rendered
+from kvstrata.gateway.tokens.conversations import Agreed, ids_of
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, prompt_in
+from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, conversation_in, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
-from kvstrata.gateway.tokens.verifying import Verdict, takes_ids, verify, with_ids
+from kvstrata.gateway.tokens.verifying import Verdict, Verifier, with_ids
 from kvstrata.observability.logging import EventLog
 
 MAX_WAITING = 256
@@ -42,6 +48,10 @@ RENDERED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"
 REFUSED_S = 60.0
 """Time for which an engine that refuses /render is not asked again."""
 OTHER = "other"
+TAIL_CHECK = 256
+"""See the invariants."""
+TAIL = "tail"
+"""Stands for an engine's name among the mistakes that tails made."""
 
 _Seen = tuple[ServingEngine, int]
 """An engine, and its generation."""
@@ -54,7 +64,9 @@ class Known(NamedTuple):
     how: str
     """`tokenizer`, `render`, or why they are not known."""
     body: bytes = b""
-    """The request with its ids beside the text, for engines that take them; empty: not wanted."""
+    """The request with its ids, for engines that take them; empty: not wanted."""
+    by_tail: bool = False
+    """Whether only the conversation's end was rendered."""
 
 
 class Tokens:
@@ -88,6 +100,7 @@ class Tokens:
         self._wrong: collections.Counter[str] = collections.Counter()
         """Of these, since the settings were read."""
         self.degraded: set[str] = set()
+        self._by_tail = itertools.count(1)
         self._log = EventLog("tokens")
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -109,16 +122,31 @@ class Tokens:
                     and base not in self.degraded
                 ):
                     known = await self._rendered(path, body, model) or known
+                if known.ids and self._passes(path, model):
+                    known = known._replace(body=await self._with_ids(path, body, known.ids))
         except TimeoutError:
-            known = Known(None, "late")
+            known = known if known.ids is not None else Known(None, "late")
         self.counts[base if base in self._tokenizers else OTHER, known.how] += 1
         return known
 
     def takes_ids(self, engine: ServingEngine, model: str) -> bool:
-        """Whether an engine takes ids beside a chat."""
+        """Whether an engine takes the ids of a model's prompts that `of` has put into their requests."""
+        return bool(self._taken(engine, model))
+
+    def _taken(self, engine: ServingEngine, model: str) -> frozenset[str]:
         process = engine.process
-        seen = self._verdicts.get((process.name, self._base(model)))
-        return seen is not None and seen[0] == (process, process.generation) and seen[1].takes_ids
+        seen = self._verdicts.get((process.name, self._base(model) or model))
+        return seen[1].takes_ids if seen and seen[0] == (process, process.generation) else frozenset()
+
+    def _passes(self, path: str, model: str) -> bool:
+        """Whether engines get ids on a path: each that takes ids at all takes them there."""
+        if not self.settings.pass_ids:
+            return False
+        taken = [self._taken(engine, model) for engine in self._fleet.serving(model)]
+        return any(taken) and all(path in one for one in taken if one)
+
+    async def _with_ids(self, path: str, body: bytes, ids: array[int]) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, with_ids, path, body, ids)
 
     def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
         """An engine tells how many tokens a prompt had whose ids `of` gave."""
@@ -145,18 +173,24 @@ class Tokens:
         if self._waiting >= MAX_WAITING:
             return Known(None, "busy")
         self._waiting += 1
-        passes = self.settings.pass_ids and path == CHAT
-        work = self._pool.submit(
-            _work, self._tokenizers[model], agreed, path, body, self.memory, tenant, passes
-        )
+        tokenizer = self._tokenizers[model]
+        # What goes to an engine is its prompt, so it is made from all of the conversation.
+        by_tail = not self._passes(path, model)
+        work = self._pool.submit(_work, tokenizer, agreed, path, body, self.memory, tenant, by_tail)
         loop = asyncio.get_running_loop()
+        work.add_done_callback(lambda _: _soon(loop, self._worked))
+        known = await asyncio.wrap_future(work)
+        if known.by_tail and known.ids is not None and not next(self._by_tail) % TAIL_CHECK:
+            check = self._pool.submit(_by_tail_is_whole, tokenizer, agreed, body, known.ids)
+            check.add_done_callback(lambda done: _soon(loop, self._tail_checked, model, done))
+        return known
 
-        def worked(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._worked)
-
-        work.add_done_callback(worked)
-        return await asyncio.wrap_future(work)
+    def _tail_checked(self, model: str, check: Future[bool]) -> None:
+        if check.cancelled() or check.result():
+            return
+        self.mistakes[model, TAIL] += 1
+        note = "this model's conversations are rendered whole from now on"
+        self._log.error("tails_differ", model=model, note=note)
 
     def _worked(self) -> None:
         self._waiting -= 1
@@ -193,9 +227,9 @@ class Tokens:
 
     # -- verification ------------------------------------------------------------------------------------------
 
-    def agreed(self, model: str) -> frozenset[tuple[str, bool]]:
+    def agreed(self, model: str) -> Agreed:
         """What each serving engine of a model agrees on with its tokenizer."""
-        found: frozenset[tuple[str, bool]] | None = None
+        found: Agreed | None = None
         for engine in self._fleet.serving(model):
             seen, verdict = self._verdicts.get((engine.name, model), (None, None))
             if verdict is None or seen != (engine, engine.generation):
@@ -215,25 +249,30 @@ class Tokens:
             (engine, model)
             for engine in self._fleet.engines.values()
             if engine.state is EngineState.UP
-            for model in self._tokenizers
-            if model in engine.models and not self._is_seen(engine, model)
+            for model in engine.models
+            if self._is_asked_of(model) and not self._is_seen(engine, model)
         ]
         await asyncio.gather(*(self._verify(engine, model) for engine, model in todo))
         names = self._fleet.engines.keys()
         self._verdicts = {name: one for name, one in self._verdicts.items() if name[0] in names}
+
+    def _is_asked_of(self, model: str) -> bool:
+        """Whether something of a model is to be verified."""
+        passes_rendered = self.settings.render and self.settings.pass_ids
+        return model in self._tokenizers or (passes_rendered and self._base(model) == model)
 
     def _is_seen(self, engine: ServingEngine, model: str) -> bool:
         seen = self._verdicts.get((engine.name, model))
         return seen is not None and seen[0] == (engine, engine.generation)
 
     async def _verify(self, engine: ServingEngine, model: str) -> None:
-        seen, tokenizer = (engine, engine.generation), self._tokenizers[model]
+        seen, tokenizer = (engine, engine.generation), self._tokenizers.get(model)
+        verifier = Verifier(self._links, engine.place, model, tokenizer, renders=self.settings.render)
         try:
             async with asyncio.timeout(VERIFY_S):
-                verdict = await verify(self._links, engine.place, model, tokenizer, random.Random())
+                verdict = await verifier.verify(random.Random())
                 if self.settings.pass_ids:
-                    takes = await takes_ids(self._links, engine.place, model, tokenizer)
-                    verdict = verdict._replace(takes_ids=takes)
+                    verdict = verdict._replace(takes_ids=await verifier.taken())
         except (Silent, TimeoutError) as error:
             reason = str(error) or "no answer in time"
             self._log.repeated(
@@ -249,17 +288,33 @@ class Tokens:
             return
         self._verdicts[engine.name, model] = (seen, verdict)
         good = ",".join(sorted({feature for feature, _ in verdict.agreed}))
-        told: dict[str, object] = {"features": good, "takes_ids": verdict.takes_ids}
+        told: dict[str, object] = {"features": good, "takes_ids": ",".join(sorted(verdict.takes_ids))}
         self._log.info("tokens_verified", engine=engine.name, model=model, **told)
+        if tokenizer is not None and tokenizer.tails is not None and not tokenizer.tails.tried:
+            tokenizer.tails.tried = True
+            loop = asyncio.get_running_loop()
+            work = self._pool.submit(tokenizer.tails.prove, random.Random())
+            work.add_done_callback(lambda done: _soon(loop, self._proved, model, done))
         for feature, reason in verdict.reasons.items():
             says = {"engine": engine.name, "model": model, "feature": feature, "reason": reason}
             self._log.warning("tokens_differ", **says)
+
+    def _proved(self, model: str, work: Future[None]) -> None:
+        if work.cancelled():
+            return
+        work.result()
+        self._log.info("tails_proved", model=model, rules=",".join(self._rules(model)))
+
+    def _rules(self, model: str) -> list[str]:
+        """The rules by which only ends of a model's conversations are rendered."""
+        tails = self._tokenizers[model].tails if model in self._tokenizers else None
+        return sorted({rule for rule, _ in tails.proved}) if tails is not None else []
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def set(self, settings: TokenSettings, tokenizers: dict[str, OwnTokenizer]) -> None:
         """Go by other settings. What was verified of a model stays if its tokenizer is the same."""
-        asks = settings.pass_ids and not self.settings.pass_ids
+        asks = (settings.pass_ids, settings.render) != (self.settings.pass_ids, self.settings.render)
         same = {name for name, one in tokenizers.items() if self._tokenizers.get(name) is one and not asks}
         self._verdicts = {name: one for name, one in self._verdicts.items() if name[1] in same}
         self._tokenizers = tokenizers
@@ -296,35 +351,60 @@ class Tokens:
                 model: {
                     "cut": tokenizer.cut,
                     "features": sorted({feature for feature, _ in self.agreed(model)}),
+                    "tails": self._rules(model),
                     "degraded": model in self.degraded,
                 }
                 for model, tokenizer in self._tokenizers.items()
             },
             "prompts": {f"{model}/{how}": count for (model, how), count in sorted(self.counts.items())},
-            "cache": {"parts": len(self.memory), "bytes": self.memory.bytes},
+            "cache": {"entries": len(self.memory), "bytes": self.memory.bytes},
         }
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Call something on the loop, from a thread, unless the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
 
 
 def _work(
     tokenizer: OwnTokenizer,
-    agreed: frozenset[tuple[str, bool]],
+    agreed: Agreed,
     path: str,
     body: bytes,
     memory: Memory,
     tenant: str,
-    passes: bool,
+    by_tail: bool,
 ) -> Known:
     """Tokenise a prompt, on a thread."""
+    if path == CHAT:
+        conversation = conversation_in(body)
+        if conversation is None:
+            return Known(None, "unsupported")
+        found = ids_of(tokenizer, agreed, conversation, memory, tenant, by_tail=by_tail)
+        if not found.agreed:
+            return Known(None, "unverified")
+        how = "tokenizer" if found.ids is not None else "unsupported"
+        return Known(found.ids, how, by_tail=bool(found.stem_chars))
     prompt = prompt_in(path, body)
     if prompt is None:
         return Known(None, "unsupported")
     for parted in (False, True):
         if all((feature, parted) in agreed for feature in prompt.features):
             ids = tokenizer.ids_of(prompt, parted=parted, memory=memory, tenant=tenant)
-            if ids is None:
-                return Known(None, "unsupported")
-            return Known(ids, "tokenizer", with_ids(body, ids) if passes and ids else b"")
+            return Known(ids, "tokenizer" if ids is not None else "unsupported")
     return Known(None, "unverified")
+
+
+def _by_tail_is_whole(tokenizer: OwnTokenizer, agreed: Agreed, body: bytes, ids: array[int]) -> bool:
+    """Whether the whole text of a conversation has these ids, on a thread; else no tail is believed any more."""
+    conversation = conversation_in(body)
+    whole = ids_of(tokenizer, agreed, conversation, Memory(0), "") if conversation is not None else None
+    if whole is not None and whole.ids == ids:
+        return True
+    if tokenizer.tails is not None:
+        tokenizer.tails.proved = {}
+    return False
 
 
 def _bytes(settings: TokenSettings) -> int:

@@ -16,6 +16,8 @@ RESERVED = frozenset(
 )
 """Variables that a request's `chat_template_kwargs` cannot set here."""
 
+_OF_DICTS = frozenset(dir(dict))
+
 
 class NotRendered(Exception):
     """The template refuses this conversation, or fails on it."""
@@ -43,15 +45,31 @@ class ChatTemplate:
         def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
-        made = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-        )
+        class Sandbox(ImmutableSandboxedEnvironment):
+            """The same sandbox, which does not look for attributes of a plain dict before its items."""
+
+            def getattr(self, obj: Any, attribute: str) -> Any:
+                if type(obj) is dict and attribute not in _OF_DICTS:
+                    try:
+                        return obj[attribute]
+                    except KeyError:
+                        return self.undefined(obj=obj, name=attribute)
+                return super().getattr(obj, attribute)
+
+        made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
         made.filters["tojson"] = _json
         made.globals["raise_exception"] = raise_exception
         made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = made.from_string(text)
-            self._variables = meta.find_undeclared_variables(made.parse(text))
+            parsed = made.parse(text)
+            self._variables = meta.find_undeclared_variables(parsed)
+            self.words = sorted(
+                {one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str)}
+            )
+            """What the template may look for in contents."""
+            self.timed = any(word in text for word in ("strftime_now", "random", "lipsum"))
+            """Whether what it renders may depend on the time, or on chance."""
         except TemplateError as error:
             raise ValueError(f"{error}") from None
         self._special = special

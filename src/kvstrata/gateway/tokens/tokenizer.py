@@ -5,7 +5,6 @@ A tokenizer says what *it* makes of a prompt.  Whether an engine makes the same 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.tokens.cuts import certain, parts_of
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import Chat, Text
+from kvstrata.gateway.tokens.tails import Tails
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ NEEDED = ("tokenizers", "jinja2")
 MAX_FILE_BYTES = 256 << 20
 MAX_TEXT_CHARS = 8 << 20
 """Longest text that is tokenised here."""
-BATCH_CHARS = 256 << 10
+BATCH_CHARS = 32 << 10
 """Characters of parts that are tokenised in one call, so that their ids become Python objects a few at a time."""
 _PROBE_TURNS = 4
 
@@ -54,6 +54,8 @@ class OwnTokenizer:
         self.cut = self._best_cut(cuts)
         """The token before which texts are cut; empty: none is certain."""
         self._context = f"{model}\0{folder}\0".encode()
+        self.tails = Tails(self.template, self.cut) if self.template is not None else None
+        """Renders ends of conversations alone; None: the model has no chat template."""
 
     # -- use, on any thread ------------------------------------------------------------------------------------
 
@@ -82,15 +84,23 @@ class OwnTokenizer:
         if len(text) > MAX_TEXT_CHARS:
             return None
         parts = parts_of(text, self.cut)
-        if memory is None:
-            return _joined(self._parts(parts))
-        keys = memory.keys(self._context + tenant.encode(), parts)
+        return joined(self._parts(parts) if memory is None else self.remembered(parts, memory, tenant)[1])
+
+    def remembered(
+        self, parts: list[str], memory: Memory, tenant: str
+    ) -> tuple[list[bytes], list[array[int]]]:
+        """The keys and the ids of parts; those that `memory` lacks are computed, and remembered."""
+        keys = memory.keys(self.context_of(tenant), parts)
         found = memory.find(keys)
         missing = [at for at, ids in enumerate(found) if ids is None]
         for at, ids in zip(missing, self._parts([parts[at] for at in missing]), strict=True):
             found[at] = ids
             memory.add(keys[at], ids)
-        return _joined([ids for ids in found if ids is not None])
+        return keys, [ids for ids in found if ids is not None]
+
+    def context_of(self, tenant: str) -> bytes:
+        """What keys of remembered texts are made of, beside the text."""
+        return self._context + tenant.encode() + b"\0"
 
     def _parts(self, parts: list[str]) -> list[array[int]]:
         """The ids of each part."""
@@ -197,5 +207,8 @@ class OwnTokenizer:
         return ""
 
 
-def _joined(parts: list[array[int]]) -> array[int]:
-    return functools.reduce(array.__iadd__, parts, array("I"))
+def joined(parts: list[array[int]]) -> array[int]:
+    """The ids of all parts in one array."""
+    made = array("I")
+    made.frombytes(b"".join(parts))
+    return made

@@ -1,8 +1,9 @@
 """Whether an engine makes of prompts what our own tokenizer makes of them.
 
 Each feature of prompts (prompts.py) is tried with fixed and with drawn texts: the engine's `/tokenize` must give the
-same ids for all of them.  Whether an engine hands contents to the template as text or as lists of parts shows in which
-of the two passes.
+same ids for all of them.  `/v1/messages` and `/v1/responses` have no such path: what their `/render` says is compared
+if the engine may be asked, else the number of tokens that the engine counts.  Whether an engine hands contents to the
+template as text or as lists of parts shows in which of the two passes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import msgspec
 from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import Place
 from kvstrata.gateway.tokens import prompts
-from kvstrata.gateway.tokens.asking import post, tokenized
+from kvstrata.gateway.tokens.apis import MESSAGES, RESPONSES
+from kvstrata.gateway.tokens.asking import post, rendered, tokenized
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 
@@ -38,8 +40,8 @@ class Verdict(NamedTuple):
     """Features, each with whether the template gets contents as lists of parts."""
     reasons: dict[str, str]
     """Why a feature is not used, by feature."""
-    takes_ids: bool = False
-    """Whether the engine takes a chat's ids from the gateway."""
+    takes_ids: frozenset[str] = frozenset()
+    """The paths on which the engine takes a prompt's ids from the gateway."""
 
 
 class Case(NamedTuple):
@@ -89,6 +91,25 @@ def cases(feature: str, draw: random.Random, special: str) -> Iterator[Case]:
 def _case(feature: str, texts: list[str], *, variant: int) -> Case:
     if feature == prompts.COMPLETION:
         return Case(COMPLETIONS, {"prompt": texts[0]})
+    if feature == prompts.AS_RESPONSES:
+        said: list[tuple[str, Any]] = [("user", texts[0]), ("assistant", texts[1]), ("user", texts[2])]
+        items = [{"role": role, "content": text} for role, text in said]
+        if variant == 1:
+            items[2]["content"] = [{"type": "input_text", "text": texts[2]}]
+        return Case(RESPONSES, {"input": texts[0] if variant == 2 else items})
+    if feature == prompts.AS_MESSAGES:
+        blocks = [{"type": "text", "text": text} for text in texts[: 1 + (variant == 1)]]
+        answer = {"role": "assistant", "content": texts[1]}
+        return Case(
+            MESSAGES,
+            {
+                "messages": [
+                    {"role": "user", "content": blocks},
+                    answer,
+                    {"role": "user", "content": texts[2]},
+                ]
+            },
+        )
     user, assistant = {"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}
     messages: list[dict[str, Any]] = [user, assistant, {"role": "user", "content": texts[2]}][
         -1 if variant == 1 else 0 :
@@ -121,36 +142,117 @@ def _case(feature: str, texts: list[str], *, variant: int) -> Case:
     return Case(CHAT, document)
 
 
-async def verify(
-    links: Links, place: Place, model: str, tokenizer: OwnTokenizer, draw: random.Random
-) -> Verdict:
-    """Compare a tokenizer with an engine. Raises Silent if the engine does not answer."""
-    agreed: set[tuple[str, bool]] = set()
-    reasons: dict[str, str] = {}
-    for feature in FEATURES:
-        forms = {False, True}
-        for case in cases(feature, draw, tokenizer.cut):
-            status, body = await post(
-                links, place, PATH, msgspec.json.encode({"model": model, **case.document})
-            )
-            theirs = tokenized(body) if status == 200 else None
-            if theirs is None:
-                reasons[feature] = f"{PATH} answers {status}"
-                if status in (401, 403, 404, 405):
-                    return Verdict(frozenset(), dict.fromkeys(FEATURES, reasons[feature]))
-                forms.clear()
-                break
-            wrong = {}
-            for parted in forms:
-                ours = await asyncio.to_thread(_ours, tokenizer, case, parted)
-                if ours != theirs:
-                    wrong[parted] = _difference(ours, theirs)
-            forms -= wrong.keys()
-            if not forms:
-                reasons[feature] = next(iter(wrong.values()))
-                break
-        agreed |= {(feature, parted) for parted in forms}
-    return Verdict(frozenset(agreed), reasons)
+class _Counted(msgspec.Struct):
+    input_tokens: int
+
+
+class _Answered(msgspec.Struct):
+    usage: _Counted
+
+
+_counted = msgspec.json.Decoder(_Counted).decode
+_answered = msgspec.json.Decoder(_Answered).decode
+
+
+class Verifier:
+    """Compares a tokenizer with an engine. All methods raise Silent if the engine does not answer."""
+
+    def __init__(
+        self, links: Links, place: Place, model: str, tokenizer: OwnTokenizer | None, *, renders: bool
+    ) -> None:
+        """`renders`: whether the engine may be asked by `/render`."""
+        self._links = links
+        self._place = place
+        self._model = model
+        self._tokenizer = tokenizer
+        self._renders = renders
+
+    async def verify(self, draw: random.Random) -> Verdict:
+        """What the engine agrees on with the tokenizer."""
+        agreed: set[tuple[str, bool]] = set()
+        reasons: dict[str, str] = {}
+        if self._tokenizer is None:
+            return Verdict(frozenset(), reasons)
+        for feature in FEATURES:
+            forms = {False, True}
+            for case in cases(feature, draw, self._tokenizer.cut):
+                status, theirs = await self._theirs(case)
+                if theirs is None:
+                    reasons[feature] = (
+                        f"{case.path} answers {status}" if status != 200 else "an unknown answer"
+                    )
+                    if status in (401, 403, 404, 405) and case.path in (CHAT, COMPLETIONS):
+                        return Verdict(frozenset(), dict.fromkeys(FEATURES, f"{PATH} answers {status}"))
+                    forms.clear()
+                    break
+                wrong = {}
+                for parted in forms:
+                    ours = await asyncio.to_thread(_ours, self._tokenizer, case, parted)
+                    if (differs := _difference(ours, theirs)) is not None:
+                        wrong[parted] = differs
+                forms -= wrong.keys()
+                if not forms:
+                    reasons[feature] = next(iter(wrong.values()))
+                    break
+            agreed |= {(feature, parted) for parted in forms}
+        return Verdict(frozenset(agreed), reasons)
+
+    async def _theirs(self, case: Case) -> tuple[int, array[int] | int | None]:
+        """An engine's status, and what it makes of a prompt: its ids, or only their number; None: it does not tell."""
+        document = {"model": self._model, **case.document}
+        if case.path in (CHAT, COMPLETIONS):
+            status, body = await self._post(PATH, document)
+            return status, tokenized(body) if status == 200 else None
+        if case.path == MESSAGES:
+            document["max_tokens"] = 1
+        else:
+            document |= {"max_output_tokens": 1, "store": False, "stream": False}
+        if self._renders:
+            status, body = await self._post(f"{case.path}/render", document)
+            if status == 200:
+                return status, rendered(body)
+        if case.path == MESSAGES:
+            del document["max_tokens"]
+        status, body = await self._post(
+            f"{MESSAGES}/count_tokens" if case.path == MESSAGES else RESPONSES, document
+        )
+        try:
+            if status == 200:
+                counted = _counted(body) if case.path == MESSAGES else _answered(body).usage
+                return status, counted.input_tokens
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            pass
+        return status, None
+
+    async def taken(self) -> frozenset[str]:
+        """The paths on which the engine takes ids beside or instead of a prompt's text, by asking with other ids."""
+        longer = Case(CHAT, {"messages": [{"role": "user", "content": "What is longer than one letter?"}]})
+        ids = await asyncio.to_thread(_ours, self._tokenizer, longer, False) if self._tokenizer else None
+        if ids is None and self._renders:
+            status, body = await self._post(f"{CHAT}/render", {"model": self._model, **longer.document})
+            ids = rendered(body) if status == 200 else None
+        if not ids:
+            return frozenset()
+        asked: dict[str, dict[str, Any]] = {
+            CHAT: {"messages": [{"role": "user", "content": "x"}]},
+            COMPLETIONS: {"prompt": "x"},
+        }
+        taken = set()
+        for path, short in asked.items():
+            plain = {"model": self._model, **short, "max_tokens": 1, "stream": False}
+            body = with_ids(path, msgspec.json.encode(plain), ids)
+            status, answer = await post(self._links, self._place, path, body)
+            try:
+                if status == 200 and msgspec.json.decode(answer, type=_Answer).usage.prompt_tokens == len(
+                    ids
+                ):
+                    taken.add(path)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+        return frozenset(taken)
+
+    async def _post(self, path: str, document: dict[str, Any]) -> tuple[int, bytes]:
+        return await post(self._links, self._place, path, msgspec.json.encode(document))
 
 
 class _Usage(msgspec.Struct):
@@ -161,34 +263,31 @@ class _Answer(msgspec.Struct):
     usage: _Usage
 
 
-async def takes_ids(links: Links, place: Place, model: str, tokenizer: OwnTokenizer) -> bool:
-    """Whether an engine takes the ids beside a chat for its prompt, by a chat of other ids. Raises Silent."""
-    messages = [{"role": "user", "content": "x"}]
-    longer = Case(CHAT, {"messages": [{"role": "user", "content": "What is longer than one letter?"}]})
-    ids = await asyncio.to_thread(_ours, tokenizer, longer, False)
-    if ids is None:
-        return False
-    document = {"model": model, "messages": messages, "max_tokens": 1, "stream": False}
-    document[PARAMETERS] = {"prompt_token_ids": ids.tolist()}
-    status, body = await post(links, place, CHAT, msgspec.json.encode(document))
-    try:
-        return status == 200 and msgspec.json.decode(body, type=_Answer).usage.prompt_tokens == len(ids)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
+class _Choice(msgspec.Struct):
+    """What makes a completion show its prompt."""
+
+    echo: Any = None
+    prompt_logprobs: Any = None
 
 
-def with_ids(body: bytes, ids: array[int]) -> bytes:
-    """The body of a chat with its ids beside the text; empty if it has such parameters of its own."""
+def with_ids(path: str, body: bytes, ids: array[int]) -> bytes:
+    """The body of a request with the ids of its prompt: of a chat beside the text, of a completion instead of it.
+
+    Empty if the request's answer could become another one, or if it has such parameters of its own.
+    """
+    listed = msgspec.json.encode(ids.tolist())
+    if path == COMPLETIONS:
+        shows = msgspec.json.decode(body, type=_Choice)
+        if shows.echo or shows.prompt_logprobs is not None:
+            return b""
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.encode(fields | {"prompt": msgspec.Raw(listed)})
     start = body.find(b"{") + 1
-    if not start or PARAMETERS.encode() in body:
+    if path != CHAT or not start or PARAMETERS.encode() in body:
         return b""
     # The chat's own fields follow, at least its messages.
-    return b'%b"%b":{"prompt_token_ids":%b},%b' % (
-        body[:start],
-        PARAMETERS.encode(),
-        msgspec.json.encode(ids.tolist()),
-        body[start:],
-    )
+    head = b'%b"%b":{"prompt_token_ids":%b},' % (body[:start], PARAMETERS.encode(), listed)
+    return head + body[start:]
 
 
 def _ours(tokenizer: OwnTokenizer, case: Case, parted: bool) -> array[int] | None:
@@ -196,9 +295,14 @@ def _ours(tokenizer: OwnTokenizer, case: Case, parted: bool) -> array[int] | Non
     return tokenizer.ids_of(prompt, parted=parted) if prompt is not None else None
 
 
-def _difference(ours: array[int] | None, theirs: array[int]) -> str:
+def _difference(ours: array[int] | None, theirs: array[int] | int) -> str | None:
+    """What is different; None: nothing."""
     if ours is None:
         return "the template refuses it here, but not there"
+    if isinstance(theirs, int):
+        return None if len(ours) == theirs else f"{len(ours)} tokens here, {theirs} there"
+    if ours == theirs:
+        return None
     same = next(
         (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),

@@ -13,6 +13,7 @@ import math
 
 import msgspec
 
+from kvstrata.native.routing import lowest
 from kvstrata.policy.routing.baselines import LeastLoaded, RoundRobin, Session
 from kvstrata.policy.routing.dynamo import Dynamo
 from kvstrata.policy.routing.hashing import draw, first
@@ -77,11 +78,8 @@ def choose(
     if not view.engines:
         return Decision(policy=name, engine="", reason="none_eligible", unhealthy=unhealthy)
     costs = policy.scores(view)
-    smallest = heapq.nsmallest(ALTERNATIVES + 1, costs)
-    limit = smallest[0] + abs(smallest[0]) * policy.near_share
-    cut = max(limit, smallest[-1])
-    low = [index for index, cost in enumerate(costs) if cost <= cut]
-    index, reason = pick(view, costs, policy, [index for index in low if costs[index] <= limit], seed)
+    near, below, tied = lowest(costs, ALTERNATIVES + 1, policy.near_share)
+    index, reason = pick(view, costs, policy, near, seed)
     return Decision(
         policy=name,
         engine=view.engines[index].name,
@@ -89,7 +87,7 @@ def choose(
         cost=costs[index],
         terms=policy.terms(view, index),
         way=policy.way(view, index),
-        alternatives=rejected(view, costs, policy, [other for other in low if other != index], smallest[-1]),
+        alternatives=rejected(view, costs, policy, index, below, tied),
         eligible=len(view.engines),
         unhealthy=unhealthy,
     )
@@ -150,22 +148,21 @@ def drawn(view: View, costs: list[float], temperature: float, sample: float) -> 
 
 
 def rejected(
-    view: View, costs: list[float], policy: Policy, others: list[int], last: float
+    view: View, costs: list[float], policy: Policy, chosen: int, below: list[int], tied: list[int]
 ) -> list[Alternative]:
-    """Return the cheapest of the others; equal costs in the order of names.
+    """Return the cheapest engines but the chosen one; equal costs in the order of names.
 
-    `last` is the highest of the `ALTERNATIVES + 1` lowest costs of all: fewer than that many are below it.
+    `below`: the engines whose costs are below the `ALTERNATIVES + 1`-th lowest, and `tied` those that have it.
     """
     engines = view.engines
-    found = sorted((costs[index], engines[index].name, index) for index in others if costs[index] < last)
+    found = sorted((costs[index], engines[index].name, index) for index in below if index != chosen)
     if len(found) < ALTERNATIVES:
         # A whole idle fleet may tie here, so names are compared, not a tuple for each engine.
-        tied = [index for index in others if costs[index] == last]
         names = [engines[index].name for index in tied]
-        found += [
-            (last, name, tied[names.index(name)])
-            for name in heapq.nsmallest(ALTERNATIVES - len(found), names)
-        ]
+        first_names = heapq.nsmallest(ALTERNATIVES + 1 - len(found), names)
+        places = [tied[names.index(name)] for name in first_names]
+        found += [(costs[index], engines[index].name, index) for index in places if index != chosen]
     return [
-        Alternative(engine=name, cost=cost, terms=policy.terms(view, index)) for cost, name, index in found
+        Alternative(engine=name, cost=cost, terms=policy.terms(view, index))
+        for cost, name, index in found[:ALTERNATIVES]
     ]

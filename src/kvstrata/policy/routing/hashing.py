@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-MASK = (1 << 64) - 1
-ODD = 0x9E3779B97F4A7C15
-"""2^64 divided by the golden ratio, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)."""
+from kvstrata.native.routing import ranked_first
 
 
 def hashed(text: str) -> int:
@@ -31,9 +29,8 @@ _HASHES = NameHashes()
 
 def first(key: str, names: list[str]) -> int:
     """Return the index of the name that the key ranks first; equal for any order of the names, which must differ."""
-    mine, hashes = hashed(key), _HASHES
-    weights = [(mine ^ hashes[name]) * ODD & MASK for name in names]
-    return weights.index(max(weights))
+    hashes = _HASHES
+    return ranked_first(hashed(key), [hashes[name] for name in names])
 
 
 def draw(seed: int, key: str) -> float:

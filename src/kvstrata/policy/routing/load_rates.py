@@ -5,8 +5,11 @@ those for the tokens that were computed.  Latency and rate are the line of least
 line that no load can follow (a negative latency or rate) gives way to the rate alone.
 
 1. At most `MAX_SAMPLES` newest samples are kept for an engine and tier.
-2. An engine without samples of a tier has the median of the others' rates; without any, a load is taken to be
+2. An engine without samples of a tier has the median of the others' rates; without any, a load from L1 is taken to be
    `ASSUMED_GAIN` times as fast as computing.
+3. What lies in L2 or at a peer is loaded into L1 first.  The engine's instance may tell how fast that is; it is taken
+   to be as fast as a load from L1 is assumed to be otherwise.  Samples count more than what was told from
+   `ENOUGH_SAMPLES` on.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from kvstrata.policy.routing.model import LoadPath, Tier
 MAX_SAMPLES = 64
 ASSUMED_GAIN = 8.0
 ASSUMED_LATENCY_S = 0.01
+ENOUGH_SAMPLES = 4
 
 
 class LoadRates:
@@ -29,6 +33,8 @@ class LoadRates:
     def __init__(self) -> None:
         self._samples: dict[tuple[str, Tier], deque[tuple[int, float]]] = {}
         self._paths: dict[tuple[str, Tier], LoadPath] = {}
+        self._told: dict[tuple[str, Tier], LoadPath] = {}
+        """How fast instances load into their L1 from elsewhere."""
         self._usual: dict[Tier, LoadPath] = {}
         """The medians over all engines."""
         self.changes = 0
@@ -44,6 +50,10 @@ class LoadRates:
         self._find_usual()
         return True
 
+    def tell(self, engine: str, tier: Tier, into_l1: LoadPath) -> None:
+        """The engine's instance has measured how fast it loads from a tier into its L1."""
+        self._told[engine, tier] = into_l1
+
     def kept(self) -> Iterator[tuple[str, Tier, int, float]]:
         """Yield all samples as (engine, tier, tokens, seconds). From any thread: samples may be added meanwhile."""
         for engine, tier in list(self._samples):
@@ -54,12 +64,21 @@ class LoadRates:
         """Drop an engine that has gone."""
         for where in [where for where in self._samples if where[0] == engine]:
             del self._samples[where], self._paths[where]
+        for where in [where for where in self._told if where[0] == engine]:
+            del self._told[where]
         self._find_usual()
 
     def path(self, engine: str, tier: Tier, prefill_tokens_s: float) -> LoadPath:
         """Return how fast an engine that computes `prefill_tokens_s` loads from a tier."""
-        found = self._paths.get((engine, tier)) or self._usual.get(tier)
-        return found or LoadPath(latency_s=ASSUMED_LATENCY_S, tokens_s=ASSUMED_GAIN * prefill_tokens_s)
+        own, told = self._paths.get((engine, tier)), self._told.get((engine, tier))
+        if own is not None and (told is None or len(self._samples[engine, tier]) >= ENOUGH_SAMPLES):
+            return own
+        if told is None and (usual := self._usual.get(tier)) is not None:
+            return usual
+        assumed = LoadPath(latency_s=ASSUMED_LATENCY_S, tokens_s=ASSUMED_GAIN * prefill_tokens_s)
+        if tier in ("l0", "l1"):
+            return assumed
+        return _in_series(told or assumed, self.path(engine, "l1", prefill_tokens_s))
 
     def _find_usual(self) -> None:
         self.changes += 1
@@ -70,6 +89,14 @@ class LoadRates:
                 latency_s=statistics.median(one.latency_s for one in paths),
                 tokens_s=statistics.median(one.tokens_s for one in paths),
             )
+
+
+def _in_series(first: LoadPath, then: LoadPath) -> LoadPath:
+    """One load after the other."""
+    return LoadPath(
+        latency_s=first.latency_s + then.latency_s,
+        tokens_s=1.0 / (1.0 / first.tokens_s + 1.0 / then.tokens_s),
+    )
 
 
 def fitted(samples: deque[tuple[int, float]]) -> LoadPath:

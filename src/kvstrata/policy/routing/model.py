@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from kvstrata.native.routing import Costs
+
 Tier = Literal["l0", "l1", "l2", "peer"]
 """Where KV lies, seen from an engine: in its own cache, in its host's pool, behind an adapter, at another host."""
 
@@ -87,12 +89,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
         An engine that should have computed all of it, and has not, is expected to need as long again as it is late.
         """
-        rate = self.prefill_tokens_s
-        drained_s = self.backlog_tokens / rate - max(0.0, now_s - self.at_s)
-        queue_s = max(drained_s, self.behind_tokens / rate)
-        if self.waiting and self.moved_s is not None:
-            queue_s += max(0.0, now_s - self.moved_s - self.prefill_tokens / rate)
-        return queue_s
+        return COSTS.queue_s(self, now_s)
 
 
 class Fleet(msgspec.Struct, kw_only=True):
@@ -116,6 +113,10 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     """`predicted`: when the request in flight is expected to have computed it."""
     source: str = ""
     """Who gives it: instance or tier, for the decision to name."""
+
+
+COSTS = Costs(EngineState, Copy, LoadPath)
+"""What requests cost at engines; the formula of `ttft`."""
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,19 +15,19 @@ counts by the probability that it is still there:
 
 K is what must be computed again if the request does not fit the engine's KV cache beside those in flight.  All parts
 are seconds and measured; there are no knobs.
+
+The formula itself is in native code (native/routing.pyi), since it is computed for each engine of a large fleet.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from kvstrata.policy.routing.interface import PlainPolicy, View
-from kvstrata.policy.routing.model import Copy, EngineState, Knowledge, Way
+from kvstrata.policy.routing.model import COSTS, Copy, EngineState, Way
 
-EXACT = 4
-"""Engines whose costs are exact in any case: the chosen one and those that a decision names beside it."""
+if TYPE_CHECKING:
+    from kvstrata.native.routing import Moment
 
 
 class Estimate(NamedTuple):
@@ -46,20 +46,6 @@ class Estimate(NamedTuple):
         """Until the first token."""
         return self.queue_s + self.load_s + self.compute_s
 
-    @property
-    def cost_s(self) -> float:
-        """Of the request, with the work that it makes others do again."""
-        return self.queue_s + self.load_s + self.compute_s + self.preemption_s
-
-
-def probability(copy: Copy, knowledge: Knowledge) -> float:
-    """Return how likely it is that the copy can be used."""
-    if copy.certainty == "degraded":
-        return math.exp(-copy.age_s / knowledge.block_life_s)
-    if copy.certainty == "unconfirmed" and copy.age_s > 2 * knowledge.event_lag_s:
-        return 0.0
-    return 1.0
-
 
 class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy"):
     """See the module."""
@@ -68,74 +54,9 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
     """Rates are not known to within one per cent."""
 
     def scores(self, view: View) -> list[float]:
-        """Return the cost in seconds at each engine.
-
-        An engine that a load from a shared tier could not bring among the `EXACT` cheapest has its cost without one.
-        """
-        tokens, now_s, own = view.request.tokens, view.now_s, view.own
-        cached = view.knowledge.cached.get
-        known = bool(own or view.knowledge.cached)
-        costs: list[float] = []
-        add = costs.append
-        # The formula is written out for engines of which at most their own cache is known, because a large fleet must
-        # be scored within half a millisecond; `estimate` has it for all cases.
-        for engine in view.engines:
-            uncached = tokens
-            if known:
-                name = engine.name
-                if own and name in own:
-                    add(self.estimate(view, engine).cost_s)
-                    continue
-                uncached -= cached(name, 0)
-                if uncached < 1:
-                    uncached = 1
-            rate = engine.prefill_tokens_s
-            work = float(uncached)
-            backlog = engine.backlog_tokens
-            if backlog or engine.waiting:
-                past_s = now_s - engine.at_s
-                if past_s > 0.0:
-                    backlog -= past_s * rate
-                behind = engine.behind_tokens
-                work += backlog if backlog > behind else behind
-                moved_s = engine.moved_s
-                if moved_s is not None and engine.waiting:
-                    late = (now_s - moved_s) * rate - engine.prefill_tokens
-                    if late > 0.0:
-                        work += late
-            kv_tokens = engine.kv_tokens
-            if kv_tokens:
-                excess = engine.context_tokens + tokens - kv_tokens
-                if excess > 0:
-                    work += excess
-            add(work / rate)
-        if view.shared:
-            self._share(view, costs)
-        return costs
-
-    def _share(self, view: View, costs: list[float]) -> None:
-        """Lower the costs of engines for which a load from a shared tier pays, as far as they may be chosen."""
-        if not costs:
-            return
-        tokens, shared = view.request.tokens, view.shared
-        longest = min(tokens - 1, max(copy.tokens for copy in shared))
-        limit = heapq.nsmallest(EXACT, costs)[-1] * (1.0 + self.near_share)
-        plain = len(shared) == 1 and shared[0].certainty == "exact"
-        tier, cached, own = shared[0].tier, view.knowledge.cached.get, view.own
-        for index, engine in enumerate(view.engines):
-            token_s = 1.0 / engine.prefill_tokens_s
-            if costs[index] - longest * token_s > limit:
-                continue
-            if plain and (not own or engine.name not in own):
-                path = engine.paths.get(tier)
-                load_tokens = longest - cached(engine.name, 0)
-                if path is not None and tier != "l0" and load_tokens > 0:
-                    load_s = path.latency_s + (path.queued_tokens + load_tokens) / path.tokens_s
-                    saved_s = load_tokens * token_s - load_s
-                    if saved_s > 0.0:
-                        costs[index] -= saved_s
-            else:
-                costs[index] = self.estimate(view, engine).cost_s
+        """Return the cost in seconds at each engine."""
+        cached = view.knowledge.cached
+        return COSTS.scores(view.engines, _moment(view), cached=cached, own=view.own, shared=view.shared)
 
     def terms(self, view: View, index: int) -> dict[str, float]:
         """Return the seconds of each term, and the tokens behind them."""
@@ -163,53 +84,13 @@ class Ttft(PlainPolicy, frozen=True, kw_only=True, tag="ttft", tag_field="policy
 
     def estimate(self, view: View, engine: EngineState) -> Estimate:
         """Return the cheapest way at one engine."""
-        tokens, rate, knowledge = view.request.tokens, engine.prefill_tokens_s, view.knowledge
-        queue_s = engine.queue_s(view.now_s)
-        token_s = 1.0 / rate
-        most = tokens - 1  # At least one token is always computed.
-        held_tokens = sure = min(view.held(engine.name), most)
-        held_expected = float(sure)
-        best_s, uncached, best_load_s = token_s * (tokens - sure), tokens - held_expected, 0.0
-        best: Copy | None = None
-        loads = []
-        for copy in (*view.own.get(engine.name, ()), *view.shared):
-            if copy.tier != "l0":
-                loads.append(copy)
-                continue
-            if copy.engine != engine.name:
-                continue
-            cached = min(copy.tokens, most)
-            expected = cached * probability(copy, knowledge)
-            wait_s = 0.0
-            if copy.certainty == "predicted":
-                wait_s = max(0.0, copy.ready_at_s - view.now_s - queue_s)
-            elif expected > held_expected:
-                held_tokens, held_expected = cached, expected
-            cost_s = wait_s + token_s * (tokens - expected)
-            if cost_s < best_s:
-                best_s, uncached, best_load_s, best = cost_s, tokens - expected, wait_s, copy
-        for copy in loads:
-            path = engine.paths.get(copy.tier)
-            cached = min(copy.tokens, most)
-            if path is None or cached <= held_tokens:
-                continue
-            chance = probability(copy, knowledge)
-            load_tokens = cached - held_tokens
-            load_s = chance * (path.latency_s + (path.queued_tokens + load_tokens) / path.tokens_s)
-            if copy.certainty == "predicted":
-                load_s += max(0.0, copy.ready_at_s - view.now_s - queue_s)
-            left = tokens - (chance * cached + (1.0 - chance) * held_expected)
-            cost_s = load_s + token_s * left
-            if cost_s < best_s:
-                best_s, uncached, best_load_s, best = cost_s, left, load_s, copy
-        excess = engine.context_tokens + tokens - engine.kv_tokens if engine.kv_tokens else 0
-        cached = min(best.tokens, most) if best else sure
+        cached = view.knowledge.cached
         return Estimate(
-            queue_s,
-            best_load_s,
-            uncached / rate,
-            max(0, excess) / rate,
-            best,
-            cached,
-            cached - held_tokens if best and best.tier != "l0" else 0,
+            *COSTS.estimate(engine, _moment(view), cached=cached, own=view.own, shared=view.shared)
         )
+
+
+def _moment(view: View) -> Moment:
+    """Return what the engines have in common."""
+    knowledge = view.knowledge
+    return view.request.tokens, view.now_s, knowledge.block_life_s, knowledge.event_lag_s

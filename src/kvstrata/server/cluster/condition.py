@@ -11,9 +11,11 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable
-from kvstrata.rpc.cluster_wire import KvKind, Load
+from kvstrata.rpc.cluster_fields import MAX_ENGINES, KvKind
+from kvstrata.rpc.cluster_wire import Load
+from kvstrata.rpc.gateway_wire import MAX_BYTES_S, MAX_LATENCY_US, TierRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
-from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.cluster.told_tiers import ToldTiers
 
 MAX_MODELS = 64
 POOLS_AT_A_TIME = 16
@@ -40,7 +42,7 @@ class Condition:
         self,
         pools: Sequence[Pool],
         processes: ProcessTable,
-        own: OwnTiers,
+        told: ToldTiers,
         peer_server: PeerServer,
         peer_reads: PeerReads,
         counters: ServerCounters,
@@ -49,7 +51,7 @@ class Condition:
         self._fill = {pool: _fill_of(pool) for pool in pools}
         self._next = itertools.cycle(pools)
         self._processes = processes
-        self._own = own
+        self._told = told
         self._peer_server = peer_server
         self._peer_reads = peer_reads
         self._counters = counters
@@ -66,7 +68,7 @@ class Condition:
         l1 = _Fill(*map(sum, zip(*self._fill.values(), strict=True)))
         counters = self._counters
         peer_chunks, peer_bytes = self._peer_reads.loads()
-        usage = self._own.usage()
+        usage = self._told.usage()
         return Load(
             chunks={
                 L1_TIER: l1.chunks,
@@ -98,6 +100,27 @@ class Condition:
             (group.layout, group.packed_slices): group for group in self._processes.groups if group.complete
         }
         return [
-            KvKind(group.layout, group.slices, list(group.spans))
+            KvKind(group.layout, group.slices, list(group.spans), group.chunk_bytes)
             for group in list(found.values())[:MAX_MODELS]
         ]
+
+    def rates(self) -> list[TierRate]:
+        """How fast L1 is filled from L2, by the adapter with the most batches, and from peers, if that was measured."""
+        peer, lines = self._peer_reads.name, self._counters.load_lines
+        of_l2 = [line for name, line in lines.items() if name != peer]
+        busiest = max(of_l2, key=lambda line: line.batches, default=None)
+        found = {"l2": busiest, "peer": lines.get(peer)}
+        rates = []
+        for tier, line in found.items():
+            if line is not None and (fitted := line.fitted()) is not None:
+                latency_us = min(MAX_LATENCY_US, round(fitted[0] * 1e6))
+                rates.append(TierRate(tier, latency_us, max(1, min(MAX_BYTES_S, round(fitted[1])))))
+        return rates
+
+    def engines(self) -> list[str]:
+        """URLs of the engines that tell theirs, sorted.
+
+        A process that may use only some tenants tells none: requests of others would be sent to where it says.
+        """
+        told = {process.engine_url for process in self._processes if process.tenants is None}
+        return sorted(told - {""})[:MAX_ENGINES]

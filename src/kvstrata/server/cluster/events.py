@@ -10,9 +10,10 @@ import collections
 from collections.abc import Iterable, Sequence
 
 from kvstrata.observability.logging import EventLog
-from kvstrata.rpc.cluster_wire import MAX_RUNS, TAG_BYTES, Change, Events, Run, encode
-from kvstrata.server.cluster.own_tiers import OwnTiers, tier_name
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Events, Run, encode
 from kvstrata.server.cluster.sync_state import MACHINE, SyncEvent, SyncState
+from kvstrata.server.cluster.told_tiers import ToldTiers, tier_name
 from kvstrata.types import PoolEvent
 
 L1_TIER = "l1"
@@ -21,7 +22,7 @@ BATCH_TAGS = 8_192
 MAX_QUEUED_TAGS = 262_144
 MAX_QUEUED_RUNS = 65_536
 MAX_L2_TAGS = 262_144
-"""Most tags that are remembered, for full syncs, of an L2 tier that does not list its keys; the oldest go first."""
+"""Most tags that are remembered, for full syncs, of an L2 tier whose keys are not listed; the oldest go first."""
 
 
 class EventQueue:
@@ -75,7 +76,7 @@ class EventQueue:
 
 
 class TierTags:
-    """For own L2 tiers that do not list their keys: the tags put or found there since this process started."""
+    """For L2 tiers whose keys are not listed: the tags put or found there since this process started."""
 
     def __init__(self) -> None:
         self._tags: dict[str, collections.OrderedDict[bytes, None]] = {}
@@ -116,11 +117,11 @@ class TierNews:
     2. Batches are numbered 1, 2, … without a gap.  A frame that the socket did not take is sent next.
     """
 
-    def __init__(self, own: OwnTiers) -> None:
+    def __init__(self, told: ToldTiers) -> None:
         self.wake = asyncio.Event()
         """Set when the link has something to do."""
         self.tags = TierTags()
-        """Known tags of the tiers that do not list their keys."""
+        """Known tags of the tiers whose keys are not listed."""
         self.tiers: list[str] = []
         """The tiers as they were registered with the controller; the first is L1."""
         self.telling = False
@@ -130,7 +131,7 @@ class TierNews:
         self.n_events = 0
         """Tags in all batches so far."""
         self.sync = MACHINE.first
-        self._own = own
+        self._told = told
         self._queue = EventQueue()
         self._frame: bytes | None = None
         """The batch that the socket did not take yet."""
@@ -155,7 +156,7 @@ class TierNews:
         """Queue that a tier has this chunk."""
         tier = tier_name(adapter)
         if tier in self.tiers:
-            if not self._own.lists(tier):
+            if not self._told.lists(tier):
                 self.tags.admit(tier, [key])
             if self.telling:
                 self._queue.add(Change.ADMIT, tier, key[:TAG_BYTES])

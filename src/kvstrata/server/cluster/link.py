@@ -38,8 +38,8 @@ from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.fence import Fence
 from kvstrata.server.cluster.own_key import MemberKeys
-from kvstrata.server.cluster.own_tiers import OwnTiers
 from kvstrata.server.cluster.sync import ANSWER_S, FullSync
+from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.readiness import Readiness, StoreFreeze
 from kvstrata.states import Machine
@@ -122,7 +122,7 @@ class ControllerLink:
         advertised: Advertised,
         pools: Sequence[Pool],
         news: TierNews,
-        own: OwnTiers,
+        told: ToldTiers,
         condition: Condition,
         actions: Actions,
         fence: Fence,
@@ -142,7 +142,7 @@ class ControllerLink:
         self._advertised = advertised
         self._l1_bytes = sum(pool.limit_bytes for pool in pools)
         self._news = news
-        self._own = own
+        self._told = told
         self._condition = condition
         self._actions = actions
         self._fence = fence
@@ -165,7 +165,7 @@ class ControllerLink:
             url,
             pools=pools,
             news=news,
-            own=own,
+            told=told,
             freeze=freeze,
             supervisor=supervisor,
             seconds=counters.sync,
@@ -262,7 +262,7 @@ class ControllerLink:
         request = Register(
             0, CLUSTER_PROTOCOL_VERSION, facts.instance_id, facts.epoch, __version__, self._news.tiers,
             self._l1_bytes, facts.chunk_tokens, advertised.peer_endpoint, advertised.http_url, advertised.zone,
-            platform.node()[:2000], os.getpid(), self._news.seq,
+            platform.node()[:2000], os.getpid(), self._news.seq, self._told.media(),
         )  # fmt: skip
         return await self._reply.ask(request, Registered, ANSWER_S)
 
@@ -310,7 +310,7 @@ class ControllerLink:
         request = Heartbeat(
             0, self._facts.instance_id, self._facts.epoch, self._news.seq, self._word(),
             self._condition.load(self._news), self._condition.models(), results, self._fence.seen,
-            self._condition.draining,
+            self._condition.draining, self._condition.engines(), self._condition.rates(),
         )  # fmt: skip
         asked_s = self._loop.time()
         try:
@@ -381,7 +381,7 @@ class ControllerLink:
         self._news.wake.set()
 
     def _tiers(self) -> list[str]:
-        return [L1_TIER, *self._own.names()]
+        return [L1_TIER, *self._told.names()]
 
     def _word(self) -> str:
         """The state of the instance that heartbeats name."""

@@ -19,27 +19,27 @@ from typing import Any
 
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.server.cluster.link import ControllerLink
-from kvstrata.server.cluster.own_tiers import OwnTiers
+from kvstrata.server.cluster.told_tiers import ToldTiers
 
 
 class Membership:
     """The links to all controllers. Belongs to the event loop."""
 
-    def __init__(self, links: Sequence[ControllerLink], own: OwnTiers, peer_server: PeerServer) -> None:
+    def __init__(self, links: Sequence[ControllerLink], told: ToldTiers, peer_server: PeerServer) -> None:
         self._links = links
-        self._own = own
+        self._told = told
         self._peer_server = peer_server
 
     def start(self) -> None:
         """Begin to register with each controller; they may be absent."""
-        self._own.start()
+        self._told.start()
         for link in self._links:
             link.start()
 
     async def stop(self) -> None:
         """Lease nothing more to peers, say goodbye to the connected controllers, and close. Idempotent."""
         self._peer_server.leases.draining = True
-        await asyncio.gather(self._own.stop(), *(link.stop() for link in self._links))
+        await asyncio.gather(self._told.stop(), *(link.stop() for link in self._links))
 
     def status(self) -> dict[str, Any]:
         """For the status document and metrics: sums over all links, and a row for each controller."""

@@ -1,6 +1,6 @@
 """Full sync: the instance tells one controller all chunks that the instance holds.
 
-    SyncBegin(S) ─▶ parts: all that is READY in L1, then each own tier ─▶ SyncEnd ─▶ events from S + 1 on
+    SyncBegin(S) ─▶ parts: all that is READY in L1, then each L2 tier ─▶ SyncEnd ─▶ events from S + 1 on
 
 1. A full sync reads the pools in slices while chunks come and go.  The events that arose since its start are sent after
    the parts, so the controller ends with the last state of each chunk.
@@ -23,11 +23,12 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, Done, SyncBegin, SyncEnd, SyncPart
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.server.cluster.events import L1_TIER, TierNews
-from kvstrata.server.cluster.own_tiers import NotListed, OwnTiers
 from kvstrata.server.cluster.sync_state import SyncEvent
+from kvstrata.server.cluster.told_tiers import NotListed, ToldTiers
 from kvstrata.server.readiness import StoreFreeze
 
 ANSWER_S = 5.0
@@ -55,7 +56,7 @@ class FullSync:
         *,
         pools: Sequence[Pool],
         news: TierNews,
-        own: OwnTiers,
+        told: ToldTiers,
         freeze: StoreFreeze,
         supervisor: Supervisor,
         seconds: Histogram,
@@ -69,7 +70,7 @@ class FullSync:
         self._url = url
         self._pools = pools
         self._news = news
-        self._own = own
+        self._told = told
         self._store_freeze = freeze
         self._supervisor = supervisor
         self._seconds = seconds
@@ -181,7 +182,7 @@ class FullSync:
         while True:
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, LIST_AGAIN_MAX_S)
-            if any([await self._own.can_list(tier) for tier in self._unlisted]):
+            if any([await self._told.can_list(tier) for tier in self._unlisted]):
                 self._news.want_sync("listed")
                 return
 
@@ -226,13 +227,13 @@ class FullSync:
             yield L1_TIER, bytes(collected)
         self._unlisted.clear()
         for tier in self._news.tiers[1:]:
-            if not self._own.lists(tier):
+            if not self._told.lists(tier):
                 tags = self._news.tags.of(tier)
                 for at in range(0, len(tags), PART_TAGS * TAG_BYTES):
                     yield tier, tags[at : at + PART_TAGS * TAG_BYTES]
                 continue
             try:
-                async for part in self._own.parts(tier, PART_TAGS):
+                async for part in self._told.parts(tier, PART_TAGS):
                     yield tier, part
             except NotListed:
                 self._unlisted.append(tier)

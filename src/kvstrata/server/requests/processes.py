@@ -105,6 +105,7 @@ class Processes:
             record_bytes=declared_record_bytes(request.facts),
             span=(request.facts or {}).get(SPAN_FACT, 0),
             own_pool=self._own.get(only_tenant(session.tenants)),
+            engine_url=request.engine_url,
         )
         self._payload_kinds.attached(request.slice, request.facts)
         self._recuts.attached(process, request.slice, request.facts)

@@ -223,7 +223,14 @@ def plan(ask: Ask, model: EngineModel, names: Sequence[str]) -> list[Choice]:
             shown, stopped_by, end = at, word, End.STOP
             answer = answer[: at + len(word.encode())]
         request = SimRequest(
-            name, prompt, answer=answer, end=end, root=root, adapter=ask.adapter, salt=ask.body.cache_salt
+            name,
+            prompt,
+            answer=answer,
+            end=end,
+            root=root,
+            adapter=ask.adapter,
+            salt=ask.body.cache_salt,
+            transfer=ask.body.kv_transfer_params,
         )
         choices.append(Choice(request, shown, stopped_by))
     return choices

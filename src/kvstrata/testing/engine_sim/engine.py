@@ -65,6 +65,9 @@ class Totals:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.lookup_tokens = 0
+        self.external_tokens = 0
+        """Loaded by a connector, and so many of those about which it was asked."""
+        self.external_lookup_tokens = 0
         self.answer_tokens = 0
         self.preemptions = 0
         self.ended: dict[End, int] = dict.fromkeys(End, 0)
@@ -116,7 +119,7 @@ class SimEngine:
         """The end of the step in flight, else the time after which one begins; None for an idle engine."""
         if self._step is not None:
             return self._step.end_ps
-        return self._free_ps if self._running or self._waiting else None
+        return self._free_ps if self._has_work() else None
 
     def check(self, request: SimRequest) -> None:
         """Raise BadRequest unless the request fits into the engine."""
@@ -198,7 +201,7 @@ class SimEngine:
                 if self._step.end_ps > until_ps:
                     return
                 self._complete(self._step)
-            if self._free_ps >= until_ps or not (self._running or self._waiting):
+            if self._free_ps >= until_ps or not self._has_work():
                 return
             if not (self._fast and self._run_decodes(until_ps)):
                 self._begin()
@@ -227,6 +230,12 @@ class SimEngine:
         assert self._running[: len(self._decoders.requests)] == self._decoders.requests
         assert len(self._running) <= self.model.max_num_seqs
         assert len(self._requests) == len(self._running) + len(self._waiting)
+
+    def close(self) -> None:
+        """Let go of what the engine has outside of this process. Idempotent."""
+
+    def _has_work(self) -> bool:
+        return bool(self._running or self._waiting)
 
     def _begin(self) -> None:
         decoders, costs = self._decoders, self._costs
@@ -305,14 +314,17 @@ class SimEngine:
             return False
         if self._events is not None:
             stored, removed = grown
-            if removed:
-                self._events += _removed(removed)
+            self._tell_removed(removed)
             if stored:
                 size = self.model.block_tokens
                 full = end // size
                 parts = request.sequence.stored_parts(full - stored, full, size)
                 self._events.append(_stored(request, parts, size))
         return True
+
+    def _tell_removed(self, keys: tuple[int, ...]) -> None:
+        if keys and self._events is not None:
+            self._events += _removed(keys)
 
     def _preempt(self) -> SimRequest:
         """Send the request that was admitted last back to wait before all others."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 MEDIUM = "GPU"
+MEDIUM_HOST = "CPU"
 KIND = "full_attention"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Blocks that requests can now find. They form one chain below `parent_block_hash`."""
 
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: Sequence[int | bytes]
+    """Of the engine's blocks numbers, of chunks that a connector has stored keys of 32 bytes."""
+    parent_block_hash: int | bytes | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -31,7 +35,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Copies of blocks that are gone. A hash that was stored twice is removed twice."""
 
-    block_hashes: list[int]
+    block_hashes: Sequence[int | bytes]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None

@@ -13,7 +13,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstrata.native.engine_blocks import Sequence as BlockSequence
 
@@ -77,6 +77,7 @@ class SimRequest:
         root: bytes = b"",
         adapter: str | None = None,
         salt: str | None = None,
+        transfer: dict[str, Any] | None = None,
     ) -> None:
         assert prompt, "a request has at least one token"
         assert answer, "an answer has at least one token"
@@ -91,6 +92,8 @@ class SimRequest:
         """Its blocks in the engine, and their keys."""
         self.adapter = adapter
         self.salt = salt
+        self.transfer = transfer
+        """`kv_transfer_params`, for a connector."""
         self.computed = 0
         """Tokens whose KV is there, or is computed by the step in flight once that has ended."""
         self.produced = 0

@@ -47,6 +47,7 @@ function summary(one, redraw) {
         ["Full reports", `${exact(one.sync.count)}${one.sync.count ? `, the last ${duration(live.nowMs() - one.sync.last_ended_unix_ms)} ago in ${duration(one.sync.last_took_s * 1000)}` : ""}`],
         ["Batches of events", exact(one.event_batches)],
         ["Commands waiting", exact(one.waiting_commands)], ["Workers", exact(one.sessions)],
+        ["Engines", one.engines.length ? h("code", { class: "break" }, one.engines.join(" ")) : "none tells its URL"],
         ["Hit rate, last minute", percent(recentHits(one))],
         ["Leased to peers", bytes(one.peer_leased_bytes)], ["Sent to peers", bytes(one.peer_sent_bytes_total)], ["Read from peers", bytes(one.peer_read_bytes_total)],
       ]))),

@@ -8,6 +8,7 @@ import { hitShare, stateOf, sum, tierOrder } from "../model.js";
 import { list } from "../rows.js";
 import { instanceLink, leaderLink, noInstances, state, syncText } from "../instance_parts.js";
 import { facts, failure, tile } from "../parts.js";
+import { table } from "../table.js";
 
 const WINDOWS = [[300, "5 min"], [900, "15 min"], [3600, "1 hour"]];
 const EVERY_MS = 5_000;
@@ -65,6 +66,22 @@ function attention(instances, redraw) {
     rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in sync." : `All ${instances.length} instances are in sync.`)
       : list({ id: "attention", what: "instances that are not in sync", rows, key: (one) => one.id, text: (one) => `${one.id} ${stateOf(one)} ${syncText(one)}`, attributes: { class: "rows" }, redraw,
         item: (one) => [instanceLink(one.id), state(stateOf(one)), h("div", {}, syncText(one))] }));
+}
+
+const SILENT_S = 6; // a gateway tells something every 2 s
+
+function gateways(rows, redraw) {
+  return h("section", { key: "gateways" }, h("h2", {}, "Gateways"), rows.length ? table({
+    id: "gateways", caption: "Gateways that ask this controller", rows, key: (one) => one.name, deps: (one) => Object.values(one), redraw, columns: [
+      { name: "name", title: "Gateway", sort: (one) => one.name, cell: (one) => h("code", { class: "break" }, one.name) },
+      { name: "at", title: "Reached at", sort: (one) => one.host, cell: (one) => h("code", {}, one.port ? `${one.host.includes(":") ? `[${one.host}]` : one.host}:${one.port}` : one.host) },
+      { name: "policy", title: "Policy", sort: (one) => one.policy, cell: (one) => one.policy },
+      { name: "engines", title: "Engines up", number: true, sort: (one) => one.engines_up, cell: (one) => `${exact(one.engines_up)} of ${exact(one.engines)}` },
+      { name: "in_flight", title: "Requests under way", number: true, sort: (one) => one.in_flight, cell: (one) => exact(one.in_flight) },
+      { name: "requests", title: "Requests ended", number: true, sort: (one) => one.requests_total, cell: (one) => exact(one.requests_total) },
+      { name: "heard", title: "Heard", sort: (one) => one.heard_ago_s, cell: (one) => (one.heard_ago_s > SILENT_S ? `silent for ${duration(one.heard_ago_s * 1000)}` : "now") },
+      { name: "version", title: "Version", sort: (one) => one.version, cell: (one) => one.version },
+    ] }) : h("p", { class: "quiet" }, "No gateway asks this controller. Name it in a gateway's controllers.urls."));
 }
 
 function aboutController(cluster) {
@@ -141,6 +158,7 @@ export const overviewPage = {
       h("h2", { class: "unseen" }, "Over time"),
       charts(),
       h("div", { class: "columns" }, attention(instances, redraw), aboutController(cluster)),
+      gateways(cluster.gateways, redraw),
     ];
   },
 };

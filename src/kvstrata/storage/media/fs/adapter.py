@@ -18,10 +18,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from kvstrata.errors import StorageError
 from kvstrata.native import fs
 from kvstrata.storage.base import WALK_KEYS
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.native_adapter import NativeAdapter
 
 _NAME = re.compile(r"([0-9a-f]{2})([0-9a-f]{2})[0-9a-f]{60}\.kvc")
@@ -59,6 +62,9 @@ class FsAdapter(NativeAdapter):
             min_free_bytes=min_free_bytes,
         )
         super().__init__(capsule, name=name, num_workers=num_workers, per_op_workers=per_op_workers)
+        if shared:
+            medium = medium_word("fs", self.base_path.resolve())
+            self.capabilities = msgspec.structs.replace(self.capabilities, medium=medium)
 
     async def walk(self) -> AsyncIterator[Sequence[bytes]]:
         """The connector's list; a directory that several servers share is read, since nobody has an index of it."""

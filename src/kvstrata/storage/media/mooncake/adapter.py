@@ -50,6 +50,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.media.mooncake.known import KnownRecords
 from kvstrata.storage.media.mooncake.sdk import ask_master, check_nics, connect, import_store
 from kvstrata.storage.work import Work
@@ -110,7 +111,13 @@ class MooncakeAdapter(StorageAdapter):
         self.name = name
         self.settings = settings
         self.capabilities = Capabilities(
-            persistent=False, shared=True, wants_registered_memory=settings.preregister, quiesce="never"
+            persistent=False,
+            shared=True,
+            medium=medium_word(
+                "mooncake", hosts=[str(settings.setup.get("master_server_addr") or DEFAULT_MASTER)]
+            ),
+            wants_registered_memory=settings.preregister,
+            quiesce="never",
         )
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)

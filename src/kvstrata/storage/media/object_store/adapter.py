@@ -96,7 +96,9 @@ class ObjectStoreAdapter(StorageAdapter):
         self.name = name
         # The library does not sync the files that it writes into a directory.
         durable = not settings.url.startswith("file:")
-        self.capabilities = Capabilities(persistent=durable, shared=True, max_batch=64, has_heads=True)
+        self.capabilities = Capabilities(
+            persistent=durable, shared=True, medium=settings.medium, max_batch=64, has_heads=True
+        )
         self.settings = settings
         self._inside = Inside(settings.url)
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)

@@ -23,6 +23,7 @@ from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.folder import Folder
+from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.media.workers import PerOpWorkers
 from kvstrata.storage.structs import Place
 
@@ -118,6 +119,7 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     with wrong:
         url = _url(config.url, place)
         store_options, client = _sorted(place, url, options)
+    endpoint = ""
     with wrong:
         endpoint = options.get("endpoint") or options.get("aws_endpoint") or ""
         if str(endpoint).startswith("http://") and "allow_http" not in options:
@@ -146,6 +148,9 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     settings = ObjectStoreSettings(
         url=url,
         connect=connect,
+        medium=medium_word(
+            "object_store", url, hosts=() if url.startswith("file:") else (str(endpoint or "the provider's"),)
+        ),
         multipart_bytes=int(config.multipart_mb * MB),
         part_bytes=int(config.part_mb * MB),
         num_workers=config.num_workers or 4,

@@ -15,6 +15,8 @@ class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     connect: Callable[[], Any]
+    medium: str = ""
+    """As in the adapter's `Capabilities`."""
     multipart_bytes: int = 64 << 20
     part_bytes: int = 8 << 20
     num_workers: int = 4

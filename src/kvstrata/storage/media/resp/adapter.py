@@ -47,6 +47,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lane, Lanes
+from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.media.resp.connection import (
     LARGEST_NUMBER,
     MAX_VALUE_BYTES,
@@ -91,7 +92,20 @@ class RespAdapter(StorageAdapter):
 
     def __init__(self, settings: RespSettings, *, name: str = "resp") -> None:
         self.name = name
-        self.capabilities = Capabilities(persistent=False, shared=True, max_batch=64, has_heads=True)
+        servers = settings.servers
+        self.capabilities = Capabilities(
+            persistent=False,
+            shared=True,
+            medium=medium_word(
+                "resp",
+                settings.key_prefix,
+                servers.database,
+                servers.master_name,
+                hosts=map(str, servers.addresses),
+            ),
+            max_batch=64,
+            has_heads=True,
+        )
         self.settings = settings
         self._prefix = settings.key_prefix.encode()
         self._servers = Servers(name, settings.servers)

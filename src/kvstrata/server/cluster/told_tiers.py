@@ -1,8 +1,9 @@
-"""The instance's own L2 tiers, as its controllers know them: their names, their keys, and how full they are.
+"""The instance's L2 tiers of which controllers are told: their names, their keys, and how full they are.
 
-A tier is *own* if it takes puts and no other instance shares its medium.  An own tier whose adapter lists its keys is
-listed anew in each full sync, with records from before this start, so its keys are not kept here.  For the other own
-tiers, TierTags (events.py) keeps the keys that were put or found since the start.
+A tier that takes puts is *own* if no other instance shares its medium.  An own tier whose adapter lists its keys is
+listed anew in each full sync, with records from before this start, so its keys are not kept here.  For the others,
+TierTags (events.py) keeps the keys that were put or found since the start; so it does for *shared* tiers, whose media
+may be large and are not listed by each instance.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import hashlib
 from collections.abc import AsyncIterator
 
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.cluster_wire import TAG_BYTES, tags_of
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.server.l2.tiers import Tier, TierSet
 from kvstrata.storage.base import Usage
 
@@ -36,8 +38,8 @@ class NotListed(Exception):
     """An adapter that can list its keys did not list them, or not all of them."""
 
 
-class OwnTiers:
-    """Names, lists and measures the own tiers. Belongs to the event loop; all links of an instance share one."""
+class ToldTiers:
+    """Names, lists and measures the tiers. Belongs to the event loop; all links of an instance share one."""
 
     def __init__(self, tiers: TierSet, supervisor: Supervisor) -> None:
         self._tiers = tiers
@@ -56,16 +58,24 @@ class OwnTiers:
             await asyncio.gather(self._counting, return_exceptions=True)
 
     def names(self) -> list[str]:
-        """Names of the own tiers, nearest first."""
-        return list(self._own())
+        """Names of all tiers, nearest first."""
+        return list(self._all())
+
+    def media(self) -> dict[str, str]:
+        """The words of the media of the shared tiers, by tier; those whose medium is not known are left out."""
+        return {
+            name: tier.adapter.capabilities.medium
+            for name, tier in self._all().items()
+            if tier.adapter.capabilities.shared and tier.adapter.capabilities.medium
+        }
 
     def lists(self, tier: str) -> bool:
-        """Whether the tier's adapter can list its keys."""
+        """Whether the tier's keys are listed: it is own, and its adapter can."""
         own = self._own().get(tier)
         return own is not None and own.adapter.capabilities.lists
 
     async def can_list(self, tier: str) -> bool:
-        """Whether the tier's adapter lists its keys at this moment."""
+        """Whether the adapter of an own tier lists its keys at this moment."""
         own = self._own().get(tier)
         return own is not None and await own.adapter.list_keys(0, 1) is not None
 
@@ -90,15 +100,15 @@ class OwnTiers:
         raise NotListed(tier)
 
     def usage(self) -> dict[str, Usage]:
-        """How full the tiers are, at most `COUNT_S` ago; tiers that could not say are left out."""
+        """How full own tiers are, at most `COUNT_S` ago; those that could not say are left out."""
         return {tier: self._usage[tier] for tier in self._own() if tier in self._usage}
 
+    def _all(self) -> dict[str, Tier]:
+        """Tiers that take puts; the one that reads peers takes none."""
+        return {tier_name(tier.name): tier for tier in self._tiers if tier.adapter.capabilities.takes_puts}
+
     def _own(self) -> dict[str, Tier]:
-        return {
-            tier_name(tier.name): tier
-            for tier in self._tiers
-            if not tier.adapter.capabilities.shared and tier.adapter.capabilities.takes_puts
-        }
+        return {name: tier for name, tier in self._all().items() if not tier.adapter.capabilities.shared}
 
     async def _count(self) -> None:
         while True:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvstrata.rpc.cluster_wire import Events
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.cluster.own_tiers import MAX_NAME_CHARS, tier_name
+from kvstrata.server.cluster.told_tiers import MAX_NAME_CHARS, tier_name
 
 LONG = "a_plugin_with_a_really_long_name_for_its_type"
 

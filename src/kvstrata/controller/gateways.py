@@ -1,0 +1,136 @@
+"""The gateways that ask this controller, and what it answers them.
+
+1. At most MAX_GATEWAYS are known; the one that was silent longest makes room.  One that was silent for KEPT_S is
+   forgotten.  Nothing depends on it but what operators see.
+2. A gateway's name counts as an instance's id does: where the controller's key file lists ids, the key of the
+   connection must be listed with the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvstrata.clock import Clock
+from kvstrata.controller import prompts
+from kvstrata.controller.instance_keys import InstanceKeys
+from kvstrata.controller.lookups import Held, Lookups
+from kvstrata.controller.member import Member, MemberState
+from kvstrata.controller.members import Members
+from kvstrata.errors import BadRequest
+from kvstrata.observability.metrics import Histogram
+from kvstrata.rpc.cluster_fields import KvKind
+from kvstrata.rpc.gateway_wire import (
+    MAX_HOLDERS,
+    MAX_TOLD_INSTANCES,
+    MAX_TOLD_KINDS,
+    GatewayBeat,
+    Holding,
+    Holdings,
+    Served,
+)
+
+MAX_GATEWAYS = 256
+KEPT_S = 600.0
+BEAT_S = 2.0
+"""Interval of a gateway's heartbeats, and so the age of what it knows of instances."""
+
+
+class Gateway(NamedTuple):
+    """One gateway, as its last heartbeat told."""
+
+    told: GatewayBeat
+    host: str
+    """Address that the heartbeat came from."""
+    heard_s: float
+
+
+class Gateways:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(self, clock: Clock, members: Members, lookups: Lookups, keys: InstanceKeys) -> None:
+        self._clock = clock
+        self._members = members
+        self._lookups = lookups
+        self._keys = keys
+        self._known: dict[str, Gateway] = {}
+        """By name, in the order of the last heartbeats."""
+        self.replications = 0
+        """Copies that gateways have ordered."""
+        self.seconds = Histogram()
+        """Times from a question about holdings to its answer, which answers.py measures."""
+
+    def __iter__(self) -> Iterator[Gateway]:
+        """Those that were heard within KEPT_S, by name."""
+        self._forget()
+        return iter([self._known[name] for name in sorted(self._known)])
+
+    def beat(self, told: GatewayBeat, key: str, host: str) -> tuple[list[KvKind], list[Served]]:
+        """A heartbeat has come; returns the kinds of KV and the instances for its answer. Raises NotPermitted."""
+        self._keys.check_name(told.gateway, key)
+        self._known.pop(told.gateway, None)
+        self._known[told.gateway] = Gateway(told, host, self._clock.monotonic_s())
+        self._forget()
+        kinds = prompts.kinds(self._members)[:MAX_TOLD_KINDS]
+        of: dict[str, list[int]] = {}
+        for number, kind in enumerate(kinds):
+            for instance in kind.instances:
+                of.setdefault(instance, []).append(number)
+        served = [
+            _served(member, of.get(member.id, []))
+            for member in self._members
+            if member.state in (MemberState.LIVE, MemberState.RESTORED)
+        ]
+        told_kinds = [
+            KvKind(kind.layout, list(kind.slices), list(kind.spans), kind.chunk_bytes) for kind in kinds
+        ]
+        return told_kinds, served[:MAX_TOLD_INSTANCES]
+
+    def check_known(self, gateway: str, key: str) -> None:
+        """Raise NotPermitted or BadRequest unless this gateway may ask, and has sent heartbeats."""
+        self._keys.check_name(gateway, key)
+        if gateway not in self._known:
+            raise BadRequest(
+                f"gateway: no heartbeat of {gateway!r:.80} has come; send one first", field="gateway"
+            )
+
+    def holdings_now(self, asked: Holdings) -> list[Holding]:
+        """What instances hold of a prompt; looks up on the loop."""
+        return self._named(self._lookups.held(asked.tags, asked.n_slices, MAX_HOLDERS))
+
+    async def holdings(self, asked: Holdings) -> list[Holding]:
+        """As `holdings_now`, but looks up on a thread."""
+        return self._named(await self._lookups.held_on_thread(asked.tags, asked.n_slices, MAX_HOLDERS))
+
+    def _named(self, found: dict[int, Held]) -> list[Holding]:
+        now_s = self._clock.monotonic_s()
+        rows = []
+        for group, held in found.items():
+            member = self._members.of_group(group)
+            if member is not None and member.state in (MemberState.LIVE, MemberState.RESTORED):
+                doubt_ms = 0 if member.confirmed else max(1, int((now_s - member.joined_s) * 1000))
+                rows.append(Holding(member.id, held.in_l1, held.anywhere, doubt_ms, held.shared))
+        rows.sort(key=lambda row: (-row.own_chunks, -row.l1_chunks, row.instance))
+        return rows[:MAX_HOLDERS]
+
+    def _forget(self) -> None:
+        """Drop gateways that were silent for long, and the most silent ones of too many."""
+        oldest_s = self._clock.monotonic_s() - KEPT_S
+        while self._known:
+            name, first = next(iter(self._known.items()))
+            if first.heard_s >= oldest_s and len(self._known) <= MAX_GATEWAYS:
+                break
+            del self._known[name]
+
+
+def _served(member: Member, kinds: list[int]) -> Served:
+    told = member.told
+    return Served(
+        member.id,
+        kinds,
+        member.engines,
+        bool(told.peer_endpoint),
+        member.readable,
+        member.rates,
+        sorted(set(told.media.values())),
+    )

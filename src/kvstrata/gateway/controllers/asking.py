@@ -1,0 +1,297 @@
+"""Asks a controller what instances hold of each prompt, before its engine is chosen.
+
+1. A request waits for the answer at most `deadline_ms`, and goes on without it: the choice then goes by what the
+   gateway knows itself.  While no controller is connected and answers in time, no request waits at all.
+2. Nothing is asked when nothing could change: without token ids, with fewer than two engines to choose from, for
+   prompts shorter than a chunk, and if no instance of the engines is known.
+3. Keys are derived here and only tags are sent, so no controller sees tokens.  Up to INLINE_TOKENS are hashed on the
+   loop (40 µs for a kind of KV), more on a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import platform
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from kvstrata import __version__
+from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
+from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
+from kvstrata.gateway.controllers.link import ControllerLink
+from kvstrata.gateway.controllers.own_keys import OwnKeys
+from kvstrata.gateway.controllers.replicas import Read, Replicas
+from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
+from kvstrata.naming import name_thread
+from kvstrata.policy.routing.model import Copy, Tier, Way
+from kvstrata.process.listen import Listener
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_fields import TAG_BYTES
+from kvstrata.rpc.gateway_wire import GatewayBeat, Holding, Holdings, Served
+from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.zmq_link import Links
+from kvstrata.types import NOT_IN_A_NAME
+
+INLINE_TOKENS = 8_192
+
+
+class _At(NamedTuple):
+    """An engine and its instance."""
+
+    engine: ServingEngine
+    served: Served
+
+
+class Controllers:
+    """See the module. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        settings: GatewayControllersSettings,
+        in_file: ClusterKeys | None,
+        listener: Listener,
+        fleet: Fleet,
+        supervisor: Supervisor,
+        now_s: Callable[[], float],
+    ) -> None:
+        """`in_file`: the keys of `curve_file`. `listener`: of this gateway's HTTP port.
+
+        Raises ConfigError if the key of this user cannot be kept, and Unavailable if a controller's URL is not an
+        endpoint.
+        """
+        self._settings = settings
+        self._own_keys = OwnKeys(supervisor)
+        self._keys = self._own_keys.of(settings, in_file)
+        self._default_name = NOT_IN_A_NAME.sub("-", f"{platform.node()}-{listener.port}")[:64]
+        self._name = settings.name or self._default_name
+        self._port = listener.port
+        self._fleet = fleet
+        self._supervisor = supervisor
+        self._now_s = now_s
+        self._links = Links(asyncio.get_running_loop())
+        self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
+        self._order: list[ControllerLink] = []
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
+        self.replicas = Replicas(lambda: self._order, supervisor, self._hashing, now_s)
+        self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
+        """Policy, requests under way and all requests, for heartbeats."""
+        self.named: Callable[[set[str]], None] = lambda urls: None
+        """Called with the URLs of all engines that controllers name, whenever one has told its instances."""
+        self.heard = asyncio.Event()
+        """Set once a controller has."""
+        self._have(settings.urls)
+
+    def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
+        """Ask exactly these controllers from now on. Raises as the constructor."""
+        keys = self._own_keys.of(settings, in_file)
+        if keys != self._keys:
+            self._have([])
+        self._settings, self._keys = settings, keys
+        self._name = settings.name or self._default_name
+        self._have(settings.urls)
+
+    async def told(self, wanted: Wanted) -> Wanted:
+        """The same with what a controller knows of the prompt, if one answers in time."""
+        link = next((one for one in self._order if one.usable), None)
+        directory = link.known if link is not None else None
+        if link is None or directory is None:
+            return wanted
+        by_kind = self._engines(wanted, directory)
+        if not by_kind:
+            return wanted
+        deadline_s = self._settings.deadline_ms / 1_000
+        began_s = self._now_s()
+        questions = []
+        for number in by_kind:
+            kind = directory.kinds[number]
+            assert kind is not None
+            tags = await self._tags(kind, wanted, deadline_s)
+            if not tags:
+                return wanted
+            questions.append(Holdings(0, tags, kind.n_slices))
+        left_s = deadline_s - (self._now_s() - began_s)
+        answers = await link.holdings(questions, left_s) if left_s > 0 else None
+        if answers is None:
+            return wanted
+        copies: list[Copy] = []
+        for (number, at), question, holdings in zip(by_kind.items(), questions, answers, strict=True):
+            kind = directory.kinds[number]
+            assert kind is not None
+            most = len(question.tags) // TAG_BYTES // kind.n_slices
+            copies += copies_of(at, holdings, kind.chunk_tokens, most, directory)
+        return wanted._replace(held=tuple(copies))
+
+    def reads(self, wanted: Wanted, engine: ServingEngine, way: Way, life_s: float) -> None:
+        """A request was sent to an engine that reads its prefix from a peer. `life_s`: measured life of a block."""
+        directory = next((one.known for one in self._order if one.known is not None), None)
+        if directory is None or wanted.prompt is None:
+            return
+        now_s = self._now_s()
+        for number, at in self._engines(wanted, directory).items():
+            kind = directory.kinds[number]
+            if kind is None or all(one.engine is not engine for one in at):
+                continue
+            held = {
+                copy.engine for copy in wanted.held if copy.tier == "l1" and copy.tokens >= way.cached_tokens
+            }
+            has = {one.served.instance for one in at if one.engine is engine or one.engine.name in held}
+            lacking: dict[str, float] = {}
+            for other, served in at:
+                name, queue_s = served.instance, other.load.queue_s(now_s)
+                if served.reads_peers and name != way.source and name not in has:
+                    lacking[name] = min(queue_s, lacking.get(name, queue_s))
+            # All but the prompt's last token can be cached, so the last chunk may lack one.
+            tokens = way.cached_tokens + (way.cached_tokens + 1 == len(wanted.prompt.tokens))
+            read = Read(wanted.prompt, kind, self._settings.tenant, tokens, way.source, lacking)
+            self.replicas.read(self._name, read, life_s)
+
+    def _engines(self, wanted: Wanted, directory: Directory) -> dict[int, list[_At]]:
+        """The engines among which the request is, with their instances, by the kind of KV; empty: ask nothing."""
+        prompt = wanted.prompt
+        if prompt is None or prompt.adapter or wanted.made_by:
+            return {}
+        targets = self._fleet.targets(wanted.model, ())
+        if len(targets) < 2:
+            return {}
+        found: dict[int, list[_At]] = {}
+        for engine in targets:
+            served = directory.instance(engine)
+            if served is None:
+                continue
+            number = directory.kind(served, _names(engine, wanted.model))
+            kind = directory.kinds[number] if number is not None else None
+            if number is None or kind is None or len(prompt.tokens) < kind.chunk_tokens:
+                continue
+            found.setdefault(number, []).append(_At(engine, served))
+            for tier, path in kind.paths(served).items():
+                self._fleet.load_rates.tell(engine.name, tier, path)
+        return dict(list(found.items())[:MAX_KINDS])
+
+    async def _tags(self, kind: Kind, wanted: Wanted, deadline_s: float) -> bytes:
+        """The tags of a prompt; empty if they are not made in time."""
+        prompt, tenant = wanted.prompt, self._settings.tenant
+        assert prompt is not None
+        if len(prompt.tokens) <= INLINE_TOKENS:
+            return kind.tags(prompt, tenant)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await loop.run_in_executor(self._hashing, kind.tags, prompt, tenant)
+        except TimeoutError:
+            return b""
+
+    def page(self) -> list[dict[str, Any]]:
+        """The controllers, for operators, in the order in which they are asked."""
+        return [link.page() for link in self._order]
+
+    @property
+    def links(self) -> list[ControllerLink]:
+        """The links, in the order in which they are asked."""
+        return list(self._order)
+
+    async def close(self) -> None:
+        """Close all links, and end the tasks and the thread."""
+        tasks = [task for _, task in self._of.values()]
+        self._have([])
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._links.close()
+        self._hashing.shutdown(wait=True, cancel_futures=True)
+
+    def _beat(self) -> GatewayBeat:
+        policy, in_flight, requests = self.numbers()
+        return GatewayBeat(
+            0, self._name, __version__, self._port, policy, len(self._fleet.engines),
+            len([one for one in self._fleet.engines.values() if one.state is EngineState.UP]), in_flight, requests,
+        )  # fmt: skip
+
+    def _have(self, urls: Iterable[str]) -> None:
+        """Have links to exactly these controllers.
+
+        Each gateway has its own order of them, so that several gateways share the load.
+        """
+        wanted = list(urls)
+        for url in [one for one in self._of if one not in wanted]:
+            link, task = self._of.pop(url)
+            task.cancel()
+            link.close()
+        for url in wanted:
+            if url not in self._of:
+                link = ControllerLink(url, self._links, self._keys, self._now_s, self._told)
+                task = self._supervisor.spawn(link.keep(self._beat), f"controller {url}")
+                self._of[url] = link, task
+        self._order = sorted((link for link, _ in self._of.values()), key=self._rank)
+
+    def _told(self) -> None:
+        """A controller has told its instances."""
+        known = [one.known for one in self._order]
+        self.named({url for one in known if one is not None for url in one.urls})
+        self.heard.set()
+
+    def _rank(self, link: ControllerLink) -> bytes:
+        return hashlib.blake2b(f"{self._name} {link.url}".encode(), digest_size=8).digest()
+
+
+def _names(engine: ServingEngine, model: str) -> list[str]:
+    """Names under which an engine's model, or the only one that it has, may be known."""
+    entries = [engine.models[model]] if model in engine.models else list(engine.models.values())
+    names = [entry.get(field) for entry in entries for field in ("id", "root", "parent")]
+    return [name for name in names if isinstance(name, str) and name]
+
+
+def copies_of(
+    at: list[_At], holdings: list[Holding], chunk_tokens: int, most_chunks: int, directory: Directory
+) -> list[Copy]:
+    """What engines can have of a prompt by their instances' L1 and L2, and from the peer that holds most.
+
+    `most_chunks`: how many were asked for.
+    """
+    rows = {row.instance: row for row in holdings}
+    in_media = [
+        (frozenset(one.media), row)
+        for row in holdings
+        if row.shared_chunks and (one := directory.instances.get(row.instance)) is not None and one.media
+    ]
+    copies: list[Copy] = []
+    own_tokens: dict[str, int] = {}
+    """By engine: what it can have without peers."""
+    for engine, served in at:
+        row = rows.get(served.instance)
+        in_l1 = min(row.l1_chunks, most_chunks) * chunk_tokens if row is not None else 0
+        own = min(row.own_chunks, most_chunks) * chunk_tokens if row is not None else 0
+        if row is not None and in_l1:
+            copies.append(_copy(engine.name, "l1", in_l1, row))
+        # What another instance has put into a medium can be loaded by all that have this medium.
+        others = [other for media, other in in_media if media <= set(served.media)]
+        most = max(others, key=lambda other: other.shared_chunks, default=None)
+        if most is not None and (found := min(most.shared_chunks, most_chunks) * chunk_tokens) > own:
+            own, row = found, most
+        if row is not None and own > in_l1:
+            copies.append(_copy(engine.name, "l2", own, row))
+        own_tokens[engine.name] = own
+    givers = [
+        row
+        for row in rows.values()
+        if row.l1_chunks and (one := directory.instances.get(row.instance)) is not None and one.gives_to_peers
+    ]
+    best = max(givers, key=lambda row: row.l1_chunks, default=None)
+    if best is not None:
+        tokens = min(best.l1_chunks, most_chunks) * chunk_tokens
+        for engine, served in at:
+            farther = served.instance != best.instance and tokens > own_tokens[engine.name]
+            if served.reads_peers and farther:
+                copies.append(_copy(engine.name, "peer", tokens, best))
+    return copies
+
+
+def _copy(engine: str, tier: Tier, tokens: int, row: Holding) -> Copy:
+    return Copy(
+        engine=engine,
+        tier=tier,
+        tokens=tokens,
+        certainty="degraded" if row.unconfirmed_ms else "exact",
+        age_s=row.unconfirmed_ms / 1_000,
+        source=row.instance,
+    )

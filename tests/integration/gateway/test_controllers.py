@@ -1,0 +1,421 @@
+"""A real gateway asks a real controller what real servers hold of a prompt, and never waits long for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.cluster import Cluster
+from tests.harness.gateway_process import GatewayProcess
+from tests.harness.scripted_engine import Got, Line, ScriptedEngine
+from tests.harness.waiting import eventually_async
+
+pytestmark = pytest.mark.integration
+
+COMPLETIONS = "/v1/completions"
+CHUNKS = 64
+TOKENS = CHUNKS * CHUNK_TOKENS
+TOKENS_S = 10_000
+"""Rate at which the engines seem to compute, the same as is assumed until it is measured."""
+DEADLINE_MS = 1_000
+"""A busy machine may not let a controller answer within 2 ms."""
+
+
+async def _answers(got: Got, line: Line) -> None:
+    tokens = len(got.document["prompt"])
+    await asyncio.sleep(tokens / TOKENS_S)
+    details = {"cached_tokens": 0}
+    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "prompt_tokens_details": details}
+    await line.answer({"id": "x", "choices": [{"text": "a"}], "usage": usage})
+
+
+class Scene:
+    """Two engines, each attached to a server of its own, a controller that knows both servers, and a gateway."""
+
+    def __init__(self, cluster: Cluster, engines: list[ScriptedEngine], caches: list[CacheEngine]) -> None:
+        self.cluster, self.engines, self.caches = cluster, engines, caches
+        self.gateway: GatewayProcess
+        self.session: aiohttp.ClientSession
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self.cluster.controller.ports['reply']}"
+
+    async def store(self, number: int, seed: int) -> list[int]:
+        """Store a prompt at a server; returns it once the controller knows of it."""
+        tokens = prompt(CHUNKS, seed)
+        cache = self.caches[number]
+        await asyncio.to_thread(
+            eventually, "the prompt is stored", lambda: set(cache.stored(tokens)) <= {"stored", "present"}
+        )
+        await asyncio.to_thread(self.cluster.until_known, number)
+        return tokens
+
+    async def page(self) -> dict[str, Any]:
+        rows = (await self.gateway.status(self.session))["controllers"]
+        return dict(rows[0]) if rows else {"connected": False}
+
+    async def until_told(self, count: int = 2) -> None:
+        """Wait until the gateway knows all instances and their engines."""
+
+        async def told() -> bool:
+            row = await self.page()
+            return bool(row["connected"] and row["asks"] and row["engines"] == count == row["instances"])
+
+        await eventually_async("the gateway knows the instances", told)
+
+    async def only_in_l2(self, number: int) -> None:
+        """Drop what a server has in L1, once its L2 has it."""
+        controller = self.cluster.controller
+
+        def in_l2() -> bool:
+            row = self.cluster.member(number)
+            return row is not None and sum(row["keys"].values()) >= 2 * row["keys"]["l1"]
+
+        await asyncio.to_thread(eventually, "the chunks are in L2", in_l2)
+        body = {"tier": "l1", "instances": [f"instance-{number}"], "wait_s": 10}
+        await asyncio.to_thread(controller.ask, "/v1/clear", body)
+        await asyncio.to_thread(
+            eventually, "the controller knows L1 is empty", lambda: not self.cluster.known(number)
+        )
+
+    async def reloaded(self) -> None:
+        """Let the gateway read its settings again."""
+        self.gateway.write()
+        self.gateway.signal(signal.SIGHUP)
+
+    async def send(self, tokens: list[int], word: str = "") -> None:
+        """Send a prompt, under a request's id."""
+        body = {"model": "m", "prompt": tokens, "max_tokens": 1}
+        headers = {"X-Request-ID": word} if word else {}
+        async with self.session.post(self.gateway.url + COMPLETIONS, json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+
+    async def decided(self, tokens: list[int], word: str) -> dict[str, Any]:
+        """Send a prompt; returns the decision."""
+        await self.send(tokens, word)
+        operators = {"Authorization": f"Bearer {self.gateway.token}"}
+        path = f"{self.gateway.url}/gateway/decisions/{word}"
+        async with self.session.get(path, headers=operators, raise_for_status=True) as response:
+            return dict(await response.json())
+
+    async def known(self, tokens: list[int], word: str) -> set[tuple[str, str, int, str]]:
+        """What the gateway knew of a prompt by its controller: engine, tier, tokens, source."""
+        copies = (await self.decided(tokens, word))["record"]["knowledge"].get("copies", [])
+        return {
+            (one.get("engine", ""), one["tier"], one["tokens"], one.get("source", ""))
+            for one in copies
+            if one["tier"] != "l0"
+        }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    l2, flags = getattr(request, "param", "none"), ()
+    if l2 == "shared":
+        entry = {"type": "fs", "base_path": str(tmp_path / "shared"), "shared": True, "capacity_gb": 1}
+        l2, flags = "embedded", ("--l2-adapter", json.dumps(entry))
+    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2, flags=flags) as made:
+        yield made
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, session: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[Scene]:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = []
+        for _ in range(2):
+            engines.append(await stack.enter_async_context(ScriptedEngine("m", behaviour=_answers)))
+        caches = []
+        for engine, server in zip(engines, cluster.servers, strict=True):
+            settings = {"engine_url": engine.url}
+            cache = CacheEngine(server.socket_dir, block_bytes=1024, num_blocks=4096, settings=settings)
+            stack.enter_context(cache)
+            caches.append(await asyncio.to_thread(cache.connect))
+        made = Scene(cluster, engines, caches)
+        made.session = session
+        made.gateway = GatewayProcess(
+            tmp_path / "gateway",
+            [one.url for one in engines],
+            policy="ttft",
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+        )
+        await asyncio.to_thread(made.gateway.start)
+        stack.callback(made.gateway.kill)
+        await made.until_told()
+        yield made
+
+
+async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scene) -> None:
+    for seed in range(6):
+        number = seed % 2
+        tokens = await scene.store(number, seed)
+        decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+        assert decision["engine"] == scene.engines[number].name, decision
+        assert (decision["way"]["tier"], decision["way"]["source"]) == ("l1", f"instance-{number}")
+    counts = await scene.page()
+    assert (counts["asked"], counts["answered"]) == (6, 6), counts
+
+    async def shown() -> bool:
+        (row,) = scene.cluster.controller.ask("/v1/cluster")["gateways"]
+        facts = [row[name] for name in ("name", "policy", "engines", "engines_up", "port")]
+        return facts == ["gw", "ttft", 2, 2, scene.gateway.port]
+
+    await eventually_async("the controller shows the gateway", shown)
+
+
+@pytest.mark.parametrize("cluster", ["fs"], indirect=True)
+async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(scene: Scene) -> None:
+    for seed in range(4):
+        number = seed % 2
+        tokens = await scene.store(number, seed)
+        await scene.only_in_l2(number)
+        decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+        assert decision["engine"] == scene.engines[number].name, decision
+        way = decision["way"]
+        assert (way["tier"], way["source"], way["cached_tokens"]) == ("l2", f"instance-{number}", TOKENS - 1)
+
+
+@pytest.mark.parametrize("cluster", ["shared"], indirect=True)
+async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_finds_it_gone(
+    scene: Scene, tmp_path: Path
+) -> None:
+    tokens = await scene.store(0, 9)
+    await scene.only_in_l2(0)
+    names, numbers = [one.name for one in scene.engines], itertools.count()
+
+    async def l2() -> set[tuple[str, int, str]]:
+        found = await scene.known(tokens, f"l2-{next(numbers)}")
+        return {(engine, n_tokens, source) for engine, tier, n_tokens, source in found if tier == "l2"}
+
+    assert await l2() == {(name, TOKENS, "instance-0") for name in names}
+    # Whoever loads it from there knows it too, and whoever does not find it tells all others.
+    hit = await asyncio.to_thread(scene.caches[1].hit, tokens)
+    assert hit == CHUNKS
+    body = {"tier": "l1", "wait_s": 10}
+    await asyncio.to_thread(scene.cluster.controller.ask, "/v1/clear", body)
+    shutil.rmtree(tmp_path / "shared")
+
+    async def gone() -> bool:
+        await asyncio.to_thread(scene.caches[1].looked_up, tokens)
+        return not await l2()
+
+    await eventually_async("the directory has nothing of it any more", gone)
+
+
+async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from_the_peer(
+    scene: Scene,
+) -> None:
+    tokens = await scene.store(0, 7)
+    holder, other = scene.engines
+    waits = asyncio.Event()
+
+    async def hangs(got: Got, line: Line) -> None:
+        await waits.wait()
+        await _answers(got, line)
+
+    holder.behaviour = hangs
+    # Prompts of another model name are sent to the holder alone, and wait there.
+    holder.models.append("only-here")
+
+    async def serves() -> bool:
+        async with scene.session.get(f"{scene.gateway.url}/v1/models") as response:
+            return "only-here" in await response.text()
+
+    await eventually_async("the model is known", serves)
+    body = {"model": "only-here", "prompt": prompt(4_000, 8), "max_tokens": 1}
+    busy = [
+        asyncio.ensure_future(scene.session.post(scene.gateway.url + COMPLETIONS, json=body))
+        for _ in range(3)
+    ]
+    try:
+        await eventually_async("the holder is busy", lambda: _has(holder, 3))
+        decision = (await scene.decided(tokens, "spilled"))["record"]["decision"]
+        assert decision["engine"] == other.name, decision
+        assert (decision["way"]["tier"], decision["way"]["source"]) == ("peer", "instance-0"), decision
+    finally:
+        waits.set()
+        for one in await asyncio.gather(*busy):
+            one.release()
+
+
+async def _has(engine: ScriptedEngine, count: int) -> bool:
+    return len(engine.got) >= count
+
+
+async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> None:
+    tokens = await scene.store(0, 3)
+    controller = scene.cluster.controller
+    controller.freeze()
+    for _ in range(12):
+        await scene.send(tokens)
+    counts = await scene.page()
+    # After a few late answers it is not asked, but for now and then.
+    assert counts["late"] >= 4 and counts["asked"] < 12 and not counts["asks"], counts
+    controller.thaw()
+
+    async def asked_again() -> bool:
+        await scene.send(tokens)
+        return bool((await scene.page())["asks"])
+
+    await eventually_async("the controller is asked again", asked_again)
+    controller.kill()
+
+    async def gone() -> bool:
+        return not (await scene.page())["connected"]
+
+    await eventually_async("the connection has ended", gone)
+    asked = (await scene.page())["asked"]
+    for _ in range(5):
+        await scene.send(tokens)
+    assert (await scene.page())["asked"] == asked
+    await asyncio.to_thread(controller.start)
+    await scene.until_told()
+    answered = (await scene.page())["answered"]
+
+    async def answers() -> bool:
+        await scene.send(tokens)
+        return bool((await scene.page())["answered"] > answered)
+
+    await eventually_async("the controller answers", answers)
+
+
+async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
+    tokens = await scene.store(0, 5)
+    urls, scene.gateway.settings["controllers"]["urls"] = scene.gateway.settings["controllers"]["urls"], []
+    await scene.reloaded()
+
+    async def none() -> bool:
+        return not (await scene.gateway.status(scene.session))["controllers"]
+
+    await eventually_async("no controller is left", none)
+    assert not await scene.known(tokens, "without")
+    scene.gateway.settings["controllers"] |= {"urls": urls, "name": "renamed"}
+    await scene.reloaded()
+    await scene.until_told()
+    assert await scene.known(tokens, "with")
+    names = [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]]
+    assert names == ["gw", "renamed"]
+
+
+async def test_engines_are_found_by_the_controllers_and_stay_while_these_are_gone(
+    scene: Scene, tmp_path: Path
+) -> None:
+    def finding(name: str, allowed: list[str]) -> GatewayProcess:
+        return GatewayProcess(
+            tmp_path / name,
+            [],
+            policy="ttft",
+            controllers={"urls": [scene.url], "deadline_ms": DEADLINE_MS, "name": name},
+            engines_from={"controllers": {"allowed": allowed}},
+            health={"probe_s": 0.2},
+        )
+
+    finds, refuses = finding("finds", ["127.0.0.0/8"]), finding("refuses", ["10.0.0.0/8", "*.example.org"])
+    try:
+        for one in (finds, refuses):
+            await asyncio.to_thread(one.start)
+        assert finds.ready["engines"] == 2, "found before the gateway was ready"
+        assert refuses.ready["engines"] == 0
+        scene.gateway, before = finds, scene.gateway
+        for seed in range(2):
+            tokens = await scene.store(seed, seed)
+            decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+            assert decision["engine"] == scene.engines[seed].name, decision
+
+        async def has(*names: str) -> bool:
+            found = {one["name"] for one in (await finds.status(scene.session))["engines"]}
+            return found == set(names)
+
+        left, gone = scene.engines
+        await asyncio.to_thread(scene.caches[1].client.close)
+        await asyncio.to_thread(
+            eventually,
+            "the server no longer tells the engine",
+            lambda: not (scene.cluster.member(1) or {"engines": 0})["engines"],
+        )
+        assert await has(left.name, gone.name), "an engine that serves stays"
+        await gone.stop()
+        await eventually_async("an engine that has ended leaves", lambda: has(left.name))
+        scene.cluster.controller.kill()
+        await asyncio.sleep(3 * 0.2)
+        assert await has(left.name)
+        await scene.send(tokens)
+        scene.gateway = before
+    finally:
+        finds.kill()
+        refuses.kill()
+
+
+async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = stack.enter_context(Cluster(tmp_path, l1_mb=64, n_servers=4, chunk_tokens=CHUNK_TOKENS))
+        engines = [
+            await stack.enter_async_context(ScriptedEngine("m", behaviour=_answers)) for _ in cluster.servers
+        ]
+        caches = [
+            stack.enter_context(
+                CacheEngine(
+                    server.socket_dir, block_bytes=1024, num_blocks=4096, settings={"engine_url": engine.url}
+                )
+            )
+            for engine, server in zip(engines, cluster.servers, strict=True)
+        ]
+        for cache in caches:
+            await asyncio.to_thread(cache.connect)
+        made = Scene(cluster, engines, caches)
+        made.session = session
+        made.gateway = GatewayProcess(
+            tmp_path / "gateway",
+            [one.url for one in engines],
+            policy="ttft",
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+        )
+        await asyncio.to_thread(made.gateway.start)
+        stack.callback(made.gateway.kill)
+        await made.until_told(4)
+        tokens = await made.store(0, 11)
+        waits = asyncio.Event()
+
+        async def hangs(got: Got, line: Line) -> None:
+            await waits.wait()
+            await _answers(got, line)
+
+        for engine in engines:
+            engine.behaviour = hangs
+        # Each has so much of its own to compute that the next one goes to an engine without work.
+        sent = []
+        for number in range(3):
+            more = prompt(1_000, 100 + number)
+            sent.append(asyncio.ensure_future(made.send([*tokens, *more], f"{number}")))
+            await eventually_async(
+                "it is sent", lambda number=number: _sum_is([len(one.got) for one in engines], number + 1)
+            )
+
+        async def copied() -> bool:
+            numbers = (await made.gateway.status(session))["replicas"]
+            return (
+                bool(numbers["ordered"]) and cluster.known(3) + cluster.known(2) + cluster.known(1) >= CHUNKS
+            )
+
+        try:
+            await eventually_async("a server that nobody asked has it", copied)
+        finally:
+            waits.set()
+            await asyncio.gather(*sent)
+
+
+async def _sum_is(counts: list[int], wanted: int) -> bool:
+    return sum(counts) == wanted

@@ -1,0 +1,132 @@
+"""What a controller knows of gateways, and what it answers them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvstrata.clock import SystemClock
+from kvstrata.config.controller_model import ControllerSettings
+from kvstrata.controller import gateways
+from kvstrata.controller.cluster import Cluster
+from kvstrata.controller.orders import Orders
+from kvstrata.errors import NotPermitted
+from kvstrata.rpc.cluster_wire import Change, Events, Run
+from kvstrata.rpc.gateway_wire import MAX_HOLDERS, GatewayBeat, Holding, Holdings
+from tests.harness.cluster_instance import tags_of
+from tests.harness.known_members import KEY
+from tests.unit.controller.member_messages import register
+
+CHUNKS = tags_of(range(8))
+
+
+class Clock(SystemClock):
+    """A clock that tests put forward."""
+
+    ahead_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return super().monotonic_s() + self.ahead_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def cluster(clock: Clock) -> AsyncIterator[Cluster]:
+    made = Cluster(
+        asyncio.get_running_loop(),
+        ControllerSettings(),
+        clock,
+        Orders(clock),
+        name="c",
+        epoch=clock.unix_ms(),
+        listed=lambda: {KEY: ("gw-*", "a", "b"), "other": ("other",)},
+    )
+    yield made
+    made.close()
+
+
+async def join(cluster: Cluster, name: str, l1: int, disk: tuple[int, int], **more: str) -> None:
+    """Make a member with the first `l1` chunks in L1, and those of a range in its disk tier."""
+    cluster.register(register(1, name, tiers=["l1", "disk"], **more), KEY)
+    runs = [
+        Run(Change.ADMIT, "l1", CHUNKS[: 8 * l1]),
+        Run(Change.ADMIT, "disk", CHUNKS[8 * disk[0] : 8 * disk[1]]),
+    ]
+    cluster.apply(Events(name, 1, 1, runs), KEY)
+    await cluster.directory.idle()
+
+
+def beat(name: str = "gw-1") -> GatewayBeat:
+    return GatewayBeat(1, name, "1", 8090, "ttft", 2, 2, 0, 0)
+
+
+async def test_l1_and_what_l2_adds_are_told_apart(cluster: Cluster) -> None:
+    await join(cluster, "a", 3, (2, 6))
+    await join(cluster, "b", 0, (0, 5))
+    asked = Holdings(1, CHUNKS, 1)
+    for found in (cluster.gateways.holdings_now(asked), await cluster.gateways.holdings(asked)):
+        assert [(row.instance, row.l1_chunks, row.own_chunks) for row in found] == [("a", 3, 6), ("b", 0, 5)]
+        assert all(row.unconfirmed_ms for row in found), "no full sync has ended"
+    assert not cluster.gateways.holdings_now(Holdings(1, tags_of(range(50, 58)), 1))
+    cluster.directory.forget(next(one for one in cluster.members if one.id == "a").group)
+    assert [row.instance for row in cluster.gateways.holdings_now(asked)] == ["b"]
+
+
+async def test_what_the_directory_has_followed_is_certain(cluster: Cluster) -> None:
+    await join(cluster, "a", 3, (0, 3))
+    for member in cluster.members:
+        member.confirmed = True
+    assert cluster.gateways.holdings_now(Holdings(1, CHUNKS, 1)) == [Holding("a", 3, 3)]
+
+
+async def test_only_whole_chunks_of_all_slices_count(cluster: Cluster) -> None:
+    await join(cluster, "a", 5, (0, 0))
+    assert [row.l1_chunks for row in cluster.gateways.holdings_now(Holdings(1, CHUNKS, 2))] == [2]
+
+
+async def test_gateways_are_told_of_engines_and_who_reads_peers(cluster: Cluster) -> None:
+    await join(cluster, "a", 1, (0, 0), peer_endpoint="tcp://10.0.0.1:1")
+    await join(cluster, "b", 1, (0, 0), peer_endpoint="")
+    for member in cluster.members:
+        member.engines = [f"http://{member.id}:8000"]
+    _, served = cluster.gateways.beat(beat(), KEY, "10.0.0.9")
+    told = {one.instance: (one.engines, one.reads_peers, one.gives_to_peers) for one in served}
+    assert told == {"a": (["http://a:8000"], True, True), "b": (["http://b:8000"], False, False)}
+
+
+async def test_a_gateway_needs_a_name_that_is_listed_for_its_key(cluster: Cluster) -> None:
+    for name, key in (("other", KEY), ("gw-1", "other"), ("gw-1", "unknown")):
+        with pytest.raises(NotPermitted, match="gateway"):
+            cluster.gateways.beat(beat(name), key, "h")
+    assert not list(cluster.gateways)
+    cluster.gateways.beat(beat("gw-1"), KEY, "h")
+    assert [one.told.gateway for one in cluster.gateways] == ["gw-1"]
+
+
+async def test_gateways_are_bounded_and_silent_ones_are_forgotten(cluster: Cluster, clock: Clock) -> None:
+    for n in range(gateways.MAX_GATEWAYS + 10):
+        cluster.gateways.beat(beat(f"gw-{n:03}"), KEY, "h")
+        cluster.gateways.beat(beat("gw-000"), KEY, "h")
+    names = [one.told.gateway for one in cluster.gateways]
+    assert len(names) == gateways.MAX_GATEWAYS and "gw-000" in names and "gw-001" not in names
+    clock.ahead_s = gateways.KEPT_S + 1
+    assert not list(cluster.gateways)
+
+
+async def test_an_answer_names_those_that_hold_most(cluster: Cluster) -> None:
+    assert MAX_HOLDERS < 100
+    for n in range(100):
+        cluster.register(register(1, "a" if not n else f"gw-{n}"), KEY)
+        cluster.apply(
+            Events("a" if not n else f"gw-{n}", 1, 1, [Run(Change.ADMIT, "l1", CHUNKS[: 8 * (1 + n % 8)])]),
+            KEY,
+        )
+    await cluster.directory.idle()
+    found = cluster.gateways.holdings_now(Holdings(1, CHUNKS, 1))
+    assert len(found) == MAX_HOLDERS and [row.l1_chunks for row in found[:12]] == [8] * 12

@@ -1,0 +1,202 @@
+"""What a gateway makes of the answers of controllers, and when it stops asking one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.gateway.choosing import Choosing, Wanted
+from kvstrata.gateway.controllers.asking import _At, copies_of
+from kvstrata.gateway.controllers.breaker import AGAIN_MAX_S, LIMIT, Breaker
+from kvstrata.gateway.controllers.directory import Directory
+from kvstrata.gateway.engine_link import Address
+from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.model import Copy
+from kvstrata.rpc.cluster_fields import KvKind
+from kvstrata.rpc.cluster_wire import ANSWERS, BAD_FRAME, REPLY_REQUESTS, encode, tags_of
+from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, HoldingsReply, Served, TierRate
+from kvstrata.types import LayoutIdentity, RequestIdentity, identity_root
+
+LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
+SLICE = b"s" * 32
+
+
+def told(*instances: Served, kinds: list[KvKind] | None = None) -> Directory:
+    found = [KvKind(LAYOUT, [SLICE], [0], 1_600)] if kinds is None else kinds
+    return Directory(GatewayHeard(1, 1, 2_000, found, list(instances)), 0.0)
+
+
+def served(
+    name: str, *engines: str, kinds: tuple[int, ...] = (0,), peers: bool = True, **more: Any
+) -> Served:
+    rates = more.get("rates", [])
+    return Served(name, list(kinds), list(engines), peers, more.get("gives", peers), rates)
+
+
+def engine(port: int, instance: str = "") -> ServingEngine:
+    return ServingEngine(Place(f"e{port}", Address("10.0.0.1", port, False), instance=instance))
+
+
+def test_an_engine_belongs_to_the_instance_that_names_its_url_or_that_the_settings_name() -> None:
+    directory = told(served("a", "http://10.0.0.1:1"), served("b", "https://10.0.0.1:2"))
+    assert directory.instance(engine(1)) is directory.instances["a"]
+    assert directory.instance(engine(2)) is None, "it speaks https there"
+    assert directory.instance(engine(1, "b")) is directory.instances["b"]
+    assert directory.instance(engine(1, "c")) is None
+
+
+def test_a_kind_is_found_by_the_model_unless_there_is_one_only() -> None:
+    other = LayoutIdentity(model="org/other", kv_dtype="bfloat16", chunk_tokens=16)
+    directory = told(
+        served("a"), served("b", kinds=(0, 1)), kinds=[KvKind(LAYOUT, [SLICE]), KvKind(other, [SLICE])]
+    )
+    assert directory.kind(directory.instances["a"], ["anything"]) == 0
+    assert directory.kind(directory.instances["b"], ["served", "/models/m"]) == 0
+    assert directory.kind(directory.instances["b"], ["org/other"]) == 1
+    assert directory.kind(directory.instances["b"], ["served"]) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        KvKind(LayoutIdentity(model="m", kv_dtype="x", chunk_tokens=0), [SLICE]),
+        KvKind(LayoutIdentity(model="m", kv_dtype="x", chunk_tokens=16, lookahead_tokens=-1), [SLICE]),
+        KvKind(LAYOUT, []),
+        KvKind(LAYOUT, [b"short"]),
+        KvKind(LAYOUT, [SLICE], [7]),
+    ],
+)
+def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived(wrong: KvKind) -> None:
+    directory = told(served("a", kinds=(0, 5, -1)), kinds=[wrong])
+    assert directory.kind(directory.instances["a"], ["m"]) is None
+
+
+def test_tags_are_those_of_the_engines_own_keys() -> None:
+    tokens = list(range(100))
+    root = identity_root(LAYOUT, RequestIdentity(tenant="t", salt="s"))
+    wanted = tags_of(storage_keys(root, chain_keys(root, tokens, 16), SLICE))
+    (kind,) = told().kinds
+    assert kind is not None
+    assert kind.tags(Prompt(tokens, salt="s"), "t") == wanted
+    assert kind.tags(Prompt(tokens), "t") != wanted
+
+
+def test_rates_are_told_in_tokens() -> None:
+    (kind,) = told().kinds
+    assert kind is not None
+    paths = kind.paths(served("a", rates=[TierRate("l2", 2_000, 1_000_000)]))
+    assert (paths["l2"].latency_s, paths["l2"].tokens_s) == (0.002, 10_000.0)
+    assert not kind._replace(told=KvKind(LAYOUT, [SLICE])).paths(served("a", rates=[TierRate("l2", 1, 1)]))
+
+
+COUNTS = st.integers(0, 1 << 40)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcx"), COUNTS, COUNTS, st.integers(0, 9)), max_size=6),
+    st.integers(1, 64),
+)
+def test_no_answer_promises_more_than_was_asked_for(rows: list[tuple[str, int, int, int]], most: int) -> None:
+    directory = told(served("a"), served("b", peers=False), served("c"))
+    at = [_At(engine(n, name), directory.instances[name]) for n, name in enumerate("abc")]
+    holdings = [Holding(*row) for row in rows]
+    copies = copies_of(at, holdings, 16, most, directory)
+    of = {row.instance: row for row in holdings}
+    for copy in copies:
+        assert 0 < copy.tokens <= 16 * most and copy.source in of
+        assert (copy.certainty == "exact") == (not of[copy.source].unconfirmed_ms)
+        name = "abc"[int(copy.engine[1:])]
+        assert (copy.tier == "peer") == (copy.source != name)
+        if copy.tier == "peer":
+            assert name != "b" and copy.source in ("a", "c"), "b neither reads nor gives"
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_no_message(frame: bytes) -> None:
+    for decoder in (REPLY_REQUESTS, ANSWERS):
+        try:
+            decoder.decode(frame)
+        except BAD_FRAME:
+            pass
+
+
+@pytest.mark.parametrize(
+    "row", [["a", -1, 2, 0], ["a", 1, "2", 0], ["a", 1], [5, 1, 1, 0], ["a", 1, 1, -1]], ids=str
+)
+def test_an_answer_of_another_form_is_refused(row: list[Any]) -> None:
+    frame = encode(HoldingsReply(1, 1, [Holding("a", 1, 1)]))
+    assert ANSWERS.decode(frame)
+    with pytest.raises(BAD_FRAME):
+        ANSWERS.decode(msgspec.msgpack.encode(["holdings", 1, 1, [row]]))
+
+
+def test_a_controller_that_fails_is_tried_now_and_then_until_it_answers() -> None:
+    now_s = [0.0]
+    breaker = Breaker(lambda: now_s[0])
+    for _ in range(LIMIT):
+        assert breaker.due and not breaker.open
+        breaker.asked()
+        breaker.failed()
+    waits = []
+    for _ in range(8):
+        assert breaker.open and not breaker.due
+        began_s = now_s[0]
+        while not breaker.due:
+            now_s[0] += 0.25
+        waits.append(now_s[0] - began_s)
+        breaker.asked()
+        assert not breaker.due, "only one question is let through"
+        breaker.failed()
+    assert waits == sorted(waits) and waits[0] <= 1.5 and waits[-1] == AGAIN_MAX_S
+    now_s[0] += AGAIN_MAX_S
+    breaker.asked()
+    breaker.answered()
+    assert breaker.due and not breaker.open
+
+
+def test_failures_between_answers_change_nothing() -> None:
+    breaker = Breaker(lambda: 0.0)
+    for _ in range(10 * LIMIT):
+        for _ in range(LIMIT - 1):
+            breaker.failed()
+        breaker.answered()
+        assert breaker.due
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2", "peer"])
+def test_a_load_is_timed_for_its_tier_and_not_as_computing(tier: Any) -> None:
+    now_s = [100.0]
+    fleet = Fleet(lambda: now_s[0], 0.0)
+    fleet.set_places([Place(name, Address("127.0.0.1", port, False)) for port, name in enumerate("ab", 1)])
+    for one in fleet.engines.values():
+        fleet.up(one, {"m": {}})
+    residency = Residency(lambda: now_s[0])
+    try:
+        choosing = Choosing(
+            POLICIES["ttft"](), fleet, residency, Meters({}, lambda: now_s[0]), lambda: now_s[0]
+        )
+        for n in range(4):
+            held = [Copy(engine="a", tier=tier, tokens=30_000, source="i")]
+            prompt = Prompt(range(n * 40_000, n * 40_000 + 32_000))
+            choice = choosing.choose(Wanted(str(n), n, "m", 32_000, prompt=prompt, held=held))
+            assert choice is not None and choice.decision is not None and choice.decision.way is not None
+            assert (choice.engine.name, choice.decision.way.tier) == ("a", tier)
+            choosing.dispatched(choice)
+            now_s[0] += 0.5
+            choosing.first_token(choice)
+            choosing.learn(choice, 32_000, 30_000, now_s[0])
+            choosing.ended(choice, answered=True)
+            now_s[0] += 10.0
+        assert {(engine, of) for engine, of, _, _ in fleet.load_rates.kept()} == {("a", tier)}
+        assert not fleet.measured(fleet.engines["a"]), "no prefill rate comes of a load"
+    finally:
+        residency.close()

@@ -1,0 +1,128 @@
+"""When a gateway has a prefix copied, and where to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvstrata.gateway.controllers.directory import Kind
+from kvstrata.gateway.controllers.replicas import ORDER_S, Read, Replicas
+from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.keys.chunking import ChunkHasher
+from kvstrata.policy.routing.replication import MAX_PREFIXES, Reads, target
+from kvstrata.process.supervisor import Supervisor
+from kvstrata.rpc.cluster_fields import KvKind
+from kvstrata.rpc.gateway_wire import Replicate
+from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
+from tests.harness.blocks import layout_identity
+
+CHUNK = 16
+LAYOUT = layout_identity(CHUNK)
+SLICES = [bytes([number]) * KEY_BYTES for number in (1, 2)]
+KIND = Kind(LAYOUT.model, CHUNK, 2, KvKind(LAYOUT, SLICES), tuple(SLICES))
+LIFE_S = 100.0
+
+
+def test_reads_are_counted_by_prefix_within_the_life_of_a_block() -> None:
+    reads = Reads()
+    assert [reads.read(b"a", at_s, LIFE_S) for at_s in (0.0, 50.0, 100.0, 151.0)] == [1, 2, 3, 2]
+    assert reads.read(b"b", 151.0, LIFE_S) == 1
+    for number in range(2 * MAX_PREFIXES):
+        reads.read(number.to_bytes(4, "big"), 200.0, LIFE_S)
+    assert len(reads) == MAX_PREFIXES
+
+
+def test_the_least_busy_instance_gets_the_copy() -> None:
+    assert target({"b": 1.0, "a": 1.0, "c": 0.5}) == "c"
+    assert target({"b": 1.0, "a": 1.0}) == "a"
+    assert target({}) is None
+
+
+class Link:
+    """A controller that takes orders, or says why not."""
+
+    def __init__(self, refusal: str | None = None) -> None:
+        self.refusal = refusal
+        self.orders: list[Replicate] = []
+
+    async def replicate(self, order: Replicate) -> str | None:
+        self.orders.append(order)
+        return self.refusal
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+        self.links = [Link("another controller leads"), Link()]
+        self.hashing = ThreadPoolExecutor(1)
+        self.supervisor = Supervisor(asyncio.get_running_loop())
+        self.replicas = Replicas(
+            lambda: self.links,  # type: ignore[return-value,arg-type]
+            self.supervisor,
+            self.hashing,
+            lambda: self.now_s,
+        )
+
+    async def read(self, tokens: list[int], n: int, source: str = "one", **lacking: float) -> list[str]:
+        """An engine reads the first n tokens from a peer; returns to whom copies have been ordered so far."""
+        read = Read(Prompt(tokens), KIND, "t", n, source, lacking)
+        self.replicas.read("gw", read, LIFE_S)
+        for _ in range(50):
+            await asyncio.sleep(0.002)
+        return [order.to for order in self.links[1].orders]
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    made = Scene()
+    yield made
+    await made.supervisor.stop()
+    assert not made.supervisor.failure.done()
+    made.hashing.shutdown()
+
+
+async def test_the_second_read_of_a_prefix_orders_a_copy_with_all_its_keys(scene: Scene) -> None:
+    first, second = [*range(3 * CHUNK), 7], [*range(3 * CHUNK), 8, 9]
+    assert await scene.read(first, 3 * CHUNK, three=2.0, four=1.0) == []
+    assert await scene.read(second, 3 * CHUNK, three=2.0, four=1.0) == ["four"]
+    (order,) = scene.links[1].orders
+    assert scene.links[0].orders == [order], "the one that leads is found by asking"
+    root = identity_root(LAYOUT, RequestIdentity(tenant="t"))
+    hasher = ChunkHasher(root, CHUNK, lookahead_tokens=LAYOUT.lookahead)
+    hasher.feed(range(3 * CHUNK))
+    assert order.keys == hasher.storage_keys(tuple(SLICES))
+    assert (order.gateway, order.source, order.n_slices, order.identity) == ("gw", "one", 2, root)
+    assert scene.replicas.counts == {"ordered": 1, "failed": 0}
+
+
+async def test_one_copy_at_a_time_leaves_an_instance_and_none_goes_twice_to_one(scene: Scene) -> None:
+    tokens = list(range(4 * CHUNK))
+    await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0)
+    assert await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0) == ["two"]
+    assert await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0) == ["two"], "a copy is under way"
+    scene.now_s += ORDER_S
+    assert await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0) == ["two", "three"]
+    scene.now_s += ORDER_S
+    assert await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0) == ["two", "three"]
+    scene.now_s += LIFE_S
+    await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0)
+    assert await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0) == ["two", "three", "two"]
+
+
+async def test_other_prefixes_and_less_than_a_chunk_order_nothing(scene: Scene) -> None:
+    for seed in range(3):
+        tokens = [seed, *range(2 * CHUNK)]
+        assert await scene.read(tokens, 2 * CHUNK, two=0.0) == []
+        assert await scene.read(list(range(CHUNK)), CHUNK - 1, two=0.0) == []
+    assert await scene.read([0, *range(2 * CHUNK)], CHUNK, two=0.0) == [], "another length is another prefix"
+
+
+async def test_an_order_that_nobody_takes_is_counted(scene: Scene) -> None:
+    scene.links[1].refusal = "it is not connected"
+    tokens = list(range(CHUNK))
+    for _ in range(2):
+        await scene.read(tokens, CHUNK, two=0.0)
+    assert scene.replicas.counts == {"ordered": 0, "failed": 1}

@@ -1,0 +1,33 @@
+"""Which `Host` headers name a port."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.config.common_model import ListenSettings
+from kvstrata.process.http_gate import MAX_KNOWN_HOSTS, Access
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("127.0.0.1:8080", True),
+        ("LOCALHOST", True),
+        ("[::1]:1", True),
+        ("node.example", True),
+        ("evil.example", False),
+        ("10.0.0.1", False),
+        ("localhost@evil.example", False),
+        ("", False),
+    ],
+)
+def test_a_host_is_judged_the_same_however_often_it_comes(host: str, known: bool) -> None:
+    access = Access(ListenSettings(host="127.0.0.1", allowed_hosts=["node.example"]), "token")
+    assert [access.knows_host(host) for _ in range(3)] == [known] * 3
+
+
+def test_hosts_beyond_those_that_are_remembered_are_known_too() -> None:
+    access = Access(ListenSettings(host="127.0.0.1"), "token")
+    hosts = [f"localhost:{port}" for port in range(3 * MAX_KNOWN_HOSTS)]
+    assert all(access.knows_host(host) for host in (*hosts, *hosts))
+    assert not access.knows_host("evil.example")

@@ -1,0 +1,305 @@
+"""The simulated engine with a connector: whom it waits for, which blocks are found, and which are given back when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.errors import ConfigError
+from kvstrata.testing.engine_sim import fleet
+from kvstrata.testing.engine_sim.connected import IDLE_PS, ConnectedEngine, News
+from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
+from kvstrata.testing.engine_sim.requests import End, SimRequest
+
+BLOCK = 4
+FIRST_ROUNDS = 3
+"""Steps in which the connector does not know yet what it can load."""
+
+
+class Scripted:
+    """A connector that loads `external` tokens of each request; `right` of them are there after the load."""
+
+    def __init__(self, external: int = 0, right: int | None = None) -> None:
+        self.external, self.right = external, external if right is None else right
+        self.rounds = 0
+        self.loading: dict[str, tuple[SimRequest, int]] = {}
+        self.ended: set[str] = set()
+        """Loads that end with the next step."""
+        self.keeps = False
+        self.kept: set[str] = set()
+        self.sent: set[str] = set()
+        self.preempted: set[str] = set()
+        self.arrivals: list[str] = []
+        self.forgotten = self.closed = 0
+        self.awaits_news = False
+
+    def arrived(self, request: SimRequest) -> None:
+        self.arrivals.append(request.name)
+
+    def matched(self, request: SimRequest, computed: int) -> int | None:
+        if self.rounds:
+            self.rounds -= 1
+            return None
+        return max(0, min(self.external, request.known_tokens - 1) - computed)
+
+    def allocated(self, request: SimRequest, computed: int, external: int) -> None:
+        assert len(request.sequence.blocks) * BLOCK >= computed + external
+        if external:
+            self.loading[request.name] = request, computed
+
+    def begin_step(self, work: Sequence[tuple[SimRequest, int]], preempted: set[str]) -> None:
+        assert not {request.name for request, _ in work} & self.loading.keys()
+        self.preempted |= preempted
+
+    def end_step(self, work: Sequence[tuple[SimRequest, int]]) -> None:
+        """Nothing is stored."""
+
+    def finished(self, request: SimRequest) -> bool:
+        if self.keeps and request.name not in self.loading:
+            self.kept.add(request.name)
+            return True
+        return False
+
+    def take_news(self) -> News:
+        received = {name: max(self.loading.pop(name)[1], self.right) for name in self.ended}
+        sent, self.sent, self.ended = self.sent, set(), set()
+        self.kept -= sent
+        return News(sent, received)
+
+    def cleared(self) -> None:
+        self.forgotten += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def engine(connector: Scripted, **more: Any) -> ConnectedEngine:
+    return ConnectedEngine(
+        EngineModel(**{"block_tokens": BLOCK, "kv_blocks": 64, "max_model_tokens": 128, **more}), connector
+    )
+
+
+def request(name: str, tokens: int = 40, answer: int = 3, first: int = 0) -> SimRequest:
+    return SimRequest(name, list(range(first, first + tokens)), answer=[7] * answer)
+
+
+class Clock:
+    """Advances an engine by steps that compute nothing, which take the shortest time."""
+
+    def __init__(self, sim: ConnectedEngine) -> None:
+        self.sim, self.now_ps = sim, 0
+
+    def steps(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.now_ps += IDLE_PS
+            next_ps = self.sim.next_ps()
+            self.now_ps = max(self.now_ps, next_ps + 1 if next_ps is not None else 0)
+            self.sim.advance(self.now_ps)
+            self.sim.validate()
+
+    def until_ended(self, *requests: SimRequest) -> None:
+        for _ in range(1000):
+            if all(each.end is not None for each in requests):
+                return
+            self.steps()
+        pytest.fail("a request does not end")
+
+
+def test_a_request_waits_for_the_answer_and_then_for_its_load() -> None:
+    connector = Scripted(external=30)
+    connector.rounds = FIRST_ROUNDS
+    sim, one = engine(connector), request("one")
+    clock = Clock(sim)
+    sim.submit(one, 0)
+    assert connector.arrivals == ["one"]
+    clock.steps(FIRST_ROUNDS)
+    assert (sim.running, sim.waiting, one.sequence.blocks) == (0, 1, [])
+    clock.steps(3)
+    assert "one" in connector.loading
+    assert (sim.running, sim.waiting, len(one.sequence.blocks)) == (0, 1, 10)
+    connector.ended.add("one")
+    clock.until_ended(one)
+    assert one.end is End.LENGTH
+    assert one.cached_tokens == 30
+    assert (sim.totals.external_tokens, sim.totals.external_lookup_tokens, sim.totals.cached_tokens) == (
+        30,
+        40,
+        0,
+    )
+    assert sim.used_share == 0
+
+
+def test_others_are_served_while_one_waits_for_its_load() -> None:
+    connector = Scripted(external=30)
+    sim, first, other = engine(connector), request("first"), request("other", first=500)
+    clock = Clock(sim)
+    sim.submit(first, 0)
+    clock.steps(3)
+    connector.external = 0
+    sim.submit(other, clock.now_ps)
+    clock.until_ended(other)
+    assert first.end is None
+    connector.ended.add("first")
+    clock.until_ended(first)
+
+
+def test_blocks_are_found_only_once_they_are_loaded_and_only_as_far_as_that_went_well() -> None:
+    connector = Scripted(external=36, right=20)
+    sim, first = engine(connector), request("first")
+    clock = Clock(sim)
+    sim.submit(first, 0)
+    clock.steps(3)
+    assert sim.stored_keys() == {}
+    connector.ended.add("first")
+    connector.external = 0
+    clock.until_ended(first)
+    assert first.cached_tokens == 20
+    again = request("again")
+    sim.submit(again, clock.now_ps)
+    clock.until_ended(again)
+    assert again.cached_tokens == 36
+    assert (sim.totals.external_tokens, sim.totals.cached_tokens) == (20, 36)
+
+
+def test_a_failed_load_is_computed() -> None:
+    connector = Scripted(external=36, right=0)
+    sim, one = engine(connector), request("one")
+    clock = Clock(sim)
+    sim.submit(one, 0)
+    clock.steps(3)
+    connector.ended.add("one")
+    clock.until_ended(one)
+    assert (one.cached_tokens, one.produced) == (0, 3)
+
+
+def test_the_last_token_of_a_prompt_is_computed_even_if_all_were_loaded() -> None:
+    connector = Scripted(external=39, right=40)
+    sim, one = engine(connector), request("one")
+    clock = Clock(sim)
+    sim.submit(one, 0)
+    clock.steps(3)
+    connector.ended.add("one")
+    clock.until_ended(one)
+    assert one.cached_tokens == 39
+
+
+def test_the_blocks_of_an_aborted_load_are_free_once_it_has_ended() -> None:
+    connector = Scripted(external=36)
+    sim, one = engine(connector), request("one")
+    clock = Clock(sim)
+    sim.submit(one, 0)
+    clock.steps(3)
+    assert sim.abort("one", clock.now_ps)
+    assert not sim.abort("one", clock.now_ps)
+    assert one.end is End.ABORT
+    clock.steps(5)
+    assert sim.used_share > 0
+    assert (sim.running, sim.waiting) == (0, 0)
+    connector.ended.add("one")
+    clock.steps(2)
+    assert sim.used_share == 0
+    assert sim.next_ps() is None
+
+
+def test_blocks_that_are_read_are_free_once_they_are_told_as_sent() -> None:
+    connector = Scripted()
+    connector.keeps = True
+    sim, one = engine(connector), request("one")
+    clock = Clock(sim)
+    sim.submit(one, 0)
+    clock.until_ended(one)
+    clock.steps(3)
+    assert sim.used_share > 0
+    assert not sim.clear_cache(clock.now_ps)
+    connector.sent = {"one"}
+    clock.steps(2)
+    assert sim.used_share == 0
+    assert sim.clear_cache(clock.now_ps)
+    assert connector.forgotten == 1
+
+
+def test_the_connector_hears_of_preemptions() -> None:
+    connector = Scripted()
+    sim = engine(connector, kv_blocks=16, max_model_tokens=64)
+    clock = Clock(sim)
+    many = [request(str(number), tokens=20, answer=20, first=100 * number) for number in range(3)]
+    for each in many:
+        sim.submit(each, 0)
+    clock.until_ended(*many)
+    assert connector.preempted == {each.name for each in many if each.preemptions}
+    assert connector.preempted
+
+
+def test_steps_go_on_while_news_are_awaited() -> None:
+    connector = Scripted()
+    sim = engine(connector)
+    clock = Clock(sim)
+    assert sim.next_ps() is None
+    connector.awaits_news = True
+    clock.steps(4)
+    assert sim.totals.steps == 0, "steps that compute nothing do not count"
+    connector.awaits_news = False
+    clock.steps(1)
+    assert sim.next_ps() is None
+
+
+def test_virtual_time_is_refused() -> None:
+    sim = engine(Scripted())
+    with pytest.raises(ConfigError, match="cannot run in virtual time") as wrong:
+        fleet.run([sim], [(0, request("one"))], lambda *_: sim)
+    assert wrong.value.field == "kv_transfer_config"
+    with pytest.raises(ConfigError, match="cannot run in virtual time"):
+        sim.copy()
+
+
+def test_the_connector_is_closed_with_the_engine() -> None:
+    connector = Scripted()
+    engine(connector).close()
+    assert connector.closed == 1
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "submit", "step", "step", "loads", "sent", "abort"]), st.integers(0, 60)
+    ),
+    max_size=60,
+)
+
+
+@given(CALLS, st.integers(0, 40), st.integers(0, 40), st.booleans())
+def test_no_block_and_no_request_is_lost(
+    calls: list[tuple[str, int]], external: int, right: int, keeps: bool
+) -> None:
+    connector = Scripted(external, min(right, external))
+    connector.keeps = keeps
+    sim = engine(connector, kv_blocks=24, max_model_tokens=48, max_num_seqs=4, max_num_batched_tokens=32)
+    clock = Clock(sim)
+    sent: list[SimRequest] = []
+    for call, number in calls:
+        if call == "submit":
+            sent.append(
+                request(str(len(sent)), tokens=1 + number % 40, answer=1 + number % 7, first=number % 2)
+            )
+            sim.submit(sent[-1], clock.now_ps)
+        elif call == "step":
+            clock.steps(1 + number % 3)
+        elif call == "loads":
+            connector.ended |= set(list(connector.loading)[: number % 3])
+        elif call == "sent":
+            connector.sent |= set(list(connector.kept)[: number % 3])
+        elif sent:
+            sim.abort(sent[number % len(sent)].name, clock.now_ps)
+        sim.validate()
+    for _ in range(2000):
+        if sim.next_ps() is None:
+            break
+        connector.ended |= connector.loading.keys()
+        connector.sent |= connector.kept
+        clock.steps()
+    assert all(each.end is not None for each in sent)
+    assert sim.used_share == 0
+    assert clock.now_ps < PS_PER_S << 20
