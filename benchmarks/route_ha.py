@@ -35,6 +35,7 @@ from kvstrata.gateway.sharing.messages import FRAMES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FLUSH_S
 from kvstrata.gateway.sharing.telling import Teller
+from kvstrata.gateway.stored_responses import StoredResponses
 from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
@@ -82,7 +83,9 @@ class Gateways(Run):
         choosing = Choosing(POLICIES["ttft"](), fleet, Heard(index), Meters({}, self.clock), self.clock)
         teller = Teller(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
         choosing.teller = teller if shares else None
-        return Gateway(choosing, index, Others(fleet, choosing.prefixes, self.clock), teller)
+        return Gateway(
+            choosing, index, Others(fleet, choosing.prefixes, StoredResponses(), self.clock), teller
+        )
 
     def choose(self, wanted: Wanted) -> Choice | None:
         """By the gateway at which the request arrives."""

@@ -270,6 +270,7 @@ class Gateway(Process):
 
     async def _start_sharing(self, settings: GatewaySettings) -> None:
         """Tell other gateways and hear them."""
+        from kvstrata.gateway.sharing.catching_up import slices
         from kvstrata.gateway.sharing.others import Others
         from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
         from kvstrata.rpc.shared_key import SharedKey
@@ -279,12 +280,16 @@ class Gateway(Process):
             shared = SharedKey(FIELD)
             self.supervisor.spawn(shared.keep(), "cluster-key")
             keys = shared.keys
-        others = Others(self._fleet, self._choosing.prefixes, time.monotonic)
-        self._sharing = sharing = Sharing(wanted, keys, others)
+        fleet, prefixes, responses = self._fleet, self._choosing.prefixes, self._reader.responses
+        others = Others(fleet, prefixes, responses, time.monotonic)
+        self._sharing = sharing = Sharing(
+            wanted, keys, others, lambda: slices(prefixes, fleet, responses, time.monotonic())
+        )
         self.closers.append(soon(sharing.close))
         sharing.start()
         self._reader.secret = piece_secret(keys)
         self._choosing.teller = sharing.teller
+        responses.made = sharing.teller.made
         await sharing.set(wanted)
         self.supervisor.spawn(sharing.keep(), "sharing")
 

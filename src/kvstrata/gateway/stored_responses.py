@@ -6,6 +6,7 @@ Names of responses are drawn by engines; they say nothing of what is in them.
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable
 
 MAX_RESPONSES = 1 << 16
@@ -42,6 +43,12 @@ class StoredResponses:
         self.changes += 1
         if ours:
             self.made(response, engine)
+
+    def newest(self, most: int) -> list[tuple[str, str]]:
+        """The last responses with their engines, the oldest of them first."""
+        found = list(itertools.islice(reversed(self._engines.items()), most))
+        found.reverse()
+        return found
 
     def take_fresh(self) -> Iterable[tuple[str, str]]:
         """Those that were noted since the last call, the oldest first."""

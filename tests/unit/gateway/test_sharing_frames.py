@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.prefixes import KEY_BYTES, Prefixes
+from kvstrata.gateway.sharing.catching_up import SLICE, slices, tells
 from kvstrata.gateway.sharing.messages import FRAMES, MAX_EVENTS, MAX_FRAME_BYTES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.telling import Teller
+from kvstrata.gateway.stored_responses import StoredResponses
 
 ENGINES = ("a", "b")
 
@@ -29,7 +31,8 @@ class Pair:
         places = [Place(name, Address("h", number, False)) for number, name in enumerate(ENGINES)]
         for engine in self.fleet.set_places(places):
             self.fleet.up(engine, {"m": {}})
-        self.others = Others(self.fleet, Prefixes(), lambda: self.now_s)
+        self.prefixes, self.responses = Prefixes(), StoredResponses()
+        self.others = Others(self.fleet, self.prefixes, self.responses, lambda: self.now_s)
 
     def hear(self, frame: bytes) -> None:
         assert len(frame) <= MAX_FRAME_BYTES
@@ -107,3 +110,52 @@ def test_engines_that_are_not_known_here_are_passed_over() -> None:
     for frame in pair.teller.take():
         pair.hear(frame)
     assert pair.others.ignored == 1 and pair.counts() == dict.fromkeys(ENGINES, (0, 0))
+
+
+def test_stored_responses_are_told_with_their_engines() -> None:
+    pair = Pair()
+    pair.teller.made("resp_1", "a")
+    pair.teller.made("resp_2", "elsewhere")
+    for frame in pair.teller.take():
+        pair.hear(frame)
+    assert (pair.responses.engine_of("resp_1"), pair.responses.engine_of("resp_2")) == ("a", "")
+
+
+def test_a_gateway_that_joins_is_told_what_engines_have_and_keeps_what_it_knows_better() -> None:
+    old, new = Pair(), Pair()
+    keys = [number.to_bytes(KEY_BYTES, "big") for number in range(3 * SLICE)]
+    old.prefixes.note(keys, "a", 0, 40.0, computed=True)
+    old.prefixes.note(keys[:5], "b", 0, 90.0, computed=True)
+    old.prefixes.note([bytes([9]) * KEY_BYTES], "a", 0, 95.0, computed=False)
+    old.responses.note("resp", "b")
+    new.prefixes.note(keys[:1], "a", 0, 99.0, computed=True)
+    parts = list(slices(old.prefixes, old.fleet, old.responses, old.now_s))
+    assert len(parts) == 4 and sum(len(part) for part in parts) == 5
+    for part in parts:
+        new.hear(old.teller.told(part))
+    generations = dict.fromkeys(ENGINES, 0)
+    assert new.prefixes.computed_by(keys[0], generations) == [("a", 99.0), ("b", 90.0)]
+    assert all(new.prefixes.computed_by(key, generations) == [("a", 40.0)] for key in keys[5:])
+    assert len(new.prefixes) == len(keys), "what nobody has computed is not told"
+    assert new.responses.engine_of("resp") == "b"
+
+
+@given(st.sets(st.text("abc", min_size=1, max_size=3), min_size=2, max_size=6), st.data())
+def test_one_of_those_that_were_there_tells(names: set[str], data: st.DataObject) -> None:
+    joined = data.draw(st.sampled_from(sorted(names)))
+    there = names - {joined}
+    assert sum(tells(own, sorted(names - {own}), joined) for own in there) == 1
+
+
+def test_it_is_noticed_once_that_a_gateway_joins() -> None:
+    pair, joined = Pair(), list[str]()
+    pair.others.joined = joined.append
+    for _ in range(2):
+        for frame in pair.teller.under_way():
+            pair.hear(frame)
+    assert joined == [pair.teller.name] == pair.others.names
+    pair.now_s += 10.0
+    pair.others.forget_silent(1.0)
+    for frame in pair.teller.under_way():
+        pair.hear(frame)
+    assert joined == 2 * [pair.teller.name], "after a silence it begins anew"

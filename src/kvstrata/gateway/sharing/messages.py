@@ -5,6 +5,8 @@ their pieces (prefixes.py), which say nothing to somebody without the gateways' 
 is in it.
 
     Sent ─▶ First ─▶ Ended ─▶ Computed        Ended may come first; Computed is told if the engine told its hits
+    Made                                      an engine has made a stored response
+    Held                                      what engines had before a gateway joined (catching_up.py)
     Lacks                                     an engine reported that it has less than was expected
     UnderWay                                  every request of a range of numbers: what was lost before is mended by it
 """
@@ -18,7 +20,7 @@ from msgspec import Meta
 
 from kvstrata.gateway.prefixes import KEY_BYTES, MAX_PIECES
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 20
 MAX_EVENTS = 8_192
 MAX_STATED = 1_024
@@ -80,6 +82,22 @@ class Lacks(Event, frozen=True, tag="lacks"):
     keys: Keys
 
 
+class Made(Event, frozen=True, tag="made"):
+    """An engine has made a stored response, which only it can continue."""
+
+    response: Annotated[str, Meta(min_length=1, max_length=1_024)]
+    engine: Engine
+
+
+class Held(Event, frozen=True, tag="held"):
+    """Pieces that an engine has computed, for a gateway that was not there."""
+
+    engine: Engine
+    keys: Keys
+    age_s: Annotated[float, Meta(ge=0, le=1e9)]
+    """Since the oldest of them was used."""
+
+
 class Flight(msgspec.Struct, array_like=True, frozen=True):
     """A request under way."""
 
@@ -101,7 +119,7 @@ class UnderWay(Event, frozen=True, tag="under_way"):
     flights: Annotated[list[Flight], Meta(max_length=MAX_STATED)]
 
 
-AnyEvent = Sent | First | Ended | Computed | Lacks | UnderWay
+AnyEvent = Sent | First | Ended | Computed | Lacks | UnderWay | Made | Held
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True):

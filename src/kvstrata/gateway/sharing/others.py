@@ -24,11 +24,14 @@ from kvstrata.gateway.sharing.messages import (
     First,
     Flight,
     Frame,
+    Held,
     Lacks,
+    Made,
     Sent,
     UnderWay,
     split,
 )
+from kvstrata.gateway.stored_responses import StoredResponses
 
 MAX_GATEWAYS = 64
 MAX_FLIGHTS = 1 << 16
@@ -62,13 +65,23 @@ class Other:
 class Others:
     """See the module. Belongs to the event loop."""
 
-    def __init__(self, fleet: Fleet, prefixes: Prefixes, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, fleet: Fleet, prefixes: Prefixes, responses: StoredResponses, now_s: Callable[[], float]
+    ) -> None:
         self._fleet = fleet
+        self._responses = responses
+        self.joined: Callable[[str], None] = lambda name: None
+        """Called with the name of a gateway that is heard for the first time."""
         self._prefixes = prefixes
         self._now_s = now_s
         self._others: dict[str, Other] = {}
         self.ignored = 0
         """Events and frames that exceed a bound, or name an engine that is not known here."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the gateways that are heard."""
+        return list(self._others)
 
     def __len__(self) -> int:
         """Gateways that are heard."""
@@ -87,6 +100,7 @@ class Others:
                 self.ignored += 1
                 return
             other = self._others[frame.gateway] = Other()
+            self.joined(frame.gateway)
         other.heard_s = self._now_s()
         for event in frame.events:
             self._apply(frame.gateway, other, event)
@@ -123,6 +137,11 @@ class Others:
                 self._end(name, other, event.number, answered=event.answered)
             case Computed():
                 self._computed(other, event)
+            case Made():
+                if self._fleet.target(event.engine) is not None:
+                    self._responses.note(event.response, event.engine, ours=False)
+            case Held():
+                self._catch_up(event)
             case Lacks():
                 self._prefixes.forget(split(event.keys), event.engine)
             case UnderWay():
@@ -178,6 +197,17 @@ class Others:
         if not event.timed:
             timed.spoil()
         timed.report(event.tokens)
+
+    def _catch_up(self, event: Held) -> None:
+        """Note what an engine has, but for what is known of it already."""
+        engine = self._fleet.target(event.engine)
+        if engine is None:
+            self.ignored += 1
+            return
+        generations = {engine.name: engine.generation}
+        fresh = [key for key in split(event.keys) if not self._prefixes.computed_by(key, generations)]
+        at_s = self._now_s() - event.age_s
+        self._prefixes.note(fresh, engine.name, engine.generation, at_s, computed=True)
 
     def _mend(self, name: str, other: Other, event: UnderWay) -> None:
         stated = {one.number for one in event.flights if event.first <= one.number < event.end}

@@ -24,6 +24,7 @@ from kvstrata.gateway.sharing.messages import (
     Flight,
     Frame,
     Lacks,
+    Made,
     Sent,
     UnderWay,
     encode,
@@ -82,6 +83,14 @@ class Teller:
         """An engine does not have these pieces."""
         if keys:
             self._tell(Lacks(engine, b"".join(keys)))
+
+    def made(self, response: str, engine: str) -> None:
+        """An engine has made a stored response."""
+        self._tell(Made(response, engine))
+
+    def told(self, events: list[AnyEvent]) -> bytes:
+        """A frame of a few other events, which overtakes those that were not taken."""
+        return self._frame(events)
 
     def take(self) -> Iterator[bytes]:
         """Frames of all that was not taken yet."""
