@@ -24,6 +24,8 @@ from tests.harness.waiting import eventually_async
 from tests.integration.gateway.test_faults import at_rest
 from tests.integration.gateway.test_proxy import CHAT, ask
 
+RESPONSES = "/v1/responses"
+
 pytestmark = pytest.mark.integration
 
 
@@ -47,20 +49,25 @@ class Scene:
         await self.go.wait()
         await chat(got, line)
 
-    async def start(self) -> None:
-        """Start all."""
+    def add(self) -> GatewayProcess:
+        """Make the next gateway, which is not started yet."""
+        number = len(self.gateways)
+        sharing = {
+            "port": self.ports[number],
+            "gateways": [f"127.0.0.1:{one}" for one in self.ports],
+            "curve_file": str(self.file),
+        }
+        urls = [engine.url for engine in self.engines]
+        settings = {"policy": "least_loaded", "sharing": sharing, **self.settings}
+        self.gateways.append(GatewayProcess(self.folder / f"gateway-{number}", urls, **settings))
+        return self.gateways[-1]
+
+    async def start(self, count: int | None = None) -> None:
+        """Start the engines and all gateways, or the first ones."""
         for engine in self.engines:
             await engine.start()
-        for number, port in enumerate(self.ports):
-            sharing = {
-                "port": port,
-                "gateways": [f"127.0.0.1:{one}" for one in self.ports],
-                "curve_file": str(self.file),
-            }
-            urls = [engine.url for engine in self.engines]
-            settings = {"policy": "least_loaded", "sharing": sharing, **self.settings}
-            self.gateways.append(GatewayProcess(self.folder / f"gateway-{number}", urls, **settings))
-        await asyncio.gather(*(asyncio.to_thread(gateway.start) for gateway in self.gateways))
+        made = [self.add() for _ in self.ports[:count]]
+        await asyncio.gather(*(asyncio.to_thread(gateway.start) for gateway in made))
 
 
 async def in_flight(gateway: GatewayProcess, session: aiohttp.ClientSession, wanted: int) -> None:
@@ -77,7 +84,9 @@ async def hear_each_other(gateways: Sequence[GatewayProcess], session: aiohttp.C
 
     async def all_heard() -> bool:
         pages = [(await gateway.status(session))["sharing"] for gateway in gateways]
-        return all(page["heard"] == len(gateways) - 1 and all(page["to"].values()) for page in pages)
+        return all(
+            page["heard"] == len(gateways) - 1 and sum(page["to"].values()) == len(gateways) for page in pages
+        )
 
     await eventually_async("each gateway hears the others", all_heard)
 
@@ -219,3 +228,65 @@ def test_wrong_settings_name_what_to_change(tmp_path: Path) -> None:
     file.chmod(0o600)
     with pytest.raises(ConfigError, match=r"sharing\.curve_file: .* keys of several members"):
         sharing_keys(str(file))
+
+
+async def test_a_gateway_that_joins_late_knows_prefixes_and_stored_responses_of_before(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
+    scene = Scene(tmp_path, 3, policy="ttft")
+    scene.go.set()
+    try:
+        await scene.start(2)
+        await hear_each_other(scene.gateways, session)
+        first, second = scene.gateways
+        messages = [{"role": "user", "content": "x" * 40_000}]
+        async with session.post(first.url + CHAT, json=ask(messages=messages)) as response:
+            assert response.status == 200
+        [asked] = [engine for engine in scene.engines if engine.got]
+
+        async def stored(got: Got, line: Line) -> None:
+            await line.answer({"id": "resp_before", "status": "completed"})
+
+        for engine in scene.engines:
+            engine.behaviour = stored
+        async with session.post(first.url + RESPONSES, json={"model": "m", "input": "x"}) as response:
+            assert response.status == 200
+        [maker] = [engine for engine in scene.engines if engine.got and engine.got[-1].target == RESPONSES]
+
+        async def pieces(gateway: GatewayProcess) -> int:
+            return int((await gateway.status(session))["gateway"]["prefix_pieces"])
+
+        known = await pieces(first)
+        assert known >= 39
+
+        async def same() -> bool:
+            return await pieces(third) == known == await pieces(second)
+
+        third = scene.add()
+        await asyncio.to_thread(third.start)
+        await eventually_async("the gateway that joined knows the prefixes", same)
+        for engine in scene.engines:
+            engine.got.clear()
+        for gateway in (second, third):
+            body = {"model": "m", "input": "y", "previous_response_id": "resp_before"}
+
+            async def goes_there(gateway: GatewayProcess = gateway, body: dict[str, str] = body) -> bool:
+                maker.got.clear()
+                async with session.post(gateway.url + RESPONSES, json=body) as response:
+                    assert response.status == 200
+                return bool(maker.got)
+
+            await eventually_async("the engine that made it goes on with it", goes_there)
+        for engine in scene.engines:
+            engine.behaviour = scene.answer
+        turns = [*messages, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+        asked.got.clear()
+        async with session.post(third.url + CHAT, json=ask(messages=turns)) as response:
+            assert response.status == 200
+        assert len(asked.got) == 1, "the conversation goes where its beginning is"
+    finally:
+        for gateway in scene.gateways:
+            with contextlib.suppress(ProcessLookupError):
+                gateway.kill()
+        for engine in scene.engines:
+            await engine.stop()
