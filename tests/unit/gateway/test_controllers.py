@@ -120,6 +120,17 @@ def test_no_answer_promises_more_than_was_asked_for(rows: list[tuple[str, int, i
             assert name != "b" and copy.source in ("a", "c"), "b neither reads nor gives"
 
 
+def test_one_copy_stands_for_all_if_every_engine_reads_peers() -> None:
+    directory = told(served("a"), served("b"), served("c"))
+    at = [_At(engine(n, name), directory.instances[name]) for n, name in enumerate("abc")]
+    holdings = [Holding("a", 5, 5)]
+    peers = [one for one in copies_of(at, holdings, 16, 8, directory, 3) if one.tier == "peer"]
+    assert [(one.engine, one.tokens, one.source) for one in peers] == [("", 80, "a")]
+    for n_targets in (0, 4):
+        each = [one for one in copies_of(at, holdings, 16, 8, directory, n_targets) if one.tier == "peer"]
+        assert [one.engine for one in each] == [at[1].engine.name, at[2].engine.name]
+
+
 @given(st.binary(max_size=200))
 def test_garbage_is_no_message(frame: bytes) -> None:
     for decoder in (REPLY_REQUESTS, ANSWERS):

@@ -36,6 +36,7 @@ from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import NOT_IN_A_NAME
 
 INLINE_TOKENS = 8_192
+MAX_MODELS = 256
 
 
 class _At(NamedTuple):
@@ -43,6 +44,14 @@ class _At(NamedTuple):
 
     engine: ServingEngine
     served: Served
+
+
+class _Attached(NamedTuple):
+    """A model's engines by the kind of KV, as long as these are its targets and this is what the controller tells."""
+
+    directory: Directory
+    targets: list[ServingEngine]
+    of_kind: dict[int, list[_At]]
 
 
 class Controllers:
@@ -74,6 +83,8 @@ class Controllers:
         self._links = Links(asyncio.get_running_loop())
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
         self._order: list[ControllerLink] = []
+        self._attached: dict[str, _Attached] = {}
+        """By model."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="kv-keys", initializer=name_thread)
         self.replicas = Replicas(lambda: self._order, supervisor, self._hashing, now_s)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
@@ -102,6 +113,7 @@ class Controllers:
         by_kind = self._engines(wanted, directory)
         if not by_kind:
             return wanted
+        n_targets = len(self._attached[wanted.model].targets)
         deadline_s = self._settings.deadline_ms / 1_000
         began_s = self._now_s()
         questions = []
@@ -121,7 +133,7 @@ class Controllers:
             kind = directory.kinds[number]
             assert kind is not None
             most = len(question.tags) // TAG_BYTES // kind.n_slices
-            copies += copies_of(at, holdings, kind.chunk_tokens, most, directory)
+            copies += copies_of(at, holdings, kind.chunk_tokens, most, directory, n_targets)
         return wanted._replace(held=tuple(copies))
 
     def reads(self, wanted: Wanted, engine: ServingEngine, way: Way, life_s: float) -> None:
@@ -134,6 +146,8 @@ class Controllers:
             kind = directory.kinds[number]
             if kind is None or all(one.engine is not engine for one in at):
                 continue
+            if any(one.engine is engine and one.served.instance == way.source for one in at):
+                return  # its own server holds it
             held = {
                 copy.engine for copy in wanted.held if copy.tier == "l1" and copy.tokens >= way.cached_tokens
             }
@@ -156,19 +170,33 @@ class Controllers:
         targets = self._fleet.targets(wanted.model, ())
         if len(targets) < 2:
             return {}
+        known = self._attached.get(wanted.model)
+        if known is None or known.directory is not directory or known.targets != targets:
+            if len(self._attached) >= MAX_MODELS:
+                self._attached.clear()
+            known = self._attached[wanted.model] = self._look_up(wanted.model, targets, directory)
+        n_tokens = len(prompt.tokens)
+        return {
+            number: at
+            for number, at in known.of_kind.items()
+            if (kind := directory.kinds[number]) is not None and n_tokens >= kind.chunk_tokens
+        }
+
+    def _look_up(self, model: str, targets: list[ServingEngine], directory: Directory) -> _Attached:
+        """Which of a model's engines are attached where, and what their instances tell of loads."""
         found: dict[int, list[_At]] = {}
         for engine in targets:
             served = directory.instance(engine)
             if served is None:
                 continue
-            number = directory.kind(served, _names(engine, wanted.model))
+            number = directory.kind(served, _names(engine, model))
             kind = directory.kinds[number] if number is not None else None
-            if number is None or kind is None or len(prompt.tokens) < kind.chunk_tokens:
+            if number is None or kind is None:
                 continue
             found.setdefault(number, []).append(_At(engine, served))
             for tier, path in kind.paths(served).items():
                 self._fleet.load_rates.tell(engine.name, tier, path)
-        return dict(list(found.items())[:MAX_KINDS])
+        return _Attached(directory, targets, dict(list(found.items())[:MAX_KINDS]))
 
     async def _tags(self, kind: Kind, wanted: Wanted, deadline_s: float) -> bytes:
         """The tags of a prompt; empty if they are not made in time."""
@@ -242,11 +270,17 @@ def _names(engine: ServingEngine, model: str) -> list[str]:
 
 
 def copies_of(
-    at: list[_At], holdings: list[Holding], chunk_tokens: int, most_chunks: int, directory: Directory
+    at: list[_At],
+    holdings: list[Holding],
+    chunk_tokens: int,
+    most_chunks: int,
+    directory: Directory,
+    n_targets: int = 0,
 ) -> list[Copy]:
     """What engines can have of a prompt by their instances' L1 and L2, and from the peer that holds most.
 
-    `most_chunks`: how many were asked for.
+    `most_chunks`: how many were asked for.  `n_targets`: how many engines the choice is among; if all of them read
+    peers, one copy of the peer's stands for all, which a large fleet is scored with far sooner.
     """
     rows = {row.instance: row for row in holdings}
     in_media = [
@@ -279,6 +313,8 @@ def copies_of(
     best = max(givers, key=lambda row: row.l1_chunks, default=None)
     if best is not None:
         tokens = min(best.l1_chunks, most_chunks) * chunk_tokens
+        if len(at) == n_targets and all(served.reads_peers for _, served in at):
+            return [*copies, _copy("", "peer", tokens, best)]
         for engine, served in at:
             farther = served.instance != best.instance and tokens > own_tokens[engine.name]
             if served.reads_peers and farther:

@@ -37,6 +37,8 @@ class LoadRates:
         """How fast instances load into their L1 from elsewhere."""
         self._usual: dict[Tier, LoadPath] = {}
         """The medians over all engines."""
+        self._known: dict[tuple[str, Tier], tuple[float, LoadPath]] = {}
+        """Paths as they were last found, with the prefill rate for which they were."""
         self.changes = 0
         """Grows with each sample, and with each engine that is dropped."""
 
@@ -52,7 +54,9 @@ class LoadRates:
 
     def tell(self, engine: str, tier: Tier, into_l1: LoadPath) -> None:
         """The engine's instance has measured how fast it loads from a tier into its L1."""
-        self._told[engine, tier] = into_l1
+        if self._told.get((engine, tier)) != into_l1:
+            self._told[engine, tier] = into_l1
+            self._known.clear()
 
     def kept(self) -> Iterator[tuple[str, Tier, int, float]]:
         """Yield all samples as (engine, tier, tokens, seconds). From any thread: samples may be added meanwhile."""
@@ -69,7 +73,15 @@ class LoadRates:
         self._find_usual()
 
     def path(self, engine: str, tier: Tier, prefill_tokens_s: float) -> LoadPath:
-        """Return how fast an engine that computes `prefill_tokens_s` loads from a tier."""
+        """Return how fast an engine that computes `prefill_tokens_s` loads from a tier. It must not be changed."""
+        known = self._known.get((engine, tier))
+        if known is not None and known[0] == prefill_tokens_s:
+            return known[1]
+        found = self._found(engine, tier, prefill_tokens_s)
+        self._known[engine, tier] = prefill_tokens_s, found
+        return found
+
+    def _found(self, engine: str, tier: Tier, prefill_tokens_s: float) -> LoadPath:
         own, told = self._paths.get((engine, tier)), self._told.get((engine, tier))
         if own is not None and (told is None or len(self._samples[engine, tier]) >= ENOUGH_SAMPLES):
             return own
@@ -81,6 +93,7 @@ class LoadRates:
         return _in_series(told or assumed, self.path(engine, "l1", prefill_tokens_s))
 
     def _find_usual(self) -> None:
+        self._known.clear()
         self.changes += 1
         self._usual.clear()
         for tier in {tier for _, tier in self._paths}:
