@@ -60,6 +60,7 @@ BLOCKS = {
     "docs/formats.md": {"0 ": NO_COMMAND},
     "docs/gateway.md": {
         "pip install": "test_package runs the command without the extra, which says the same",
+        "controllers:\n  urls": "tests/integration/gateway/test_controllers.py has them for a controller",
         "engines_from:": "tests of Kubernetes and of local engines in tests/integration/gateway have them",
         "helm install": "tests/unit/repository/test_helm_chart.py renders the chart; no cluster is at hand",
         "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
