@@ -307,7 +307,7 @@ class Gateway(Process):
             time.monotonic,
             self._tokens,
         )
-        self._picker = picker = PickerServer(settings, parts, self._tokens)
+        self._picker = picker = PickerServer(settings, parts, self._tokens, self._controllers.told)
         self.closers.append(picker.close)
         await picker.start(settings.picker)
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster
+from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async
@@ -148,6 +149,7 @@ async def scene(cluster: Cluster, session: aiohttp.ClientSession, tmp_path: Path
             [one.url for one in engines],
             policy="ttft",
             controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+            picker={"enabled": True, "port": 0},
         )
         await asyncio.to_thread(made.gateway.start)
         stack.callback(made.gateway.kill)
@@ -171,6 +173,17 @@ async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scen
         return facts == ["gw", "ttft", 2, 2, scene.gateway.port]
 
     await eventually_async("the controller shows the gateway", shown)
+
+
+async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:
+    for seed in range(6):
+        number = seed % 2
+        tokens = await scene.store(number, seed)
+        body = json.dumps({"model": "m", "prompt": tokens, "max_tokens": 1}).encode()
+        chosen, *_ = await endpoints(scene.gateway.ready["picker_port"], body, _path=COMPLETIONS)
+        assert chosen == scene.engines[number].name
+    counts = await scene.page()
+    assert (counts["asked"], counts["answered"]) == (6, 6), counts
 
 
 @pytest.mark.parametrize("cluster", ["fs"], indirect=True)

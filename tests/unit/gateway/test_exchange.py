@@ -23,7 +23,9 @@ from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.model import Copy
 from kvstrata.process.http_gate import Access
+from tests.harness.ext_proc import headers, part, trailers
 
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 5_000}]}).encode()
 
@@ -58,7 +60,9 @@ class Scene:
         )
         self.compared: list[tuple[str, str, int, int]] = []
         self.ids: array[int] | None = None
-        """What is known of each prompt."""
+        """Of each prompt of text."""
+        self.held_by: tuple[Copy, ...] = ()
+        """What controllers know of each prompt."""
         self.held = Held(settings)
 
     def exchange(self) -> Exchange:
@@ -73,7 +77,9 @@ class Scene:
         """Give a message to an exchange, as the server does."""
         replies = exchange.take(message)
         if exchange.question is not None:
-            replies += exchange.told(self.ids)
+            exchange.has_ids(self.ids)
+        if exchange.wanted is not None:
+            replies += exchange.told(exchange.wanted._replace(held=self.held_by))
         return replies
 
     def assert_idle(self) -> None:
@@ -81,32 +87,6 @@ class Scene:
         assert (self.held.exchanges, self.held.body_bytes) == (0, 0)
         for engine in self.fleet:
             assert (engine.in_flight, engine.load.waiting, engine.load.prefill_tokens) == (0, 0, 0)
-
-
-def headers(kind: str = "request_headers", end: bool = False, **values: str) -> Any:
-    """A message with headers; `_` stands for `:`."""
-    names = {"_method": "POST", "_path": "/v1/chat/completions"} if kind == "request_headers" else {}
-    message = pb.ProcessingRequest()
-    target = getattr(message, kind)
-    target.end_of_stream = end
-    for name, value in {**names, **values}.items():
-        target.headers.headers.add(key=name.replace("_", ":"), raw_value=value.encode())
-    return message
-
-
-def part(kind: str, body: bytes, end: bool = False) -> Any:
-    """A message with a part of a body."""
-    message = pb.ProcessingRequest()
-    getattr(message, kind).body = body
-    getattr(message, kind).end_of_stream = end
-    return message
-
-
-def trailers(kind: str) -> Any:
-    """A message with trailers."""
-    message = pb.ProcessingRequest()
-    getattr(message, kind).SetInParent()
-    return message
 
 
 MESSAGES = st.sampled_from(
@@ -256,6 +236,20 @@ def test_a_prompt_whose_ids_are_known_is_chosen_by_them_and_compared(trails: boo
     [(model, engine, ours, theirs)] = scene.compared
     assert (model, ours, theirs) == ("m", 77, 78) and engine in ("a", "b")
     scene.assert_idle()
+
+
+def test_what_controllers_know_of_a_prompt_counts() -> None:
+    for number, name in enumerate("ab", start=1):
+        scene = Scene()
+        scene.ids = array("I", range(5_000))
+        scene.held_by = (Copy(engine=name, tier="l1", tokens=4_096, source="i"),)
+        exchange = scene.exchange()
+        scene.take(exchange, headers())
+        reply = scene.take(exchange, part("request_body", BODY, end=True))[0]
+        told = reply.dynamic_metadata["envoy.lb"][messages.ENDPOINT]
+        assert told.startswith(f"10.0.0.{number}:"), told
+        exchange.end()
+        scene.assert_idle()
 
 
 def test_a_stream_that_ends_while_ids_are_asked_for_gives_everything_back() -> None:

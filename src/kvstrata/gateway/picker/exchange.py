@@ -2,7 +2,7 @@
 
     HEADERS ──▶ BODY ──▶ CHOSEN ──▶ ANSWER ──▶ DONE        each message of Envoy's stream moves on, or stays
        │  │       │  │   ▲  └──────────────────▲           an answer's head may end it
-       │  └───────┴──┴─ READ                               its prompt's token ids are asked for (`question`, `told`)
+       │  └───────┴──┴─ READ                               what is known of its prompt is asked for (`told`)
        └──────────┴──▶ DONE                                refused, or Envoy itself answered
 
 Envoy carries the request; the picker reads its body, names an engine and others in case it cannot be reached, and
@@ -122,7 +122,7 @@ class Exchange:
         self._computed = False
         """Whether the prompt's ids were computed here or asked of an engine."""
         self.question: Question | None = None
-        """With an answer to this, `told` must be called before the next message is taken."""
+        """Asks for the token ids of a prompt of text; `has_ids` takes the answer."""
         self._choice: Choice | None = None
         self._taken: float | None = None
         """Tokens of its tenant; None: it takes none."""
@@ -264,28 +264,32 @@ class Exchange:
         if isinstance(read, Failure):
             return self._refuse(read)
         self._asked, self._wanted = read
-        if (
-            self._wanted.prompt is not None
-            or self._held.settings.policy != "ttft"
-            or self._path not in ROUTES
-        ):
-            return self._choose(empty=self.state is State.HEADERS)
+        if self._held.settings.policy != "ttft" or self._path not in ROUTES:
+            return self._choose()
         self.state = State.READ
-        self.question = Question(self._path, self._whole, self._asked.model, self._meter.tenant)
+        if self._wanted.prompt is None:
+            self.question = Question(self._path, self._whole, self._asked.model, self._meter.tenant)
         return []
 
-    def told(self, ids: array[int] | None) -> list[Reply]:
+    def has_ids(self, ids: array[int] | None) -> None:
         """The answer to `question`; None: the ids are not known."""
         self.question = None
-        if self.state is not State.READ:
-            return []
         self._computed = ids is not None
         self._wanted = self._parts.reader.with_ids(self._asked, self._wanted, ids)
-        return self._choose(empty=not self._body)
 
-    def _choose(self, *, empty: bool) -> list[Reply]:
-        """Name engines, and let the body go on. `empty`: nothing of one has come."""
-        body, wanted, self._whole = self._whole, self._wanted, b""
+    @property
+    def wanted(self) -> Wanted | None:
+        """What the choice goes by, while the exchange waits for `told`."""
+        return self._wanted if self.state is State.READ else None
+
+    def told(self, wanted: Wanted) -> list[Reply]:
+        """Choose by `wanted`, which may tell more of the prompt. Must come before the next message is taken."""
+        self._wanted = wanted
+        return self._choose()
+
+    def _choose(self) -> list[Reply]:
+        """Name engines, and let the body go on."""
+        body, wanted, self._whole, empty = self._whole, self._wanted, b"", not self._body
         self._drop_body()
         choice = self._parts.choosing.choose(wanted, self._not_allowed())
         if choice is None:

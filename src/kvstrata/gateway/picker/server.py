@@ -7,6 +7,7 @@ request held (exchange.py).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import grpc
 
 from kvstrata.config.gateway_model import GatewaySettings, PickerSettings
 from kvstrata.errors import ConfigError
+from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
 from kvstrata.gateway.tokens.source import Tokens
@@ -33,8 +35,16 @@ KEEPALIVE_MS = 10_000
 class PickerServer:
     """Belongs to the event loop."""
 
-    def __init__(self, settings: GatewaySettings, parts: Parts, tokens: Tokens) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        parts: Parts,
+        tokens: Tokens,
+        told: Callable[[Wanted], Awaitable[Wanted]],
+    ) -> None:
+        """`told`: adds what controllers know of a request's prompt."""
         self._tokens = tokens
+        self._told = told
         self.held = Held(settings)
         self.stopping = False
         self.port = 0
@@ -126,7 +136,9 @@ class PickerServer:
         replies = exchange.take(message)
         if exchange.question is not None:
             known = await self._tokens.of(*exchange.question)
-            replies += exchange.told(known.ids)
+            exchange.has_ids(known.ids)
+        if exchange.wanted is not None:
+            replies += exchange.told(await self._told(exchange.wanted))
         for reply in replies:
             await context.write(reply)
         return True
