@@ -139,6 +139,7 @@ class CacheClient:
             identities=self._identities,
             releases=self._releases,
             lookups=self._lookups,
+            loads=self._loads,
             stores=self._stores,
             pool=self.pool,
         )

@@ -32,6 +32,7 @@ from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.observability.logging import Thinning
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import prove
+from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 from kvstrata.rpc.zmq_client import Dealer, Waiter
 from kvstrata.states import Machine
 
@@ -134,7 +135,8 @@ class Link:
         self._attachment: Attachment | None = None
         self._secret = b""
         """Proves our requests to the attached server."""
-        self._copies_told: wire.DeviceCopies | None = None
+        self._copies_told: DeviceCopies | None = None
+        self._rate_told: LoadRate | None = None
         self._stop_attaching = threading.Event()
         self._attacher: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -335,9 +337,11 @@ class Link:
             named = live if len(live) <= wire.MAX_LIVE else None
             copies = self._started_owner.device_copies()
             news = None if copies == self._copies_told else copies
-            ping = wire.Ping(self.session, self.table.next_seq(), named, news)
+            rate = self._started_owner.load_rate()
+            new_rate = None if rate == self._rate_told else rate
+            ping = wire.Ping(self.session, self.table.next_seq(), named, news, new_rate)
             if dealer.try_send(prove(self._secret, wire.encode(ping))):
-                self._copies_told = copies
+                self._copies_told, self._rate_told = copies, rate
             self.silence.pinged(time.monotonic())
 
     def _receive(self, dealer: Dealer) -> None:
@@ -463,7 +467,7 @@ class Link:
         self._attachment = attachment
         self._secret = attachment.secret
         self._move(Step.ATTACHED)
-        self._copies_told = None
+        self._copies_told = self._rate_told = None
         attachment.close_pool_fds()
         self._waiter.watch(attachment.fileno())
         self.table.repeat_now()

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kvstrata.memory.attach.client import Attachment
 from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 
 
 class LinkOwner(Protocol):
@@ -35,8 +36,11 @@ class LinkOwner(Protocol):
     def live_lookups(self) -> list[int]:
         """Numbers of the lookups that are still wanted."""
 
-    def device_copies(self) -> wire.DeviceCopies | None:
+    def device_copies(self) -> DeviceCopies | None:
         """What to tell the server about copies to and from a device; None where blocks are in host memory."""
+
+    def load_rate(self) -> LoadRate | None:
+        """How fast this process loads; None until that is known."""
 
     def link_due_s(self) -> float:
         """When `link_pass` has something to do, even if nothing is received."""

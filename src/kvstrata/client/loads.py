@@ -19,7 +19,9 @@ from kvstrata.client.link import Link
 from kvstrata.client.releases import ReleaseQueue
 from kvstrata.keys import batch
 from kvstrata.native.hashing import storage_keys
+from kvstrata.observability.load_line import LoadLine
 from kvstrata.rpc import wire
+from kvstrata.rpc.ping_wire import LoadRate
 from kvstrata.types import LeaseName
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,9 @@ class Loads:
         self._slice_digest = slice_digest
         self.loaded_bytes = 0
         self.corrupt_chunks = 0
+        self._line = LoadLine()
+        """How long loads take. For the I/O thread only."""
+        self._rate: LoadRate | None = None
 
     def begin(
         self,
@@ -88,6 +93,15 @@ class Loads:
             self._link.post(lambda: self._releases.add([lease], group=False))
             raise
         return job
+
+    def rate(self) -> LoadRate | None:
+        """How fast the process loads; the same until it has changed by more than a tenth. In the I/O thread."""
+        fitted = self._line.fitted()
+        if fitted is not None:
+            now = LoadRate.of(*fitted)
+            if self._rate is None or now.differs(self._rate):
+                self._rate = now
+        return self._rate
 
     def _cancel(self, job: LoadJob) -> None:
         """Called by `LoadJob.cancel` in any thread."""
@@ -146,10 +160,13 @@ class Loads:
         size = sum(load.plan.payload_bytes(len(items[i].block_ids)) for i in whole)
         self.loaded_bytes += size
         load.job.finish((i for i in range(len(items)) if i not in whole), size)
+        load.took = size, time.monotonic() - load.began_s
         return bad
 
     def _tell(self, load: _Load, bad: Sequence[bytes]) -> None:
         """Report chunks that failed their checksum, and release the lease. In the I/O thread."""
+        if load.took[0] and not load.job.cancelled:
+            self._line.add(*load.took)
         if bad:
             self.corrupt_chunks += len(bad)
             log.error(
@@ -169,7 +186,9 @@ class Loads:
 class _Load:
     """A load under way."""
 
-    __slots__ = ("codes", "copied", "groups_left", "identity", "items", "job", "lease", "plan", "scatter")
+    __slots__ = (
+        "began_s", "codes", "copied", "groups_left", "identity", "items", "job", "lease", "plan", "scatter", "took"
+    )  # fmt: skip
 
     def __init__(
         self, job: LoadJob, identity: Identity, lease: LeaseName, items: Sequence[LoadItem], plan: Plan
@@ -184,6 +203,9 @@ class _Load:
         self.scatter: list[ScatterItem] = []
         self.codes: list[int] = []
         self.groups_left = 0
+        self.began_s = time.monotonic()
+        self.took = 0, 0.0
+        """Bytes that were loaded, and the seconds for them; set when all copies have ended."""
 
     def prepare(self, mapping: Mapping, own_keys: bytes) -> None:
         """Fill `scatter`. Items that are not inside the pool are left out."""

@@ -16,6 +16,7 @@ from kvstrata.client.copies import CopyLedger, DeviceCopyEngine, Pages, device_c
 from kvstrata.client.identities import IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.link_owner import LinkOwner
+from kvstrata.client.loads import Loads
 from kvstrata.client.lookups import LiveLookups, Lookups
 from kvstrata.client.pool_view import PoolView
 from kvstrata.client.releases import ReleaseQueue
@@ -24,6 +25,7 @@ from kvstrata.client.stores import StoreQueue
 from kvstrata.errors import Unavailable
 from kvstrata.memory.attach.client import Attachment
 from kvstrata.rpc import attach_wire, wire
+from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 from kvstrata.types import LeaseName
 
 
@@ -43,6 +45,7 @@ class Upkeep(LinkOwner):
         identities: IdentityTable,
         releases: ReleaseQueue,
         lookups: Lookups,
+        loads: Loads,
         stores: StoreQueue,
         pool: PoolView,
     ) -> None:
@@ -57,6 +60,7 @@ class Upkeep(LinkOwner):
         self._identities = identities
         self._releases = releases
         self._lookups = lookups
+        self._loads = loads
         self._stores = stores
         self._pool = pool
         self._must_quiesce = False
@@ -98,9 +102,13 @@ class Upkeep(LinkOwner):
         """See LinkOwner."""
         return self._live.numbers()
 
-    def device_copies(self) -> wire.DeviceCopies | None:
+    def device_copies(self) -> DeviceCopies | None:
         """See LinkOwner."""
         return None if self._device is None else device_copies(self._device, self._pages)
+
+    def load_rate(self) -> LoadRate | None:
+        """See LinkOwner."""
+        return self._loads.rate()
 
     def link_due_s(self) -> float:
         """See LinkOwner."""

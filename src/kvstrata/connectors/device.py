@@ -29,7 +29,7 @@ from kvstrata.connectors.mover import StoredChunks, begin_store
 from kvstrata.errors import ConfigError
 from kvstrata.native.copying import CopyPlan
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, CudaError
-from kvstrata.rpc.wire import DeviceCopies
+from kvstrata.rpc.ping_wire import DeviceCopies
 from kvstrata.types import LeaseName
 
 logger = logging.getLogger("kvstrata.connectors")

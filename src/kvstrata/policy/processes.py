@@ -113,6 +113,18 @@ class EngineGroup:
         return sum(map(max, lengths)) if lengths and all(lengths) else 0
 
     @property
+    def load_rate(self) -> tuple[float, float] | None:
+        """How fast the engine loads chunks of all slices: latency in seconds, and bytes a second; None: not known.
+
+        Its processes load at the same time, and the engine waits for the slowest.
+        """
+        rates = {one.digest: one.load_rate for one in self.members.values() if one.load_rate is not None}
+        if not rates or not self.complete or len(rates) < self.engine_slices:
+            return None
+        latencies_s, bytes_s = zip(*rates.values(), strict=True)
+        return max(latencies_s), len(rates) * min(bytes_s)
+
+    @property
     def declares_lengths(self) -> bool:
         """Whether every process with a slice has declared the length of its records."""
         return all(member.declares_length for member in self.members.values() if member.digest)
@@ -149,6 +161,7 @@ class AttachedProcess:
         "group",
         "identities",
         "lengths",
+        "load_rate",
         "pid",
         "role",
         "row",
@@ -181,6 +194,8 @@ class AttachedProcess:
         self.identities: dict[int, DeclaredIdentity] = {}
         self.copies: dict[str, object] | None = None
         """How the process copies, as it last reported; None if its blocks are in host memory."""
+        self.load_rate: tuple[float, float] | None = None
+        """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
         self.lengths: dict[int, None] = {}
         """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
         self.declares_length = False

@@ -337,7 +337,7 @@ class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
     """The instance leases nothing to peers. A leader that ordered otherwise repeats its order."""
     engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
     """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
-    rates: Annotated[list[TierRate], Meta(max_length=2)] = msgspec.field(default_factory=list)
+    rates: Annotated[list[TierRate], Meta(max_length=3)] = msgspec.field(default_factory=list)
     """How fast the instance fills its L1 from L2 and from peers, as far as it has measured that."""
 
 

@@ -21,6 +21,7 @@ from kvstrata.rpc.cluster_fields import (
     KvKind,
     Word,
 )
+from kvstrata.rpc.ping_wire import MAX_BYTES_S, MAX_LATENCY_US
 from kvstrata.types import KEY_BYTES
 
 MAX_HELD_TAGS = 16_384
@@ -32,8 +33,6 @@ MAX_REPLICATED_KEYS = 16_384
 MAX_TOLD_INSTANCES = 1_024
 MAX_TOLD_KINDS = 256
 """Instances and kinds of KV in the answer to one heartbeat of a gateway."""
-MAX_LATENCY_US = 3_600_000_000
-MAX_BYTES_S = 1 << 50
 
 
 class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
@@ -52,9 +51,9 @@ class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
 
 
 class TierRate(msgspec.Struct, array_like=True, frozen=True):
-    """How fast an instance loads from one tier into its L1, as it has measured: a latency, and a rate beyond it."""
+    """How fast an instance loads from one tier into its L1, or its engines from L1 into their blocks, as measured."""
 
-    tier: Annotated[str, Meta(pattern="^(l2|peer)$")]
+    tier: Annotated[str, Meta(pattern="^(l1|l2|peer)$")]
     latency_us: Annotated[int, Meta(ge=0, le=MAX_LATENCY_US)]
     bytes_s: Annotated[int, Meta(ge=1, le=MAX_BYTES_S)]
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 from kvstrata.rpc.tail_wire import MAX_TAIL_SETS, MAX_TAIL_TOKENS, TailKeys, TailSet
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
@@ -50,8 +51,6 @@ DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
-MAX_SHORT_TEXT = 512
-ShortText = Annotated[str, Meta(max_length=MAX_SHORT_TEXT)]
 RequestId = Annotated[str, Meta(max_length=256)]
 LeaseId = tuple[SessionName, Seq]
 """(session that looked up, seq of the lookup)"""
@@ -117,21 +116,6 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
     """For each slice how many of a hit's last chunks are needed in it, 0: all. Empty if all are in each slice."""
 
 
-class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
-    """How a process whose blocks are on a device copies between them and L1; a list."""
-
-    engine: Annotated[str, Meta(max_length=32)]
-    """The way of copying: `dma`, `kernel` or `staged`."""
-    reason: ShortText
-    """Why this way was chosen."""
-    mb_per_s: Annotated[dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=16)]
-    """Measured speed of each way, in 10^6 bytes per second."""
-    pinned_bytes: Count
-    """Bytes of L1 that are registered with the device's driver."""
-    pin_refusal: ShortText
-    """The driver's reason for refusing to register more bytes; empty if it refused none."""
-
-
 class Ping(Request, frozen=True, tag="ping"):
     """Says that the process is alive. `live` names the lookups older than this ping that the session still wants.
 
@@ -142,6 +126,8 @@ class Ping(Request, frozen=True, tag="ping"):
     live: Annotated[list[Seq], Meta(max_length=MAX_LIVE)] | None = None
     copies: DeviceCopies | None = None
     """Sent when it has changed, and once to each new server."""
+    loads: LoadRate | None = None
+    """Sent when it is known and has changed by more than a tenth, and once to each new server."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvstrata.policy.routing.load_rates import ASSUMED_LATENCY_S
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.cluster import Cluster
 from tests.harness.ext_proc import endpoints
@@ -110,6 +111,12 @@ class Scene:
         async with self.session.get(path, headers=operators, raise_for_status=True) as response:
             return dict(await response.json())
 
+    async def l1_latencies(self, tokens: list[int], word: str) -> list[float]:
+        """The latency that the gateway takes a load from L1 to have, by engine."""
+        engines = (await self.decided(tokens, word))["record"]["fleet"]["engines"]
+        paths = {one["name"]: one["paths"]["l1"] for one in engines}
+        return [paths[engine.name].get("latency_s", 0.0) for engine in self.engines]
+
     async def known(self, tokens: list[int], word: str) -> set[tuple[str, str, int, str]]:
         """What the gateway knew of a prompt by its controller: engine, tier, tokens, source."""
         copies = (await self.decided(tokens, word))["record"]["knowledge"].get("copies", [])
@@ -173,6 +180,23 @@ async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scen
         return facts == ["gw", "ttft", 2, 2, scene.gateway.port]
 
     await eventually_async("the controller shows the gateway", shown)
+
+
+async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(scene: Scene) -> None:
+    tokens = await scene.store(0, 1)
+    assert await scene.l1_latencies(tokens, "before") == [ASSUMED_LATENCY_S, ASSUMED_LATENCY_S]
+    cache = scene.caches[0]
+    for _ in range(12):
+        assert await asyncio.to_thread(cache.hit, tokens) == CHUNKS
+    numbers = itertools.count()
+
+    async def told() -> bool:
+        one, other = await scene.l1_latencies(tokens, f"after-{next(numbers)}")
+        return other == ASSUMED_LATENCY_S != one
+
+    await eventually_async("the gateway knows how fast the first engine loads", told)
+    (row,) = [one for one in scene.cluster.servers[0].get("/v1/status")["peers"] if one["load_rate"]]
+    assert row["load_rate"]["bytes_s"] > 0 and row["load_rate"]["latency_s"] >= 0
 
 
 async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:

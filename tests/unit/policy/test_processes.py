@@ -73,6 +73,19 @@ def test_a_group_is_complete_when_each_of_its_slices_has_a_process() -> None:
     assert not scheduler.group.complete
 
 
+def test_an_engine_loads_as_fast_as_the_slowest_of_its_processes_lets_it() -> None:
+    table = ProcessTable(1)
+    group = attach(table, 1, role=Role.SCHEDULER).group
+    one, other = attach(table, 2), attach(table, 3)
+    assert group.load_rate is None
+    one.load_rate = 0.001, 1e9
+    assert group.load_rate is None, "half of the engine is not known"
+    other.load_rate = 0.003, 4e9
+    assert group.load_rate == (0.003, 2e9)
+    table.gone(other.session)
+    assert group.load_rate is None
+
+
 def test_lengths_that_were_only_reserved_are_known_but_not_declared() -> None:
     """Values of other lengths are deleted only where every process with a slice has declared its length."""
     table = ProcessTable(1)

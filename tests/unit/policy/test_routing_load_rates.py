@@ -53,7 +53,12 @@ def test_engines_and_tiers_are_apart_and_others_stand_in() -> None:
         assert rates.path("a", "l2", 1_000.0).latency_s == 0.5
     rates.observe("a", "l2", 1_000, 0.01)
     assert rates.path("a", "l2", 1_000.0).tokens_s == pytest.approx(100_000.0)
-    rates.observe("a", "l1", 1_000, 0.5)
+    # How an engine loads from L1 is told too.
+    rates.tell("a", "l1", LoadPath(latency_s=0.25, tokens_s=40_000.0))
+    assert rates.path("a", "l1", 1_000.0) == LoadPath(latency_s=0.25, tokens_s=40_000.0)
+    assert rates.path("a", "peer", 1_000.0).tokens_s == pytest.approx(1 / (1 / 8_000 + 1 / 40_000))
+    for _ in range(ENOUGH_SAMPLES):
+        rates.observe("a", "l1", 1_000, 0.5)
     assert rates.path("a", "l1", 1_000.0).tokens_s == pytest.approx(2_000.0)
     rates.forget("a")
     assert rates.path("a", "l1", 1_000.0).tokens_s == pytest.approx(10_000.0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, PROOF_BYTES, SCAN, check_limits, prove, proves, read_head
+from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
 SESSION = b"one session.....".ljust(16, b".")
@@ -34,9 +37,9 @@ def test_a_frame_without_a_proof_or_with_half_of_one_proves_nothing(secret: byte
 def longest_requests() -> list[wire.Request]:
     keys = bytes(wire.MAX_CHUNKS * KEY_BYTES)
     name = "😀" * 4096
-    copies = wire.DeviceCopies("kernel", "r" * 512, {str(n): n for n in range(16)}, 1, "p" * 512)
+    copies = DeviceCopies("kernel", "r" * 512, {str(n): n for n in range(16)}, 1, "p" * 512)
     return [
-        wire.Ping(SESSION, wire.MAX_SEQ, [wire.MAX_SEQ] * wire.MAX_LIVE, copies),
+        wire.Ping(SESSION, wire.MAX_SEQ, [wire.MAX_SEQ] * wire.MAX_LIVE, copies, LoadRate(1, 1)),
         wire.Lookup(SESSION, 1, 1, 1, "r" * 256, [wire.KeyGroup(wire.Rule.PREFIX, keys)], bytes(8)),
         wire.Prefetch(SESSION, 1, 1, keys, 1, 1),
         wire.Release(SESSION, 1, [(SESSION, wire.MAX_SEQ)] * wire.MAX_RELEASES),
@@ -44,6 +47,16 @@ def longest_requests() -> list[wire.Request]:
         wire.Identify(SESSION, 1, RequestIdentity(adapter=name, tenant=name, salt=name)),
         wire.Reserve(SESSION, 1, 1, 1, bytes(KEY_BYTES), bytes(wire.MAX_RESERVE_CHUNKS * KEY_BYTES), 1),
     ]
+
+
+@given(latency_s=st.floats(0, 1e9), bytes_s=st.floats(1e-9, 1e18))
+def test_any_rate_is_within_the_limits_of_a_ping(latency_s: float, bytes_s: float) -> None:
+    rate = LoadRate.of(latency_s, bytes_s)
+    ping = wire.Ping(SESSION, 1, [], None, rate)
+    assert wire.decode_request(wire.encode(ping)) == ping
+    assert not rate.differs(LoadRate.of(latency_s * 1.04, bytes_s * 1.04))
+    assert rate.bytes_s < 100 or rate.differs(LoadRate(rate.latency_us, rate.bytes_s // 2))
+    assert rate.differs(LoadRate(2 * rate.latency_us + 200, rate.bytes_s))
 
 
 @pytest.mark.parametrize("request_", longest_requests(), ids=lambda request: type(request).__name__)

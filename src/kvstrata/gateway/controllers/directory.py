@@ -35,7 +35,7 @@ class Kind(NamedTuple):
     """Those that a hit needs in each chunk; of windows and states nothing is asked."""
 
     def paths(self, served: Served) -> dict[Tier, LoadPath]:
-        """How fast an instance fills its L1 with this kind of KV, by tier, as far as it tells."""
+        """How fast an instance fills its L1 with this kind of KV, and its engines load from L1, as far as it tells."""
         chunk_bytes = self.told.chunk_bytes
         if not chunk_bytes:
             return {}

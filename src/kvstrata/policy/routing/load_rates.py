@@ -7,8 +7,8 @@ line that no load can follow (a negative latency or rate) gives way to the rate 
 1. At most `MAX_SAMPLES` newest samples are kept for an engine and tier.
 2. An engine without samples of a tier has the median of the others' rates; without any, a load from L1 is taken to be
    `ASSUMED_GAIN` times as fast as computing.
-3. What lies in L2 or at a peer is loaded into L1 first.  The engine's instance may tell how fast that is; it is taken
-   to be as fast as a load from L1 is assumed to be otherwise.  Samples count more than what was told from
+3. What lies in L2 or at a peer is loaded into L1 first.  The engine's instance may tell how fast that is, and how fast
+   the engine then loads it from L1; otherwise both are assumed as in 2.  Samples count more than what was told from
    `ENOUGH_SAMPLES` on.
 """
 
@@ -34,7 +34,7 @@ class LoadRates:
         self._samples: dict[tuple[str, Tier], deque[tuple[int, float]]] = {}
         self._paths: dict[tuple[str, Tier], LoadPath] = {}
         self._told: dict[tuple[str, Tier], LoadPath] = {}
-        """How fast instances load into their L1 from elsewhere."""
+        """How fast engines load from L1, and their instances into L1 from elsewhere."""
         self._usual: dict[Tier, LoadPath] = {}
         """The medians over all engines."""
         self._known: dict[tuple[str, Tier], tuple[float, LoadPath]] = {}
@@ -52,10 +52,10 @@ class LoadRates:
         self._find_usual()
         return True
 
-    def tell(self, engine: str, tier: Tier, into_l1: LoadPath) -> None:
-        """The engine's instance has measured how fast it loads from a tier into its L1."""
-        if self._told.get((engine, tier)) != into_l1:
-            self._told[engine, tier] = into_l1
+    def tell(self, engine: str, tier: Tier, path: LoadPath) -> None:
+        """The engine has measured how fast it loads from L1, or its instance how fast from another tier into L1."""
+        if self._told.get((engine, tier)) != path:
+            self._told[engine, tier] = path
             self._known.clear()
 
     def kept(self) -> Iterator[tuple[str, Tier, int, float]]:
@@ -89,7 +89,7 @@ class LoadRates:
             return usual
         assumed = LoadPath(latency_s=ASSUMED_LATENCY_S, tokens_s=ASSUMED_GAIN * prefill_tokens_s)
         if tier in ("l0", "l1"):
-            return assumed
+            return told or assumed
         return _in_series(told or assumed, self.path(engine, "l1", prefill_tokens_s))
 
     def _find_usual(self) -> None:

@@ -94,6 +94,8 @@ def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
             "model": process.group.layout.model,
             "complete": process.group.complete,
             "copies": process.copies,
+            "load_rate": process.load_rate
+            and dict(zip(("latency_s", "bytes_s"), process.load_rate, strict=True)),
         }
         for process in processes
     ]

@@ -13,7 +13,8 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable
 from kvstrata.rpc.cluster_fields import MAX_ENGINES, KvKind
 from kvstrata.rpc.cluster_wire import Load
-from kvstrata.rpc.gateway_wire import MAX_BYTES_S, MAX_LATENCY_US, TierRate
+from kvstrata.rpc.gateway_wire import TierRate
+from kvstrata.rpc.ping_wire import LoadRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
 
@@ -105,16 +106,31 @@ class Condition:
         ]
 
     def rates(self) -> list[TierRate]:
-        """How fast L1 is filled from L2, by the adapter with the most batches, and from peers, if that was measured."""
+        """How fast L1 is filled from L2, by the adapter with the most batches, and from peers, and engines from L1.
+
+        What was not measured is left out.  Of several engines it is the slowest.
+        """
         peer, lines = self._peer_reads.name, self._counters.load_lines
         of_l2 = [line for name, line in lines.items() if name != peer]
         busiest = max(of_l2, key=lambda line: line.batches, default=None)
-        found = {"l2": busiest, "peer": lines.get(peer)}
+        found = {
+            tier: line.fitted()
+            for tier, line in (("l2", busiest), ("peer", lines.get(peer)))
+            if line is not None
+        }
+        # A process that may use only some tenants could tell anything, and requests of others would follow it.
+        of_engines = [
+            rate
+            for group in self._processes.groups
+            if (rate := group.load_rate) is not None
+            and all(process.tenants is None for process in group.members.values())
+        ]
+        found["l1"] = min(of_engines, key=lambda rate: rate[1], default=None)
         rates = []
-        for tier, line in found.items():
-            if line is not None and (fitted := line.fitted()) is not None:
-                latency_us = min(MAX_LATENCY_US, round(fitted[0] * 1e6))
-                rates.append(TierRate(tier, latency_us, max(1, min(MAX_BYTES_S, round(fitted[1])))))
+        for tier, fitted in found.items():
+            if fitted is not None:
+                told = LoadRate.of(*fitted)
+                rates.append(TierRate(tier, told.latency_us, told.bytes_s))
         return rates
 
     def engines(self) -> list[str]:

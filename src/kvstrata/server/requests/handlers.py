@@ -135,6 +135,8 @@ class Handlers:
         undoing = self._sessions.ping(request.session, request.seq, request.live)
         if request.copies is not None:
             process.copies = msgspec.structs.asdict(request.copies)
+        if request.loads is not None:
+            process.load_rate = request.loads.latency_us / 1e6, float(request.loads.bytes_s)
         self._effects.carry_out(undoing)
         leases = self._leases
         pong = Pong(
