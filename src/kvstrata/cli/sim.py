@@ -114,7 +114,13 @@ def main(arguments: Sequence[str] | None) -> int:
         ranks=options.data_parallel_size,
         make_engine=make_engine,
     )
-    return run(settings, lambda line: print(f"kvstrata sim: {line}", file=sys.stderr, flush=True))
+    return run(settings, say)
+
+
+def say(line: str) -> None:
+    """Write a line to standard error at once: a log line of another thread must not come between it and its end."""
+    sys.stderr.write(f"kvstrata sim: {line}\n")
+    sys.stderr.flush()
 
 
 def _engine_maker(options: argparse.Namespace) -> Callable[[EngineModel], SimEngine]:

@@ -131,7 +131,8 @@ def test_kv_rounded_by_the_gpu_takes_less_room_and_is_loaded_only_by_engines_tha
 
     first = engine(driver, engine=way, layout=layout, settings=ROUNDED)
     rounded_bytes = stored_bytes(first, 5)
-    second = engine(driver, layout=layout, load_mode=load_mode, settings=ROUNDED, measure=True)
+    copies = {"measure": True} if way == "auto" else {"engine": way}
+    second = engine(driver, layout=layout, load_mode=load_mode, settings=ROUNDED, **copies)
     found = second.ask("load", seed=1, n_chunks=5, layerwise=layerwise)
     assert found == {"chunks": 5, "right": blocks(5), "bad": 0}
     others = [engine(driver, layout=layout, settings=other) for other in ({"fidelity": "fp8"}, {})]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from kvstrata import __version__
-from kvstrata.cli import main
+from kvstrata.cli import main, sim
 from kvstrata.config.secrets import SECRET_LEFT_OUT, shown
 
 
@@ -96,3 +97,18 @@ def test_check_names_the_wrong_setting(
     assert ran.returncode == 2
     assert says in ran.stderr, ran.stderr
     assert len(ran.stderr.splitlines()) == 1, ran.stderr
+
+
+def test_the_line_of_a_simulated_engine_stays_whole_beside_other_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[str] = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            written.append(text)
+            return len(text)
+
+    monkeypatch.setattr(sys, "stderr", Stream())
+    sim.say("serving m")
+    assert written == ["kvstrata sim: serving m\n"]
