@@ -7,9 +7,10 @@ without HTTP.  First it serves a load to which the costs of steps are fitted (kv
 then another one: other lengths, prefixes, rate and seed.  The simulated engine serves the second load in virtual time
 with the fitted costs.  Both begin with an empty cache that is smaller than the load's prompts.
 
-Time is that of the processor which the process has had, and vLLM computes with one thread: so other work on the machine
-changes little, and pauses between requests take no time.  With --wall-clock, requests come by the wall's clock, and
-vLLM computes with all threads; run that alone.
+Time is that of the processor which the process has had, and vLLM computes with one thread: so pauses between requests
+take no time, and waiting for the processor does not count.  Run it alone all the same: work on the core's other thread
+made steps a quarter slower, and so the two loads differ.  With --wall-clock, requests come by the wall's clock, and
+vLLM computes with all threads.
 
 The figures are differences: of the median and 99th percentile of the time to the first token and of the answers' tokens
 per second, in percent of real vLLM's; of the share of prompt tokens that were cached, in points.

@@ -26,7 +26,6 @@ from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
 from kvstrata.gateway.metering import CANCELLED, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.routes import ROUTES, Route, route_of
-from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import EventLog
 
@@ -332,7 +331,7 @@ class App:
         if not call.computed or prompt is None or call.meter.outcome != OK:
             return
         reported = call.meter.tokens().get("prompt")
-        if reported and call.path in (CHAT, COMPLETIONS):
+        if reported:
             self._tokens.reported(call.asked.model, call.meter.engine, len(prompt.tokens), reported)
 
 

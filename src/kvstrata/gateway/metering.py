@@ -24,6 +24,8 @@ _USAGE = {
     **dict.fromkeys((b"completion", b"output"), "completion"),
 }
 """Kinds of tokens by what stands before `_tokens` in the keys of an answer's `usage`."""
+_BESIDE = frozenset((b"cache_read_input", b"cache_creation_input"))
+"""What `/v1/messages` counts beside its `input_tokens`, and all others within them."""
 _COUNT = re.compile(rb"\s*:\s*(\d{1,15})")
 _KEY_END = b'_tokens"'
 _LONGEST_KEY = 24
@@ -131,12 +133,18 @@ class Meter:
         """Tokens by kind, as the answer's end tells them."""
         tail = self.usage_tail[-_USAGE_TAIL_BYTES:] + self._last[-_USAGE_TAIL_BYTES:]
         found: dict[str, int] = {}
+        beside: dict[bytes, int] = {}
         end = tail.find(_KEY_END)
         while end >= 0:  # the last of each kind counts
-            kind = _USAGE.get(tail[tail.rfind(b'"', max(0, end - _LONGEST_KEY), end) + 1 : end])
-            if kind is not None and (count := _COUNT.match(tail, end + len(_KEY_END))):
+            word = tail[tail.rfind(b'"', max(0, end - _LONGEST_KEY), end) + 1 : end]
+            kind, count = _USAGE.get(word), _COUNT.match(tail, end + len(_KEY_END))
+            if count is not None and kind is not None:
                 found[kind] = int(count[1])
+            if count is not None and word in _BESIDE:
+                beside[word] = int(count[1])
             end = tail.find(_KEY_END, end + 1)
+        if "prompt" in found:
+            found["prompt"] += sum(beside.values())
         return found
 
 

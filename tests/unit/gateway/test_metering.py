@@ -83,6 +83,27 @@ def test_tokens_are_those_of_the_usage_at_the_end(
     assert dict(tokens) == {"prompt": 2 * prompt, "cached": 2 * cached, "completion": 2 * completion}
 
 
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.none() | st.integers(0, 10**9))
+def test_prompts_of_messages_are_counted_with_what_was_cached(
+    new: int, cached: int, made: int | None
+) -> None:
+    usage = {
+        "input_tokens": new,
+        "output_tokens": 4,
+        "cache_creation_input_tokens": made,
+        "cache_read_input_tokens": cached,
+    }
+    now = Now()
+    meters = Meters({}, now)
+    finish(meters, now, [json.dumps({"content": [], "usage": usage}).encode()], stream=False)
+    started = {"type": "message_start", "message": {"usage": {**usage, "output_tokens": 0}}}
+    ended = {"type": "message_delta", "usage": usage}
+    finish(meters, now, [b"data: " + json.dumps(one).encode() + b"\n\n" for one in (started, ended)])
+    tokens = meters.series["t", "m", "e"].tokens
+    whole = new + cached + (made or 0)
+    assert dict(tokens) == {"prompt": 2 * whole, "cached": 2 * cached, "completion": 8}
+
+
 def test_text_of_an_answer_is_not_taken_for_its_usage() -> None:
     now = Now()
     meters = Meters({}, now)

@@ -33,7 +33,6 @@ from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.messages import Message, Reply
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.routes import ROUTES, Asked, Route, route_of
-from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
 
 RANK = passing.RANK.decode()
 MAX_HELD_BYTES = 1 << 30
@@ -178,7 +177,7 @@ class Exchange:
     def _compare(self, choice: Choice) -> None:
         """Compare the ids of a prompt with their number in the answer's `usage`."""
         prompt, reported = choice.wanted.prompt, self._meter.tokens().get("prompt")
-        if self._computed and prompt is not None and reported and self._path in (CHAT, COMPLETIONS):
+        if self._computed and prompt is not None and reported:
             self._parts.tokens.reported(self._asked.model, self._meter.engine, len(prompt.tokens), reported)
 
     # -- the request -------------------------------------------------------------------------------------------
