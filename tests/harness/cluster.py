@@ -21,7 +21,7 @@ from tests.harness.network import Network
 from tests.harness.server_process import ServerProcess
 
 
-def _keys(folder: Path) -> tuple[Path, Path]:
+def key_files(folder: Path) -> tuple[Path, Path]:
     """Write the key files of the controller and of its members; return their paths."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class Cluster:
         self._address, hub, key_flags = "127.0.0.1", None, ()
         if network is not None:
             self._address, hub = network.hub.address, network.hub
-            controllers, members = _keys(folder)
+            controllers, members = key_files(folder)
             controller_flags += ("--monitor-host", self._address, "--curve-secret-file", str(controllers))
             key_flags = ("--cluster-curve-file", str(members))
         self.controller = ControllerProcess(folder / "controller", flags=controller_flags, host=hub)

@@ -16,7 +16,7 @@ import pytest
 
 from kvstrata.policy.routing.load_rates import ASSUMED_LATENCY_S
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.cluster import Cluster
+from tests.harness.cluster import Cluster, key_files
 from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -129,11 +129,15 @@ class Scene:
 
 @pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    l2, flags = getattr(request, "param", "none"), ()
+    l2, flags, more = getattr(request, "param", "none"), (), {}
     if l2 == "shared":
         entry = {"type": "fs", "base_path": str(tmp_path / "shared"), "shared": True, "capacity_gb": 1}
         l2, flags = "embedded", ("--l2-adapter", json.dumps(entry))
-    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2, flags=flags) as made:
+    if l2 == "keys":
+        controllers, members = key_files(tmp_path)
+        l2, flags = "none", ("--cluster-curve-file", str(members))
+        more["controller_flags"] = ("--curve-secret-file", str(controllers), "--heartbeat-s", "1")
+    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2, flags=flags, **more) as made:
         yield made
 
 
@@ -151,11 +155,13 @@ async def scene(cluster: Cluster, session: aiohttp.ClientSession, tmp_path: Path
             caches.append(await asyncio.to_thread(cache.connect))
         made = Scene(cluster, engines, caches)
         made.session = session
+        members = tmp_path / "members.keys"
+        keys = {"curve_file": str(members)} if members.exists() else {}
         made.gateway = GatewayProcess(
             tmp_path / "gateway",
             [one.url for one in engines],
             policy="ttft",
-            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw", **keys},
             picker={"enabled": True, "port": 0},
         )
         await asyncio.to_thread(made.gateway.start)
@@ -197,6 +203,29 @@ async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(
     await eventually_async("the gateway knows how fast the first engine loads", told)
     (row,) = [one for one in scene.cluster.servers[0].get("/v1/status")["peers"] if one["load_rate"]]
     assert row["load_rate"]["bytes_s"] > 0 and row["load_rate"]["latency_s"] >= 0
+
+
+@pytest.mark.parametrize("cluster", ["keys"], indirect=True)
+async def test_with_key_files_a_gateway_with_other_keys_is_told_nothing(scene: Scene, tmp_path: Path) -> None:
+    tokens = await scene.store(1, 2)
+    assert ("l1", TOKENS, "instance-1") in {one[1:] for one in await scene.known(tokens, "own-keys")}
+    _, others = key_files(tmp_path / "others")
+    stranger = GatewayProcess(
+        tmp_path / "stranger",
+        [one.url for one in scene.engines],
+        policy="ttft",
+        controllers={"urls": [scene.url], "name": "stranger", "curve_file": str(others)},
+    )
+    try:
+        await asyncio.to_thread(stranger.start)
+        scene.gateway, before = stranger, scene.gateway
+        for number in range(10):
+            assert not await scene.known(tokens, f"other-keys-{number}")
+        assert not (await scene.page())["connected"]
+        assert [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]] == ["gw"]
+        scene.gateway = before
+    finally:
+        stranger.kill()
 
 
 async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:
