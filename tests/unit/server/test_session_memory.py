@@ -32,15 +32,13 @@ def session_comes_and_goes(server: InstanceInProcess, number: int) -> None:
     server.gone(name)
 
 
-def test_ended_sessions_leave_no_memory_behind() -> None:
-    server = InstanceInProcess(explainer=Explainer(max_keys=32, max_probes=32, max_requests=32))
-    for number in range(1, 1 + MEASURED):
-        session_comes_and_goes(server, number)
+def bytes_a_session(server: InstanceInProcess, first: int) -> float:
+    """What each of 200 sessions leaves behind."""
     tracemalloc.start()
     try:
-        for number in range(1 + MEASURED, 1 + 2 * MEASURED):
+        for number in range(first, first + MEASURED):
             # The first 50 sessions replace entries from before the tracing, and allocate what the tracing itself needs.
-            if number == 1 + MEASURED + 50:
+            if number == first + 50:
                 gc.collect()
                 before_bytes, _ = tracemalloc.get_traced_memory()
             session_comes_and_goes(server, number)
@@ -48,5 +46,14 @@ def test_ended_sessions_leave_no_memory_behind() -> None:
         after_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert (after_bytes - before_bytes) / (MEASURED - 50) < 64, "bytes a session"
+    return (after_bytes - before_bytes) / (MEASURED - 50)
+
+
+def test_ended_sessions_leave_no_memory_behind() -> None:
+    server = InstanceInProcess(explainer=Explainer(max_keys=32, max_probes=32, max_requests=32))
+    for number in range(1, 1 + MEASURED):
+        session_comes_and_goes(server, number)
+    # Other threads of this process may allocate at the same time, but not in each of the rounds.
+    rounds = [bytes_a_session(server, first * MEASURED + 1) for first in range(1, 4)]
+    assert min(rounds) < 64, rounds
     server.close()
