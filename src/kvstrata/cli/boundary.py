@@ -144,9 +144,9 @@ def _flush() -> OSError | None:
 
 
 def _tell(line: str) -> None:
-    """Write a line to standard error, if there is one."""
+    """Write a line to standard error, if there is one; at once, so that no other thread's line comes before its end."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
 class _Closed(io.StringIO):

@@ -1,4 +1,4 @@
-"""How long loads from one L2 adapter take: a latency, and a rate beyond it, by least squares over batches.
+"""How long loads take over one way: a latency, and a rate beyond it, by least squares over batches.
 
 Each batch makes those before it count a little less.  Batches overlap, so several of one lookup are faster together
 than the line says.
@@ -12,7 +12,7 @@ LEAST_BATCHES = 8
 
 
 class LoadLine:
-    """See the module. Belongs to the event loop."""
+    """See the module. Belongs to one thread."""
 
     __slots__ = ("_bb", "_bs", "_bytes", "_n", "_s", "batches")
 

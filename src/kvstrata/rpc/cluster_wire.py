@@ -338,7 +338,7 @@ class Heartbeat(ClusterRequest, frozen=True, tag="heartbeat"):
     engines: Annotated[list[EngineUrl], Meta(max_length=MAX_ENGINES)] = msgspec.field(default_factory=list)
     """Where the engines that are attached to this instance are reached over HTTP, as far as they tell, sorted."""
     rates: Annotated[list[TierRate], Meta(max_length=3)] = msgspec.field(default_factory=list)
-    """How fast the instance fills its L1 from L2 and from peers, as far as it has measured that."""
+    """How fast the instance fills its L1 from L2 and from peers, and its engines load from L1, as far as measured."""
 
 
 class Beat(ClusterReply, frozen=True, tag="beat"):

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
+from kvstrata.rpc.ping_wire import Count, DeviceCopies, LoadRate
 from kvstrata.rpc.tail_wire import MAX_TAIL_SETS, MAX_TAIL_TOKENS, TailKeys, TailSet
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
@@ -48,7 +48,6 @@ ReserveKeys = Annotated[bytes, Meta(max_length=MAX_RESERVE_CHUNKS * KEY_BYTES)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Probe = Annotated[bytes, Meta(max_length=8)]
 DeadlineMs = Annotated[int, Meta(ge=0, le=MAX_DEADLINE_MS)]
-Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Index = Annotated[int, Meta(ge=0, lt=MAX_RESERVE_CHUNKS)]
 Indices = Annotated[list[Index], Meta(max_length=MAX_RESERVE_CHUNKS)]
 RequestId = Annotated[str, Meta(max_length=256)]
