@@ -18,7 +18,8 @@ from tests.harness.vllm_api import VllmApi
 from tests.tools.demo.servers import CHUNK_TOKENS, L1_MB, fitting_l1_mb, stored_chunks, wait_for
 from tests.tools.demo.table import Table, say
 
-TURN_TOKENS, NEW_TOKENS = 1_200, 16
+TURN_TOKENS, NEW_TOKENS = 700, 16
+"""All that is asked, and computed again for comparison, fits L1, so that nothing of a conversation is evicted."""
 CASES_5 = (
     "a conversation's first turn",
     "its second turn",
