@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.client import CacheClient, LoadItem
@@ -28,7 +29,7 @@ from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
-from kvstrata.connectors.vllm.kv_events import EventMaker
+from kvstrata.connectors.vllm.kv_events import EventMaker, extra_keys_of, told_group
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
     KvView,
@@ -39,6 +40,7 @@ from kvstrata.connectors.vllm.kv_view import (
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
 from kvstrata.connectors.vllm.outer import misplaced_notes, outer_transfer
+from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache
 from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
@@ -154,7 +156,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
     places = socket_dirs(settings.socket_dir, settings.port)
     events = config.kv_events_config
     wants_events = settings.enable_kv_events or bool(events and events.enable_kv_cache_events)
-    make = EventMaker(setup.groups, [group.kv_cache_spec for group in setup.kv_cache_config.kv_cache_groups])
+    make = _event_maker(setup)
     return SchedulerSide(
         client,
         settings,
@@ -175,6 +177,37 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         removal=make.removed,
         server_seen=partial(_exists_one, [place / ATTACH_SOCKET for place in places]),
     )
+
+
+def own_cache(setup: Setup, block_pool: Callable[[], Any]) -> OwnCache | None:
+    """What is told again of vLLM's own cache; None if vLLM publishes nothing, or of no group. See BlockPins."""
+    events = setup.vllm_config.kv_events_config
+    number = told_group(setup.groups)
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq" or number is None:
+        return None
+    size = next(group.block_tokens for group in setup.groups if group.number == number)
+
+    def hashes_of(request: Any) -> Sequence[bytes]:
+        pool = block_pool()
+        return resolve_block_hashes(request.block_hashes, pool.hash_block_size, size) if pool else ()
+
+    def is_cached(block_hash: bytes) -> bool:
+        key = make_block_hash_with_group_id(block_hash, number)
+        return block_pool().cached_block_hash_to_block.get_one_block(key) is not None
+
+    engine = EngineView(
+        hashes_of,
+        is_cached,
+        partial(extra_keys_of, chunk_tokens=size),
+        partial(_event_maker(setup).again, block_tokens=size),
+        setup.kv_cache_config.num_blocks,
+    )
+    return OwnCache(engine, block_tokens=size, kept_batches=events.buffer_steps)
+
+
+def _event_maker(setup: Setup) -> EventMaker:
+    specs = [group.kv_cache_spec for group in setup.kv_cache_config.kv_cache_groups]
+    return EventMaker(setup.groups, specs)
 
 
 def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_config: VllmConfig) -> None:

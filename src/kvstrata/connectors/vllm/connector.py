@@ -27,11 +27,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.connectors.boundary import errors, guarded
 from kvstrata.connectors.vllm.block_pins import BlockPins
-from kvstrata.connectors.vllm.build import read_setup, scheduler_side, worker_side
+from kvstrata.connectors.vllm.build import own_cache, read_setup, scheduler_side, worker_side
 from kvstrata.connectors.vllm.compat.hit_source import HOST
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.logs import log_like_vllm
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.connectors.vllm.own_cache import OwnCache
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.worker import WorkerSide
@@ -76,8 +77,10 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._layers_ask = False
         """Whether vLLM calls `wait_for_layer_load` before it reads a layer's cache, see `layers_ask`."""
         self._scheduler: SchedulerSide | None = None
+        self._own_cache: OwnCache | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = scheduler_side(self._setup, self._prefix_cache, BlockPins(self._block_pool))
+            self._own_cache = own_cache(self._setup, self._block_pool)
 
     # -- worker side -----------------------------------------------------------------------------------------
 
@@ -232,21 +235,24 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks of the finished request must be kept for now."""
-        assert self._scheduler is not None
-        return self._scheduler.finished(request, (block_ids,)), None
+        return self._finished(request, (block_ids,)), None
 
     @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks of the finished request, of all groups, must be kept for now."""
-        assert self._scheduler is not None
-        return self._scheduler.finished(request, block_ids), None
+        return self._finished(request, block_ids), None
 
     @guarded(())
     def take_events(self) -> Iterable[Any]:
-        """KV events about chunks that were stored in L1 or have left it."""
-        return self._scheduler.stores.take_events() if self._scheduler is not None else ()
+        """KV events about chunks that were stored in L1 or have left it, and blocks that are told again."""
+        events = self._scheduler.stores.take_events() if self._scheduler is not None else []
+        return [*events, *self._told_again()]
+
+    @guarded(())
+    def _told_again(self) -> Iterable[Any]:
+        return self._own_cache.take_events() if self._own_cache is not None else ()
 
     @guarded(False)
     def has_pending_push_work(self) -> bool:
@@ -289,6 +295,12 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> KvstrataPromMetrics:
         """The object that shows our counters on vLLM's /metrics."""
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _finished(self, request: Any, tables: tuple[list[int], ...]) -> bool:
+        assert self._scheduler is not None
+        if self._own_cache is not None:
+            self._own_cache.finished(request)
+        return self._scheduler.finished(request, tables)
 
     def _prefix_cache(self) -> object:
         """The object that vLLM replaces when it empties its prefix cache; None if it cannot be found."""

@@ -1,4 +1,4 @@
-"""vLLM's events about chunks in L1, for routers that listen to an engine.
+"""vLLM's events about chunks in L1 and about blocks of its own cache, for routers that listen to an engine.
 
 An event names chunks by their chain keys.  With several KV cache groups in the engine it is about the first of them
 that has full attention, and names it as vLLM's own events do: windows and states of the chunks may be missing, so a
@@ -10,10 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored
 from vllm.v1.core import kv_cache_utils
 
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
+from kvstrata.connectors.vllm.own_cache import Told
+
+
+class BlockStoredAgain(BlockStored, tag="BlockStored"):  # type: ignore[call-arg, misc]
+    """Blocks of which vLLM has told before. Whoever counts how often a block was stored does not count this."""
+
+    again: bool = False
+    """Always True; another default, since vLLM leaves defaults out."""
 
 
 class EventMaker:
@@ -24,7 +32,7 @@ class EventMaker:
         self._chunk_tokens = groups[0].chunk_tokens
         self._of_stored: dict[str, Any] = {}
         self._of_removed: dict[str, Any] = {}
-        told = next((group.number for group in groups if group.rule is Rule.PREFIX), None)
+        told = told_group(groups)
         if len(groups) == 1 or told is None:
             return
         self._of_removed = {"group_idx": told}
@@ -43,7 +51,24 @@ class EventMaker:
             lora_id=lora.lora_int_id if lora is not None else None,
             medium=MEDIUM_CPU,
             lora_name=lora.lora_name if lora is not None else None,
-            extra_keys=_extra_keys(request, first_token, len(keys), self._chunk_tokens),
+            extra_keys=extra_keys_of(request, first_token, len(keys), self._chunk_tokens),
+            **self._of_stored,
+        )
+
+    def again(self, told: Told, block_tokens: int) -> BlockStoredAgain:
+        """These blocks are in vLLM's own cache."""
+        number, name = told.adapter or (None, None)
+        parent = told.parent
+        return BlockStoredAgain(
+            block_hashes=[kv_cache_utils.maybe_convert_block_hash(one) for one in told.hashes],
+            parent_block_hash=None if parent is None else kv_cache_utils.maybe_convert_block_hash(parent),
+            token_ids=told.tokens,
+            block_size=block_tokens,
+            lora_id=number,
+            medium=MEDIUM_GPU,
+            lora_name=name,
+            extra_keys=told.extra_keys,
+            again=True,
             **self._of_stored,
         )
 
@@ -52,10 +77,15 @@ class EventMaker:
         return BlockRemoved(block_hashes=list(keys), medium=MEDIUM_CPU, **self._of_removed)
 
 
-def _extra_keys(
+def told_group(groups: Sequence[CacheGroup]) -> int | None:
+    """The group that events are about; None: there are no events."""
+    return next((group.number for group in groups if group.rule is Rule.PREFIX), None)
+
+
+def extra_keys_of(
     request: Any, first_token: int, n_chunks: int, chunk_tokens: int
-) -> list[tuple[Any, ...] | None] | None:
-    """What decides the chunks' KV besides tokens, as in vLLM's own events: adapter, media, salt, embeddings.
+) -> list[tuple[Any, ...] | None]:
+    """What decides the KV of chunks or blocks besides tokens, as in vLLM's events: adapter, media, salt, embeddings.
 
     Without it a router would take equal tokens with another image, or of another tenant's salt, for the same KV.
     """
@@ -66,7 +96,7 @@ def _extra_keys(
     ]
     # Newer versions tag the keys for the hash, and publish them without tags.
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
-    return untagged(found) if untagged is not None else found
+    return list(untagged(found)) if untagged is not None else found
 
 
 def _kind(spec: Any) -> str:

@@ -35,6 +35,8 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     """For each block, what decides its KV besides tokens: an array, or NOTHING."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    again: bool = False
+    """Told before, by our connector, for those who listen late: one more copy of a block that is known is none."""
 
 
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):

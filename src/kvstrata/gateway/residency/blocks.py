@@ -163,23 +163,24 @@ class Blocks:
         if len(self) + len(names) > MAX_BLOCKS:
             self.forget()
             raise ValueError(f"more than {MAX_BLOCKS} blocks in one cache")
-        self._note(names, keys)
+        self._note(names, keys, again=event.again)
 
-    def _note(self, names: Sequence[Hash], keys: bytes) -> None:
+    def _note(self, names: Sequence[Hash], keys: bytes, *, again: bool) -> None:
         known, more, now_s = self._keys, self._more, self._now_s()
         tags = []
         for number, name in enumerate(names):
             key = keys[number * KEY : number * KEY + KEY]
             tag = key[:TAG]
             if name in known:
-                more[name] = more.get(name, 0) + 1
+                if not again:
+                    more[name] = more.get(name, 0) + 1
             else:
                 self._old_keys.pop(name, None)
                 known[name] = key
-                if not self._draw.randrange(LIFE_SAMPLE):
+                if not again and not self._draw.randrange(LIFE_SAMPLE):
                     self._born_s[name] = now_s
             tags.append(tag)
-        if self._awaited and (since_s := self._awaited.pop(tags[-1], None)) is not None:
+        if self._awaited and not again and (since_s := self._awaited.pop(tags[-1], None)) is not None:
             self._lags.append(max(0.0, now_s - since_s))
             self.lag_s = sorted(self._lags)[int(0.9 * len(self._lags))]
         joined = b"".join(tags)

@@ -60,6 +60,7 @@ def events() -> list[str]:
 
     from kvstrata.connectors.vllm.groups import whole_group
     from kvstrata.connectors.vllm.kv_events import EventMaker
+    from kvstrata.connectors.vllm.own_cache import Told
 
     request = SimpleNamespace(lora_request=None, mm_features=[], cache_salt="salt", prompt_embeds=None)
     try:
@@ -68,6 +69,7 @@ def events() -> list[str]:
         for make in (EventMaker(groups[:1], [spec]), EventMaker(groups, [spec, spec])):
             make.stored([1], b"", [b"key"], request, 0)
             make.removed([b"key"])
+            make.again(Told([b"hash"], None, [1], [None], None), 1)
     except (TypeError, ValueError, AttributeError) as error:
         return [f"KV events cannot be made: {error}"]
     return []

@@ -30,7 +30,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "vllm.distributed.parallel_state": ("get_tp_group",),
     "vllm.forward_context.ForwardContext": ("attn_metadata", "cudagraph_runtime_mode"),
     "vllm.model_executor.layers.attention": ("Attention", "MLAAttention"),
+    "vllm.v1.core.block_pool.BlockHashToBlockMap": ("get_one_block",),
     "vllm.v1.core.block_pool.BlockPool": ("free_blocks", "touch"),
+    "vllm.v1.core.kv_cache_utils": ("make_block_hash_with_group_id", "resolve_block_hashes"),
     "vllm.v1.kv_cache_interface": (
         "ChunkedLocalAttentionSpec",
         "FullAttentionSpec",
@@ -78,8 +80,11 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "vllm.config.ModelConfig.get_total_num_kv_heads": ((None,), {}),
     "vllm.config.ModelConfig.get_head_size": ((None,), {}),
     "vllm.distributed.parallel_state.get_tp_group": ((), {}),
+    "vllm.v1.core.block_pool.BlockHashToBlockMap.get_one_block": ((None, b""), {}),
     "vllm.v1.core.block_pool.BlockPool.free_blocks": ((None, []), {}),
     "vllm.v1.core.block_pool.BlockPool.touch": ((None, []), {}),
+    "vllm.v1.core.kv_cache_utils.make_block_hash_with_group_id": ((b"", 0), {}),
+    "vllm.v1.core.kv_cache_utils.resolve_block_hashes": (([], 16, 16), {}),
     "vllm.v1.metrics.utils.create_metric_per_engine": ((None, {}), {}),
 }
 """Calls that the dry run does not make: positional and named arguments; the first of a method is its object."""

@@ -1,0 +1,193 @@
+"""vLLM's own cache, told again and again, so that whoever begins to listen late hears of all that is in it.
+
+vLLM tells of a block once, and sends only its last batches again (`buffer_steps`).  So the blocks that finished
+requests have left in the cache are told again in rounds, each of half as many steps: what vLLM sends again then
+contains a whole round.
+
+1. A block is told only while vLLM's pool has it, and after what the pool itself has told of the step.
+2. A round tells a block after its parent, so nothing of it is of use only with what came before the round.
+3. No step looks at more than STEP_BLOCKS blocks of finished requests, and tells no more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+STEP_BLOCKS = 512
+"""About a millisecond of the scheduler's time."""
+MAX_FINISHED = 1_000
+"""Requests whose blocks were not looked at yet; older ones are forgotten."""
+
+Adapter = tuple[int, str] | None
+"""The number and name of a request's adapter."""
+
+
+class Told(NamedTuple):
+    """Blocks of one chain that are told together."""
+
+    hashes: list[bytes]
+    parent: bytes | None
+    tokens: list[int]
+    extra_keys: list[Any]
+    """What decides each block's KV besides its tokens, as vLLM's own events say it."""
+    adapter: Adapter
+
+
+class EngineView(NamedTuple):
+    """What is read of the engine."""
+
+    hashes_of: Callable[[Any], Sequence[bytes]]
+    """The hashes of a request's full blocks."""
+    is_cached: Callable[[bytes], bool]
+    """Whether vLLM's pool has a block of this hash."""
+    extra_keys: Callable[[Any, int, int], list[Any]]
+    """Of a request, from a token on, for so many blocks; see Told."""
+    event: Callable[[Told], Any]
+    """What is published of such blocks."""
+    n_blocks: int
+    """Blocks of the pool."""
+
+
+class _Block(msgspec.Struct, gc=False):
+    """A block that was in the pool when it was last looked at. The garbage collector has too many to visit them."""
+
+    name: bytes
+    parent: bytes | None
+    tokens: array[int]
+    extra: Any
+    adapter: Adapter
+    number: int
+    """Its place in the order."""
+    round: int
+    """The round in which it was taken up."""
+
+
+class OwnCache:
+    """See the module. Belongs to the scheduler's thread. A block takes about 400 bytes."""
+
+    def __init__(self, engine: EngineView, *, block_tokens: int, kept_batches: int) -> None:
+        """`kept_batches`: how many batches vLLM sends again."""
+        self._engine = engine
+        self._block_tokens = block_tokens
+        self._round_steps = max(1, kept_batches // 2)
+        self._step = 0
+        self._round = 0
+        self._round_end = self._round_steps
+        """The step in which the next round begins."""
+        self._finished: deque[Any] = deque(maxlen=MAX_FINISHED)
+        self._looked = 0
+        """Blocks of the first of these requests that were looked at."""
+        self._fresh = False
+        """Whether one of them was not known: vLLM has stored those behind it anew."""
+        self._blocks: dict[bytes, _Block] = {}
+        self._waiting: deque[_Block] = deque()
+        """Those whose turn in this round is to come, by their numbers; void if `_blocks` does not have them."""
+        self._told: deque[_Block] = deque()
+        """Those that had their turn in this round, by their numbers."""
+        self._next_number = 0
+
+    def __len__(self) -> int:
+        """Blocks that are remembered."""
+        return len(self._blocks)
+
+    def finished(self, request: Any) -> None:
+        """A request has ended: what it has left in the cache is to be told from the next round on."""
+        if len(self._finished) == MAX_FINISHED:
+            self._looked, self._fresh = 0, False
+        self._finished.append(request)
+
+    def take_events(self) -> list[Any]:
+        """Called once in each step, after vLLM has taken the pool's events of the step: what is told again now."""
+        self._step += 1
+        # Most of so many blocks are gone, which their turn shows.
+        crowded = len(self._blocks) > 2 * self._engine.n_blocks
+        if not self._waiting and (crowded or self._step >= self._round_end):
+            self._waiting, self._told = self._told, self._waiting
+            self._round += 1
+            self._round_end = self._step + self._round_steps
+        self._look()
+        due = STEP_BLOCKS if crowded else -(-len(self._waiting) // max(1, self._round_end - self._step))
+        return [self._engine.event(told) for told in self._tell(min(due, STEP_BLOCKS))]
+
+    # -- finished requests -----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        left = STEP_BLOCKS
+        while left > 0 and self._finished:
+            request = self._finished[0]
+            hashes = self._engine.hashes_of(request)
+            end = min(len(hashes), self._looked + left)
+            at = self._looked
+            while not self._fresh and at < end and self._is_known(hashes[at]):
+                at += 1
+            self._fresh = at < end
+            ended = self._fresh and not self._remember(request, hashes, at, end)
+            left -= end - self._looked + 1
+            self._looked = end
+            if ended or end == len(hashes):
+                self._finished.popleft()
+                self._looked, self._fresh = 0, False
+
+    def _is_known(self, name: bytes) -> bool:
+        block = self._blocks.get(name)
+        return block is not None and self._follows(block)
+
+    def _follows(self, block: _Block) -> bool:
+        """Whether each round tells a block after its parent."""
+        parent = self._blocks.get(block.parent) if block.parent is not None else None
+        return block.parent is None or (parent is not None and parent.number < block.number)
+
+    def _remember(self, request: Any, hashes: Sequence[bytes], first: int, end: int) -> bool:
+        """Take up these blocks of a request, of which the first is not known; returns False if one is not cached."""
+        size = self._block_tokens
+        tokens = array("I", request.all_token_ids[first * size : end * size])
+        extra = self._engine.extra_keys(request, first * size, end - first)
+        lora = request.lora_request
+        adapter = (lora.lora_int_id, lora.lora_name) if lora is not None else None
+        is_cached, blocks, waiting = self._engine.is_cached, self._blocks, self._waiting
+        parent = hashes[first - 1] if first else None
+        if parent is not None and parent not in blocks:
+            return False
+        for at in range(first, end):
+            name = hashes[at]
+            if not is_cached(name):
+                return False  # nothing behind it can be found either
+            begin = (at - first) * size
+            own = tokens[begin : begin + size]
+            number, self._next_number = self._next_number, self._next_number + 1
+            blocks[name] = block = _Block(name, parent, own, extra[at - first], adapter, number, self._round)
+            waiting.append(block)
+            parent = name
+        return True
+
+    # -- rounds ----------------------------------------------------------------------------------------------
+
+    def _tell(self, turns: int) -> list[Told]:
+        told: list[Told] = []
+        last: bytes | None = None
+        for _ in range(min(turns, len(self._waiting))):
+            block = self._waiting.popleft()
+            if self._blocks.get(block.name) is not block:
+                continue
+            if not self._engine.is_cached(block.name) or not self._follows(block):
+                del self._blocks[block.name]
+                continue
+            self._told.append(block)
+            if block.round == self._round:
+                continue  # vLLM has told it in this round
+            if last is None or block.parent != last or block.adapter != told[-1].adapter:
+                told.append(Told([], block.parent, [], [], block.adapter))
+            told[-1].hashes.append(block.name)
+            told[-1].tokens.extend(block.tokens)
+            told[-1].extra_keys.append(block.extra)
+            last = block.name
+        while len(self._blocks) > 4 * self._engine.n_blocks:
+            oldest = (self._waiting or self._told).popleft()
+            if self._blocks.get(oldest.name) is oldest:
+                del self._blocks[oldest.name]
+        return told
