@@ -201,8 +201,16 @@ async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(
         return other == ASSUMED_LATENCY_S != one
 
     await eventually_async("the gateway knows how fast the first engine loads", told)
-    (row,) = [one for one in scene.cluster.servers[0].get("/v1/status")["peers"] if one["load_rate"]]
-    assert row["load_rate"]["bytes_s"] > 0 and row["load_rate"]["latency_s"] >= 0
+    server = scene.cluster.servers[0]
+
+    def rates() -> list[dict[str, float]]:
+        return [rate for one in server.get("/v1/status")["peers"] if (rate := one["load_rate"])]
+
+    (rate,) = rates()
+    assert rate["bytes_s"] > 0 and rate["latency_s"] >= 0
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    await asyncio.to_thread(eventually, "a new server is told as well", lambda: rates() == [rate])
 
 
 @pytest.mark.parametrize("cluster", ["keys"], indirect=True)
