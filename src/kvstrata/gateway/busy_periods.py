@@ -156,6 +156,11 @@ class BusyPeriod:
             self._piece.end(now_s, self._rates, self._engine)
         self._piece = Piece(now_s, load.running, came_whole=load.moved_s is None)
 
+    @property
+    def running(self) -> float:
+        """Requests that ran when the present piece began, under which its sample will be noted."""
+        return self._piece.running
+
     def spoil(self) -> None:
         """What the present prompts tell is not known any more."""
         for piece in (self._head, self._piece):
