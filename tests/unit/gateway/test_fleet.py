@@ -106,3 +106,29 @@ async def test_a_limit_that_runs_out_just_now_hinders_no_other() -> None:
             assert limit.when() == before_s + 10.0
             fleet.abandon(engine)
             await asyncio.Event().wait()
+
+
+def test_an_engine_has_the_rate_of_the_load_with_which_its_busy_period_began() -> None:
+    now_s = 0.0
+    fleet = Fleet(lambda: now_s, 0.0)
+    a, b = fleet.set_places([place("a"), place("b")])
+    for load, tokens_s in ((0, 1_000), (1, 500), (2, 100)):
+        for tokens in (100, 1_000, 10_000):
+            for name in ("a", "b"):
+                for _ in range(4):
+                    fleet.rates.observe(name, tokens, tokens / tokens_s, load)
+    usual = [fleet.rates.rate("a", load) for load in (0, 1, 2)]
+    assert usual[0] > 1.5 * usual[1] > 1.5 * usual[2]
+    first, second, _ = (fleet.began(a, word, 10, 20) for word in ("1", "2", "3"))
+    now_s = 1.0
+    fleet.answers(a, "1", first)
+    now_s = 2.0
+    fleet.answers(a, "2", second)
+    assert a.load.running == 2, "one prompt still waits"
+    assert (a.load.prefill_tokens_s, b.load.prefill_tokens_s) == (usual[0], usual[0])
+    now_s = 3.0
+    other = fleet.began(b, "4", 10, 20)
+    fleet.ended(a, "3")
+    now_s = 3.001
+    fleet.answers(b, "4", other)
+    assert (a.load.prefill_tokens_s, b.load.prefill_tokens_s) == (usual[2], fleet.rates.rate("b", 1))
