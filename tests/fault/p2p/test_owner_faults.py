@@ -90,7 +90,7 @@ async def test_chunks_of_an_owner_that_fails_are_not_absent(
         assert not blames_medium(word), "one bad owner is no reason to leave all others alone"
 
 
-async def test_what_another_owner_has_is_there_and_the_rest_is_not_absent(net, second) -> None:
+async def test_what_another_owner_has_is_there_and_the_rest_is_not_absent(second, net) -> None:
     one = await net()
     pool, other, _ = second
     pool.lose(KEYS[4:])
@@ -99,7 +99,7 @@ async def test_what_another_owner_has_is_there_and_the_rest_is_not_absent(net, s
     assert await one.adapter.exists(KEYS) == [THERE] * 4 + [unknown("peer_failed")] * 4
 
 
-async def test_chunks_that_an_owner_that_fails_never_had_are_absent(net, second, l1: L1) -> None:
+async def test_chunks_that_an_owner_that_fails_never_had_are_absent(second, net, l1: L1) -> None:
     one = await net()
     _, other, _ = second
     other.refuses["PeerLease"] = "not_permitted"

@@ -35,7 +35,7 @@ async def test_keys_of_a_prefix_are_still_found_up_to_the_first_gap(net) -> None
     assert set(made.owner.leases.values()) == {1}
 
 
-async def test_what_one_owner_lacks_is_asked_of_the_next_one(net, second) -> None:
+async def test_what_one_owner_lacks_is_asked_of_the_next_one(second, net) -> None:
     made = await net()
     _, owner, _ = second
     made.others.append(owner)

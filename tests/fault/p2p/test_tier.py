@@ -179,7 +179,7 @@ async def test_a_process_at_the_owners_endpoint_without_the_owners_key_is_not_be
     assert bool(fake.asked) == (not cheats)
 
 
-async def test_a_named_owner_is_asked_first_and_the_directory_not(net, second) -> None:
+async def test_a_named_owner_is_asked_first_and_the_directory_not(second, net) -> None:
     one = await net()
     _, other, source = second
     one.adapter.prefer(KEYS, source)
@@ -192,7 +192,7 @@ async def test_a_named_owner_is_asked_first_and_the_directory_not(net, second) -
     assert (other.asked["PeerLease"], one.owner.asked["PeerLease"]) == (1, 1)
 
 
-async def test_a_named_owner_that_leases_little_at_a_time_is_read_in_parts(net, second) -> None:
+async def test_a_named_owner_that_leases_little_at_a_time_is_read_in_parts(second, net) -> None:
     one = await net()
     _, other, source = second
     other.max_leased = 3
