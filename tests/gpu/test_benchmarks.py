@@ -96,7 +96,7 @@ def test_a_pool_is_pinned_and_chunks_go_through_it() -> None:
 
 
 @pytest.mark.integration
-@simulated(delay_us=100)
+@simulated(delay_us=5)
 def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
     device = Device()
     layers: list[int] = []
