@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvstrata.gateway.residency.knowledge import Heard
 from kvstrata.policy.routing.model import Copy
 
 PIECE_BYTES = 1_024
@@ -156,14 +157,19 @@ class Prefixes:
         keys: Sequence[bytes],
         generations: Mapping[str, int],
         now_s: float,
-        heard: Mapping[str, float] | None = None,
+        heard: Mapping[str, Heard] | None = None,
     ) -> list[Copy]:
         """The longest beginning that each engine was sent, for engines of these generations.
 
-        `heard`: engines whose events are heard, and when each was last known to be empty. What they have computed
-        counts only until its event must have come, and not if they were empty since.
+        `heard`: engines whose events are heard. What they have computed counts only until its event must have come,
+        unless events were lost since, and not if they were empty since.
         """
         heard = heard or {}
+
+        def unheard(sent: Sent, name: str) -> bool:
+            """Whether no event, or none any more, will tell what the engine has of this."""
+            return name not in heard or heard[name].missed_s >= sent.at_s
+
         counts: dict[str, tuple[int, Sent]] = {}
         alive = set(generations)
         for number, key in enumerate(keys):
@@ -175,7 +181,7 @@ class Prefixes:
                 if (
                     sent is None
                     or sent.generation != generations[name]
-                    or (sent.computed and name in heard and sent.at_s < heard[name])
+                    or (sent.computed and name in heard and sent.at_s < heard[name].emptied_s)
                 ):
                     alive.discard(name)
                 else:
@@ -187,7 +193,11 @@ class Prefixes:
                 engine=name,
                 tier="l0",
                 tokens=count * PIECE_TOKENS,
-                certainty=("unconfirmed" if name in heard else "degraded") if sent.computed else "predicted",
+                certainty="predicted"
+                if not sent.computed
+                else "degraded"
+                if unheard(sent, name)
+                else "unconfirmed",
                 age_s=max(0.0, now_s - sent.at_s),
                 ready_at_s=sent.ready_at_s,
             )

@@ -6,7 +6,7 @@ import time
 from threading import Lock
 
 from kvstrata.gateway.residency.feed import Phase
-from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.residency.knowledge import Heard, Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.residency.sources import Source
 from tests.harness.cache_engine import eventually
@@ -19,7 +19,7 @@ def test_a_dead_thread_is_told_with_its_defect_and_nothing_counts_as_heard() -> 
         assert residency.thread() == {"hears": True, "error": ""}
         watched = residency._watched["a"]
         watched.connected, watched.feed.phase = True, Phase.IN_ORDER  # as if it were heard
-        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a": float("-inf")}
+        assert residency.known(Prompt([1, 2, 3]), ["a"]).heard == {"a": Heard(float("-inf"), float("-inf"))}
         residency._watcher.post(Lock().release)  # a defect
         eventually("the thread has ended", lambda: not residency.thread()["hears"])
         assert residency.thread()["error"].startswith("RuntimeError: ")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.gateway.prefixes import PIECE_BYTES, PIECE_TOKENS, Prefixes, keys_of
+from kvstrata.gateway.residency.knowledge import Heard
 from kvstrata.gateway.routes import ROUTES, Asked, asked
 
 TEXTS = st.lists(st.sampled_from("abc"), max_size=6).map("".join)
@@ -105,7 +106,8 @@ def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:
         prefixes.note(keys("abc"), engine, 0, 10.0, computed=True)
     prefixes.note(keys("a"), "x", 0, 12.0, computed=True)
 
-    def tokens(heard: dict[str, float]) -> dict[str, int]:
+    def tokens(emptied_s: dict[str, float]) -> dict[str, int]:
+        heard = {name: Heard(at_s, float("-inf")) for name, at_s in emptied_s.items()}
         return {one.engine: one.tokens for one in prefixes.copies(keys("abc"), generations, 12.0, heard)}
 
     assert tokens({}) == tokens({"x": float("-inf")}) == {"x": 3 * PIECE_TOKENS, "y": 3 * PIECE_TOKENS}
@@ -117,3 +119,18 @@ def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:
     assert tokens({"x": 13.0}) == dict.fromkeys("xy", 3 * PIECE_TOKENS), (
         "it is under way and will be computed"
     )
+
+
+def test_what_an_engine_was_sent_before_events_were_lost_counts_as_without_events() -> None:
+    prefixes, generations = Prefixes(), {"x": 0}
+    prefixes.note(keys("abc"), "x", 0, 10.0, computed=True)
+
+    def found(missed_s: float) -> tuple[str, float]:
+        [one] = prefixes.copies(keys("abc"), generations, 15.0, {"x": Heard(float("-inf"), missed_s)})
+        return one.certainty, one.age_s
+
+    assert found(float("-inf")) == found(9.0) == ("unconfirmed", 5.0)
+    assert found(10.0) == found(14.0) == ("degraded", 5.0)
+    prefixes.forget(keys("abc"), "x")
+    prefixes.note(keys("abc"), "x", 0, 15.0, computed=False)
+    assert found(16.0)[0] == "predicted"

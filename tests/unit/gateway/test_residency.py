@@ -209,6 +209,9 @@ def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, k
         assert feed.restarts or kept < 1_000 or seen.chains("exact") == held, seed
     # What is lost for good can only be doubtful.
     assert seen.chains("exact") <= held, seed
+    missed = seen.caches.missed_s > float("-inf")
+    assert missed or (feed.whole and not feed.gaps), "somebody must know that not all was heard"
+    assert feed.restarts or not (missed and feed.whole and not feed.gaps)
 
 
 @settings(max_examples=100, deadline=None)
@@ -286,7 +289,7 @@ def test_garbage_is_counted_and_makes_the_rest_doubtful(body: bytes) -> None:
     feed = Feed(seen.caches, replays=False)
     feed.published(0, msgspec.msgpack.encode([1.0, [stored([9], [5] * 4)]]))
     assert not feed.published(1, body)
-    assert feed.malformed == 1 and feed.gaps == 1
+    assert feed.malformed == 1 and feed.gaps == 1 and seen.caches.missed_s > float("-inf")
     assert not seen.blocks.slots.get("exact") and seen.blocks.slots["doubtful"]
 
 

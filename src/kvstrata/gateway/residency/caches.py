@@ -30,6 +30,8 @@ class Caches:
         self._now_s = now_s
         self.emptied_s = float("-inf")
         """When the engine told for the last time that its own cache was emptied, or when its restart was noticed."""
+        self.missed_s = float("-inf")
+        """When it was noticed for the last time that events were lost for good."""
 
     @property
     def own(self) -> Blocks:
@@ -64,8 +66,13 @@ class Caches:
         elif thought > had + slack:
             self.own.denied(keys[had:thought])
 
+    def missed(self) -> None:
+        """What was told before will not be heard."""
+        self.missed_s = self._now_s()
+
     def doubt(self) -> None:
         """Events were lost."""
+        self.missed()
         for blocks in self.of.values():
             blocks.doubt()
 

@@ -108,7 +108,7 @@ class Feed:
             return True  # its digest is no longer kept
         if number != self._next:
             if self._next < 0:
-                self.whole = number == 0
+                self._join(number)
             elif number < self._next:
                 return True
             else:
@@ -156,10 +156,16 @@ class Feed:
             else:
                 self._lost()
         if self._next < 0:
-            self.whole = number == 0
+            self._join(number)
         self._next = number
         self._apply(number, payload)
         return False
+
+    def _join(self, number: int) -> None:
+        """Begin with this batch."""
+        self.whole = number == 0
+        if not self.whole:
+            self.caches.missed()
 
     def _apply(self, number: int, payload: bytes) -> None:
         self._next = number + 1

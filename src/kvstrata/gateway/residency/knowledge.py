@@ -28,6 +28,15 @@ Pace = tuple[str, float, float]
 """An engine, the measured life of a block in its cache and the lag of its events, in seconds; 0: not measured."""
 
 
+class Heard(NamedTuple):
+    """Since when an engine's events tell all."""
+
+    emptied_s: float
+    """When it was last known to be empty."""
+    missed_s: float
+    """When events were last found to be lost for good."""
+
+
 class Known(NamedTuple):
     """What is known of a prompt."""
 
@@ -35,9 +44,8 @@ class Known(NamedTuple):
     """Tokens that an engine has in its own cache for certain, by its name."""
     copies: list[Copy]
     """Those in other tiers, and those that may have been lost unheard."""
-    heard: dict[str, float]
-    """The engines whose events are heard, and when each was last known to be empty: what else they were sent a while
-    ago, or before that, counts no more."""
+    heard: dict[str, Heard]
+    """The engines whose events are heard."""
 
 
 class Index:
@@ -101,7 +109,11 @@ class Index:
                     )
                 )
         cached = {name: tokens for (name, tier), tokens in sure.items() if tier == "l0"}
-        return Known(cached, copies, {name: self.caches[name].emptied_s for name in names})
+        return Known(
+            cached,
+            copies,
+            {name: Heard(self.caches[name].emptied_s, self.caches[name].missed_s) for name in names},
+        )
 
     def _longest(self, prompt: Prompt, mask: bytearray, sizes: Iterable[int]) -> dict[tuple[str, Tier], int]:
         """The tokens of the longest prefix in these slots, by engine and tier."""
