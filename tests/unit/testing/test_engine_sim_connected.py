@@ -165,26 +165,22 @@ def test_blocks_are_found_only_once_they_are_loaded_and_only_as_far_as_that_went
     assert (sim.totals.external_tokens, sim.totals.cached_tokens) == (20, 36)
 
 
-def test_a_failed_load_is_computed() -> None:
-    connector = Scripted(external=36, right=0)
+@pytest.mark.parametrize(
+    ("external", "right", "cached"),
+    [
+        pytest.param(36, 0, 0, id="a-load-that-failed"),
+        pytest.param(39, 40, 39, id="the-last-token-of-a-prompt-that-was-loaded-whole"),
+    ],
+)
+def test_what_was_not_loaded_is_computed(external: int, right: int, cached: int) -> None:
+    connector = Scripted(external=external, right=right)
     sim, one = engine(connector), request("one")
     clock = Clock(sim)
     sim.submit(one, 0)
     clock.steps(3)
     connector.ended.add("one")
     clock.until_ended(one)
-    assert (one.cached_tokens, one.produced) == (0, 3)
-
-
-def test_the_last_token_of_a_prompt_is_computed_even_if_all_were_loaded() -> None:
-    connector = Scripted(external=39, right=40)
-    sim, one = engine(connector), request("one")
-    clock = Clock(sim)
-    sim.submit(one, 0)
-    clock.steps(3)
-    connector.ended.add("one")
-    clock.until_ended(one)
-    assert one.cached_tokens == 39
+    assert (one.cached_tokens, one.produced) == (cached, 3)
 
 
 def test_the_blocks_of_an_aborted_load_are_free_once_it_has_ended() -> None:
