@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.gateway.residency.knowledge import Heard
-from kvstrata.policy.routing.model import Copy
+from kvstrata.policy.routing.model import Certainty, Copy
 
 PIECE_BYTES = 1_024
 TOKEN_BYTES = 4
@@ -166,9 +166,12 @@ class Prefixes:
         """
         heard = heard or {}
 
-        def unheard(sent: Sent, name: str) -> bool:
-            """Whether no event, or none any more, will tell what the engine has of this."""
-            return name not in heard or heard[name].missed_s >= sent.at_s
+        def certainty(sent: Sent, name: str) -> Certainty:
+            if not sent.computed:
+                return "predicted"
+            # Without events, or if they may be among those that were lost, nothing will tell more of it.
+            unheard = name not in heard or heard[name].missed_s >= sent.at_s
+            return "degraded" if unheard else "unconfirmed"
 
         counts: dict[str, tuple[int, Sent]] = {}
         alive = set(generations)
@@ -193,11 +196,7 @@ class Prefixes:
                 engine=name,
                 tier="l0",
                 tokens=count * PIECE_TOKENS,
-                certainty="predicted"
-                if not sent.computed
-                else "degraded"
-                if unheard(sent, name)
-                else "unconfirmed",
+                certainty=certainty(sent, name),
                 age_s=max(0.0, now_s - sent.at_s),
                 ready_at_s=sent.ready_at_s,
             )

@@ -52,6 +52,9 @@ from kvstrata.types import LayoutIdentity, Role
 
 logger = logging.getLogger("vllm.kvstrata")
 
+USUAL_BATCHES = 10_000
+"""Batches of KV events that vLLM keeps by default. Where it keeps none, its cache is told as slowly as with these."""
+
 
 class Setup(NamedTuple):
     """The part of vLLM's configuration that every process of an engine needs, checked."""
@@ -202,7 +205,8 @@ def own_cache(setup: Setup, block_pool: Callable[[], Any]) -> OwnCache | None:
         partial(_event_maker(setup).again, block_tokens=size),
         setup.kv_cache_config.num_blocks,
     )
-    return OwnCache(engine, block_tokens=size, kept_batches=events.buffer_steps)
+    kept = events.buffer_steps if events.replay_endpoint else 0
+    return OwnCache(engine, block_tokens=size, kept_batches=kept or USUAL_BATCHES)
 
 
 def _event_maker(setup: Setup) -> EventMaker:

@@ -250,7 +250,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         events = self._scheduler.stores.take_events() if self._scheduler is not None else []
         return [*events, *self._told_again()]
 
-    @guarded(())
+    @guarded((), lambda self: self._own_cache.failed())
     def _told_again(self) -> Iterable[Any]:
         return self._own_cache.take_events() if self._own_cache is not None else ()
 

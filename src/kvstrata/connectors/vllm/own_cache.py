@@ -5,7 +5,7 @@ requests have left in the cache are told again in rounds, each of half as many s
 contains a whole round.
 
 1. A block is told only while vLLM's pool has it, and after what the pool itself has told of the step.
-2. A round tells a block after its parent, so nothing of it is of use only with what came before the round.
+2. A round tells a block after its parent, so whoever hears a whole round needs nothing that was told before it.
 3. No step looks at more than STEP_BLOCKS blocks of finished requests, and tells no more.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 STEP_BLOCKS = 512
 """About a millisecond of the scheduler's time."""
 MAX_FINISHED = 1_000
-"""Requests whose blocks were not looked at yet; older ones are forgotten."""
+"""So many finished requests may wait to be looked at; then the oldest is forgotten."""
 
 Adapter = tuple[int, str] | None
 """The number and name of a request's adapter."""
@@ -54,7 +54,7 @@ class EngineView(NamedTuple):
 
 
 class _Block(msgspec.Struct, gc=False):
-    """A block that was in the pool when it was last looked at. The garbage collector has too many to visit them."""
+    """A block that was in the pool when it was last looked at. A visit of the garbage collector would take too long."""
 
     name: bytes
     parent: bytes | None
@@ -113,6 +113,13 @@ class OwnCache:
         self._look()
         due = STEP_BLOCKS if crowded else -(-len(self._waiting) // max(1, self._round_end - self._step))
         return [self._engine.event(told) for told in self._tell(min(due, STEP_BLOCKS))]
+
+    def failed(self) -> list[Any]:
+        """After an error of `take_events`: look no more at the request that may have caused it, and tell nothing."""
+        if self._finished:
+            self._finished.popleft()
+        self._looked, self._fresh = 0, False
+        return []
 
     # -- finished requests -----------------------------------------------------------------------------------
 
