@@ -75,7 +75,7 @@ test: setup  ## run every test, with real vLLM where that is installed or small 
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
 #+ WORKERS=3, JOBS=2: test processes, compilers
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) --cache-clear $(ARGS) || $(VENV_PYTHON) -m tests.tools.alone $$?
 
 test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (about a minute and a half)
 	@$(PYTEST) -m "not integration and not vllm and not sglang and not gpu" $(ARGS)

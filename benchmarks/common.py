@@ -35,6 +35,7 @@ __all__ = [
     "percentile",
     "scratch",
     "sized",
+    "store_ended",
     "wait_until",
 ]
 
@@ -45,6 +46,8 @@ WAIT_S = 60.0
 """Longest wait for something that should take milliseconds; after this time the benchmark has failed."""
 FILLS = 4
 """Rounds in which an engine fills a tier, at most."""
+STORES = 5
+"""Stores of the same chunks, at most."""
 
 
 Size = TypeVar("Size")
@@ -161,6 +164,19 @@ def fill_tier(server: ServerProcess, compute: Callable[[], None], n_chunks: int)
         clear_l1(server)
         if put() >= n_chunks:
             return
+
+
+def store_ended(client: Any, job: Any, again: Callable[[], Any]) -> None:
+    """Wait until a store of a `CacheClient` has ended with all chunks in L1. Raises RuntimeError if it never does.
+
+    A server that is silent for a moment, as on a busy machine, takes no chunks: they are then stored `again`.
+    """
+    for _ in range(STORES):
+        if job.done.wait(WAIT_S) and set(job.outcomes) <= {"stored", "present"}:
+            return
+        wait_until(lambda: client.connected, "the server answers again")
+        job = again()
+    raise RuntimeError(f"a prompt could not be stored: {sorted(set(job.outcomes))}")
 
 
 def engine_client(socket_dir: Path, port: int, blocks: Any, **more: Any) -> Any:

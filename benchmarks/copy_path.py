@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import chains, engine_client, figure, median_spread, scratch, sized, wait_until
+from benchmarks.common import STORES, chains, engine_client, figure, median_spread, scratch, sized, wait_until
 from benchmarks.raw_session import start_faulted
 from kvstrata.client import CacheClient, Identity, LoadItem
 from kvstrata.types import RequestIdentity, unpack_extents
@@ -91,13 +91,15 @@ class Path8B:
 
     def store(self, n_chunks: int) -> float:
         """Return the seconds of storing a new prompt of `n_chunks` chunks."""
-        self._stored = next(self._chains)[: n_chunks * 32]
         blocks = self._blocks(n_chunks)
-        started = time.perf_counter()
-        job = self.client.store(self.identity, b"", self._stored, self.blocks.plan, blocks)
-        if not job.done.wait(60) or set(job.outcomes) != {"stored"}:
-            raise RuntimeError(f"not stored: {set(job.outcomes)}")
-        return time.perf_counter() - started
+        for _ in range(STORES):  # a server that is silent for a moment takes no chunks, which is no figure
+            self._stored = next(self._chains)[: n_chunks * 32]
+            started = time.perf_counter()
+            job = self.client.store(self.identity, b"", self._stored, self.blocks.plan, blocks)
+            if job.done.wait(60) and set(job.outcomes) == {"stored"}:
+                return time.perf_counter() - started
+            wait_until(lambda: self.client.connected, "the server answers again")
+        raise RuntimeError(f"not stored: {sorted(set(job.outcomes))}")
 
     def retrieve(self, n_chunks: int) -> float:
         """Return the seconds of looking up and loading the prompt that was stored last."""

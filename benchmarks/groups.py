@@ -14,9 +14,19 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.common import chain_of, figure, median_spread, percentile, scratch, sized, wait_until
+from benchmarks.common import (
+    chain_of,
+    figure,
+    median_spread,
+    percentile,
+    scratch,
+    sized,
+    store_ended,
+    wait_until,
+)
 from kvstrata.client.pool_view import KEPT_CHAINS
 from kvstrata.types import RequestIdentity
 from tests.harness.cache_engine import CacheEngine
@@ -70,9 +80,8 @@ def fill(groups: Sequence[Group]) -> list[bytes]:
         for chain in prompts:
             parent = chain[(first - 1) * 32 : first * 32] if first else b""
             rows = [engine.blocks_of(0)] * (CHUNKS - first)
-            job = engine.client.store(own, parent, chain[first * 32 :], engine.blocks.plan, rows)
-            if not job.done.wait(60) or set(job.outcomes) != {"stored"}:
-                raise RuntimeError(f"a prompt could not be stored: {sorted(set(job.outcomes))}")
+            store = partial(engine.client.store, own, parent, chain[first * 32 :], engine.blocks.plan, rows)
+            store_ended(engine.client, store(), store)
     client = groups[0].engine.client
     wait_until(lambda: client.peek(identity, prompts[-1]) == CHUNKS, "all prompts are in L1")
     return prompts

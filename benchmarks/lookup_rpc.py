@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from benchmarks.common import (
     percentile,
     scratch,
     sized,
+    store_ended,
     wait_until,
 )
 from benchmarks.echo import ThreadedAsker, echo_server
@@ -46,7 +48,6 @@ TARGET_US = 300
 CHUNKS = 512
 PROMPTS = sized(1954, 70)
 """Of 512 chunks each: 1,000,448 entries."""
-TRIES = 5
 L1_MB = sized(7900, 512)
 ROUNDS = sized(7, 1)
 CALLS = sized(130, 10)
@@ -57,31 +58,18 @@ PAUSE_S = 0.002
 
 
 def fill(client: Any, identity: Any, prompts: Sequence[bytes], blocks: PagedBlocks) -> float:
-    """Store the prompts, four at a time; return the seconds. Raises RuntimeError when a chunk could not be stored.
-
-    A store that fails because the machine stood still for longer than the client waits is repeated.
-    """
+    """Store the prompts, four at a time; return the seconds. Raises RuntimeError when a chunk could not be stored."""
     started = time.perf_counter()
     rows = [[0]] * CHUNKS
 
-    def store(chain: bytes) -> tuple[bytes, Any]:
-        return chain, client.store(identity, b"", chain, blocks.plan, rows)
-
-    def settle(chain: bytes, job: Any) -> None:
-        for _ in range(TRIES):
-            if job.done.wait(60) and set(job.outcomes) <= {"stored", "present"}:
-                return
-            wait_until(lambda: client.connected, "the server answers again")
-            _, job = store(chain)
-        raise RuntimeError(f"the index could not be filled: {sorted(set(job.outcomes))}")
-
-    jobs: list[tuple[bytes, Any]] = []
+    jobs: list[tuple[Any, Callable[[], Any]]] = []
     for chain in prompts:
-        jobs.append(store(chain))
+        store = partial(client.store, identity, b"", chain, blocks.plan, rows)
+        jobs.append((store(), store))
         if len(jobs) == 4:
-            settle(*jobs.pop(0))
-    for chain, job in jobs:
-        settle(chain, job)
+            store_ended(client, *jobs.pop(0))
+    for job, store in jobs:
+        store_ended(client, job, store)
     return time.perf_counter() - started
 
 

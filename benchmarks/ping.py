@@ -15,13 +15,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from benchmarks.common import ROOT, chain_of, engine_client, figure, median_spread, percentile, scratch, sized
+from benchmarks.common import (
+    ROOT,
+    chain_of,
+    engine_client,
+    figure,
+    median_spread,
+    percentile,
+    scratch,
+    sized,
+    store_ended,
+)
 from benchmarks.echo import echo_server
 from benchmarks.raw_session import RawSession
 from kvstrata.types import LayoutIdentity, RequestIdentity
@@ -138,9 +149,8 @@ def run() -> list[dict[str, Any]]:
         client = engine_client(server.socket_dir, server.port, blocks)
         identity = client.identity(RequestIdentity())
         chain = chain_of(identity.root, 0, LOAD_CHUNKS)
-        job = client.store(identity, b"", chain, blocks.plan, [[0]] * LOAD_CHUNKS)
-        if not job.done.wait(30) or set(job.outcomes) != {"stored"}:
-            raise RuntimeError(f"the prompt could not be stored: {set(job.outcomes)}")
+        store = partial(client.store, identity, b"", chain, blocks.plan, [[0]] * LOAD_CHUNKS)
+        store_ended(client, store(), store)
         (folder / "chain").write_bytes(chain)
         path = server.socket_dir / "echo.sock"
         with echo_server(path):

@@ -39,7 +39,7 @@ from kvstrata.types import (
 from tests.harness.blocks import PagedBlocks, layout_identity
 from tests.harness.child import serve
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 """Longest wait for something that must happen; when it runs out, the test fails."""
 SILENCE_S = 5.0
 """Longest time for which a busy machine may keep a healthy server from answering; a client gives up sooner."""

@@ -26,7 +26,7 @@ KEYS: defaultdict[str, tuple[bytes, bytes]] = defaultdict(zmq.curve_keypair)
 """Public and secret key of each instance id, which every process of the instance keeps."""
 R = TypeVar("R", bound=msgspec.Struct)
 
-HANG_S = 30.0
+HANG_S = 120.0
 LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
 
 

@@ -15,7 +15,7 @@ from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.shared_key import SharedKey
 
-HANG_S = 30.0
+HANG_S = 120.0
 EPOCH = 5
 
 

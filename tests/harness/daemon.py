@@ -98,7 +98,7 @@ class Daemon(Spawned, ABC):
     appended to `log`.
     """
 
-    ready_s = 30.0
+    ready_s = 120.0
     """Longest wait for the first answer."""
 
     def __init__(self, log: Path, port_count: int) -> None:

@@ -35,7 +35,7 @@ CHUNK_BLOCKS = CHUNK_TOKENS // BLOCK_TOKENS
 BLOCK_BYTES = 2 * KV_HEADS * HEAD * ELEMENT_BYTES * BLOCK_TOKENS
 CHUNK_BYTES = LAYERS * CHUNK_BLOCKS * BLOCK_BYTES
 """32 MiB."""
-WAIT_S = 40.0
+WAIT_S = 120.0
 """Longest wait for an outcome; shorter than the parent's wait for our answer, so that the parent learns the outcome."""
 AGAIN_S = 0.1
 NOT_NOW = {StoreOutcome.UNAVAILABLE, StoreOutcome.FAILED, StoreOutcome.IN_FLIGHT}

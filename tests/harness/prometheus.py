@@ -18,7 +18,7 @@ from tests.tools import fetch_debian
 PACKAGE = "prometheus"
 """It has promtool too."""
 EVERY = "500ms"
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class Prometheus(Daemon):

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from tests.harness.daemon import Daemon, Unavailable
 from tests.tools import fetch_debian
 
-CLUSTER_S = 30.0
+CLUSTER_S = 120.0
 PACKAGES = ("redis-server", "redis-tools")
 """redis-server's program is a link into redis-tools, so both are fetched. A machine may have redis-tools alone."""
 SLOTS = 1 << 14

@@ -35,7 +35,7 @@ from kvstrata.types import (
 
 R = TypeVar("R", bound=wire.Reply)
 
-HANG_S = 30.0
+HANG_S = 120.0
 """A reply that has not come within this time counts as lost."""
 CHUNK_TOKENS = 16
 PAYLOAD_BYTES = 60_000

@@ -23,7 +23,7 @@ from tests.harness.daemon import Spawned, free_port
 from tests.harness.http_read import read
 from tests.harness.network import Host
 
-READY_S = 30.0
+READY_S = 120.0
 L2_GB = 4
 NAME = "kvstrata-run-"
 ROOTS = (Path("/tmp"), Path("/dev/shm"))

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-STOP_S = 30.0
+STOP_S = 120.0
 """A process that still runs this long after SIGSTOP will not stop."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-HANG_S = 30.0
+HANG_S = 120.0
 
 
 async def until(condition: Callable[[], object]) -> None:

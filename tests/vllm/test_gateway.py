@@ -94,6 +94,7 @@ def chats() -> list[dict[str, Any]]:
 
 def check_tokens(gateway: GatewayProcess, model: Path, engine: VllmApi) -> None:
     """The gateway computes the ids of chats that an engine computes, and the answers to passed ids are the same."""
+    until(lambda: gateway.log.read_text().count("tokens_verified") == 2, "the verification of both engines")
     own = status(gateway)["tokens"]
     found = own["models"][str(model)]
     assert set(found["features"]) == set(FEATURES) and found["cut"] and not found["degraded"], (

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "-"),
 ]
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 LOOK = """
 import json
 from kvstrata.p2p.engines.links import find_devices

@@ -21,7 +21,7 @@ from tests.harness.redis_server import RedisServer, certificates, cluster
 from tests.integration.storage.resp_records import SECRET, load, opened, put
 
 pytestmark = pytest.mark.integration
-HANG_S = 30.0
+HANG_S = 120.0
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -21,7 +21,7 @@ from tests.integration.testing.test_engine_sim import HANG_MS, Sim, metric
 pytestmark = pytest.mark.integration
 
 CHUNK = 16
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture
