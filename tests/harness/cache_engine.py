@@ -87,7 +87,7 @@ class CacheEngine:
         span: int = 0,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        self.tenant = tenant
+        self.tenant, self.adapter = tenant, ""
         self.blocks = PagedBlocks(layers=layers, num_blocks=num_blocks, block_bytes=block_bytes)
         facts = {**self.blocks.facts, **({SPAN_FACT: span} if span else {})}
         self.part = msgspec.structs.replace(
@@ -121,7 +121,7 @@ class CacheEngine:
 
     def identity(self, salt: str = "") -> Identity:
         """Return the identity of requests with this salt."""
-        return self.client.identity(RequestIdentity(tenant=self.tenant, salt=salt))
+        return self.client.identity(RequestIdentity(adapter=self.adapter, tenant=self.tenant, salt=salt))
 
     def hasher(self, tokens: Sequence[int], salt: str = "") -> ChunkHasher:
         """Return a hasher that has been fed a prompt."""

@@ -103,6 +103,8 @@ class ScriptedEngine:
 
     def __init__(self, *models: str, behaviour: Behaviour = chat, tls: ssl.SSLContext | None = None) -> None:
         self.models = list(models) or ["m"]
+        self.parents: dict[str, str] = {}
+        """Of those models that are LoRA adapters."""
         self.behaviour = behaviour
         self._tls = tls
         self.healthy = True
@@ -168,7 +170,9 @@ class ScriptedEngine:
             self.probes += 1
             await line.answer({}, 200 if self.healthy else 503)
         elif got.target == "/v1/models":
-            entries = [{"id": name, "object": "model"} for name in self.models]
+            entries = [
+                {"id": name, "object": "model", "parent": self.parents.get(name)} for name in self.models
+            ]
             await line.answer({"object": "list", "data": entries})
         elif got.target == "/kv_event_sources":
             await asyncio.sleep(self.silent_s)

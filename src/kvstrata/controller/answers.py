@@ -13,7 +13,6 @@ import time
 import msgspec
 
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.gateways import BEAT_S
 from kvstrata.controller.lookups import INLINE_TAGS
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.peer_hosts import PeerHosts
@@ -42,7 +41,7 @@ from kvstrata.rpc.cluster_wire import (
     WhereReply,
     encode,
 )
-from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holdings, HoldingsReply, Replicate
+from kvstrata.rpc.gateway_wire import GatewayBeat, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.types import KEY_BYTES
 
@@ -143,8 +142,7 @@ class Answers:
             case Where():
                 return WhereReply(request.seq, cluster.epoch, await cluster.ranking.where(request))
             case GatewayBeat():
-                kinds, instances = cluster.gateways.beat(request, key, address.host)
-                return GatewayHeard(request.seq, cluster.epoch, round(1000 * BEAT_S), kinds, instances)
+                return cluster.gateways.beat(request, key, address.host, cluster.epoch)
             case Replicate():
                 await self._replicate(request, key)
             case Holdings():

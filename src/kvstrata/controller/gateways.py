@@ -22,9 +22,11 @@ from kvstrata.observability.metrics import Histogram
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.gateway_wire import (
     MAX_HOLDERS,
+    MAX_TOLD_ADAPTERS,
     MAX_TOLD_INSTANCES,
     MAX_TOLD_KINDS,
     GatewayBeat,
+    GatewayHeard,
     Holding,
     Holdings,
     Served,
@@ -65,26 +67,36 @@ class Gateways:
         self._forget()
         return iter([self._known[name] for name in sorted(self._known)])
 
-    def beat(self, told: GatewayBeat, key: str, host: str) -> tuple[list[KvKind], list[Served]]:
-        """A heartbeat has come; returns the kinds of KV and the instances for its answer. Raises NotPermitted."""
+    def beat(self, told: GatewayBeat, key: str, host: str, epoch: int) -> GatewayHeard:
+        """The answer to a heartbeat of a gateway. Raises NotPermitted."""
         self._keys.check_name(told.gateway, key)
         self._known.pop(told.gateway, None)
         self._known[told.gateway] = Gateway(told, host, self._clock.monotonic_s())
         self._forget()
         kinds = prompts.kinds(self._members)[:MAX_TOLD_KINDS]
-        of: dict[str, list[int]] = {}
+        numbers: dict[str, int] = {}
+        """Of adapters, in the order in which the answer lists them."""
+        of: dict[str, dict[int, list[int]]] = {}
         for number, kind in enumerate(kinds):
-            for instance in kind.instances:
-                of.setdefault(instance, []).append(number)
+            for instance, adapters in zip(kind.instances, kind.adapters, strict=True):
+                found = [numbers.setdefault(adapter, len(numbers)) for adapter in adapters]
+                of.setdefault(instance, {})[number] = [one for one in found if one < MAX_TOLD_ADAPTERS]
         served = [
-            _served(member, of.get(member.id, []))
+            _served(member, of.get(member.id, {}))
             for member in self._members
             if member.state in (MemberState.LIVE, MemberState.RESTORED)
         ]
         told_kinds = [
             KvKind(kind.layout, list(kind.slices), list(kind.spans), kind.chunk_bytes) for kind in kinds
         ]
-        return told_kinds, served[:MAX_TOLD_INSTANCES]
+        return GatewayHeard(
+            told.seq,
+            epoch,
+            round(BEAT_S * 1_000),
+            told_kinds,
+            served[:MAX_TOLD_INSTANCES],
+            list(numbers)[:MAX_TOLD_ADAPTERS],
+        )
 
     def check_known(self, gateway: str, key: str) -> None:
         """Raise NotPermitted or BadRequest unless this gateway may ask, and has sent heartbeats."""
@@ -123,14 +135,16 @@ class Gateways:
             del self._known[name]
 
 
-def _served(member: Member, kinds: list[int]) -> Served:
+def _served(member: Member, adapters: dict[int, list[int]]) -> Served:
+    """`adapters`: numbers of adapters by the number of the kind of KV."""
     told = member.told
     return Served(
         member.id,
-        kinds,
+        list(adapters),
         member.engines,
         bool(told.peer_endpoint),
         member.readable,
         member.rates,
         sorted(set(told.media.values())),
+        list(adapters.values()),
     )

@@ -24,6 +24,8 @@ class Kind(NamedTuple):
     """For each slice how many of a hit's last chunks are needed, 0: all; () if all are in each."""
     chunk_bytes: int = 0
     """Bytes of one chunk's longest records in all slices; 0: not known."""
+    adapters: tuple[list[str], ...] = ()
+    """For each of `instances` the adapters of its requests, see KvKind."""
 
 
 class Named(NamedTuple):
@@ -49,16 +51,18 @@ class Named(NamedTuple):
 
 def kinds(members: Members) -> list[Kind]:
     """The kinds of KV that engines at live instances have, in a stable order."""
-    found: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], list[str]] = {}
+    found: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], dict[str, list[str]]] = {}
     chunk_bytes: dict[tuple[LayoutIdentity, tuple[bytes, ...], tuple[int, ...]], int] = {}
     for member in members:
         if member.state is MemberState.LIVE:
             for model in member.models:
                 spans = tuple(model.spans) if len(model.spans) == len(model.slices) else ()
                 key = model.layout, tuple(model.slices), spans
-                found.setdefault(key, []).append(member.id)
+                found.setdefault(key, {})[member.id] = model.adapters
                 chunk_bytes[key] = max(model.chunk_bytes, chunk_bytes.get(key, 0))
-    rows = [Kind(*key[:2], tuple(names), key[2], chunk_bytes[key]) for key, names in found.items()]
+    rows = [
+        Kind(*key[:2], tuple(of), key[2], chunk_bytes[key], tuple(of.values())) for key, of in found.items()
+    ]
     return sorted(rows, key=lambda kind: (kind.layout.model, repr(kind.layout), kind.slices, kind.spans))
 
 

@@ -100,4 +100,5 @@ class Reader:
     def _prompt(self, found: Asked, prompt: array[int] | None) -> Prompt | None:
         if prompt is None:
             return None
-        return Prompt(prompt, adapter=self._fleet.adapter(found.model), salt=found.salt)
+        tenant = found.kv_tenant if found.kv_tenant != self.settings.controllers.tenant else ""
+        return Prompt(prompt, adapter=self._fleet.adapter(found.model), salt=found.salt, tenant=tenant)

@@ -17,6 +17,8 @@ from kvstrata.gateway.errors import Failure
 RESPONSES = "/v1/responses"
 MAX_MODEL_CHARS = 1_024
 MAX_SESSION_CHARS = 1_024
+MAX_TENANT_CHARS = 256
+"""A connector serves no tenant with a longer name."""
 
 
 class Route(NamedTuple):
@@ -81,6 +83,8 @@ class Asked(NamedTuple):
     """JSON texts of what else decides the prompt's KV: system prompt, tools, cache salt and the like."""
     salt: str = ""
     """The cache salt."""
+    kv_tenant: str = ""
+    """The tenant in whose name the engine's connector is to look the prompt up; empty: the engine's own."""
     streams: bool = False
     """Whether the answer is asked for as a stream."""
 
@@ -106,9 +110,15 @@ class _Body(msgspec.Struct):
     chat_template: msgspec.Raw = NO_TEXT
     chat_template_kwargs: msgspec.Raw = NO_TEXT
     cache_salt: msgspec.Raw = NO_TEXT
+    kv_transfer_params: msgspec.Raw = NO_TEXT
+
+
+class _KvParams(msgspec.Struct):
+    tenant: Any = msgspec.field(default=None, name="kvstrata.tenant")
 
 
 _decode = msgspec.json.Decoder(_Body).decode
+_kv_params = msgspec.json.Decoder(_KvParams | None).decode
 
 
 def response_of(path: str) -> str:
@@ -158,6 +168,9 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
     text = next((bytes(one) for one in (found.messages, found.prompt, found.input) if one), b"")
     more = [found.system, found.instructions, found.tools, found.tool_choice]
     more += [found.chat_template, found.chat_template_kwargs, found.cache_salt]
+    tenant = _tenant_in(found.kv_transfer_params)
+    if tenant:
+        more.append(msgspec.Raw(tenant.encode()))
     model = _checked(found.model)
     if isinstance(model, Failure):
         return model
@@ -169,8 +182,18 @@ def asked(path: str, route: Route, body: bytes) -> Asked | Failure:
         text,
         tuple(bytes(one) for one in more),
         _text_of(found.cache_salt),
+        tenant,
         found.stream is True,
     )
+
+
+def _tenant_in(kv_transfer_params: bytes) -> str:
+    try:
+        params = _kv_params(kv_transfer_params) if kv_transfer_params else None
+    except (msgspec.ValidationError, UnicodeDecodeError):
+        return ""  # the engine says what is wrong
+    named = params.tenant if params is not None else None
+    return named[: MAX_TENANT_CHARS + 1] if isinstance(named, str) else ""
 
 
 def _model_in_form(body: bytes) -> str | None:

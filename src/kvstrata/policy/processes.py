@@ -31,6 +31,8 @@ MAX_IDENTITIES = 4096
 MOST_LENGTHS = 8
 """Most different record lengths that are remembered for one process."""
 MAX_NAME_CHARS = 4096
+MAX_ADAPTERS = 64
+"""Adapters that are remembered of an engine."""
 """Longest adapter, tenant or salt."""
 
 
@@ -63,7 +65,7 @@ class Owner(NamedTuple):
 class EngineGroup:
     """One engine: its members and their slices."""
 
-    __slots__ = ("_order", "engine_slices", "layout", "members", "name", "own_pool", "use")
+    __slots__ = ("_adapters", "_order", "engine_slices", "layout", "members", "name", "own_pool", "use")
 
     def __init__(
         self, name: bytes, layout: LayoutIdentity, engine_slices: int, own_pool: Pool | None
@@ -76,6 +78,19 @@ class EngineGroup:
         self.use = EngineUse()
         self.members: dict[bytes, AttachedProcess] = {}
         self._order: tuple[list[bytes], bytes, list[int], tuple[int, ...]] | None = None
+        self._adapters: dict[str, None] = {}
+
+    @property
+    def adapters(self) -> list[str]:
+        """`RequestIdentity.adapter` of the requests that its processes have, as last declared; the newest first."""
+        return list(reversed(self._adapters))
+
+    def declares(self, adapter: str) -> None:
+        """A process has declared an identity with this `adapter`."""
+        self._adapters.pop(adapter, None)
+        self._adapters[adapter] = None
+        if len(self._adapters) > MAX_ADAPTERS:
+            del self._adapters[next(iter(self._adapters))]
 
     @property
     def slices(self) -> list[bytes]:
@@ -404,6 +419,7 @@ class ProcessTable:
                 f"request.tenant: this process may not use tenant {request.tenant!r:.80}; attach with its token",
                 field="request.tenant",
             )
+        process.group.declares(request.adapter)
         root = identity_root(process.group.layout, request)
         identity = self._by_root.get(root)
         if identity is None:

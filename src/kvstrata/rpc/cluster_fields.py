@@ -25,6 +25,11 @@ TierName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,32}$")]
 Tags = Annotated[bytes, Meta(max_length=MAX_TAGS * TAG_BYTES)]
 Word = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A text without control characters, which pages and logs show as it is."""
+MAX_ADAPTERS = 256
+"""Adapters that one heartbeat of an instance names: the newest."""
+MAX_ADAPTER_CHARS = 1_024
+"""Those with longer names are left out."""
+AdapterName = Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)]
 EngineUrl = Annotated[str, Meta(max_length=256, pattern=ENGINE_URL)]
 
 
@@ -51,3 +56,5 @@ class KvKind(msgspec.Struct, array_like=True, frozen=True):
     """For each slice how many of a hit's last chunks are needed in it (windows, states), 0: all; empty: all in each."""
     chunk_bytes: Count = 0
     """Bytes of one chunk's longest records in all slices; 0: not known."""
+    adapters: Annotated[list[AdapterName], Meta(max_length=MAX_ADAPTERS)] = []
+    """`RequestIdentity.adapter` of the engines' requests, as last declared; the newest first."""

@@ -32,7 +32,8 @@ MAX_REPLICATED_KEYS = 16_384
 """Keys in one order to replicate."""
 MAX_TOLD_INSTANCES = 1_024
 MAX_TOLD_KINDS = 256
-"""Instances and kinds of KV in the answer to one heartbeat of a gateway."""
+MAX_TOLD_ADAPTERS = 4_096
+"""Instances, kinds of KV and adapters in the answer to one heartbeat of a gateway."""
 
 
 class GatewayBeat(ClusterRequest, frozen=True, tag="gateway_beat"):
@@ -71,6 +72,8 @@ class Served(msgspec.Struct, array_like=True, frozen=True):
     rates: list[TierRate]
     media: list[str] = []
     """Words of the media that its L2 tiers share with other instances, sorted."""
+    adapters: list[list[int]] = []
+    """For each of `kinds` the adapters of KvKind: positions in the answer's list."""
 
 
 class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
@@ -78,7 +81,10 @@ class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
 
     beat_ms: int
     kinds: list[KvKind]
+    """Without adapters."""
     instances: list[Served]
+    adapters: list[str] = msgspec.field(default_factory=list)
+    """At most MAX_TOLD_ADAPTERS."""
 
 
 class Holdings(ClusterRequest, frozen=True, tag="holdings"):

@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-import signal
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -21,153 +18,16 @@ from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async
+from tests.integration.gateway.controllers_scene import (
+    CHUNKS,
+    COMPLETIONS,
+    DEADLINE_MS,
+    TOKENS,
+    Scene,
+    answers,
+)
 
 pytestmark = pytest.mark.integration
-
-COMPLETIONS = "/v1/completions"
-CHUNKS = 64
-TOKENS = CHUNKS * CHUNK_TOKENS
-TOKENS_S = 10_000
-"""Rate at which the engines seem to compute, the same as is assumed until it is measured."""
-DEADLINE_MS = 1_000
-"""A busy machine may not let a controller answer within 2 ms."""
-
-
-async def _answers(got: Got, line: Line) -> None:
-    tokens = len(got.document["prompt"])
-    await asyncio.sleep(tokens / TOKENS_S)
-    details = {"cached_tokens": 0}
-    usage = {"prompt_tokens": tokens, "completion_tokens": 1, "prompt_tokens_details": details}
-    await line.answer({"id": "x", "choices": [{"text": "a"}], "usage": usage})
-
-
-class Scene:
-    """Two engines, each attached to a server of its own, a controller that knows both servers, and a gateway."""
-
-    def __init__(self, cluster: Cluster, engines: list[ScriptedEngine], caches: list[CacheEngine]) -> None:
-        self.cluster, self.engines, self.caches = cluster, engines, caches
-        self.gateway: GatewayProcess
-        self.session: aiohttp.ClientSession
-
-    @property
-    def url(self) -> str:
-        return f"tcp://127.0.0.1:{self.cluster.controller.ports['reply']}"
-
-    async def store(self, number: int, seed: int) -> list[int]:
-        """Store a prompt at a server; returns it once the controller knows of it."""
-        tokens = prompt(CHUNKS, seed)
-        cache = self.caches[number]
-        await asyncio.to_thread(
-            eventually, "the prompt is stored", lambda: set(cache.stored(tokens)) <= {"stored", "present"}
-        )
-        await asyncio.to_thread(self.cluster.until_known, number)
-        return tokens
-
-    async def page(self) -> dict[str, Any]:
-        rows = (await self.gateway.status(self.session))["controllers"]
-        return dict(rows[0]) if rows else {"connected": False}
-
-    async def until_told(self, count: int = 2) -> None:
-        """Wait until the gateway knows all instances and their engines."""
-
-        async def told() -> bool:
-            row = await self.page()
-            return bool(row["connected"] and row["asks"] and row["engines"] == count == row["instances"])
-
-        await eventually_async("the gateway knows the instances", told)
-
-    async def only_in_l2(self, number: int) -> None:
-        """Drop what a server has in L1, once its L2 has it."""
-        controller = self.cluster.controller
-
-        def in_l2() -> bool:
-            row = self.cluster.member(number)
-            return row is not None and sum(row["keys"].values()) >= 2 * row["keys"]["l1"]
-
-        await asyncio.to_thread(eventually, "the chunks are in L2", in_l2)
-        body = {"tier": "l1", "instances": [f"instance-{number}"], "wait_s": 10}
-        await asyncio.to_thread(controller.ask, "/v1/clear", body)
-        await asyncio.to_thread(
-            eventually, "the controller knows L1 is empty", lambda: not self.cluster.known(number)
-        )
-
-    async def reloaded(self) -> None:
-        """Let the gateway read its settings again."""
-        self.gateway.write()
-        self.gateway.signal(signal.SIGHUP)
-
-    async def send(self, tokens: list[int], word: str = "") -> None:
-        """Send a prompt, under a request's id."""
-        body = {"model": "m", "prompt": tokens, "max_tokens": 1}
-        headers = {"X-Request-ID": word} if word else {}
-        async with self.session.post(self.gateway.url + COMPLETIONS, json=body, headers=headers) as response:
-            assert response.status == 200, await response.text()
-
-    async def decided(self, tokens: list[int], word: str) -> dict[str, Any]:
-        """Send a prompt; returns the decision."""
-        await self.send(tokens, word)
-        operators = {"Authorization": f"Bearer {self.gateway.token}"}
-        path = f"{self.gateway.url}/gateway/decisions/{word}"
-        async with self.session.get(path, headers=operators, raise_for_status=True) as response:
-            return dict(await response.json())
-
-    async def l1_latencies(self, tokens: list[int], word: str) -> list[float]:
-        """The latency that the gateway takes a load from L1 to have, by engine."""
-        engines = (await self.decided(tokens, word))["record"]["fleet"]["engines"]
-        paths = {one["name"]: one["paths"]["l1"] for one in engines}
-        return [paths[engine.name].get("latency_s", 0.0) for engine in self.engines]
-
-    async def known(self, tokens: list[int], word: str) -> set[tuple[str, str, int, str]]:
-        """What the gateway knew of a prompt by its controller: engine, tier, tokens, source."""
-        copies = (await self.decided(tokens, word))["record"]["knowledge"].get("copies", [])
-        return {
-            (one.get("engine", ""), one["tier"], one["tokens"], one.get("source", ""))
-            for one in copies
-            if one["tier"] != "l0"
-        }
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    l2, flags, more = getattr(request, "param", "none"), (), {}
-    if l2 == "shared":
-        entry = {"type": "fs", "base_path": str(tmp_path / "shared"), "shared": True, "capacity_gb": 1}
-        l2, flags = "embedded", ("--l2-adapter", json.dumps(entry))
-    if l2 == "keys":
-        controllers, members = key_files(tmp_path)
-        l2, flags = "none", ("--cluster-curve-file", str(members))
-        more["controller_flags"] = ("--curve-secret-file", str(controllers), "--heartbeat-s", "1")
-    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2, flags=flags, **more) as made:
-        yield made
-
-
-@pytest.fixture
-async def scene(cluster: Cluster, session: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[Scene]:
-    async with contextlib.AsyncExitStack() as stack:
-        engines = []
-        for _ in range(2):
-            engines.append(await stack.enter_async_context(ScriptedEngine("m", behaviour=_answers)))
-        caches = []
-        for engine, server in zip(engines, cluster.servers, strict=True):
-            settings = {"engine_url": engine.url}
-            cache = CacheEngine(server.socket_dir, block_bytes=1024, num_blocks=4096, settings=settings)
-            stack.enter_context(cache)
-            caches.append(await asyncio.to_thread(cache.connect))
-        made = Scene(cluster, engines, caches)
-        made.session = session
-        members = tmp_path / "members.keys"
-        keys = {"curve_file": str(members)} if members.exists() else {}
-        made.gateway = GatewayProcess(
-            tmp_path / "gateway",
-            [one.url for one in engines],
-            policy="ttft",
-            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw", **keys},
-            picker={"enabled": True, "port": 0},
-        )
-        await asyncio.to_thread(made.gateway.start)
-        stack.callback(made.gateway.kill)
-        await made.until_told()
-        yield made
 
 
 async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scene) -> None:
@@ -297,7 +157,7 @@ async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from
 
     async def hangs(got: Got, line: Line) -> None:
         await waits.wait()
-        await _answers(got, line)
+        await answers(got, line)
 
     holder.behaviour = hangs
     # Prompts of another model name are sent to the holder alone, and wait there.
@@ -438,7 +298,7 @@ async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_a
     async with contextlib.AsyncExitStack() as stack:
         cluster = stack.enter_context(Cluster(tmp_path, l1_mb=64, n_servers=4, chunk_tokens=CHUNK_TOKENS))
         engines = [
-            await stack.enter_async_context(ScriptedEngine("m", behaviour=_answers)) for _ in cluster.servers
+            await stack.enter_async_context(ScriptedEngine("m", behaviour=answers)) for _ in cluster.servers
         ]
         caches = [
             stack.enter_context(
@@ -466,7 +326,7 @@ async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_a
 
         async def hangs(got: Got, line: Line) -> None:
             await waits.wait()
-            await _answers(got, line)
+            await answers(got, line)
 
         for engine in engines:
             engine.behaviour = hangs

@@ -13,8 +13,10 @@ from kvstrata.controller import gateways
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.orders import Orders
 from kvstrata.errors import NotPermitted
-from kvstrata.rpc.cluster_wire import Change, Events, Run
-from kvstrata.rpc.gateway_wire import MAX_HOLDERS, GatewayBeat, Holding, Holdings
+from kvstrata.rpc.cluster_fields import KvKind
+from kvstrata.rpc.cluster_wire import ANSWERS, Change, Events, Run, encode
+from kvstrata.rpc.gateway_wire import MAX_HOLDERS, MAX_TOLD_ADAPTERS, GatewayBeat, Holding, Holdings
+from kvstrata.types import LayoutIdentity
 from tests.harness.cluster_instance import tags_of
 from tests.harness.known_members import KEY
 from tests.unit.controller.member_messages import register
@@ -45,7 +47,7 @@ async def cluster(clock: Clock) -> AsyncIterator[Cluster]:
         Orders(clock),
         name="c",
         epoch=clock.unix_ms(),
-        listed=lambda: {KEY: ("gw-*", "a", "b"), "other": ("other",)},
+        listed=lambda: {KEY: ("gw-*", "a", "b", "c"), "other": ("other",)},
     )
     yield made
     made.close()
@@ -95,24 +97,49 @@ async def test_gateways_are_told_of_engines_and_who_reads_peers(cluster: Cluster
     await join(cluster, "b", 1, (0, 0), peer_endpoint="")
     for member in cluster.members:
         member.engines = [f"http://{member.id}:8000"]
-    _, served = cluster.gateways.beat(beat(), KEY, "10.0.0.9")
-    told = {one.instance: (one.engines, one.reads_peers, one.gives_to_peers) for one in served}
+    answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
+    told = {one.instance: (one.engines, one.reads_peers, one.gives_to_peers) for one in answer.instances}
     assert told == {"a": (["http://a:8000"], True, True), "b": (["http://b:8000"], False, False)}
+
+
+async def test_gateways_are_told_which_adapters_each_instance_has(cluster: Cluster) -> None:
+    layout = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
+    other = LayoutIdentity(model="n", kv_dtype="bfloat16", chunk_tokens=16)
+    for name, adapters in (("a", ["x", "y"]), ("b", ["y"]), ("c", [])):
+        await join(cluster, name, 1, (0, 0))
+        (member,) = (one for one in cluster.members if one.id == name)
+        member.models = [KvKind(layout, [b"s" * 32], [], 0, adapters)]
+        if name == "b":
+            member.models.append(KvKind(other, [b"s" * 32], [], 0, ["z"]))
+    answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
+    found = {
+        one.instance: [[answer.adapters[at] for at in of_kind] for of_kind in one.adapters]
+        for one in answer.instances
+    }
+    assert found == {"a": [["x", "y"]], "b": [["y"], ["z"]], "c": [[]]}
+    assert sorted(answer.adapters) == ["x", "y", "z"] and not any(kind.adapters for kind in answer.kinds)
+    assert ANSWERS.decode(encode(answer)) == answer
+    member.models = [KvKind(layout, [b"s" * 32], [], 0, [f"{n}" for n in range(5_000)])]
+    answer = cluster.gateways.beat(beat(), KEY, "10.0.0.9", 7)
+    assert len(answer.adapters) == MAX_TOLD_ADAPTERS
+    assert (
+        max(at for one in answer.instances for of_kind in one.adapters for at in of_kind) < MAX_TOLD_ADAPTERS
+    )
 
 
 async def test_a_gateway_needs_a_name_that_is_listed_for_its_key(cluster: Cluster) -> None:
     for name, key in (("other", KEY), ("gw-1", "other"), ("gw-1", "unknown")):
         with pytest.raises(NotPermitted, match="gateway"):
-            cluster.gateways.beat(beat(name), key, "h")
+            cluster.gateways.beat(beat(name), key, "h", 7)
     assert not list(cluster.gateways)
-    cluster.gateways.beat(beat("gw-1"), KEY, "h")
+    cluster.gateways.beat(beat("gw-1"), KEY, "h", 7)
     assert [one.told.gateway for one in cluster.gateways] == ["gw-1"]
 
 
 async def test_gateways_are_bounded_and_silent_ones_are_forgotten(cluster: Cluster, clock: Clock) -> None:
     for n in range(gateways.MAX_GATEWAYS + 10):
-        cluster.gateways.beat(beat(f"gw-{n:03}"), KEY, "h")
-        cluster.gateways.beat(beat("gw-000"), KEY, "h")
+        cluster.gateways.beat(beat(f"gw-{n:03}"), KEY, "h", 7)
+        cluster.gateways.beat(beat("gw-000"), KEY, "h", 7)
     names = [one.told.gateway for one in cluster.gateways]
     assert len(names) == gateways.MAX_GATEWAYS and "gw-000" in names and "gw-001" not in names
     clock.ahead_s = gateways.KEPT_S + 1

@@ -24,7 +24,7 @@ from kvstrata.policy.routing.model import Copy
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import ANSWERS, BAD_FRAME, REPLY_REQUESTS, encode, tags_of
 from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, HoldingsReply, Served, TierRate
-from kvstrata.types import LayoutIdentity, RequestIdentity, identity_root
+from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
 SLICE = b"s" * 32
@@ -86,8 +86,57 @@ def test_tags_are_those_of_the_engines_own_keys() -> None:
     wanted = tags_of(storage_keys(root, chain_keys(root, tokens, 16), SLICE))
     (kind,) = told().kinds
     assert kind is not None
-    assert kind.tags(Prompt(tokens, salt="s"), "t") == wanted
-    assert kind.tags(Prompt(tokens), "t") != wanted
+    assert kind.tags(Prompt(tokens), RequestIdentity(tenant="t", salt="s")) == wanted
+    assert kind.tags(Prompt(tokens), RequestIdentity(tenant="t")) != wanted
+
+
+OLD, NEW = (canonical_json(["sql", content]).decode() for content in ("old", "new"))
+REPLACED = canonical_json(["weights", "7", ""]).decode()
+REPLACED_NEW = canonical_json(["weights", "7", NEW]).decode()
+
+
+@pytest.mark.parametrize(
+    ("adapters", "at", "lora", "found"),
+    [
+        ([NEW, OLD], [0, 1], "sql", NEW),
+        ([NEW, OLD], [1, 0], "sql", OLD),
+        ([NEW], [0], "other", None),
+        ([NEW], [0], "", ""),
+        (["", REPLACED], [1, 0], "", REPLACED),
+        ([NEW, REPLACED_NEW], [1, 0], "sql", REPLACED_NEW),
+        ([], [], "sql", None),
+        ([NEW], [7, -1], "sql", None),
+        (
+            ["sql", "[1,2]", '["sql"]', "{", '["weights","7","{"]', '["weights",7,""]'],
+            [0, 1, 2, 3, 4, 5],
+            "sql",
+            None,
+        ),
+    ],
+)
+def test_the_newest_adapter_of_a_name_counts(
+    adapters: list[str], at: list[int], lora: str, found: str | None
+) -> None:
+    one = Served("a", [0], [], True, True, [], [], [at])
+    directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], adapters), 0.0)
+    assert directory.adapter(one, 0, lora) == found
+
+
+def test_a_controller_that_tells_no_adapters_is_asked_about_models_only() -> None:
+    one = served("a")
+    assert told(one).adapter(one, 0, "") == "" and told(one).adapter(one, 0, "sql") is None
+
+
+NESTED = st.recursive(
+    st.text(max_size=6), lambda inner: inner.map(lambda text: canonical_json(["weights", "", text]).decode())
+)
+
+
+@given(NESTED)
+def test_no_text_of_an_adapter_breaks_the_directory(adapter: str) -> None:
+    one = Served("a", [0], [], True, True, [], [], [[0]])
+    directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], [adapter]), 0.0)
+    assert directory.adapter(one, 0, "") in ("", adapter)
 
 
 def test_rates_are_told_in_tokens() -> None:

@@ -68,7 +68,7 @@ class Scene:
 
     async def read(self, tokens: list[int], n: int, source: str = "one", **lacking: float) -> list[str]:
         """An engine reads the first n tokens from a peer; returns to whom copies have been ordered so far."""
-        read = Read(Prompt(tokens), KIND, "t", n, source, lacking)
+        read = Read(Prompt(tokens), KIND, RequestIdentity(tenant="t"), n, source, lacking)
         self.replicas.read("gw", read, LIFE_S)
         for _ in range(50):
             await asyncio.sleep(0.002)

@@ -319,6 +319,8 @@ def test_adapters_and_salts_are_apart() -> None:
         after = {name: held(seen, one) for name, one in prompts.items()}
         changed = [name for name in prompts if before[name] != after[name]]
         assert len(changed) == 1 and after[changed[0]] == 2, event
+    # An engine's connector keeps the blocks of a tenant that a request names apart, by a salt that only it knows.
+    assert not held(seen, Prompt(tokens, tenant="s")) and not held(seen, Prompt(tokens, tenant="s", salt="s"))
 
 
 def held(seen: Seen, prompt: Prompt) -> int:

@@ -136,6 +136,27 @@ def test_headers_of_a_connection_end_at_the_gateway() -> None:
     assert down == [(b"content-type", b"t"), (b"x-request-id", b"ours")]
 
 
+@pytest.mark.parametrize(
+    ("params", "tenant"),
+    [
+        ({"kvstrata.tenant": "blue"}, "blue"),
+        ({"kvstrata.tenant": "x" * 300}, "x" * 257),
+        ({"kvstrata.tenant": 7}, ""),
+        ({"tenant": "blue"}, ""),
+        (["kvstrata.tenant"], ""),
+        (None, ""),
+        (7, ""),
+    ],
+)
+def test_a_request_names_its_tenant_as_it_does_for_the_connector(params: object, tenant: str) -> None:
+    body = {"model": "m", "prompt": "p", "kv_transfer_params": params}
+    found = asked("/v1/completions", ROUTES["/v1/completions"], json.dumps(body).encode())
+    plain = asked("/v1/completions", ROUTES["/v1/completions"], b'{"model": "m", "prompt": "p"}')
+    assert isinstance(found, Asked) and isinstance(plain, Asked)
+    assert found.kv_tenant == tenant
+    assert (found.context == plain.context) == (not tenant)
+
+
 def test_a_hostile_form_is_read_in_one_pass() -> None:
     """Whose reading took hours while lines were tried again from each one on."""
     field = b"content-disposition:;name=model\r\n"

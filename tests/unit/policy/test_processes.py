@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.policy.processes import (
+    MAX_ADAPTERS,
     MAX_IDENTITIES,
     MAX_NAME_CHARS,
     AttachedProcess,
@@ -183,6 +184,17 @@ def test_identities_nobody_uses_are_forgotten() -> None:
     assert table.by_root(root) is not None
     table.gone(second.session)
     assert table.by_root(root) is None
+
+
+def test_an_engine_has_the_adapters_that_were_declared_last() -> None:
+    table = ProcessTable(1)
+    first, second = attach(table, 1), attach(table, 2)
+    for member, adapter in ((first, ""), (second, "a"), (first, "b"), (second, ""), (first, "b")):
+        table.identify(member, RequestIdentity(adapter=adapter))
+    assert first.group.adapters == ["b", "", "a"]
+    for number in range(MAX_ADAPTERS - 1):
+        table.identify(first, RequestIdentity(adapter=f"{number}"))
+    assert first.group.adapters[-1] == "b" and len(first.group.adapters) == MAX_ADAPTERS
 
 
 @pytest.mark.parametrize("field", ["adapter", "tenant", "salt"])

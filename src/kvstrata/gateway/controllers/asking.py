@@ -25,6 +25,7 @@ from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.controllers.own_keys import OwnKeys
 from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
+from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.naming import name_thread
 from kvstrata.policy.routing.model import Copy, Tier, Way
 from kvstrata.process.listen import Listener
@@ -33,7 +34,7 @@ from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.gateway_wire import GatewayBeat, Holding, Holdings, Served
 from kvstrata.rpc.zmq_curve import ClusterKeys
 from kvstrata.rpc.zmq_link import Links
-from kvstrata.types import NOT_IN_A_NAME
+from kvstrata.types import NOT_IN_A_NAME, RequestIdentity
 
 INLINE_TOKENS = 8_192
 MAX_MODELS = 256
@@ -46,12 +47,21 @@ class _At(NamedTuple):
     served: Served
 
 
+class _Keys(NamedTuple):
+    """What the keys of a model's KV are derived from, beside the prompt: the same at some of its engines."""
+
+    kind: int
+    """Number of the kind of KV."""
+    adapter: str
+    """See RequestIdentity."""
+
+
 class _Attached(NamedTuple):
-    """A model's engines by the kind of KV, as long as these are its targets and this is what the controller tells."""
+    """A model's engines by what their keys derive from, as long as these are its targets and this is what is told."""
 
     directory: Directory
     targets: list[ServingEngine]
-    of_kind: dict[int, list[_At]]
+    of: dict[_Keys, list[_At]]
 
 
 class Controllers:
@@ -110,17 +120,17 @@ class Controllers:
         directory = link.known if link is not None else None
         if link is None or directory is None:
             return wanted
-        by_kind = self._engines(wanted, directory)
-        if not by_kind:
+        by_keys = self._engines(wanted, directory)
+        if not by_keys:
             return wanted
         n_targets = len(self._attached[wanted.model].targets)
         deadline_s = self._settings.deadline_ms / 1_000
         began_s = self._now_s()
         questions = []
-        for number in by_kind:
-            kind = directory.kinds[number]
+        for keys in by_keys:
+            kind = directory.kinds[keys.kind]
             assert kind is not None
-            tags = await self._tags(kind, wanted, deadline_s)
+            tags = await self._tags(kind, wanted, keys.adapter, deadline_s)
             if not tags:
                 return wanted
             questions.append(Holdings(0, tags, kind.n_slices))
@@ -129,8 +139,8 @@ class Controllers:
         if answers is None:
             return wanted
         copies: list[Copy] = []
-        for (number, at), question, holdings in zip(by_kind.items(), questions, answers, strict=True):
-            kind = directory.kinds[number]
+        for (keys, at), question, holdings in zip(by_keys.items(), questions, answers, strict=True):
+            kind = directory.kinds[keys.kind]
             assert kind is not None
             most = len(question.tags) // TAG_BYTES // kind.n_slices
             copies += copies_of(at, holdings, kind.chunk_tokens, most, directory, n_targets)
@@ -142,8 +152,8 @@ class Controllers:
         if directory is None or wanted.prompt is None:
             return
         now_s = self._now_s()
-        for number, at in self._engines(wanted, directory).items():
-            kind = directory.kinds[number]
+        for keys, at in self._engines(wanted, directory).items():
+            kind = directory.kinds[keys.kind]
             if kind is None or all(one.engine is not engine for one in at):
                 continue
             if any(one.engine is engine and one.served.instance == way.source for one in at):
@@ -159,13 +169,14 @@ class Controllers:
                     lacking[name] = min(queue_s, lacking.get(name, queue_s))
             # All but the prompt's last token can be cached, so the last chunk may lack one.
             tokens = way.cached_tokens + (way.cached_tokens + 1 == len(wanted.prompt.tokens))
-            read = Read(wanted.prompt, kind, self._settings.tenant, tokens, way.source, lacking)
+            request = self._request(wanted.prompt, keys.adapter)
+            read = Read(wanted.prompt, kind, request, tokens, way.source, lacking)
             self.replicas.read(self._name, read, life_s)
 
-    def _engines(self, wanted: Wanted, directory: Directory) -> dict[int, list[_At]]:
-        """The engines among which the request is, with their instances, by the kind of KV; empty: ask nothing."""
+    def _engines(self, wanted: Wanted, directory: Directory) -> dict[_Keys, list[_At]]:
+        """The engines of the choice, with their instances, by what keys derive from; empty: ask nothing."""
         prompt = wanted.prompt
-        if prompt is None or prompt.adapter or wanted.made_by:
+        if prompt is None or wanted.made_by:
             return {}
         targets = self._fleet.targets(wanted.model, ())
         if len(targets) < 2:
@@ -177,14 +188,15 @@ class Controllers:
             known = self._attached[wanted.model] = self._look_up(wanted.model, targets, directory)
         n_tokens = len(prompt.tokens)
         return {
-            number: at
-            for number, at in known.of_kind.items()
-            if (kind := directory.kinds[number]) is not None and n_tokens >= kind.chunk_tokens
+            keys: at
+            for keys, at in known.of.items()
+            if (kind := directory.kinds[keys.kind]) is not None and n_tokens >= kind.chunk_tokens
         }
 
     def _look_up(self, model: str, targets: list[ServingEngine], directory: Directory) -> _Attached:
         """Which of a model's engines are attached where, and what their instances tell of loads."""
-        found: dict[int, list[_At]] = {}
+        found: dict[_Keys, list[_At]] = {}
+        lora = self._fleet.adapter(model)
         for engine in targets:
             served = directory.instance(engine)
             if served is None:
@@ -193,21 +205,29 @@ class Controllers:
             kind = directory.kinds[number] if number is not None else None
             if number is None or kind is None:
                 continue
-            found.setdefault(number, []).append(_At(engine, served))
+            adapter = directory.adapter(served, number, lora)
+            if adapter is not None:
+                found.setdefault(_Keys(number, adapter), []).append(_At(engine, served))
             for tier, path in kind.paths(served).items():
                 self._fleet.load_rates.tell(engine.name, tier, path)
         return _Attached(directory, targets, dict(list(found.items())[:MAX_KINDS]))
 
-    async def _tags(self, kind: Kind, wanted: Wanted, deadline_s: float) -> bytes:
+    def _request(self, prompt: Prompt, adapter: str) -> RequestIdentity:
+        """What decides the keys of a prompt's KV beside its engine's layout."""
+        tenant = prompt.tenant or self._settings.tenant
+        return RequestIdentity(adapter=adapter, tenant=tenant, salt=prompt.salt)
+
+    async def _tags(self, kind: Kind, wanted: Wanted, adapter: str, deadline_s: float) -> bytes:
         """The tags of a prompt; empty if they are not made in time."""
-        prompt, tenant = wanted.prompt, self._settings.tenant
+        prompt = wanted.prompt
         assert prompt is not None
+        request = self._request(prompt, adapter)
         if len(prompt.tokens) <= INLINE_TOKENS:
-            return kind.tags(prompt, tenant)
+            return kind.tags(prompt, request)
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
-                return await loop.run_in_executor(self._hashing, kind.tags, prompt, tenant)
+                return await loop.run_in_executor(self._hashing, kind.tags, prompt, request)
         except TimeoutError:
             return b""
 

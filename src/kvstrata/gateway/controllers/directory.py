@@ -6,7 +6,9 @@ What comes from a controller was checked only in its form.  Whatever is out of r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, cast
+from typing import Literal, NamedTuple, cast
+
+import msgspec
 
 from kvstrata.gateway.fleet import ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
@@ -46,22 +48,22 @@ class Kind(NamedTuple):
             for rate in served.rates
         }
 
-    def root(self, prompt: Prompt, tenant: str) -> bytes:
-        """The root of the identity of a prompt's chunks."""
-        return identity_root(self.told.layout, RequestIdentity(tenant=tenant, salt=prompt.salt))
+    def root(self, request: RequestIdentity) -> bytes:
+        """The root of the identity of a request's chunks."""
+        return identity_root(self.told.layout, request)
 
-    def keys(self, prompt: Prompt, tenant: str, chunks: int) -> bytes:
+    def keys(self, prompt: Prompt, request: RequestIdentity, chunks: int) -> bytes:
         """The storage keys of the first chunks, or of as many as one order may name, in all slices, chunk by chunk."""
         layout, slices = self.told.layout, self.told.slices
         most = min(chunks, MAX_REPLICATED_KEYS // len(slices))
-        hasher = ChunkHasher(self.root(prompt, tenant), self.chunk_tokens, lookahead_tokens=layout.lookahead)
+        hasher = ChunkHasher(self.root(request), self.chunk_tokens, lookahead_tokens=layout.lookahead)
         hasher.feed(prompt.tokens[: most * self.chunk_tokens + layout.lookahead])
         return hasher.storage_keys(tuple(slices))[: most * len(slices) * KEY_BYTES]
 
-    def tags(self, prompt: Prompt, tenant: str) -> bytes:
+    def tags(self, prompt: Prompt, request: RequestIdentity) -> bytes:
         """The tags of the prompt's chunks, chunk by chunk; takes about 5 µs for a thousand tokens."""
         layout = self.told.layout
-        hasher = ChunkHasher(self.root(prompt, tenant), self.chunk_tokens, lookahead_tokens=layout.lookahead)
+        hasher = ChunkHasher(self.root(request), self.chunk_tokens, lookahead_tokens=layout.lookahead)
         most = min(MAX_TOKENS, MAX_HELD_TAGS // self.n_slices * self.chunk_tokens + layout.lookahead)
         hasher.feed(prompt.tokens[:most])
         return tags_of(hasher.storage_keys(self.slices))
@@ -75,6 +77,8 @@ class Directory:
         self.heard_s = heard_s
         self.kinds = [_kind(told) for told in heard.kinds]
         self.instances = {one.instance: one for one in heard.instances}
+        self._adapters = heard.adapters
+        self._names = [_lora_of(one) for one in heard.adapters]
         self._of_url: dict[str, Served] = {}
         for one in heard.instances:
             for url in one.engines:
@@ -105,6 +109,41 @@ class Directory:
                 if (kind := self.kinds[number]) is not None and kind.layout_model in bare
             ]
         return known[0] if len(known) == 1 else None
+
+    def adapter(self, served: Served, number: int, lora: str) -> str | None:
+        """`RequestIdentity.adapter` of the newest requests for a LoRA adapter, empty: for the model itself.
+
+        None: the instance's engines have had no such request, or the controller does not tell.
+        """
+        told = (
+            served.adapters[served.kinds.index(number)] if len(served.adapters) == len(served.kinds) else []
+        )
+        for at in told:
+            if 0 <= at < len(self._names) and self._names[at] == lora:
+                return self._adapters[at]
+        return None if lora else ""
+
+
+def _lora_of(adapter: str) -> str | None:
+    """The name of the LoRA adapter that a connector has put into a `RequestIdentity`, empty: none; None: not known.
+
+    vLLM's connector makes `[name, content]`, and `["weights", mark, adapter]` once weights have been replaced.
+    """
+    if not adapter:
+        return ""
+    try:
+        return _lora(adapter)[0]
+    except msgspec.DecodeError:
+        pass
+    try:
+        _, _, within = _replaced(adapter)
+    except msgspec.DecodeError:
+        return None
+    return _lora_of(within) if len(within) < len(adapter) else None
+
+
+_lora = msgspec.json.Decoder(tuple[str, str]).decode
+_replaced = msgspec.json.Decoder(tuple[Literal["weights"], str, str]).decode
 
 
 def _kind(told: KvKind) -> Kind | None:

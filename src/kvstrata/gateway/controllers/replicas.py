@@ -18,7 +18,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.policy.routing.replication import Reads, target
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.gateway_wire import Replicate
-from kvstrata.types import KEY_BYTES
+from kvstrata.types import KEY_BYTES, RequestIdentity
 
 ORDER_S = 10.0
 """Time for which a copy is taken to be under way."""
@@ -30,7 +30,7 @@ class Read(NamedTuple):
 
     prompt: Prompt
     kind: Kind
-    tenant: str
+    request: RequestIdentity
     tokens: int
     source: str
     """The instance that has it."""
@@ -85,7 +85,7 @@ class Replicas:
     async def _order(self, gateway: str, read: Read, chunks: int, to: str) -> None:
         """Ask the controllers one after the other, since only one of them leads."""
         loop, kind = asyncio.get_running_loop(), read.kind
-        keys = await loop.run_in_executor(self._hashing, kind.keys, read.prompt, read.tenant, chunks)
+        keys = await loop.run_in_executor(self._hashing, kind.keys, read.prompt, read.request, chunks)
         order = Replicate(
             0,
             gateway,
@@ -94,8 +94,8 @@ class Replicas:
             keys,
             len(kind.told.slices),
             kind.told.spans,
-            kind.root(read.prompt, read.tenant),
-            read.tenant,
+            kind.root(read.request),
+            read.request.tenant,
         )
         why = "no controller is connected"
         for link in self._links():

@@ -57,16 +57,20 @@ def keys_of(
 class Prompt:
     """The token ids of a prompt, and the keys of its blocks by their size."""
 
-    def __init__(self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "") -> None:
+    def __init__(
+        self, tokens: Sequence[int] | array[int], *, adapter: str = "", salt: str = "", tenant: str = ""
+    ) -> None:
+        """`tenant`: another one than the engines' own, whose blocks they keep apart from all that have none."""
         self.tokens = tokens if isinstance(tokens, array) else array("I", tokens)
-        self.adapter, self.salt = adapter, salt
+        self.adapter, self.salt, self.tenant = adapter, salt, tenant
         self._keys: dict[int, bytes] = {}
 
     def keys(self, block_tokens: int) -> bytes:
         """The keys of its whole blocks, 32 bytes each."""
         found = self._keys.get(block_tokens)
         if found is None:
-            extras = extras_of(self.adapter, self.salt, len(self.tokens) // block_tokens)
+            salt = f"tenant {self.tenant}\0{self.salt}" if self.tenant else self.salt
+            extras = extras_of(self.adapter, salt, len(self.tokens) // block_tokens)
             found = self._keys[block_tokens] = keys_of(
                 root_of(block_tokens), self.tokens, block_tokens, extras
             )

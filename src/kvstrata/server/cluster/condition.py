@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.policy.processes import ProcessTable
-from kvstrata.rpc.cluster_fields import MAX_ENGINES, KvKind
+from kvstrata.policy.processes import EngineGroup, ProcessTable
+from kvstrata.rpc.cluster_fields import MAX_ADAPTER_CHARS, MAX_ADAPTERS, MAX_ENGINES, KvKind
 from kvstrata.rpc.cluster_wire import Load
 from kvstrata.rpc.gateway_wire import TierRate
 from kvstrata.rpc.ping_wire import LoadRate
 from kvstrata.server.cluster.events import L1_TIER, TierNews
 from kvstrata.server.cluster.told_tiers import ToldTiers
+from kvstrata.types import LayoutIdentity
 
 MAX_MODELS = 64
 POOLS_AT_A_TIME = 16
@@ -97,13 +98,17 @@ class Condition:
 
     def models(self) -> list[KvKind]:
         """Models whose engines are attached with all of their slices."""
-        found = {
-            (group.layout, group.packed_slices): group for group in self._processes.groups if group.complete
-        }
-        return [
-            KvKind(group.layout, group.slices, list(group.spans), group.chunk_bytes)
-            for group in list(found.values())[:MAX_MODELS]
-        ]
+        found: dict[tuple[LayoutIdentity, bytes], list[EngineGroup]] = {}
+        for group in self._processes.groups:
+            if group.complete:
+                found.setdefault((group.layout, group.packed_slices), []).append(group)
+        kinds = []
+        left = MAX_ADAPTERS
+        for groups in list(found.values())[:MAX_MODELS]:
+            last, adapters = groups[-1], _adapters(groups)[:left]
+            left -= len(adapters)
+            kinds.append(KvKind(last.layout, last.slices, list(last.spans), last.chunk_bytes, adapters))
+        return kinds
 
     def rates(self) -> list[TierRate]:
         """How fast L1 is filled from L2, by the adapter with the most batches, and from peers, and engines from L1.
@@ -140,3 +145,14 @@ class Condition:
         """
         told = {process.engine_url for process in self._processes if process.tenants is None}
         return sorted(told - {""})[:MAX_ENGINES]
+
+
+def _adapters(groups: Iterable[EngineGroup]) -> list[str]:
+    """The adapters of engines' requests, the newest first; of engines with limited tenants none, as of their rates."""
+    told = [
+        group.adapters
+        for group in groups
+        if all(process.tenants is None for process in group.members.values())
+    ]
+    newest = itertools.chain.from_iterable(itertools.zip_longest(*told))
+    return list(dict.fromkeys(one for one in newest if one is not None and len(one) <= MAX_ADAPTER_CHARS))
