@@ -29,7 +29,7 @@ from kvstrata.types import LayoutIdentity
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.conftest import Start
-from tests.integration.gateway.test_controllers import COMPLETIONS, _answers
+from tests.integration.gateway.controllers_scene import COMPLETIONS, answers
 
 pytestmark = pytest.mark.integration
 
@@ -68,7 +68,7 @@ class Liar:
 
 @pytest.fixture
 async def liar() -> AsyncIterator[Liar]:
-    engines = [ScriptedEngine("m", behaviour=_answers) for _ in range(2)]
+    engines = [ScriptedEngine("m", behaviour=answers) for _ in range(2)]
     for one in engines:
         await one.start()
     made = Liar(engines)
