@@ -16,7 +16,8 @@ import hypothesis
 import pytest
 
 from kvstrata import text
-from tests.harness import mooncake, vllm_env, vllm_model
+from tests.harness import mooncake, own_commands, vllm_env, vllm_model
+from tests.harness.forks import Forks
 from tests.harness.promtool import Promtool
 from tests.tools import fetch_debian, fetch_wheels
 
@@ -75,6 +76,15 @@ def pytest_make_collect_report(
         report.outcome = "failed"
         report.longrepr = f"the whole module is skipped, and CI=true requires it: {skip_reason(report)}"
     return report
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_are_forked() -> Iterator[None]:
+    """Each command would else import for a second, and the tests start a thousand of them."""
+    own_commands.forks = Forks()
+    yield
+    own_commands.forks.close()
+    own_commands.forks = None
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kvstrata.cli.ctl_cluster import reachable
 from kvstrata.process.http_token import find_token
+from tests.harness import own_commands
 from tests.harness.daemon import Spawned, free_port
 from tests.harness.http_read import read
 from tests.harness.network import Host
@@ -42,6 +41,7 @@ class ControllerProcess(Spawned):
         """A descriptor that gets the log instead of the file `log`."""
         self.snapshot = folder / "state" / "directory.snapshot"
         self._environment = dict(os.environ if environment is None else environment)
+        self._supervised = supervised
         self._flags = (*(() if supervised else ("--no-supervise",)), *flags)
         self._host = host
         self.ready: dict[str, Any] = {}
@@ -63,25 +63,20 @@ class ControllerProcess(Spawned):
 
     def _start(self) -> dict[str, Any]:
         assert self._process is None or self._process.poll() is not None
-        reader, writer = os.pipe()
-        command = [
-            *(() if self._host is None else self._host.under),
-            *(sys.executable, "-m", "kvstrata.cli.controller"),
+        flags = [
             *("--port", str(self.http_port), "--monitor-ports", json.dumps(self.ports)),
-            *("--snapshot-dir", str(self.snapshot.parent), "--ready-fd", str(writer)),
+            *("--snapshot-dir", str(self.snapshot.parent)),
             *self._flags,
         ]
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log if self.stderr is None else self.stderr,
-                pass_fds=(writer,),
-                env=self._environment,
-                start_new_session=True,
-            )
-        os.close(writer)
+        self._process, reader = own_commands.start(
+            "kvstrata.cli.controller",
+            flags,
+            log=self.log,
+            stderr=self.stderr,
+            environment=self._environment,
+            within=() if self._host is None else self._host.under,
+            forked=not self._supervised,
+        )
         self.ready = json.loads(ready_line(reader, self._process, self.log))
         return self.ready
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.harness.forks import Command
 from tests.harness.signals import send
 from tests.harness.vllm_fork import Forked
 
@@ -64,7 +65,7 @@ def free_ports(count: int) -> int:
 class Spawned:
     """Sends signals to the process that was started last."""
 
-    _process: subprocess.Popen[bytes] | Forked | None = None
+    _process: subprocess.Popen[bytes] | Command | Forked | None = None
 
     @property
     def pid(self) -> int:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,8 +11,10 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
+from tests.harness import own_commands
 from tests.harness.daemon import Spawned
 from tests.harness.server_process import ready_line
+from tests.harness.vllm_fork import Forked
 from tests.harness.waiting import eventually_async
 
 
@@ -61,23 +60,15 @@ class GatewayProcess(Spawned):
     def start(self) -> None:
         """Start the gateway and wait until it is ready. Raises ServerFailed."""
         self.write()
-        reader, writer = os.pipe()
-        command = (sys.executable, "-m", "kvstrata.cli.gateway", "--no-supervise", "--config", str(self.file))
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                (*self.within, *command, "--ready-fd", str(writer)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(writer,),
-                start_new_session=True,
-            )
-        os.close(writer)
+        flags = ("--no-supervise", "--config", str(self.file))
+        self._process, reader = own_commands.start(
+            "kvstrata.cli.gateway", flags, log=self.log, within=self.within
+        )
         self.ready = json.loads(ready_line(reader, self._process, self.log))
 
     def ends(self) -> int:
         """Wait until the process has ended; return its exit status."""
-        assert isinstance(self._process, subprocess.Popen)
+        assert self._process is not None and not isinstance(self._process, Forked)
         return self._process.wait(60)
 
     async def status(self, session: aiohttp.ClientSession) -> dict[str, Any]:

@@ -12,13 +12,13 @@ import re
 import secrets
 import select
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.harness import own_commands
 from tests.harness.daemon import Spawned, free_port
 from tests.harness.http_read import read
 from tests.harness.network import Host
@@ -50,7 +50,7 @@ def tail(log: Path) -> str:
     return log.read_text(errors="replace")[-4000:] if log.exists() else ""
 
 
-def ready_line(reader: int, process: subprocess.Popen[bytes], log: Path) -> bytes:
+def ready_line(reader: int, process: own_commands.Process, log: Path) -> bytes:
     """Read the line that a process writes to its --ready-fd, and close `reader`, our end. Raises ServerFailed."""
     try:
         line = b""
@@ -100,6 +100,7 @@ class ServerProcess(Spawned):
         self.port = free_port()
         self._python = python
         self._host = host
+        self._supervised = supervised
         self.ready: dict[str, Any] = {}
         self._environment = dict(os.environ if environment is None else environment)
         self._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(self.segment_dir)
@@ -125,20 +126,16 @@ class ServerProcess(Spawned):
     def start(self) -> dict[str, Any]:
         """Start the server (again), wait until it is ready, and return its ready line. Raises ServerFailed."""
         assert self._process is None or self._process.poll() is not None
-        reader, writer = os.pipe()
-        under = () if self._host is None else self._host.under
-        command = [*under, str(self._python), "-m", "kvstrata.cli.server", "--port", str(self.port)]
-        with open(self.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [*command, *self._flags, "--ready-fd", str(writer)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log if self.stderr is None else self.stderr,
-                pass_fds=(writer,),
-                env=self._environment,
-                start_new_session=True,
-            )
-        os.close(writer)
+        self._process, reader = own_commands.start(
+            "kvstrata.cli.server",
+            ("--port", str(self.port), *self._flags),
+            log=self.log,
+            stderr=self.stderr,
+            environment=self._environment,
+            within=() if self._host is None else self._host.under,
+            python=self._python,
+            forked=not self._supervised,
+        )
         self.ready = json.loads(ready_line(reader, self._process, self.log))
         self.port = self.ready["port"]
         return self.ready
