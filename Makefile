@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
-# Tests start a thousand Python processes; without bytecode each of them would compile all its modules.
+# Tests start many Python processes; without bytecode each of them would compile all its modules.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV_PYTHON := .venv/bin/python

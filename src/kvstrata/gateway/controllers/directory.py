@@ -5,6 +5,7 @@ What comes from a controller was checked only in its form.  Whatever is out of r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -16,7 +17,13 @@ from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.policy.routing.model import LoadPath, Tier
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.rpc.gateway_wire import MAX_HELD_TAGS, MAX_REPLICATED_KEYS, GatewayHeard, Served
+from kvstrata.rpc.gateway_wire import (
+    MAX_HELD_TAGS,
+    MAX_REPLICATED_KEYS,
+    MAX_TOLD_ADAPTERS,
+    GatewayHeard,
+    Served,
+)
 from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
 
 MAX_TOKENS = 262_144
@@ -77,8 +84,8 @@ class Directory:
         self.heard_s = heard_s
         self.kinds = [_kind(told) for told in heard.kinds]
         self.instances = {one.instance: one for one in heard.instances}
-        self._adapters = heard.adapters
-        self._names = [_lora_of(one) for one in heard.adapters]
+        self._adapters = heard.adapters[:MAX_TOLD_ADAPTERS]
+        self._loras = [_lora_of(one) for one in self._adapters]
         self._of_url: dict[str, Served] = {}
         for one in heard.instances:
             for url in one.engines:
@@ -119,11 +126,12 @@ class Directory:
             served.adapters[served.kinds.index(number)] if len(served.adapters) == len(served.kinds) else []
         )
         for at in told:
-            if 0 <= at < len(self._names) and self._names[at] == lora:
+            if 0 <= at < len(self._loras) and self._loras[at] == lora:
                 return self._adapters[at]
         return None if lora else ""
 
 
+@functools.lru_cache(MAX_TOLD_ADAPTERS)
 def _lora_of(adapter: str) -> str | None:
     """The name of the LoRA adapter that a connector has put into a `RequestIdentity`, empty: none; None: not known.
 
