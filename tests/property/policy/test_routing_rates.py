@@ -66,7 +66,7 @@ def test_engines_that_differ_by_chance_have_one_rate_and_a_slow_one_its_own(seed
             seconds = (0.01 + tokens / 20_000) / speed * draw.uniform(0.8, 1.2)
             rates.observe(engine, tokens, seconds, draw.choice([0, 3, 9]))
     found = {engine: rates.rate(engine, 3) for engine in ("a", "b", "c", "slow", "new")}
-    assert found["slow"] == pytest.approx(0.25 * found["new"], rel=0.4)
+    assert found["slow"] == pytest.approx(0.25 * found["new"], rel=0.6)  # 0.43 in one of the thousand draws
     for engine in "abc":
         assert found[engine] == pytest.approx(found["new"], rel=0.25)
 
