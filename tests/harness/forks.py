@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -204,9 +205,11 @@ def run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.close(output)
         os.close(errors)
         os.set_inheritable(ready, True)
+        sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
+        sys.path.insert(0, request["folder"])  # as `python -m` does
         sys.argv = [*request["command"], "--ready-fd", str(ready)]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         status = 0
@@ -215,6 +218,16 @@ def run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     sys.exit(status)
+
+
+def _stream(number: int) -> Any:
+    """A standard stream as the interpreter makes it at its start; what it is written to has changed."""
+    if not number:
+        return open(number, closefd=False)
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    file = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115 (open until the end)
+    errors = "backslashreplace" if number == 2 else "strict"
+    return io.TextIOWrapper(file, errors=errors, line_buffering=number == 2, write_through=unbuffered)
 
 
 if __name__ == "__main__":
