@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvstrata.rpc.cluster_fields import (
     TAG_BYTES,
+    AdapterName,
     ClusterReply,
     ClusterRequest,
     Count,
@@ -83,7 +84,7 @@ class GatewayHeard(ClusterReply, frozen=True, tag="gateway_beat"):
     kinds: list[KvKind]
     """Without adapters."""
     instances: list[Served]
-    adapters: list[str] = msgspec.field(default_factory=list)
+    adapters: list[AdapterName] = msgspec.field(default_factory=list)
     """At most MAX_TOLD_ADAPTERS."""
 
 
