@@ -83,7 +83,7 @@ class Links:
         handshake, as it does if the keys do not fit.  Raises Unavailable if libzmq refuses the endpoint.
         """
         link = AskLink(self._loop, self._socket(zmq.DEALER, endpoint, keys), told, changed, refused)
-        self._links.add(link)
+        self._connect(link, endpoint)
         return link
 
     def push(
@@ -95,7 +95,7 @@ class Links:
     ) -> PushLink:
         """Open a link for messages without an answer; `writable` is called whenever it begins to accept messages."""
         link = PushLink(self._loop, self._socket(zmq.PUSH, endpoint, keys), writable)
-        self._links.add(link)
+        self._connect(link, endpoint)
         return link
 
     def close(self) -> None:
@@ -113,11 +113,23 @@ class Links:
                 link.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
                 link.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
                 link.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(keys.secret))
+        except zmq.ZMQError as error:
+            link.close()
+            raise _refused(endpoint, error) from None
+        return link
+
+    def _connect(self, link: _Link, endpoint: str) -> None:
+        """Connect a link, which watches already: libzmq gives some refused handshakes up and tells them once only."""
+        try:
             link.connect(endpoint)
         except zmq.ZMQError as error:
             link.close()
-            raise Unavailable(f"cannot connect to {endpoint!r}: {error.strerror}") from None
-        return link
+            raise _refused(endpoint, error) from None
+        self._links.add(link)
+
+
+def _refused(endpoint: str, error: zmq.ZMQError) -> Unavailable:
+    return Unavailable(f"cannot connect to {endpoint!r}: {error.strerror}")
 
 
 _OPTIONS = {
@@ -144,6 +156,10 @@ class _Link:
         self._again = False
         loop.add_reader(link.fileno(), self._wake)
         self._look_again()
+
+    def connect(self, endpoint: str) -> None:
+        """Begin to connect. Raises ZMQError if libzmq refuses the endpoint."""
+        self._socket.connect(endpoint)
 
     @property
     def endpoint(self) -> str:

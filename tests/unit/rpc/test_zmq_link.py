@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -224,26 +226,45 @@ async def test_a_refused_handshake_is_told_and_a_process_that_does_not_answer_is
 ) -> None:
     keys, foreign = shared_key(tmp_path, "ours"), shared_key(tmp_path, "theirs")
     guarded = Other(keys)
-    unlisted = keys._replace(secret=foreign.secret)
-    for wrong in (foreign, unlisted, None):
-        told = asyncio.Event()
-        links.ask(guarded.endpoint, keys=wrong, refused=told.set)
-        async with asyncio.timeout(LONG_S):
-            await told.wait()
-    refused: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        waits = links.ask(
-            f"tcp://127.0.0.1:{silent.getsockname()[1]}", keys=keys, refused=lambda: refused.append("silent")
-        )
+    with contextlib.closing(guarded.server):
+        unlisted = keys._replace(secret=foreign.secret)
+        for wrong in (foreign, unlisted, None):
+            told = asyncio.Event()
+            links.ask(guarded.endpoint, keys=wrong, refused=told.set)
+            async with asyncio.timeout(LONG_S):
+                await told.wait()
+        refused: list[str] = []
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            waits = links.ask(
+                f"tcp://127.0.0.1:{silent.getsockname()[1]}",
+                keys=keys,
+                refused=lambda: refused.append("silent"),
+            )
+            with pytest.raises(Unavailable):
+                await waits.ask(QUESTION, Done, SOON_S)
+            member = links.ask(guarded.endpoint, keys=keys, refused=lambda: refused.append("member"))
+            assert (await member.ask(QUESTION, Done, LONG_S)).epoch == 7
+            await asyncio.to_thread(silent.accept)
         with pytest.raises(Unavailable):
             await waits.ask(QUESTION, Done, SOON_S)
-        member = links.ask(guarded.endpoint, keys=keys, refused=lambda: refused.append("member"))
-        assert (await member.ask(QUESTION, Done, LONG_S)).epoch == 7
-        await asyncio.to_thread(silent.accept)
-    with pytest.raises(Unavailable):
-        await waits.ask(QUESTION, Done, SOON_S)
-    assert refused == []
-    guarded.server.close()
+        assert refused == []
+
+
+async def test_a_handshake_that_is_refused_once_and_for_all_is_told_on_a_busy_machine(
+    links: Links, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = zmq.Socket.get_monitor_socket
+
+    def late(link: zmq.Socket[bytes], events: int | None = None) -> Any:
+        time.sleep(1)  # libzmq's threads go on meanwhile
+        return begin(link, events)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", late)
+    guarded, told = Other(shared_key(tmp_path, "ours")), asyncio.Event()
+    with contextlib.closing(guarded.server):
+        links.ask(guarded.endpoint, refused=told.set)
+        async with asyncio.timeout(LONG_S):
+            await told.wait()
 
 
 def test_keys_of_a_cluster_can_differ(tmp_path: Path) -> None:
