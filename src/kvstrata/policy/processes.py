@@ -31,8 +31,8 @@ MAX_IDENTITIES = 4096
 MOST_LENGTHS = 8
 """Most different record lengths that are remembered for one process."""
 MAX_NAME_CHARS = 4096
-MAX_ADAPTERS = 64
-"""Adapters that are remembered of an engine."""
+ADAPTERS_REMEMBERED = 64
+"""Of each engine: those that were declared last."""
 """Longest adapter, tenant or salt."""
 
 
@@ -89,7 +89,7 @@ class EngineGroup:
         """A process has declared an identity with this `adapter`."""
         self._adapters.pop(adapter, None)
         self._adapters[adapter] = None
-        if len(self._adapters) > MAX_ADAPTERS:
+        if len(self._adapters) > ADAPTERS_REMEMBERED:
             del self._adapters[next(iter(self._adapters))]
 
     @property

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
 from kvstrata.policy.processes import (
-    MAX_ADAPTERS,
+    ADAPTERS_REMEMBERED,
     MAX_IDENTITIES,
     MAX_NAME_CHARS,
     AttachedProcess,
@@ -192,9 +192,9 @@ def test_an_engine_has_the_adapters_that_were_declared_last() -> None:
     for member, adapter in ((first, ""), (second, "a"), (first, "b"), (second, ""), (first, "b")):
         table.identify(member, RequestIdentity(adapter=adapter))
     assert first.group.adapters == ["b", "", "a"]
-    for number in range(MAX_ADAPTERS - 1):
+    for number in range(ADAPTERS_REMEMBERED - 1):
         table.identify(first, RequestIdentity(adapter=f"{number}"))
-    assert first.group.adapters[-1] == "b" and len(first.group.adapters) == MAX_ADAPTERS
+    assert first.group.adapters[-1] == "b" and len(first.group.adapters) == ADAPTERS_REMEMBERED
 
 
 @pytest.mark.parametrize("field", ["adapter", "tenant", "salt"])

@@ -210,15 +210,15 @@ def shared_key(tmp_path: Path, name: str) -> ClusterKeys:
 async def test_only_members_with_the_shared_key_reach_each_other(links: Links, tmp_path: Path) -> None:
     keys, foreign = shared_key(tmp_path, "ours"), shared_key(tmp_path, "theirs")
     guarded = Other(keys)
-    members = [links.ask(guarded.endpoint, keys=each) for each in (keys, foreign, None)]
-    assert (await members[0].ask(QUESTION, Done, LONG_S)).epoch == 7
-    for outsider in members[1:]:
-        with pytest.raises(Unavailable):
-            await outsider.ask(QUESTION, Done, SOON_S)
-    assert len(guarded.heard) == 1
-    for member in members:
-        member.close()
-    guarded.server.close()
+    with contextlib.closing(guarded.server):  # an open server would hold up the tests after this one
+        members = [links.ask(guarded.endpoint, keys=each) for each in (keys, foreign, None)]
+        assert (await members[0].ask(QUESTION, Done, LONG_S)).epoch == 7
+        for outsider in members[1:]:
+            with pytest.raises(Unavailable):
+                await outsider.ask(QUESTION, Done, SOON_S)
+        assert len(guarded.heard) == 1
+        for member in members:
+            member.close()
 
 
 async def test_a_refused_handshake_is_told_and_a_process_that_does_not_answer_is_none(
