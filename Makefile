@@ -29,7 +29,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
+.PHONY: help setup setup-packages setup-built demo test test-all test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
 
 ##@ First
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
@@ -70,15 +70,21 @@ demo: setup  ## show the main job end to end, with real vLLM where that is small
 	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
 
 ##@ Before a commit
-# The environment of vLLM is fetched while the C++ tests are compiled.
-test: setup  ## run every test, with real vLLM where that is installed or small to get
+# The environment of vLLM is fetched while the C++ tests are compiled. Tests of silence run last, one at a time.
+test: MARKED := not long and
+test: setup  ## run the tests that guard each change (twenty minutes), with real vLLM where that is installed or small
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
 #+ WORKERS=3, JOBS=2: test processes, compilers
+test-all: export KVSTRATA_TESTS := all
+test-all: setup  ## run every test, also the long and the rare ones, with fresh seeds
+test test-all:
 	@$(MAKE) test-vllm-env & $(MAKE) test-native; native=$$?; wait $$! && exit $$native
-	@$(PYTEST) --cache-clear $(ARGS) || $(VENV_PYTHON) -m tests.tools.alone $$?
+	@$(PYTEST) --junitxml build/tests.xml -m "$(MARKED) not silence" $(ARGS); beside=$$?; \
+	    $(PYTEST) -n0 --junitxml build/tests-alone.xml -m "$(MARKED) silence" $(ARGS); alone=$$?; \
+	    case "$$beside $$alone" in "0 5" | "5 0") exit 0 ;; esac; exit $$((beside ? beside : alone))  # 5: no test
 
-test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (about a minute and a half)
-	@$(PYTEST) -m "not integration and not vllm and not sglang and not gpu" $(ARGS)
+test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (a minute)
+	@$(PYTEST) -m "fast and not long and not silence" $(ARGS)
 
 families: setup test-vllm-env  ## serve a small model of each family with real vLLM, and compare tokens and hits
 #+ MODEL=gemma3: only this one; ARGS="--lengths 5 --seed 7"

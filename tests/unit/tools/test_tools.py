@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import server_process, vllm_engine, vllm_env, vllm_model
-from tests.tools import alone, contain, fetch_debian, provision, setup_env
+from tests.tools import contain, fetch_debian, provision, setup_env
 
 CONTAIN = Path(contain.__file__)
 
@@ -331,42 +331,3 @@ def test_simultaneous_sweeps_remove_files_of_dead_runs_and_none_of_a_living_one(
         for sweep in [pool.submit(server_process.sweep) for _ in range(4)]:
             sweep.result()
     assert list(tmp_path.iterdir()) == [living]
-
-
-FLAKY = """
-import pathlib
-seen = pathlib.Path(__file__).with_suffix(".seen")
-
-def test_passes_the_second_time():
-    there = seen.exists()
-    seen.touch()
-    assert there
-"""
-BROKEN = "def test_never_passes():\n    assert False\n"
-
-
-@pytest.mark.parametrize(
-    ("kind", "source", "status", "runs"),
-    [("integration", FLAKY, 0, 2), ("integration", BROKEN, 1, 2), ("unit", FLAKY, 1, 1)],
-)
-def test_what_fails_beside_other_processes_runs_again_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    kind: str,
-    source: str,
-    status: int,
-    runs: int,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    folder = tmp_path / "tests" / kind
-    folder.mkdir(parents=True)
-    (folder / "test_one.py").write_text(source)
-    ran = subprocess.run([sys.executable, "-m", "pytest", "-n0", "-p", "no:randomly", "tests"], check=False)
-    assert alone.main(ran.returncode) == status
-    said = capfd.readouterr().out
-    assert said.count("test session starts") == runs
-    assert ("passed alone:\n  tests/integration/test_one.py::test_passes" in said) == (status == 0)
-    assert alone.main(2) == 2, "an interrupted run is not repeated"

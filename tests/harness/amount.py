@@ -1,0 +1,17 @@
+"""How much of a test runs: `make test` is the gate, `make test-all` runs everything (`KVSTRATA_TESTS=all`).
+
+A whole test that only `make test-all` runs has the marker `long`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+T = TypeVar("T")
+ALL = os.environ.get("KVSTRATA_TESTS") == "all"
+
+
+def amount(gate: T, everything: T) -> T:
+    """Return the sizes, seeds or parameters of this run."""
+    return everything if ALL else gate
