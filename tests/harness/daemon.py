@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import signal
 import socket
@@ -19,8 +20,9 @@ from tests.harness.signals import send
 from tests.harness.vllm_fork import Forked
 
 PORT_ATTEMPTS = 5
-FIRST_PORT, MOST_PROBES = 10_000, 100
+FIRST_PORT, PORTS_OF_A_WORKER, MOST_PROBES = 10_000, 2_000, 100
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_given: set[int] = set()
 
 
 class Unavailable(Exception):
@@ -34,18 +36,22 @@ class DidNotStart(Unavailable):
 def free_port() -> int:
     """Return a free port of the loopback, below the ephemeral ports.
 
-    No outgoing connection gets such a port, so a server that was killed finds its port free again.
+    No outgoing connection gets such a port, so a server that was killed finds its port free again.  Each process of
+    tests has ports of its own, and takes none twice, so nobody binds it before the server does.
     """
     lowest_ephemeral = int(_EPHEMERAL.read_text().split()[0])
-    candidates = range(FIRST_PORT, lowest_ephemeral)
+    worker = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
+    first = FIRST_PORT + worker * PORTS_OF_A_WORKER % (lowest_ephemeral - FIRST_PORT - PORTS_OF_A_WORKER)
+    candidates = [port for port in range(first, first + PORTS_OF_A_WORKER) if port not in _given]
     for port in random.SystemRandom().sample(candidates, k=min(MOST_PROBES, len(candidates))):
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            _given.add(port)
             return port
-    raise Unavailable(f"no port from {FIRST_PORT} to {lowest_ephemeral} is free on the loopback")
+    raise Unavailable(f"no port from {first} to {first + PORTS_OF_A_WORKER} is free on the loopback")
 
 
 def free_ports(count: int) -> int:
@@ -58,6 +64,7 @@ def free_ports(count: int) -> int:
                     stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             except (OSError, OverflowError):
                 continue
+            _given.update(range(first, first + count))
             return first
     raise Unavailable(f"no {count} ports in a row are free on the loopback")
 
