@@ -5,6 +5,7 @@ A setting whose values have a form beyond their type says it in `Meta(extra={"de
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,12 @@ def problems(kind: Any, value: Any, path: str = "") -> Iterator[Problem]:
     yield from inner or [Problem(path, f"{demand(kind)}, found {quoted(name, value)}")]
 
 
+@functools.cache
+def field_types(struct: type[msgspec.Struct]) -> Mapping[str, Any]:
+    """The type of each field; msgspec evaluates all annotations at each question."""
+    return types.MappingProxyType({field.name: field.type for field in msgspec.structs.fields(struct)})
+
+
 def canonical(kind: Any, value: Any) -> Any:
     """The value with the words of settings that have a few words spelt as the settings spell them.
 
@@ -77,7 +84,7 @@ def canonical(kind: Any, value: Any) -> Any:
         if isinstance(word, str):
             return next((one for one in typing.get_args(bare) if one.lower() == word.lower()), value)
     elif _is_struct(bare) and isinstance(value, Mapping):
-        kinds = {field.name: field.type for field in msgspec.structs.fields(bare)}
+        kinds = field_types(bare)
         return {key: canonical(kinds[key], one) if key in kinds else one for key, one in value.items()}
     elif typing.get_origin(bare) is list and isinstance(value, list):
         return [canonical(typing.get_args(bare)[0], one) for one in value]

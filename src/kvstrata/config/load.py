@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ import msgspec
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.demands import Problem, bare_type, canonical, problems
+from kvstrata.config.demands import Problem, bare_type, canonical, field_types, problems
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
@@ -55,15 +55,17 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
-def leaves(struct: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, Any]]:
+@cache
+def leaves(struct: type[msgspec.Struct], path: str = "") -> tuple[tuple[str, Any], ...]:
     """(dotted key, field type) of every setting below a struct."""
-    for field in msgspec.structs.fields(struct):
-        inner = bare_type(field.type)
-        name = f"{path}{field.name}"
+    found: list[tuple[str, Any]] = []
+    for name, kind in field_types(struct).items():
+        inner = bare_type(kind)
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            yield from leaves(inner, f"{name}.")
+            found += leaves(inner, f"{path}{name}.")
         else:
-            yield name, field.type
+            found.append((f"{path}{name}", kind))
+    return tuple(found)
 
 
 def parse_yaml(text: str) -> Any:
@@ -137,10 +139,13 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
     return nested
 
 
-def variables(struct: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+@cache
+def variables(struct: type[msgspec.Struct]) -> Mapping[str, tuple[str, Any]]:
     """The environment variable of every setting below a struct, with its dotted key and type."""
     prefix = OWN_ENV_PREFIX.get(struct, ENV_PREFIX)
-    return {prefix + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
+    return MappingProxyType(
+        {prefix + key.upper().replace(".", "_"): (key, kind) for key, kind in leaves(struct)}
+    )
 
 
 def variable_names(struct: type[msgspec.Struct]) -> dict[str, str]:
