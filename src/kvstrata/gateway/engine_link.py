@@ -50,10 +50,7 @@ class Address(NamedTuple):
 
 
 class Answer(asyncio.Protocol):
-    """A link, and the answer that it carries.
-
-    Size: nine of the methods are what asyncio and the parser call.
-    """
+    """A link, and the answer that it carries."""
 
     def __init__(self, links: Links, address: Address) -> None:
         self.address = address

@@ -10,8 +10,6 @@ writes after it has dropped a hold.
 
 Needs pytest and pytest-asyncio (the `test` extra).  To see in failures what was compared, call
 `pytest.register_assert_rewrite("kvstrata.testing.adapter_contract")` in a conftest.py before importing this module.
-
-Size: one suite, because authors of adapters subclass it as a whole.
 """
 
 from __future__ import annotations
@@ -110,10 +108,7 @@ class Medium(ABC):
 
 @pytest.mark.asyncio
 class AdapterContract(ABC):
-    """The contract, see the module. A subclass sets `has_cap`, `cap_scale` and `waits_in_threads` for its adapter.
-
-    Size: each promise of the contract is one test method.
-    """
+    """The contract, see the module. A subclass sets `has_cap`, `cap_scale` and `waits_in_threads` for its adapter."""
 
     has_cap = True
     """Whether `make_adapter` honours `capacity_bytes`."""

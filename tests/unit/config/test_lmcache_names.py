@@ -17,7 +17,6 @@ from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_flags
-from kvstrata.config.lmcache import READ_ON, VERSION
 from kvstrata.config.lmcache.fates import Fate, Name, find
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.lmcache.interfaces import COMMANDS, CONTROLLER_PATHS, SERVER_PATHS, path_advice
@@ -33,6 +32,7 @@ from kvstrata.config.lmcache.variables import server_notes
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
 from kvstrata.errors import ConfigError
+from tests.harness.cases import case
 
 THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_6.json").read_text())
 VALUES = {
@@ -54,10 +54,6 @@ def at(settings: Any, dotted: str) -> Any:
     return settings
 
 
-def test_the_names_are_those_of_the_version_that_the_page_names():
-    assert (THEIRS["version"], THEIRS["read_on"]) == (VERSION, READ_ON)
-
-
 # -- flags
 
 
@@ -72,13 +68,15 @@ COMMANDS_WITH_FLAGS: dict[str, tuple[Any, type, list[tuple[str, Name]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [(command, name) for command, found in COMMANDS_WITH_FLAGS.items() for name, _ in found[2]],
-)
-def test_every_flag_does_what_its_row_says(command, name):
+@pytest.mark.parametrize("command", COMMANDS_WITH_FLAGS)
+def test_every_flag_does_what_its_row_says(command):
     parse, struct, table = COMMANDS_WITH_FLAGS[command]
-    entry = dict(table)[name]
+    for name, entry in table:
+        with case(name):
+            check_flag(parse, struct, name, entry)
+
+
+def check_flag(parse, struct, name, entry):
     defaults = struct()
     is_switch = THEIRS["server_flags"].get(name) == "switch"
     value = VALUES.get(name, "7")
@@ -102,21 +100,18 @@ def test_every_flag_does_what_its_row_says(command, name):
         assert at(flags, "settings")["log_level"] == "debug", "the flag took the next one as its value"
 
 
-@pytest.mark.parametrize("name", sorted(THEIRS["server_flags"]))
-def test_no_flag_of_their_server_is_unknown_and_their_defaults_are_no_errors(name):
-    assert find(name, SERVER_FLAGS, FLAG_PREFIXES), f"{name} is in no table"
-    default = THEIRS["server_flags"][name]
-    if default not in (None, "switch"):
-        loaded(parse_server_flags([name, str(default)]))
-        loaded(parse_server_flags([f"{name}={default}"]))
-
-
-@pytest.mark.parametrize("name", sorted(set(THEIRS["controller_flags"]) - {"--config", "--monitor-port"}))
-def test_no_flag_of_their_controller_is_unknown_and_their_defaults_are_no_errors(name):
-    assert name in CONTROLLER_FLAGS
-    default = THEIRS["controller_flags"][name]
-    if default is not None:
-        loaded(parse_controller_flags([name, str(default)]), ControllerSettings)
+def test_no_flag_of_theirs_is_unknown_and_their_defaults_are_no_errors():
+    for name, default in THEIRS["server_flags"].items():
+        with case(name):
+            assert find(name, SERVER_FLAGS, FLAG_PREFIXES)
+            if default not in (None, "switch"):
+                loaded(parse_server_flags([name, str(default)]))
+                loaded(parse_server_flags([f"{name}={default}"]))
+    for name in set(THEIRS["controller_flags"]) - {"--config", "--monitor-port"}:
+        with case(name):
+            assert name in CONTROLLER_FLAGS
+            if (default := THEIRS["controller_flags"][name]) is not None:
+                loaded(parse_controller_flags([name, str(default)]), ControllerSettings)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +221,13 @@ def given(source: str, key: str, value: Any, folder: Path) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("key", KEY_ROWS)
-def test_every_key_does_what_its_row_says(key, source, tmp_path):
-    entry = KEY_ROWS[key]
+def test_every_key_does_what_its_row_says(source, tmp_path):
+    for key, entry in KEY_ROWS.items():
+        with case(key):
+            check_key(key, entry, source, tmp_path)
+
+
+def check_key(key, entry, source, tmp_path):
     value = SAMPLES.get(key, 7)
     extra, environment, name = given(source, key, value, tmp_path)
     if entry.fate is Fate.REFUSED:
@@ -243,9 +242,13 @@ def test_every_key_does_what_its_row_says(key, source, tmp_path):
         assert settings == ClientSettings() and notes == [f"{name} has no effect: {entry.say}"]
 
 
-@pytest.mark.parametrize("key", CONNECTOR_ROWS)
-def test_every_connector_setting_does_what_its_row_says(key):
-    entry = CONNECTOR_ROWS[key]
+def test_every_connector_setting_does_what_its_row_says():
+    for key, entry in CONNECTOR_ROWS.items():
+        with case(key):
+            check_connector_setting(key, entry)
+
+
+def check_connector_setting(key, entry):
     value = SAMPLES.get(key, 7)
     if entry.fate is Fate.REFUSED:
         with pytest.raises(ConfigError, match=r"kv_connector_extra_config: lmcache\.mp") as caught:
@@ -259,12 +262,11 @@ def test_every_connector_setting_does_what_its_row_says(key):
         assert notes == [f"kv_connector_extra_config: {key} has no effect: {entry.say}"]
 
 
-@pytest.mark.parametrize("key", sorted(THEIRS["file_keys"]))
-def test_no_key_of_their_file_is_unknown_and_their_defaults_are_no_errors(key, tmp_path):
-    assert find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES), f"{key} is in no table"
-    extra, environment, _ = given("file", key, THEIRS["file_keys"][key], tmp_path)
-    if THEIRS["file_keys"][key] is not None:
-        load_settings(extra, environment)
+def test_no_key_of_theirs_is_unknown():
+    assert [key for key in THEIRS["file_keys"] if not find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES)] == []
+    assert [
+        key for key in THEIRS["connector_keys"] if not find(key, CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES)
+    ] == []
 
 
 def test_a_file_with_all_their_defaults_is_accepted(tmp_path):
@@ -279,24 +281,17 @@ def test_a_file_with_all_their_defaults_is_accepted(tmp_path):
     ) == len(defaults)
 
 
-@pytest.mark.parametrize("key", THEIRS["connector_keys"])
-def test_no_connector_setting_of_theirs_is_unknown(key):
-    assert find(key, CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES)
-
-
-@pytest.mark.parametrize(
-    "name", [*THEIRS["variables"], *VARIABLES, *(f"{one}X" for one in VARIABLE_PREFIXES)]
-)
-def test_every_variable_is_noted_by_the_engine_and_by_the_server(name):
-    if name == "LMCACHE_RUN_SCRIPT_API_ENABLED":  # a key of the file, upper-cased
-        with pytest.raises(ConfigError, match=rf"environment: {name}: no scripts are run"):
-            load_settings({}, {name: "1"})
-        return
-    entry = find(name, VARIABLES, VARIABLE_PREFIXES)
-    assert entry, f"{name} is in no table"
-    says = [f"environment: {name} has no effect: {entry.say}"]
-    assert load_settings({}, {name: "1"}) == (ClientSettings(), says)
-    assert server_notes({name: "1"}, ClientSettings.__struct_fields__) == says
+def test_every_variable_is_noted_by_the_engine_and_by_the_server():
+    script = "LMCACHE_RUN_SCRIPT_API_ENABLED"  # a key of the file, upper-cased
+    with pytest.raises(ConfigError, match=rf"environment: {script}: no scripts are run"):
+        load_settings({}, {script: "1"})
+    for name in {*THEIRS["variables"], *VARIABLES, *(f"{one}X" for one in VARIABLE_PREFIXES)} - {script}:
+        with case(name):
+            entry = find(name, VARIABLES, VARIABLE_PREFIXES)
+            assert entry
+            says = [f"environment: {name} has no effect: {entry.say}"]
+            assert load_settings({}, {name: "1"}) == (ClientSettings(), says)
+            assert server_notes({name: "1"}, ClientSettings.__struct_fields__) == says
 
 
 def test_an_unknown_variable_is_a_warning_and_stops_nobody():

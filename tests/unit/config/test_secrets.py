@@ -118,7 +118,7 @@ def test_variables_are_shown_from_a_closed_list_field_by_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "unreadable", ["[{password: hunter2", "hunter2", "{", "- ]", "[" * 5_000, "2020-99-99", '"hunter2"']
+    "unreadable", ["[{password: hunter2", "hunter2", "{", "- ]", "[" * 1_000, "2020-99-99", '"hunter2"']
 )
 def test_a_variable_that_cannot_be_read_is_not_shown_at_all(unreadable: str) -> None:
     assert shown_environment({"KVSTRATA_L2_ADAPTERS": unreadable}) == {}

@@ -60,8 +60,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps KV in a kvstrata server that shares memory with this engine.
 
-    Size: vLLM's interface has this many methods.
-
     At the start, settings, models and layouts that are not supported raise ConfigError; a missing server does not.
     """
 
