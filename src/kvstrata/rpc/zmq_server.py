@@ -439,7 +439,9 @@ class ZmqServer:
         self._loop.call_soon(self._see_connections, local)
 
     def _see_connections(self, local: bool) -> None:
-        watch, inbox = self._watches[local], self._inboxes[local]
+        watch, inbox = self._watches.get(local), self._inboxes.get(local)
+        if watch is None or inbox is None:
+            return  # the server was closed before this turn of the loop
         while not watch.closed:
             try:
                 told = parse_monitor_message(watch.recv_multipart(zmq.NOBLOCK))

@@ -15,7 +15,6 @@ import zmq
 import zmq.asyncio
 
 from kvstrata.errors import ConfigError
-from kvstrata.process.ports import port_holder, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys, read_curve_file
 from kvstrata.rpc.zmq_server import MESSAGES_PER_WAKE, SEND_QUEUE, Address, ZmqServer
@@ -78,12 +77,6 @@ async def ask(client: zmq.asyncio.Socket, *frames: bytes) -> list[bytes]:
     return await asyncio.wait_for(client.recv_multipart(), 30)
 
 
-async def test_each_frame_is_answered_to_its_sender(echo: Echo) -> None:
-    clients = [echo.client() for _ in range(5)]
-    replies = await asyncio.gather(*(ask(client, b"%d" % n) for n, client in enumerate(clients)))
-    assert replies == [[b"%d" % n] for n in range(5)]
-
-
 async def test_the_socket_is_private_and_removed_with_the_server(tmp_path: Path) -> None:
     (tmp_path / "rpc.sock").write_text("left by a dead server")
     server = Echo(tmp_path)
@@ -101,11 +94,6 @@ async def test_messages_of_several_frames_get_an_error_and_the_next_one_works(
     delimiter = [] if frames[0] else [b""]
     assert await ask(client, *frames) == [*delimiter, b"%d frames" % len(frames)]
     assert await ask(client, b"fine") == [b"fine"]
-
-
-async def test_a_request_socket_sees_the_error(echo: Echo) -> None:
-    client = echo.client(kind=zmq.REQ)
-    assert await ask(client, b"hello") == [b"2 frames"]
 
 
 async def test_an_oversized_message_costs_only_its_sender(echo: Echo) -> None:
@@ -189,15 +177,6 @@ async def test_a_client_that_does_not_read_loses_replies_and_blocks_nobody(echo:
     assert await ask(good, b"after") == [b"after"]
 
 
-async def test_late_replies_reach_the_sender(echo: Echo) -> None:
-    waiting: asyncio.Queue[Address] = asyncio.Queue()
-    echo.server.start(lambda address, frame: waiting.put_nowait(address), lambda address, count: b"")
-    client = echo.client()
-    await client.send(b"slow")
-    echo.server.send(await asyncio.wait_for(waiting.get(), 30), b"at last")
-    assert await asyncio.wait_for(client.recv(), 30) == b"at last"
-
-
 async def test_messages_that_come_while_replies_go_out_are_not_missed(echo: Echo) -> None:
     """Sending may swallow the signal that something arrived."""
     clients = [echo.client() for _ in range(8)]
@@ -229,12 +208,6 @@ async def test_a_taken_port_is_refused_with_its_holder() -> None:
     assert caught.value.field == "port"
 
 
-def test_a_free_port_has_no_holder() -> None:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # it does not listen, and nobody else can
-        assert port_holder(bound.getsockname()[1]) == ""
-
-
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.0.2.7", "::"])
 async def test_off_loopback_needs_a_key_or_permission(host: str) -> None:
     server = ZmqServer(asyncio.get_running_loop())
@@ -244,22 +217,11 @@ async def test_off_loopback_needs_a_key_or_permission(host: str) -> None:
     server.close()
 
 
-async def test_off_loopback_with_permission_listens() -> None:
-    server = ZmqServer(asyncio.get_running_loop())
-    assert server.bind_tcp("0.0.0.0", 0, curve=None, insecure=True) > 0
-    server.close()
-
-
 async def test_an_address_of_another_machine_is_a_named_error() -> None:
     server = ZmqServer(asyncio.get_running_loop())
     with pytest.raises(ConfigError, match=r"192\.0\.2\.7"):
         server.bind_tcp("192.0.2.7", 0, curve=None, insecure=True)
     server.close()
-
-
-def test_a_host_that_is_no_address_is_a_named_error() -> None:
-    with pytest.raises(ConfigError, match="is not an address"):
-        resolve("no such host.invalid")
 
 
 async def test_only_listed_clients_get_through_curve(tmp_path: Path) -> None:
@@ -323,14 +285,6 @@ def test_a_wrong_curve_file_is_refused_by_line(tmp_path: Path, text: str, says: 
         read_curve_file(str(path))
 
 
-def test_a_curve_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text(f"secret {GOOD_KEY}\nclient {GOOD_KEY}")
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_curve_file(str(path))
-
-
 def test_a_curve_file_gives_the_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     other = zmq.curve_keypair()[0].decode()
@@ -341,6 +295,11 @@ def test_a_curve_file_gives_the_keys(tmp_path: Path) -> None:
     )
 
 
-def test_a_missing_curve_file_is_a_named_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_curve_file(str(tmp_path / "nothing"))
+async def test_a_server_that_is_closed_at_once_leaves_no_callback_that_fails(tmp_path: Path) -> None:
+    failed: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failed.append(context))
+    server = Echo(tmp_path)
+    server.start()
+    server.close()
+    await asyncio.sleep(0)
+    assert failed == []
