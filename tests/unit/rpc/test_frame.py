@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest
 from kvstrata.rpc import wire
-from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, PROOF_BYTES, SCAN, check_limits, prove, proves, read_head
+from kvstrata.rpc.frame import PROOF_BYTES, SCAN, check_limits, prove, proves, read_head
 from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
@@ -92,7 +92,3 @@ def test_the_head_of_a_frame_that_exceeds_the_limits_is_read_and_its_rest_is_not
         check_limits(head)
     # A scan ends at its first fault: without the megabytes behind it, the outcome is the same.
     assert SCAN(head_of() + rest[:200]) == head
-
-
-def test_a_frame_without_a_session_has_the_length_of_an_attach_message() -> None:
-    assert MAX_UNPROVEN_BYTES == 64 << 10

@@ -17,6 +17,7 @@ import zmq
 
 from kvstrata.rpc import zmq_client
 from kvstrata.rpc.zmq_client import GREETING, QUEUED_FRAMES, Dealer, Waiter, command, header, metadata
+from tests.harness.amount import amount
 
 PATIENCE_S = 20.0
 READY = command(b"READY", metadata(b"Socket-Type", b"ROUTER"))
@@ -119,7 +120,7 @@ def turn_until(waiter: Waiter, holds: Callable[[], bool]) -> None:
         waiter.wait(0.05)
 
 
-@pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000, 5_000_000])
+@pytest.mark.parametrize("size", [0, 255, 256, 5_000_000])
 def test_frames_of_any_length_reach_a_router_and_come_back(path, router, waiter, size):
     dealer = waiter.connect(path)
     frame = Random(size).randbytes(size)
@@ -240,7 +241,7 @@ def test_bytes_that_are_no_zmtp_end_the_connection_and_nothing_else(raw, path, w
     assert frames_of(waiter, dealer, 1) == [b"fine"]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(amount(6, 30)))
 def test_no_bytes_of_a_server_raise(raw, path, waiter, seed):
     dealer, random = waiter.connect(path), Random(seed)
     peer = raw.accept(greet=False)

@@ -15,13 +15,12 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvstrata.errors import ClusterFailure, ConfigError, Unavailable
+from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.rpc.cluster_wire import (
     REPLY_REQUESTS,
     Done,
     Failure,
     Goodbye,
-    Nudge,
     PeerReleased,
     encode,
 )
@@ -145,15 +144,6 @@ async def test_the_link_finds_a_peer_that_was_started_again(links: Links) -> Non
     second.server.close()
 
 
-async def test_an_unasked_message_is_passed_on(links: Links, other: Other) -> None:
-    told: asyncio.Queue[Nudge] = asyncio.Queue()
-    link = links.ask(other.endpoint, told=told.put_nowait)
-    await link.ask(QUESTION, Done, LONG_S)
-    other.server.send(other.heard[0][0], encode(Nudge(9)))
-    assert (await asyncio.wait_for(told.get(), LONG_S)).epoch == 9
-    link.close()
-
-
 async def test_questions_without_an_outcome_are_bounded(link: AskLink, other: Other) -> None:
     other.answer = lambda seq: []
     waiting = [asyncio.create_task(link.ask(QUESTION, Done, LONG_S)) for _ in range(MAX_OPEN)]
@@ -273,19 +263,6 @@ def test_keys_of_a_cluster_can_differ(tmp_path: Path) -> None:
     path.write_text(f"secret {secret.decode()}\nserver {server.decode()}\nclient {client.decode()}\n")
     path.chmod(0o600)
     assert read_cluster_keys(str(path), "x") == ClusterKeys(secret, server, frozenset({client}))
-
-
-def test_a_wrong_cluster_key_is_refused_with_its_setting(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("client " + "0" * 40)
-    path.chmod(0o600)
-    with pytest.raises(ConfigError, match=r"p2p\.curve_file: .*no line `secret KEY`"):
-        read_cluster_keys(str(path), "p2p.curve_file")
-
-
-async def test_an_invalid_endpoint_is_refused(links: Links) -> None:
-    with pytest.raises(Unavailable, match="cannot connect"):
-        links.ask("nonsense")
 
 
 def connections_of(port: int) -> tuple[list[socket.socket], list[socket.socket]]:
