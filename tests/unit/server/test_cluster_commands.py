@@ -152,16 +152,11 @@ OWNER = {
     ("kind", "argument", "says"),
     [
         (CommandKind.RESYNC, {"freeze_ms": 5_001}, "freeze_ms: must be a number from 0 to 5000, found 5001"),
-        (CommandKind.RESYNC, {"freeze_ms": True}, "freeze_ms: must be a number from 0 to 5000, found True"),
         (CommandKind.CLEAR, {"tier": "l3"}, "tier: must be l1, l2 or all, found 'l3'"),
         (CommandKind.CLEAR, {"tier": "l1", "tenant": 1}, "tenant: must be a string, or null"),
         (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, found None"),
-        (CommandKind.EVICT, {"keys": KEY + b"k"}, "keys: must be 1 to 4096 keys of 32 bytes"),
         (CommandKind.EVICT, {"identity": b"r"}, "identity: must be 32 bytes, found b'r'"),
         (CommandKind.PIN, {"keys": KEY}, "claim: must be a string of 1 to 200 characters, found None"),
-        (CommandKind.PIN, {"keys": KEY, "claim": "c", "ttl_ms": -1}, "ttl_ms: must be a number from 0 to"),
-        (CommandKind.UNPIN, {"claim": "c" * 201}, "claim: must be a string of 1 to 200 characters"),
-        (CommandKind.PULL, {"keys": KEY}, "identity: must be 32 bytes, found None"),
         (
             CommandKind.PULL,
             {"keys": KEY, "identity": ROOT, "n_slices": 2},
@@ -173,7 +168,6 @@ OWNER = {
             "owner: must be an Owner",
         ),
         (CommandKind.DRAIN, {"on": "yes"}, "on: must be true or false, found 'yes'"),
-        (CommandKind.EXPLAIN, {}, "request_id: must be a string of 1 to 200 characters, found None"),
         (CommandKind.EXPLAIN, {"keys": KEY * 257}, "keys: must be 1 to 256 keys of 32 bytes"),
     ],
 )

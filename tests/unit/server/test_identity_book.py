@@ -13,6 +13,7 @@ from kvstrata.errors import StorageError
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.identity_book import LINE_BYTES, MAGIC, IdentityBook, book_path, tenant_mark
+from tests.harness.amount import amount
 
 pytestmark = pytest.mark.asyncio
 
@@ -45,7 +46,7 @@ async def test_a_root_is_known_with_its_tenant_after_a_restart_and_names_are_not
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(amount(6, 20)))
 async def test_damage_costs_the_damaged_lines_alone_and_later_lines_are_kept(tmp_path, seed):
     draw = random.Random(seed)
     path = tmp_path / "book"

@@ -6,18 +6,15 @@ controller that is absent.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import functools
 import gc
-import inspect
 import json
 import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import httpx
@@ -39,7 +36,7 @@ from kvstrata.process.http_token import find_token
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.server import composition, instance, joining, process
+from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
@@ -279,17 +276,3 @@ async def test_the_status_document_has_these_keys(tmp_path: Path) -> None:
     expected = Path(__file__).with_name("status_keys.json")
     found = [key for key in sorted(keys_in(told)) if not OTHERS.search(key)]
     assert found == json.loads(expected.read_text())
-
-
-@pytest.mark.parametrize("module", [composition, instance, joining, process])
-def test_no_part_gets_attributes_after_its_construction(module: ModuleType) -> None:
-    tree = ast.parse(inspect.getsource(module))
-    targets = [
-        target
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Attribute)
-    ]
-    others = [ast.unparse(target) for target in targets if ast.unparse(target.value) != "self"]
-    assert others == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of
 
 SESSION, GROUP = b"a session".ljust(16, b"."), b"a group".ljust(16, b".")
+BLUE, GREEN = frozenset({"blue"}), frozenset({"green"})
 
 
 @pytest.fixture
@@ -30,7 +32,17 @@ def server() -> Any:
     made.close()
 
 
-def test_tasks_of_one_process_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
+@pytest.mark.parametrize(
+    ("most", "one", "other"),
+    [
+        (running.MAX_UNKEPT_OF_PROCESS, lambda number: Owner(7, None), Owner(8, None)),
+        (running.MAX_UNKEPT_OF_TOKEN, lambda number: Owner(number, BLUE), Owner(1_000, GREEN)),
+    ],
+    ids=["process", "token"],
+)
+def test_tasks_of_one_process_or_token_leave_room_for_those_of_another(
+    server: InstanceInProcess, most: int, one: Callable[[int], Owner], other: Owner
+) -> None:
     tasks, ended = server.requests.running, asyncio.Event()
 
     async def reply() -> wire.Reply:
@@ -38,61 +50,37 @@ def test_tasks_of_one_process_leave_room_for_those_of_another(server: InstanceIn
         return wire.Ok(1, server.epoch)
 
     async def run() -> None:
-        for _ in range(running.MAX_UNKEPT_OF_PROCESS):
-            tasks.check_room_for_unkept(Owner(7, None))
-            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(7, None), 0.0)
+        for number in range(most):
+            tasks.check_room_for_unkept(one(number))
+            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), one(number), 0.0)
         with pytest.raises(Refused):
-            tasks.check_room_for_unkept(Owner(7, None))
-        tasks.check_room_for_unkept(Owner(8, None))
+            tasks.check_room_for_unkept(one(1_000))
+        tasks.check_room_for_unkept(other)
         ended.set()
         await server.supervisor.idle()
         await asyncio.sleep(0)
-        tasks.check_room_for_unkept(Owner(7, None))
-
-    server.loop.run_until_complete(run())
-
-
-def test_tasks_of_one_token_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
-    tasks, ended = server.requests.running, asyncio.Event()
-    blue, green = frozenset({"blue"}), frozenset({"green"})
-
-    async def reply() -> wire.Reply:
-        await ended.wait()
-        return wire.Ok(1, server.epoch)
-
-    async def run() -> None:
-        for pid in range(running.MAX_UNKEPT_OF_TOKEN):
-            tasks.check_room_for_unkept(Owner(pid, blue))
-            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), Owner(pid, blue), 0.0)
-        with pytest.raises(Refused):
-            tasks.check_room_for_unkept(Owner(1_000, blue))
-        tasks.check_room_for_unkept(Owner(1_000, green))
-        ended.set()
-        await server.supervisor.idle()
-        await asyncio.sleep(0)
-        tasks.check_room_for_unkept(Owner(1_000, blue))
+        tasks.check_room_for_unkept(one(1_000))
 
     server.loop.run_until_complete(run())
 
 
 def test_prewarms_of_one_token_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
     prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
-    blue, green = frozenset({"blue"}), frozenset({"green"})
 
     def start(token: frozenset[str] | None) -> int:
         return prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000, token)
 
     async def run() -> None:
         for _ in range(prewarm.MAX_RUNNING_OF_TOKEN):
-            start(blue)
+            start(BLUE)
         with pytest.raises(Refused, match="4 prewarm jobs of this token are running"):
-            start(blue)
-        others = [start(green), *(start(None) for _ in range(3))]
+            start(BLUE)
+        others = [start(GREEN), *(start(None) for _ in range(3))]
         with pytest.raises(Refused, match="8 prewarm jobs are running"):
             start(None)
         await server.supervisor.idle()
         assert all((prewarms.job(job) or {})["state"] == "done" for job in others)
-        start(blue)
+        start(BLUE)
         await server.supervisor.idle()
 
     server.loop.run_until_complete(run())

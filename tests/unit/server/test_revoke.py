@@ -9,13 +9,11 @@ from typing import cast
 import pytest
 
 from kvstrata.client import CacheClient
-from kvstrata.client.copies import CopyLedger
-from kvstrata.client.handles import LookupCall, LookupResult
+from kvstrata.client.handles import LookupResult
 from kvstrata.client.link import Step
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.native.pool import Pool
 from kvstrata.rpc import wire
-from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.requests.leases import MAX_REVOKES, MAX_TOLD, Lease, Leases
 from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role
 from tests.harness.instance_in_process import InstanceInProcess
@@ -127,12 +125,6 @@ def test_so_many_leases_are_asked_back_as_the_rest_of_the_prefix_needs(
     assert notice.revoked == held[:asked]
 
 
-def test_the_notice_goes_to_the_connection_that_its_holder_used_last(server, old, new, prompts, held):
-    new.look_up(prompts[4])
-    addresses = [address for address, frame in server.sent if isinstance(wire.decode_reply(frame), wire.Pong)]
-    assert addresses == [Address(True, b"0")]
-
-
 def test_a_lease_is_asked_back_with_each_ping_until_it_is_given_back(old, new, prompts, held):
     assert old.asked_back() == []
     new.look_up(prompts[4])
@@ -226,28 +218,6 @@ def result(n_chunks: int = 3) -> LookupResult:
     return LookupResult(n_chunks, LeaseName(b"s" * 16, 7, 1), b"", 1, "")
 
 
-def test_a_claim_and_a_revoke_exclude_each_other():
-    call = LookupCall(lambda call: None)
-    assert not call.take_back(lambda lease: True), "nothing is leased yet"
-    call.finish(result())
-    assert call.claim()
-    assert not call.take_back(lambda lease: True)
-    call.unclaim()
-    assert call.take_back(lambda lease: True)
-    assert call.revoked and not call.claim()
-    assert not call.take_back(lambda lease: True), "it goes back once"
-
-
-def test_a_miss_or_a_cancelled_lookup_has_nothing_to_take_back():
-    missed = LookupCall(lambda call: None)
-    missed.finish(LookupResult(0, None, b"", 0, "evicted"))
-    assert not missed.take_back(lambda lease: True)
-    cancelled = LookupCall(lambda call: None)
-    cancelled.finish(result())
-    cancelled.cancel()
-    assert not cancelled.take_back(lambda lease: True)
-
-
 class Waiting(CacheClient):
     """A client attached to `server`, without its thread and its socket."""
 
@@ -297,18 +267,3 @@ def test_a_lookup_is_cancelled_at_the_server_only_if_it_may_still_hold_a_lease(s
     call.cancel()
     assert client.run() == []
     client.close()
-
-
-def test_a_begun_load_keeps_its_lease_and_none_begins_after_a_revoke():
-    class Mapped:
-        pool_id = b"p" * 16
-
-    ledger = CopyLedger()
-    ledger.attached(1, Mapped.pool_id, Mapped)
-    running, waiting = LeaseName(b"s" * 16, 1, 1), LeaseName(b"s" * 16, 2, 1)
-    assert ledger.begin_load(running) is not None
-    assert not ledger.take_back(running)
-    assert ledger.take_back(waiting)
-    assert ledger.begin_load(waiting) is None
-    assert not ledger.take_back(waiting)
-    ledger.end_load(running)
