@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.metadata
 import importlib.util
@@ -31,7 +30,6 @@ from kvstrata.testing.faulty_adapter import FaultyAdapter
 
 AROUND = Surroundings(SystemClock(), 1 << 30, lambda report: None)
 FS = {"type": "fs", "base_path": "/data/kv"}
-DISK = {"type": "disk", "base_path": "/nowhere/log", "capacity_gb": 1}
 
 
 def arguments_of(config: TierConfig) -> dict[str, Any]:
@@ -89,93 +87,6 @@ def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogC
         "l2_adapters[0].eviction",
         "l2_adapters[0].read_ahead_size",
     ]
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("{oops", r"l2_adapters\[2\]: not JSON"),
-        ("[1]", r"l2_adapters\[2\]: must be an object"),
-        ({}, r"l2_adapters\[2\]\.type: must be a non-empty string, found None"),
-        ({"type": 5}, r"l2_adapters\[2\]\.type: must be a non-empty string, found 5"),
-        (
-            {"type": "moncake"},
-            r"l2_adapters\[2\]\.type: unknown adapter 'moncake' \(did you mean 'mooncake_store'\?\)",
-        ),
-        ({"type": "fss"}, r"unknown adapter 'fss' \(did you mean 'fs'\?\)"),
-        ({"type": "zzzzzzzz"}, r"unknown adapter 'zzzzzzzz'; known types: disk, fault_inject, fs, fs_native"),
-        ({"type": "hf3fs"}, r"'hf3fs' is not part of this version; a plugin can provide it"),
-        ({"type": "fs"}, r"l2_adapters\[2\]\.base_path: must be a non-empty string, found None"),
-        ({**FS, "base_path": "~nobody-of-that-name/kv"}, r"\.base_path: must be an absolute path"),
-        ({**FS, "base_pth": "/x"}, r"l2_adapters\[2\]\.base_pth: unknown field \(did you mean 'base_path'\?\)"),
-        ({**FS, "num_workers": "four"}, r"\.num_workers: must be a whole number from 1 to 256, found 'four'"),
-        ({**FS, "num_workers": 0}, r"\.num_workers: must be a whole number from 1 to 256, found 0"),
-        ({**FS, "num_workers": True}, r"\.num_workers: must be a whole number from 1 to 256, found True"),
-        ({**FS, "num_workers": 2.5}, r"\.num_workers: must be a whole number from 1 to 256, found 2\.5"),
-        ({**FS, "capacity_gb": -1}, r"\.capacity_gb: must be a number from 0"),
-        ({**FS, "capacity_gb": 1, "max_capacity_gb": 2}, r"\.max_capacity_gb: is another name for capacity_gb"),
-        ({**FS, "use_odirect": "yes"}, r"\.use_odirect: must be true or false, found 'yes'"),
-        ({**FS, "policy": "thrugh"}, r"\.policy: must be one of .*did you mean 'through'"),
-        ({**FS, "policy": 3}, r"\.policy: must be one of through, on_evict, second_touch, found 3"),
-        ({**FS, "per_op_workers": [1]}, r"\.per_op_workers: must be an object with some of"),
-        (
-            {**FS, "per_op_workers": {"retreive": 1}},
-            r"\.per_op_workers\.retreive: unknown field \(did you mean 'retrieve'",
-        ),
-        ({**FS, "per_op_workers": {"store": 0}}, r"\.per_op_workers\.store: must be a whole number"),
-        ({**FS, "relative_tmp_dir": "/tmp"}, r"\.relative_tmp_dir: must be a plain path below base_path"),
-        ({**FS, "relative_tmp_dir": "../x"}, r"\.relative_tmp_dir: must be a plain path below base_path"),
-        ({**FS, "relative_tmp_dir": "ab"}, r"\.relative_tmp_dir: must not begin with a directory of two hex digits"),
-        ({**FS, "deadline_ms": 0}, r"\.deadline_ms: must be a whole number from 1"),
-        ({**FS, "isolation": "thread"}, r"\.isolation: must be one of in_process, process"),
-        ({**FS, "host_kill_ms": 500}, r"\.host_kill_ms: 500 is not supported: only an adapter with"),
-        ({**FS, "isolation": "process", "host_kill_ms": 5}, r"\.host_kill_ms: must be a whole number from 10"),
-        ({**FS, "isolation": "process", "base_pth": "/x"}, r"l2_adapters\[2\]\.base_pth: unknown field"),
-        (
-            {"type": "fault_inject", "inner": {**FS, "isolation": "process"}},
-            r"\.inner\.isolation: 'process' is not supported: set it in the outer entry, of type fault_inject",
-        ),
-        ({**FS, "shared": 1}, r"\.shared: must be true or false"),
-        (
-            {"type": "disk", "base_path": "/x", "capacity_gb": 1, "shared": True},
-            r"\.shared: True is not supported: only a directory of type fs can be shared",
-        ),
-        ({**FS, "serde": {"type": "fp8"}}, r"\.serde: .* is not supported: it was replaced by codec; write"),
-        ({**FS, "codec": 5}, r"\[2\]\.codec: must be the name of a codec or an object with a \"name\", found 5"),
-        ({**FS, "codec": [["zstd"]]}, r"\.codec\[0\]: must be the name of a codec or an object"),
-        ({**FS, "codec": ["zst"]}, r"\.codec\[0\]: unknown codec 'zst' \(did you mean 'zstd'\?\)"),
-        ({**FS, "codec": ["zstd", "zstd"]}, r"\.codec\[1\]: 'zstd' cannot come after 'zstd'; the order is"),
-        ({**FS, "codec": [{"name": "zstd", "level": "high"}]}, r"\.codec\[0\]\.level: must be a whole number from"),
-        ({**FS, "codec": [{"name": "zstd", "planes": 3}]}, r"\.codec\[0\]\.planes: must be a whole number from 1"),
-        (
-            {**FS, "codec": {"name": "zstd", "lvel": 3}},
-            r"\[2\]\.codec\.lvel: unknown field \(did you mean 'level'\?\)",
-        ),
-        ({**FS, "codec": ["aes-gcm"]}, r"\.codec\[0\]\.key_file: must be the path of a file with the key, found None"),
-        (
-            {**FS, "codec": [{"name": "aes-gcm", "key_file": "/no/such/file"}]},
-            r"\.codec\[0\]\.key_file: /no/such/file: cannot be read",
-        ),
-        ({**FS, "codec": ["zstd", "fp8"]}, r"\.codec\[1\]: 'fp8' cannot come after 'zstd'; the order is fp8, zstd"),
-        ({**FS, "codec_staging_mb": 0}, r"\.codec_staging_mb: must be a number from 1"),
-        ({**FS, "codec_workers": 0}, r"\.codec_workers: must be a whole number from 1 to 64"),
-        ({"type": "disk", "capacity_gb": 1}, r"\.base_path: must be a non-empty string"),
-        ({"type": "disk", "base_path": "/x"}, r"\.capacity_gb: must be the number of GB that .*, found None"),
-        ({**DISK, "capacity_gb": 0}, r"\.capacity_gb: must be a number from 0\.0"),
-        ({**DISK, "segment_mb": 100}, r"\.segment_mb: must be at most a sixteenth of capacity_gb, 64 MB, found 100"),
-        ({**DISK, "reinsert_percent": 60}, r"\.reinsert_percent: must be a whole number from 0 to 50"),
-        ({**DISK, "scrub_mb_s": "fast"}, r"\.scrub_mb_s: must be a number from 0"),
-        ({**DISK, "relative_tmp_dir": "tmp"}, r"\.relative_tmp_dir: unknown field"),
-        ({**DISK, "use_odirct": True}, r"\.use_odirct: unknown field \(did you mean 'use_odirect'\?\)"),
-        ({"type": "fault_inject"}, r"\.inner: must be the object of the adapter"),
-        ({"type": "fault_inject", "inner": {"type": "fss"}}, r"\.inner\.type: unknown adapter 'fss'"),
-        ({"type": "fault_inject", "inner": FS, "faults": ["bang"]}, r"\.faults: must be a list with some of"),
-        ({"type": "plugin", "module_path": "m"}, r"\.class_name: must be a non-empty string"),
-    ],
-)  # fmt: skip
-def test_a_wrong_entry_is_named_with_its_field_value_and_remedy(entry: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        configure_tier(entry, 2)
 
 
 def test_base_path_may_be_relative_or_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,17 +171,6 @@ def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> Non
     ):
         with pytest.raises(ConfigError, match=wrong):
             chain(**options)
-
-
-def test_one_codec_of_a_chain_authenticates(tmp_path: Path) -> None:
-    key = tmp_path / "key"
-    key.touch(0o600)
-    key.write_text("k" * 32)
-    codecs = [{"name": name, "key_file": str(key)} for name in ("aes-gcm", "mac")]
-    with pytest.raises(
-        ConfigError, match=r"codec\[1\]: 'mac' cannot come after 'aes-gcm', which authenticates"
-    ):
-        configure_tier({**FS, "codec": codecs}, 0)
 
 
 @pytest.mark.parametrize(
@@ -368,16 +268,6 @@ def test_an_installed_package_adds_a_type(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(make_adapter(FS, 0), FsAdapter), "an own type wins over a package's"
 
 
-def test_every_own_type_is_an_entry_point_and_can_be_loaded() -> None:
-    own = catalogue.own_points()
-    assert set(own) == {
-        "disk", "fs", "fs_native", "mooncake_store", "object_store", "s3", "resp", "redis", "valkey", "plugin",
-        "peer", "fault_inject",
-    }  # fmt: skip
-    for entry_point in own.values():
-        assert isinstance(catalogue.load(entry_point.value), catalogue.Medium)
-
-
 def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "own_points", dict)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
@@ -385,20 +275,6 @@ def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytes
         ConfigError, match=r"\[0\]\.type: the installation of kvstrata names no types.*make setup"
     ):
         configure_tier(FS, 0)
-
-
-def test_nothing_in_storage_but_its_media_names_a_medium() -> None:
-    folder = Path(catalogue.__file__).parent
-    media = {path.name for path in (folder / "media").iterdir() if (path / "config.py").exists()}
-    assert media == {"disk", "fs", "mooncake", "object_store", "resp"}
-    named = {
-        (path.name, node.value)
-        for path in folder.rglob("*.py")
-        if "media" not in path.relative_to(folder).parts
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and node.value in {*catalogue.own_points(), *media} - {"plugin"}
-    }
-    assert named == set()
 
 
 @pytest.mark.parametrize("kind", ["in_process", "process"])
@@ -446,26 +322,3 @@ def test_a_recipe_crosses_the_channel_whole() -> None:
         recipe = config.recipe
         kind = catalogue.load(recipe.medium).config
         assert msgspec.json.decode(msgspec.json.encode(recipe.config), type=kind) == recipe.config
-
-
-@pytest.mark.parametrize(
-    ("fields", "where"),
-    [
-        ({"capacity_gb": float("inf")}, "capacity_gb"),
-        ({"base_path": "\ud800"}, "base_path"),
-        ({"codec": [{"name": "zstd", "level": float("nan")}]}, r"codec\[0\].level"),
-    ],
-)
-def test_numbers_and_text_that_no_setting_means_are_refused_by_name(
-    fields: dict[str, object], where: str
-) -> None:
-    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\].{where}: must be") as caught:
-        configure_tier({"type": "disk", "base_path": "/nowhere", **fields}, 0)
-    caught.value.message.encode()
-
-
-def test_faults_that_are_no_words_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="faults: must be a list"):
-        configure_tier(
-            {"type": "fault_inject", "inner": {"type": "fs", "base_path": "/x"}, "faults": [[1]]}, 0
-        )

@@ -13,7 +13,7 @@ import pytest
 from kvstrata.errors import StorageError
 from kvstrata.storage.base import Found, KeyPage, PayloadKind, Presence, PutItem, PutOutcome, PutStatus, Usage
 from kvstrata.storage.host import channel, pipe
-from kvstrata.storage.host.channel import MAX_FRAME_BYTES, MAX_ITEMS, Counted, Kind
+from kvstrata.storage.host.channel import MAX_ITEMS, Counted, Kind
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_hold, watched
 from tests.unit.storage.host_double import (
     CAPABILITIES,
@@ -120,20 +120,12 @@ def head(kind: int, count: int, number: int) -> bytes:
 
 UNTRUE: dict[str, Callable[[int], Sequence[bytes]]] = {
     "no frame": lambda n: [b"?"],
-    "longer than any": lambda n: [bytes(MAX_FRAME_BYTES + 1)],
     "unknown kind": lambda n: [head(200, 0, n)],
-    "a kind of the server's": lambda n: [channel.bare(Kind.CLOSE, n)],
     "unknown request": lambda n: [channel.counted(n + 1, 0)],
-    "a page": lambda n: [channel.listed(n, KeyPage([key_of(1)], 1))],
     "a page of cut keys": lambda n: [channel.listed(n, KeyPage([key_of(1)], 1))[:-1]],
     "another operation's answer": lambda n: [channel.counted(n, 0)],
     "a load's answer": lambda n: [channel.ended(Kind.LOAD_ENDED, n, [LOADED] * 2, [True] * 2)],
     "too few outcomes": lambda n: [channel.ended(Kind.PUT_ENDED, n, [STORED], [True])],
-    "too many outcomes": lambda n: [channel.ended(Kind.PUT_ENDED, n, [STORED] * 3, [True] * 3)],
-    "cut outcomes": lambda n: [channel.ended(Kind.PUT_ENDED, n, [STORED] * 2, [True] * 2)[:-1]],
-    "more than the outcomes": lambda n: [channel.ended(Kind.PUT_ENDED, n, [STORED] * 2, [True] * 2) + b"x"],
-    "unknown status": lambda n: [head(Kind.PUT_ENDED, 2, n) + b"\x09\x00" * 2],
-    "reason cut": lambda n: [head(Kind.PUT_ENDED, 2, n) + b"\x00\x00\x03\x09io"],
     "reason no text": lambda n: [head(Kind.PUT_ENDED, 2, n) + b"\x00\x00\x03\x01\xff"],
     "a drop beyond the items": lambda n: [channel.dropped(n, [2])],
     "a drop twice": lambda n: [channel.dropped(n, [1]), channel.dropped(n, [1])],
@@ -142,11 +134,7 @@ UNTRUE: dict[str, Callable[[int], Sequence[bytes]]] = {
         channel.ended(Kind.PUT_ENDED, n, [STORED] * 2, [False] * 2),
     ],
     "opened again": lambda n: [channel.opened(CAPABILITIES)],
-    "refused when open": lambda n: [channel.problem(Kind.REFUSED, 0, StorageError("no"))],
-    "keys cut": lambda n: [channel.evicted([key_of(1)])[:-1]],
     "no JSON": lambda n: [head(Kind.RAISED, 0, n) + b"{"],
-    "counts that are none": lambda n: [head(Kind.COUNTS, 0, 0) + b'{"numbers":{"a":1.5}}'],
-    "counts by no name": lambda n: [channel.counts(Counted({"Größe": 1}))],
     "counts too large for a metric": lambda n: [channel.counts(Counted({"a": 1 << 63}))],
     "more counts than anybody reads": lambda n: [channel.counts(Counted({f"n{i}": i for i in range(201)}))],
     "more items than any frame has": lambda n: [head(Kind.EVICTED, MAX_ITEMS + 1, 0) + bytes(32) * 1_001],

@@ -97,17 +97,6 @@ async def test_a_silent_child_with_work_is_killed() -> None:
     await adapter.close()
 
 
-async def test_a_clear_has_no_time_limit() -> None:
-    adapter, child = await opened_with(kill_ms=10)
-    clear = asyncio.create_task(adapter.clear())
-    request = await child.request()
-    assert adapter._life._due_s() is None
-    child.say(channel.counted(request.number, 5))
-    assert await clear == 5
-    child.reaps_at_once = True
-    await adapter.close()
-
-
 @pytest.mark.parametrize("quiesce", ["drain", "never"])
 async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_although_others_are_answered(
     quiesce: str,
@@ -266,16 +255,3 @@ def test_pauses_between_children_double_until_one_has_answered_without_failure_f
     assert ends_after(4.0, 0.1, 2.0, 0.1 + WELL_S) == 0.1
     assert [ends_after(1.0, 0.1), ends_after(1.0, 0.1)] == [0.2, 0.4], "each child by itself"
     assert ends_after(STEADY_S) == 0.1, "an idle one that stays is steady too"
-
-
-async def test_an_error_that_ends_the_restarting_of_children_is_remarked(
-    pair: tuple[HostedAdapter, Child], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter, child = pair
-
-    def mistake(now_s: float) -> float:
-        raise ValueError("ours")
-
-    monkeypatch.setattr(adapter._life._pauses, "next_s", mistake)
-    child.reap()
-    await until(lambda: adapter.remarks() == {"host_keeper_failed": "ValueError: ours"})

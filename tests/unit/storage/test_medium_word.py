@@ -23,7 +23,7 @@ def test_parts_and_hosts_make_the_word_and_their_order_does_not() -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost:1", "127.0.0.1:1", "http://127.0.0.1:1", "[::1]:1", "::1", "0.0.0.0:1", "localhost", ""],
+    ["localhost:1", "http://127.0.0.1:1", "[::1]:1", "0.0.0.0:1", ""],
 )
 def test_what_only_this_host_reaches_is_another_medium_on_another_host(
     host: str, monkeypatch: pytest.MonkeyPatch

@@ -36,13 +36,6 @@ def test_a_load_does_not_wait_for_the_writer_of_a_pipe(tmp_path: Path, inside: I
         inside.read(NAME, 0, memoryview(bytearray(len(CONTENT))), len(CONTENT))
 
 
-def test_an_object_of_another_length_is_not_read(tmp_path: Path, inside: Inside) -> None:
-    (tmp_path / "store" / NAME).write_bytes(CONTENT)
-    target = bytearray(4)
-    assert inside.read(NAME, 0, memoryview(target), 4)[0] == len(CONTENT)
-    assert target == bytes(4)
-
-
 def test_a_part_of_an_object_is_read_from_where_it_begins(tmp_path: Path, inside: Inside) -> None:
     (tmp_path / "store" / NAME).write_bytes(CONTENT)
     target = bytearray(3)

@@ -74,13 +74,6 @@ async def test_a_thread_that_has_not_come_is_not_waited_for() -> None:
     assert [hold.dropped for hold in holds] == [1, 1]
 
 
-async def test_a_lane_that_takes_part_of_the_work_does_all_of_it() -> None:
-    threads, (items, _) = Threads(room=1), items_of(2)
-    task = await begun(threads, items)
-    threads.run_one()
-    assert await task == [0, 1]
-
-
 async def test_a_full_lane_refuses_all_items_and_ends_their_holds() -> None:
     items, holds = items_of(4)
     assert await (await begun(Threads(room=0), items)) == ["full"] * 4

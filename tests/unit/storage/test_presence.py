@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import ConfigError, StorageError
+from kvstrata.errors import StorageError
 from kvstrata.storage.base import AdapterContext, Capabilities, Found, Presence
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Surroundings, build_stack
 from kvstrata.storage.wrap.presence import PresenceAdapter, PresenceLimits
-from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item
+from kvstrata.testing.strategies import key_of, lent_context
 from tests.model.storage.test_presence import ABSENT, HandClock, SharedMedium
 
 HERE = Found(Presence.PRESENT, 5000)
@@ -82,74 +82,6 @@ async def test_an_answer_is_reused_without_asking_until_it_expires() -> None:
         assert scene.adapter.stats()["recalled_absent"] == 2
 
 
-async def test_only_keys_without_a_remembered_answer_are_asked_for() -> None:
-    async with _scene() as scene:
-        await scene.ask(1, 2)
-        task = await scene.reaches(scene.adapter.exists([key_of(n) for n in (2, 3, 1)]))
-        assert scene.medium.calls[-1].keys == [key_of(3)]
-        scene.medium.calls[-1].answers.set_result(None)
-        assert await task == [ABSENT] * 3
-
-
-async def test_the_time_of_an_answer_counts_from_its_question() -> None:
-    async with _scene() as scene:
-        slow = await scene.reaches(scene.adapter.exists([key_of(1)]))
-        scene.clock.now_s += 0.4
-        scene.medium.calls[-1].answers.set_result(None)
-        assert await slow == [ABSENT]
-        scene.clock.now_s += 0.2
-        await scene.ask(1)
-        assert scene.asked == 2
-
-
-@pytest.mark.parametrize("own", ["put", "delete", "load", "clear", "evict"])
-async def test_an_answer_from_before_an_own_operation_ended_is_not_remembered(own: str) -> None:
-    async with _scene() as scene:
-        if own != "put":
-            scene.medium.there[key_of(1)] = HERE
-        before = await scene.reaches(scene.adapter.exists([key_of(1)]))
-        [question] = scene.medium.calls
-        operation: dict[str, Callable[[], Any]] = {
-            "put": lambda: scene.adapter.put([put_item(key_of(1), 100)]),
-            "delete": lambda: scene.adapter.delete([key_of(1)]),
-            "clear": lambda: scene.adapter.clear(),
-        }
-        if own == "load":  # somebody else has deleted it
-            del scene.medium.there[key_of(1)]
-            await scene.whole(scene.adapter.load([load_item(key_of(1), 100)]))
-        elif own == "evict":
-            assert scene.medium.context is not None
-            del scene.medium.there[key_of(1)]
-            scene.medium.context.record_evicted(key_of(1))
-        else:
-            await scene.whole(operation[own]())
-        question.answers.set_result(None)
-        assert await before == [ABSENT if own == "put" else HERE]
-        [now] = await scene.ask(1)
-        assert now.presence is (Presence.PRESENT if own == "put" else Presence.ABSENT)
-
-
-async def test_an_unknown_answer_is_not_remembered() -> None:
-    async with _scene() as scene:
-        task = await scene.reaches(scene.adapter.exists([key_of(1)]), acts=False)
-        scene.medium.calls[-1].acts.set_result("fails")
-        scene.medium.calls[-1].answers.set_result(None)
-        assert (await task)[0].presence is Presence.UNKNOWN
-        assert await scene.ask(1) == [ABSENT]
-
-
-async def test_of_too_many_answers_the_oldest_are_forgotten() -> None:
-    async with _scene(limits=PresenceLimits(max_keys=3)) as scene:
-        for number in range(5):
-            scene.medium.there[key_of(number)] = HERE
-            await scene.ask(number)
-        assert scene.adapter.stats()["remembered"] == 3
-        await scene.ask(4, 3, 2)
-        assert scene.asked == 5
-        await scene.ask(0)
-        assert scene.asked == 6
-
-
 @pytest.mark.parametrize("limits", [PresenceLimits(presence_ttl_ms=0), PresenceLimits(negative_ttl_ms=0)])
 async def test_a_time_of_zero_remembers_nothing_of_that_kind(limits: PresenceLimits) -> None:
     async with _scene(limits=limits) as scene:
@@ -168,14 +100,6 @@ async def test_unshared_storage_is_always_asked_and_refuses_times() -> None:
         assert scene.adapter.stats()["remembered"] == 0
     with pytest.raises(StorageError, match="not shared with other instances"):
         await Scene(PresenceLimits(), shared=False).open()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("presence_ttl_ms", 60_001), ("negative_ttl_ms", -1), ("negative_ttl_ms", "1 s")]
-)
-def test_wrong_times_are_errors_by_field(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]\.{field}: must be a whole number from 0 to"):
-        configure_tier({"type": "fs", "base_path": "/tmp/x", field: value}, 0)
 
 
 @pytest.mark.parametrize("isolation", ["in_process", "process"])

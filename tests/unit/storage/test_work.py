@@ -40,12 +40,3 @@ async def test_work_in_the_background_that_fails_is_logged_and_remarked(
     await work.stop()
     assert work.remarks() == {"sweeper_failed": "ValueError: a mistake of ours"}
     assert "fs-0: its background task sweeper failed" in caplog.text
-
-
-async def test_stopped_background_work_is_not_remarked_as_failed(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    work = Work("fs-0")
-    work.background(asyncio.Event().wait(), "sweeper")  # type: ignore[arg-type]
-    await work.stop()
-    assert (work.remarks(), caplog.text) == ({}, "")
