@@ -12,20 +12,11 @@ from kvstrata.types import canonical_json
 from tests.oracles import keys as oracle
 
 ROOT = hashlib.sha256(b"root").digest()
-SLICES = (hashlib.sha256(b"slice a").digest(), hashlib.sha256(b"slice b").digest())
 
 
 def some_tokens(n: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(1 << 32) for _ in range(n)]
-
-
-def test_chain_keys_equal_those_of_the_oracle():
-    tokens = some_tokens(1000)
-    hasher = ChunkHasher(ROOT, 256)
-    assert hasher.feed(tokens) == 3
-    assert hasher.chain == oracle.chain_keys(ROOT, tokens, 256)
-    assert hasher.key(1) == hasher.chain[32:64]
 
 
 def test_partial_chunk_is_not_hashed():
@@ -35,22 +26,6 @@ def test_partial_chunk_is_not_hashed():
     assert hasher.probe == b""
     with pytest.raises(IndexError, match="chunk 0 is not hashed"):
         hasher.key(0)
-
-
-def test_growing_list_gives_the_chain_of_the_whole():
-    tokens = some_tokens(2000)
-    hasher = ChunkHasher(ROOT, 16)
-    for end in [0, 5, 16, 17, 100, 1000, 1000, 2000]:
-        hasher.feed(tokens[:end])
-        assert hasher.chain == oracle.chain_keys(ROOT, tokens[:end], 16)
-
-
-def test_new_tokens_alone_are_enough_to_go_on():
-    tokens = some_tokens(200)
-    hasher = ChunkHasher(ROOT, 16)
-    hasher.feed(tokens[:100])
-    assert hasher.feed(tokens[96:], start=96) == 6
-    assert hasher.chain == oracle.chain_keys(ROOT, tokens, 16)
 
 
 def test_gap_before_the_tail_is_refused():
@@ -80,15 +55,6 @@ def test_hashed_tokens_are_not_read_again():
     assert hasher.feed(changed) == 1
 
 
-def test_storage_keys_are_chunk_major_and_follow_the_chain():
-    tokens = some_tokens(160)
-    hasher = ChunkHasher(ROOT, 16)
-    for end in (0, 32, 48, 160):
-        hasher.feed(tokens[:end])
-        assert hasher.storage_keys(SLICES) == oracle.storage_keys(ROOT, hasher.chain, b"".join(SLICES))
-    assert hasher.storage_keys(SLICES[:1]) == oracle.storage_keys(ROOT, hasher.chain, SLICES[0])
-
-
 def test_probe_names_the_first_chunk_of_tokens_and_no_identity():
     tokens = some_tokens(64)
     one, two = ChunkHasher(ROOT, 16), ChunkHasher(bytes(32), 16)
@@ -108,15 +74,6 @@ def test_media_enters_each_chunk_that_it_reaches_into():
     }
     assert media.key(0) == plain.key(0)
     assert media.chain == oracle.chain_keys(ROOT, tokens, 16, extras)
-
-
-def test_media_of_later_tokens_counts_from_its_place_in_the_request():
-    tokens = [7] * 80
-    whole, grown = (ChunkHasher(ROOT, 16, [MediaItem(50, 3, "cat")]) for _ in range(2))
-    whole.feed(tokens)
-    grown.feed(tokens[:40])
-    grown.feed(tokens[32:], start=32)
-    assert grown.chain == whole.chain
 
 
 def test_media_known_later_gives_the_same_keys():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.cli import USAGE, _command
 from kvstrata.measure.blocks import PagedBlocks
 from kvstrata.measure.figures import chain_of, median_spread, percentile
 
@@ -41,9 +39,3 @@ def test_the_bytes_of_blocks_depend_only_on_the_seed():
     blocks.fill([1, 4], "another")
     assert blocks.read([1, 4]) != first
     blocks.close()
-
-
-@pytest.mark.parametrize("name", ["server", "ctl", "bench", "doctor"])
-def test_every_subcommand_is_in_the_usage_and_can_be_called(name):
-    assert f"\n  {name} " in USAGE
-    assert callable(_command(name))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import array
-import errno
-import mmap
-import os
 import platform
 import shutil
 import tempfile
@@ -20,14 +17,12 @@ from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, numa
 from kvstrata.memory.numa import Placement, placement
 from kvstrata.memory.segment import Segment, SegmentSettings
-from kvstrata.native.copying import buffer_address
 from kvstrata.native.index import ExtentsMap
 from kvstrata.server.plan import plan
 
 MIB = 1 << 20
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 MPOL_F_ADDR = 2
-MAP_NORESERVE = 0x4000
 
 needs_numa = pytest.mark.skipif(not numa.nodes_with_memory(), reason="needs a kernel with NUMA nodes")
 
@@ -120,10 +115,6 @@ def test_huge_pages_that_nobody_touches_ahead_cannot_be_placed() -> None:
         plan(load(ServerSettings, flags={"l1": l1}), {})
 
 
-def test_free_huge_pages_are_counted_on_the_chosen_nodes_only(tmp_path: Path) -> None:
-    assert numa.free_huge_pages((1, 2), machine(tmp_path)) == 3
-
-
 @pytest.fixture
 def settings() -> Iterator[SegmentSettings]:
     root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
@@ -176,23 +167,6 @@ def test_an_adopted_pool_gets_the_present_placement(settings: SegmentSettings) -
 
 
 @needs_numa
-def test_huge_pages_follow_the_mapping_of_the_server_alone() -> None:
-    """Why the server must touch huge pages first. No page is touched here, so no huge page must be free."""
-    fd = linux.create_memfd("kvstrata-test", huge_pages=True)
-    try:
-        os.ftruncate(fd, 4 * MIB)
-        maps = [mmap.mmap(fd, 4 * MIB, flags=mmap.MAP_SHARED | MAP_NORESERVE) for _ in range(2)]
-        one, other = map(buffer_address, maps)
-        linux.place_memory(one, 4 * MIB, linux.MPOL_BIND, (0,))
-        assert policy_at(one) == (linux.MPOL_BIND, 1)
-        assert policy_at(other) == (linux.MPOL_DEFAULT, 0)
-        for each in maps:
-            each.close()
-    finally:
-        os.close(fd)
-
-
-@needs_numa
 def test_status_tells_where_touched_pages_lie(settings: SegmentSettings) -> None:
     segment = opened(settings, placement("0"))
     assert segment.numa_status()["sampled_pages"] == {}
@@ -232,13 +206,3 @@ def test_a_refused_placement_is_an_error_and_leaves_nothing(settings: SegmentSet
     segment = opened(settings, placement("0"))
     assert segment.adopted
     segment.close()
-
-
-def test_without_a_placement_a_kernel_that_refuses_placements_does_no_harm(
-    settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(linux, "place_memory", refuse)
-    opened(settings, Placement()).close()

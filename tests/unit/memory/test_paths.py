@@ -7,8 +7,6 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstrata.config import private_dir
 from kvstrata.errors import ConfigError
@@ -64,35 +62,6 @@ def test_relative_runtime_dir_is_refused_naming_the_variable() -> None:
         paths.socket_dir(None, 5555, {"XDG_RUNTIME_DIR": "run/me"})
 
 
-def test_a_setting_wins_and_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert (
-        paths.socket_dir("with space/x", 5555, {"XDG_RUNTIME_DIR": "/run"}) == tmp_path / "with space" / "x"
-    )
-    assert paths.socket_dir("", 5555, {}) == paths.default_socket_dir(5555, {})
-
-
-def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", "/h")
-    assert paths.socket_dir("~/kv", 5555, {}) == Path("/h/kv")
-
-
-def test_home_that_cannot_be_expanded_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME", raising=False)
-    with pytest.raises(ConfigError, match=r"socket_dir: '~nobody-of-that-name/kv' cannot be expanded"):
-        paths.socket_dir("~nobody-of-that-name/kv", 5555, {})
-
-
-@given(st.text(st.sampled_from("abé /"), min_size=1, max_size=60))
-def test_socket_path_is_accepted_exactly_up_to_its_limit_in_bytes(name: str) -> None:
-    path = Path("/") / name / paths.ATTACH_SOCKET
-    if len(os.fsencode(path)) <= paths.MAX_SOCKET_PATH_BYTES:
-        paths.check_socket_path(path)
-    else:
-        with pytest.raises(ConfigError):
-            paths.check_socket_path(path)
-
-
 def test_too_long_socket_path_names_path_length_and_what_to_change() -> None:
     directory = "/tmp/" + "x" * 100
     with pytest.raises(ConfigError) as caught:
@@ -101,19 +70,6 @@ def test_too_long_socket_path_names_path_length_and_what_to_change() -> None:
     message = str(caught.value)
     assert directory in message and f"{length} bytes" in message and "--socket-dir" in message
     assert caught.value.field == "socket_dir"
-
-
-def test_longest_socket_name_decides_about_the_directory() -> None:
-    longest = max(len(name) for name in paths.SOCKET_NAMES)
-    fits = "/" + "x" * (paths.MAX_SOCKET_PATH_BYTES - longest - 2)
-    assert paths.socket_dir(fits, 1, {}) == Path(fits)
-    with pytest.raises(ConfigError):
-        paths.socket_dir(fits + "x", 1, {})
-
-
-def test_segment_dir_tells_uid_port_and_instance() -> None:
-    assert paths.segment_dir(5555).name == f"{OURS}-5555"
-    assert paths.segment_dir(5555, "a.b-1").name == f"{OURS}-5555-a.b-1"
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "-x", "a b", "x" * 65, "ü"])
@@ -181,10 +137,6 @@ def make_tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
-    assert memory_limit(make_tree(tmp_path, {})) == (1_024_000, "this machine's memory")
-
-
 @pytest.mark.parametrize(
     ("cgroup", "files"),
     [
@@ -203,18 +155,6 @@ def test_least_limit_of_any_cgroup_above_us_counts(
     limit = memory_limit(make_tree(tmp_path, {"proc/self/cgroup": cgroup + "\n", **tree}))
     assert limit.limit_bytes == 5000
     assert "cgroup" in limit.source
-
-
-def test_unlimited_v1_group_is_no_limit(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    assert memory_limit(make_tree(tmp_path, files)).limit_bytes == 1_024_000
-
-
-def test_limit_of_this_machine_can_be_read() -> None:
-    assert memory_limit().limit_bytes > 1 << 20
 
 
 def test_reserve_of_huge_pages_counts_what_is_promised_to_others(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kvstrata.errors import SegmentError
 from kvstrata.memory import linux
 from kvstrata.memory.pool_dump import dump
 from kvstrata.memory.segment import Segment, SegmentSettings
-from kvstrata.native.pool import Pool
+from tests.harness.amount import amount
 
 MIB = 1 << 20
 RECORD = 8192
@@ -126,16 +126,6 @@ def test_an_index_without_its_extents_can_be_dumped(settings: SegmentSettings, s
     assert {row["lock"] for row in told["rows"] if row["row"]} == {"unknown"}
 
 
-def test_an_index_in_a_memfd_can_be_dumped() -> None:
-    index, extents = (os.memfd_create(name) for name in ("index", "extents"))
-    pool = Pool.create(index, extents, extents_bytes=4 * MIB, entry_capacity=64)
-    told = dump(Path(f"/proc/{os.getpid()}/fd/{index}"))
-    assert told["pool_id"] == pool.pool_id.hex() and told["server"] == {"running": False}
-    pool.close()
-    os.close(index)
-    os.close(extents)
-
-
 def test_extents_of_another_size_are_reported(
     settings: SegmentSettings, segment: Segment, tmp_path: Path
 ) -> None:
@@ -172,13 +162,6 @@ def test_a_damaged_entry_is_named(
     assert [row["problem"] for row in told["damaged"]] == [problem]
 
 
-def test_a_half_changed_entry_is_counted(settings: SegmentSettings, segment: Segment, tmp_path: Path) -> None:
-    index = bytearray((settings.directory / "index").read_bytes())
-    index[entry_at(bytes(index), KEYS[:32])] |= 1
-    (tmp_path / "index").write_bytes(index)
-    assert dump(tmp_path / "index")["changing_entries"] == 1
-
-
 def fails(capsys: pytest.CaptureFixture[str], path: Path) -> str:
     """The command fails with one line on standard error; returns it."""
     assert ctl.main(["pool", "dump", str(path)]) == 1
@@ -207,14 +190,6 @@ def test_files_that_are_no_pool_are_refused_in_one_line(
     assert "no such file" in fails(capsys, tmp_path / "nothing")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_files_of_others_name_their_owner(
-    capsys: pytest.CaptureFixture[str], settings: SegmentSettings, segment: Segment
-) -> None:
-    (settings.directory / "index").chmod(0)
-    assert f"has uid {os.geteuid()} and mode 0000" in fails(capsys, settings.directory)
-
-
 def test_refused_files_name_their_owner_and_mode(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +208,7 @@ def test_a_corrupted_index_is_dumped_or_refused_and_never_crashes(
     whole = (settings.directory / "index").read_bytes()
     index = tmp_path / "index"
     refused = told = 0
-    for seed in range(300):
+    for seed in range(amount(80, 300)):
         draw = random.Random(seed)
         damaged = bytearray(whole)
         # The static header has a checksum, so most seeds damage only what follows it.

@@ -154,13 +154,11 @@ def damage_version(directory: Path) -> None:
         damage_magic,
         damage_version,
         lambda directory: os.truncate(directory / "index", 4096),
-        lambda directory: os.truncate(directory / "index", 0),
         lambda directory: os.truncate(directory / "extents", MIB),
         lambda directory: (directory / "extents").unlink(),
-        lambda directory: (directory / "sessions.lock").unlink(),
         lambda directory: (directory / "index").unlink(),
     ],
-    ids=["magic", "version", "cut", "empty", "short-extents", "no-extents", "no-lock", "no-index"],
+    ids=["magic", "version", "cut", "short-extents", "no-extents", "no-index"],
 )
 def test_a_segment_that_does_not_fit_is_replaced_as_a_whole_and_the_reason_told(
     settings: SegmentSettings, damage: object, caplog: pytest.LogCaptureFixture
@@ -267,15 +265,6 @@ def test_a_size_no_pool_has_is_refused(settings: SegmentSettings, size: int) -> 
     assert not settings.directory.exists()
 
 
-def test_a_pool_larger_than_the_machines_memory_is_refused_with_the_numbers(
-    settings: SegmentSettings,
-) -> None:
-    with pytest.raises(
-        ConfigError, match=r"1073741824.00 GB needs \d+ bytes .* is \d+ bytes; set --l1-size-gb"
-    ):
-        reopen(settings, extents_bytes=1 << 60)
-
-
 def test_a_pool_larger_than_the_cgroups_limit_is_refused_with_its_name(
     settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,18 +283,6 @@ def test_a_pool_larger_than_the_free_memory_is_only_a_warning(
     assert "only 1048576 are available now" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("extents_bytes", "entries"), [(MIB, 16 << 10), (4 << 30, 64 << 10), (1 << 40, 4 << 20)]
-)
-def test_entry_capacity_follows_from_the_size_within_bounds(
-    settings: SegmentSettings, extents_bytes: int, entries: int
-) -> None:
-    changed = SegmentSettings(
-        socket_dir=settings.socket_dir, directory=settings.directory, extents_bytes=extents_bytes
-    )
-    assert changed.entries() == entries
-
-
 def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> None:
     for capacity in (1, 1000, 65_536, 100_000):
         found = reopen(settings, entry_capacity=capacity, extents_bytes=2 * MIB)
@@ -320,13 +297,6 @@ def test_estimate_of_the_index_is_not_too_small(settings: SegmentSettings) -> No
         found.destroy()
 
 
-def test_directory_of_others_is_refused(settings: SegmentSettings) -> None:
-    settings.directory.mkdir()
-    settings.directory.chmod(0o777)
-    with pytest.raises(ConfigError, match="segment: directory"):
-        Segment.open(settings)
-
-
 def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
     settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,11 +306,6 @@ def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
     ) as refused:
         reopen(settings, huge_pages=True)
     assert refused.value.field == "l1.use_hugepages"
-
-
-def test_l1_in_huge_pages_is_whole_pages(settings: SegmentSettings) -> None:
-    with pytest.raises(ConfigError, match="huge page"):
-        reopen(settings, huge_pages=True, extents_bytes=3 * MIB)
 
 
 def test_a_pool_in_huge_pages_is_adopted_and_given_up_when_they_are_switched_off(

@@ -84,10 +84,6 @@ GRAPH = {
 }
 
 
-def test_every_folder_has_its_arrows() -> None:
-    assert {folder for folder, _ in files()} == set(ARROWS)
-
-
 def test_includes_point_down() -> None:
     wrong = {
         f"{path.relative_to(EXT)} -> {target.relative_to(EXT)}"

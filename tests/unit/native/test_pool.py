@@ -9,35 +9,13 @@ import sys
 
 import pytest
 
-from kvstrata.errors import SegmentError
 from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
-from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
-from kvstrata.types import unpack_extents
+from tests.harness.amount import amount
 from tests.unit.native import pool_churn
-from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
+from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, store
 
 # arguments
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("extents_bytes", 0),
-        ("extents_bytes", 5000),
-        ("extents_bytes", -PAGE),
-        ("entry_capacity", 0),
-        ("entry_capacity", 1 << 31),
-        ("policy", "lru"),
-        ("watermark", (1.5, 0.2)),
-        ("watermark", (0.5, float("nan"))),
-        ("max_session_share", 0),
-    ],
-)
-def test_an_impossible_option_is_named(files: Files, field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
-        files.create(**{field: value})
-    assert os.fstat(files.index).st_size == 0
 
 
 def test_a_batch_that_is_no_list_of_keys_is_refused(files: Files) -> None:
@@ -84,16 +62,6 @@ def test_a_row_that_nobody_claimed_is_refused(files: Files) -> None:
             call()
         assert refusal.value.reason == "not_found"
     pool.validate()
-
-
-def test_a_full_row_table_is_an_error_of_its_own(files: Files) -> None:
-    pool = files.create()
-    for number in range(1023):
-        pool.claim_row(number.to_bytes(16, "big"), bytes(16), 1)
-    with pytest.raises(PoolError, match="sessions_full") as refusal:
-        pool.claim_row(b"x" * 16, bytes(16), 1)
-    assert refusal.value.reason == "sessions_full"
-    assert isinstance(refusal.value, SegmentError)
 
 
 def test_files_of_another_kind_are_refused_by_field(files: Files) -> None:
@@ -144,40 +112,6 @@ def test_a_closed_pool_says_so(files: Files) -> None:
     assert pool.remove(bytes(32)) == pool.evict_to_watermark() == pool.peek(bytes(32)) == 0
 
 
-def test_stats_tell_where_the_bytes_are(files: Files) -> None:
-    pool = files.create()
-    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
-    store(pool, chain(1, 3))
-    ticket, _, _ = pool.reserve(chain(2, 2), b"", RECORD, row, IDENTITY, 9)
-    with pool.hold(key(2), ticket, 0) as written:
-        assert written.tenant == 9
-    pool.lease(chain(1, 2), 1, [row])
-    hold = pool.hold(key(1))
-    assert hold.tenant == 0
-    stats = pool.stats()
-    assert stats["bytes"] == {"ready": 3 * RECORD, "reserved": 2 * RECORD, "unverified": 0, "quarantined": 0}
-    assert stats["entries"]["ready"] == 3
-    assert stats["used_bytes"] + stats["free_bytes"] == stats["extents_bytes"] == pool.extents_bytes
-    assert (stats["leased_bytes"], stats["pinned_bytes"], stats["holds"]) == (2 * RECORD, RECORD, 1)
-    assert stats["classes"] == [{"extent_bytes": RECORD, "used": 5, "capacity": 6}]
-    assert stats["tenants"][9] == {"bytes": 2 * RECORD, "quota_bytes": -1}
-    assert stats["rows_claimed"] == stats["leases"] == stats["reservations"] == 1
-    assert 0 <= stats["fragmentation"] < 1
-    assert hold is not None
-
-
-def test_a_session_limit_is_counted_and_ends_with_the_commit(files: Files) -> None:
-    pool = files.create()
-    row = pool.claim_row(b"s" * 16, b"g" * 16, 1)
-    ticket, outcomes, packed = pool.reserve(chain(1, 9), b"", RECORD, row, IDENTITY)
-    assert list(outcomes) == [ReserveOutcome.RESERVED] * 8 + [ReserveOutcome.SESSION_LIMIT]
-    assert pool.stats()["refused"]["session_limit"] == 1
-    seal(pool, unpack_extents(packed)[0], key(1))
-    assert pool.commit(ticket, [0]) == bytes([CommitOutcome.COMMITTED])
-    _, outcomes, _ = pool.reserve(chain(2, 2), b"", RECORD, row, IDENTITY)
-    assert list(outcomes) == [ReserveOutcome.RESERVED, ReserveOutcome.SESSION_LIMIT]
-
-
 def test_prefaulting_goes_on_beside_the_work_and_ends_with_close(files: Files) -> None:
     pool = files.create(extents=1 << 14)
     pool.prefault_start(1)
@@ -212,7 +146,7 @@ def test_an_index_takes_no_more_memory_than_its_bucket_lines_and_the_entries_in_
 def test_a_server_killed_anywhere_leaves_a_pool_that_the_next_one_adopts(files: Files) -> None:
     """One server after another adopts the pool and is killed after some operations, the first ones during adoption."""
     files.create(extents=48).close()
-    for number in range(16):
+    for number in range(amount(8, 16)):
         read_end, write_end = os.pipe()
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.unit.native.pool_churn"]

@@ -102,10 +102,3 @@ def test_states_rows_and_owners_are_those_of_the_page(fds: tuple[int, int]) -> N
     Pool.adopt(*fds)
     entry = index_of(fds).find(leased)
     assert entry is not None and (entry.state, entry.rows) == (oracle.UNVERIFIED, 1 << row)
-
-
-def test_another_version_is_refused(fds: tuple[int, int]) -> None:
-    make(fds)
-    os.pwrite(fds[0], b"\3", 8)
-    with pytest.raises(ValueError, match="version 3"):
-        index_of(fds)

@@ -101,17 +101,3 @@ def test_a_restarted_server_knows_its_tails_and_where_they_lie(files: Files) -> 
     while again.stats()["evicted_entries"] < 2:
         store(again, key(int(again.stats()["inserted_entries"]) + 50))
     assert again.stats()["tails"] == NO_TAILS
-
-
-def test_a_tail_is_not_among_the_victims_that_are_put_to_l2_ahead(files: Files) -> None:
-    pool = files.create()
-    store(pool, key(0))
-    store(pool, key(1), key(0), tail=True)
-    assert pool.victims_preview(pool.extents_bytes) == [key(0)]
-
-
-def test_a_tail_longer_than_a_chunk_gets_an_extent_of_its_own_size(files: Files) -> None:
-    pool = files.create()
-    _, outcomes, packed = pool.reserve(key(0), b"", CHUNK, 0, IDENTITY, tail=True, extent_bytes=RECORD)
-    assert outcomes[0] == ReserveOutcome.RESERVED and unpack_extents(packed)[0].length_bytes == CHUNK
-    pool.validate()

@@ -11,7 +11,7 @@ import pytest
 
 from kvstrata.native.index import ExtentsMap, IndexReader
 from kvstrata.native.lent import LentHold
-from kvstrata.native.pool import Hold, Pool, PoolError, PoolFormatError
+from kvstrata.native.pool import Hold, PoolError, PoolFormatError
 from kvstrata.types import unpack_extents
 from tests.unit.native.pool_files import IDENTITY, PAGE, RECORD, Files, chain, key, seal, store
 
@@ -50,16 +50,6 @@ def test_a_dropped_hold_gives_no_view_and_dropping_twice_is_harmless(files: File
     pool.validate()
 
 
-def test_a_hold_ends_with_its_object(files: Files) -> None:
-    pool = files.create()
-    store(pool, chain(1, 1))
-    hold = pool.hold(key(1))
-    assert pool.remove(key(1)) == 0
-    del hold
-    assert pool.stats()["holds"] == 0
-    assert pool.remove(key(1)) == 1
-
-
 def test_a_view_outlives_pool_hold_and_close(files: Files) -> None:
     pool = files.create()
     store(pool, chain(1, 1))
@@ -94,12 +84,6 @@ def test_any_thread_may_drop_a_hold(files: Files) -> None:
     pool.validate()
 
 
-def test_neither_pool_nor_hold_can_be_made_by_hand() -> None:
-    for cls in (Pool, Hold):
-        with pytest.raises(TypeError):
-            cls()
-
-
 # clients
 
 
@@ -130,16 +114,6 @@ def test_a_client_sees_what_the_server_does(files: Files) -> None:
     reader.close()
     with pytest.raises(PoolError):
         reader.peek(bytes(32))
-
-
-def test_the_index_can_be_mapped_from_a_read_only_descriptor(files: Files) -> None:
-    pool = files.create()
-    store(pool, chain(1, 3))
-    pool.heartbeat()
-    read_only = os.open(f"/proc/self/fd/{files.index}", os.O_RDONLY | os.O_CLOEXEC)
-    reader = IndexReader(read_only)
-    os.close(read_only)
-    assert reader.peek(chain(1, 3)) == 3
 
 
 def test_an_extents_map_is_bounds_checked(files: Files) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from kvstrata.observability.exposition import FRESH_S, Pages, ServerCollector
-from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, old_name, place_of, renamed
+from kvstrata.observability.families import FAMILIES, PATHS, place_of, renamed
 from kvstrata.observability.metrics import MAX_TRACE_CHARS, ServerCounters
 
 OPEN = "application/openmetrics-text; version=1.0.0,text/plain;q=0.5"
@@ -81,20 +81,6 @@ def test_old_names_are_served_beside_the_new_ones_until_they_are_switched_off() 
         for sample in family.samples
     }
     assert new < served and not new & {old.replace("WORD", "x") for old in renamed()}
-
-
-def test_every_name_that_was_a_gauge_is_one_still_or_in_the_table() -> None:
-    for path, name in PATHS.items():
-        same = FAMILIES[name].kind == "gauge" and name == old_name(path) and not FAMILIES[name].labels
-        assert same != (old_name(path) in renamed()), path
-
-
-def test_names_say_kind_and_unit() -> None:
-    for name, family in FAMILIES.items():
-        assert not name.endswith(("_total", "_count", "_sum", "_bucket", "_ms", "_us", "_gb", "_mb")), name
-        assert name.endswith("_seconds") == (family.kind == "histogram"), name
-        assert name.endswith("_ratio") == ("fragmentation" in name), name
-    assert set(COUNTED) < set(FAMILIES)
 
 
 def test_further_readers_get_the_same_page_for_a_moment() -> None:

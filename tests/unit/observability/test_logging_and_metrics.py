@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.observability.exposition import Pages, ServerCollector
-from kvstrata.observability.logging import MAX_KINDS, WINDOW_S, EventLog, _JsonFormatter
+from kvstrata.observability.logging import WINDOW_S, EventLog, _JsonFormatter
 from kvstrata.observability.metrics import (
     MAX_OUTCOME_WORDS,
     SECONDS_BUCKETS,
@@ -62,17 +62,6 @@ def test_a_line_of_json_is_one_object_with_event_and_fields(text: str) -> None:
     }
 
 
-def test_a_traceback_in_json_is_a_field() -> None:
-    formatter = _JsonFormatter()
-    try:
-        raise ValueError("two\nlines")
-    except ValueError as error:
-        found = (type(error), error, error.__traceback__)
-    record = logging.LogRecord("lib", logging.ERROR, "", 0, "it %s", ("failed",), found)
-    told = json.loads(formatter.format(record))
-    assert told["message"] == "it failed" and "ValueError: two" in told["fields"]["traceback"]
-
-
 @given(st.text())
 def test_no_value_can_break_a_line(text: str) -> None:
     seen: list[str] = []
@@ -98,13 +87,6 @@ def test_repeated_events_are_thinned_and_counted(lines: pytest.LogCaptureFixture
         "bad_message",
         "bad_message left_out=4",
     ]
-
-
-def test_the_memory_of_repeated_events_is_bounded() -> None:
-    log = EventLog("part")
-    for number in range(2 * MAX_KINDS):
-        log.repeated(logging.DEBUG, str(number), "event")
-    assert len(log._thinning._kinds) <= MAX_KINDS
 
 
 @given(st.lists(st.floats(0, 100)))

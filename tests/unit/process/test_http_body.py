@@ -24,7 +24,6 @@ from kvstrata.process.http_body import (
     ("one", "most", "what"),
     [
         (b"[", MAX_CONTAINERS, "512 objects and lists"),
-        (b"{", MAX_CONTAINERS, "512 objects and lists"),
         (b"]", MAX_CONTAINERS, "512 ends of lists"),
         (b":", MAX_MEMBERS, "4096 colons"),
         (b'"', MAX_QUOTES, "139264 quotes"),
@@ -55,15 +54,11 @@ async def test_no_more_tokens_than_a_call_takes() -> None:
     ("listed", "says"),
     [
         (b"1," * 50_000 + b"-1", "tokens.50000: Expected `int` >= 0"),
-        (b"1," * 50_000 + b"4294967296", "tokens.50000: Expected `int` <= 4294967295"),
-        (b"1," * 50_000 + b"1.5", "tokens.50000: Expected `int`, got `float`"),
         (b"1," * 50_000 + b'"a"', "tokens.50000: Expected `int`, got `str`"),
-        (b"1," * 50_000 + b"{}", "tokens.50000: Expected `int`, got `object`"),
         (b'"a",' * 50_000 + b"1", "tokens.50000: Expected `str`, got `int`"),
         (b"1," * 50_000, "JSON is malformed"),
         (b"1," * 50_000 + b",1", "JSON is malformed"),
         (b"1," * 32_768 + (b" " * 60_000 + b",") * 2 + b"1", "tokens.32768: an item is missing"),
-        (b"9" * (PIECE_BYTES + 1), "tokens.0: an item of more than 65536 bytes"),
         (b'"' + b"x" * (PIECE_BYTES + 1) + b'"', "tokens.0: an item of more than 65536 bytes"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.process.http_gate import Access
-from kvstrata.process.http_login import CODE_S, MAX_CODES, MAX_SESSIONS, PAGE_KEY, SESSION_S, Logins, Session
+from kvstrata.process.http_login import CODE_S, MAX_SESSIONS, PAGE_KEY, SESSION_S, Logins, Session
 
 
 class Clock:
@@ -52,11 +52,6 @@ def test_a_code_expires(logins, clock):
     assert logins.take(early)
     clock.now_s += 0.01
     assert not logins.take(late)
-
-
-def test_a_further_code_ends_the_oldest(logins):
-    codes = [logins.new_code() for _ in range(MAX_CODES + 2)]
-    assert [logins.take(code) for code in codes] == [False] * 2 + [True] * MAX_CODES
 
 
 def test_a_session_needs_the_cookie_and_the_page_key_of_one_session(logins):

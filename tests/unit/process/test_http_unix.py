@@ -17,7 +17,7 @@ from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError
 from kvstrata.process.http_token import SocketFile, TokenFile, find_sockets
 from kvstrata.process.http_unix import MAX_PATH_BYTES, is_ours, socket_path
-from kvstrata.process.listen import listen, read_token
+from kvstrata.process.listen import listen
 
 CONNECT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(1))"
 OTHER_USER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env")
@@ -128,12 +128,6 @@ def test_who_connects_is_known_by_the_kernel(folder):
                     assert is_ours(connection) == ours
                     connection.send(b"x")
                 assert client.communicate()[0] == b"b'x'\n"
-
-
-def test_a_unix_socket_needs_no_token_and_takes_no_token_file():
-    assert read_token(HttpSettings(host="unix:/run/a.sock"), insecure=False) == ""
-    with pytest.raises(ConfigError, match=r"^http\.token_file: .*unix socket"):
-        read_token(HttpSettings(host="unix:/run/a.sock", token_file="/etc/token"), insecure=False)
 
 
 def test_sockets_are_found_by_their_kind_while_their_process_lives(folder):

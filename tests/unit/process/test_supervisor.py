@@ -24,16 +24,6 @@ async def test_the_first_task_that_crashes_is_reported_with_its_name() -> None:
     assert len(supervisor) == 0
 
 
-async def test_cancelled_and_finished_tasks_are_not_reported_as_crashed() -> None:
-    supervisor = Supervisor(asyncio.get_running_loop())
-    done = supervisor.spawn(asyncio.sleep(0, "fine"), "done")
-    supervisor.spawn(asyncio.Event().wait(), "waits for ever")
-    assert await done == "fine"
-    await supervisor.stop()
-    assert len(supervisor) == 0
-    assert not supervisor.failure.done()
-
-
 async def test_a_full_lane_refuses_work_and_takes_it_once_it_has_room() -> None:
     lane = PoolLane(asyncio.get_running_loop(), threads=1, queue=1)
     gate = threading.Event()
