@@ -23,6 +23,7 @@ from kvstrata.errors import WIRE_ERRORS
 from kvstrata.rpc import wire
 from kvstrata.server.requests.boundary import OPERATIONS
 from kvstrata.types import KEY_BYTES, Role
+from tests.harness.amount import amount
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient
 from tests.harness.server_process import ServerProcess
@@ -191,7 +192,7 @@ class World:
         return seqs[-1 - back] if back < len(seqs) else 9_999
 
 
-@settings(max_examples=150)
+@settings(max_examples=amount(60, 150))
 @given(stories, st.lists(frames, max_size=20), st.randoms(use_true_random=False))
 def test_every_frame_gets_one_reply_and_nothing_leaks(
     story: list[list[Any]], garbage: list[bytes], random: Random
@@ -216,7 +217,7 @@ def test_every_frame_gets_one_reply_and_nothing_leaks(
     world.instance.close()
 
 
-@settings(max_examples=60)
+@settings(max_examples=amount(30, 60))
 @given(stories)
 def test_requests_that_arrive_together_get_one_answer_each(arriving: list[list[Any]]) -> None:
     """One wake of the loop may read many requests; repeats join the first one or are answered from memory."""
@@ -237,7 +238,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.integration
-@settings(max_examples=100)
+@settings(max_examples=amount(40, 100))
 @given(frame=frames, more=st.lists(st.binary(max_size=40), max_size=3))
 def test_a_real_server_answers_any_message_and_keeps_serving(
     server: ServerProcess, frame: bytes, more: list[bytes]
@@ -252,7 +253,7 @@ def test_a_real_server_answers_any_message_and_keeps_serving(
 
 
 @pytest.mark.integration
-@settings(max_examples=60)
+@settings(max_examples=amount(30, 60))
 @given(st.binary(min_size=1, max_size=70_000) | st.just(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(48)))
 def test_a_real_server_survives_any_bytes_on_its_ports(server: ServerProcess, data: bytes) -> None:
     for family, address in (
@@ -277,6 +278,7 @@ HAS_WHEEL = sys.version_info < (3, 14) and platform.machine() == "x86_64"
 FUZZED_S = 5
 
 
+@pytest.mark.long
 @pytest.mark.integration
 @pytest.mark.parametrize("target", ["rpc", "attach"])
 def test_atheris_finds_nothing_in_a_short_run(target: str, tmp_path: Path) -> None:
