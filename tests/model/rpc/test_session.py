@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from kvstrata.errors import BadRequest, KvstrataError, Refused, UnknownSession
 from kvstrata.rpc.session import Call, Effect, Limits, Sessions, Undoing, Verdict
+from tests.harness.amount import amount
 
 NAMES = [bytes([number]) * 16 for number in range(2)]
 LIMITS = Limits(max_outcomes=3, max_reply_bytes=200, kept_anyway=2, max_running=4, max_effects=8)
@@ -301,7 +302,7 @@ class LossyNetwork(RuleBasedStateMachine):
 
 
 TestLossyNetwork = LossyNetwork.TestCase
-TestLossyNetwork.settings = settings(max_examples=200, stateful_step_count=60)
+TestLossyNetwork.settings = settings(max_examples=amount(66, 200), stateful_step_count=60)
 
 
 def test_a_ping_that_forgets_releases_even_when_the_lookup_arrives_after_it() -> None:

@@ -25,6 +25,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.rpc import wire
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.types import KEY_BYTES, LeaseName, RequestIdentity, Role
+from tests.harness.amount import amount
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout
 
@@ -448,4 +449,4 @@ class Inbound:
 
 
 TestRevokes = Revokes.TestCase
-TestRevokes.settings = settings(max_examples=200, stateful_step_count=60)
+TestRevokes.settings = settings(max_examples=amount(66, 200), stateful_step_count=60)

@@ -33,6 +33,7 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.wrap.presence import PresenceAdapter, PresenceLimits
 from kvstrata.testing.strategies import key_of, load_item, put_item
+from tests.harness.amount import amount
 
 NUMBERS = range(2)
 PRESENCE_TTL_S, NEGATIVE_TTL_S = 4.0, 1.0
@@ -406,7 +407,10 @@ class SmallPresenceMachine(PresenceMachine):
 
 
 _settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=amount(26, 80),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 TestPresence = PresenceMachine.TestCase
 TestPresence.settings = _settings

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvstrata.keys import ChunkHasher, MediaItem
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
+from tests.harness.amount import amount
 from tests.oracles import keys as oracle
 
 TEXT = st.text(max_size=6)
@@ -75,7 +76,7 @@ def meaning(prompt, chunk: int) -> tuple:
     return (layout, request, tuple(tokens[:end]), tuple(reach))
 
 
-@settings(max_examples=400)
+@settings(max_examples=amount(133, 400))
 @given(prompts, prompts)
 def test_chunks_share_a_key_exactly_when_they_mean_the_same(one, two):
     keys = {}

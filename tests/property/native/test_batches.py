@@ -38,11 +38,6 @@ def test_keys_are_read_as_they_were_packed(given_keys: list[bytes]) -> None:
     assert split_keys(packed) == split_keys(memoryview(packed)) == given_keys
 
 
-@given(st.text(alphabet=st.characters(codec="ascii")), keys)
-def test_a_name_is_the_prefix_and_the_digits_of_its_key(prefix: str, given_keys: list[bytes]) -> None:
-    assert names_of(prefix, given_keys) == [prefix + key.hex() for key in given_keys]
-
-
 @given(keys, other_keys, keys)
 def test_a_key_of_another_length_is_refused(before: list[bytes], other: bytes, after: list[bytes]) -> None:
     for make in (pack_keys, lambda given_keys: names_of("", given_keys)):
@@ -102,15 +97,6 @@ def test_other_bytes_are_refused(given_rows: bytes, count: int) -> None:
         assert len(read_found(given_rows, count, MAX_REASON_BYTES, lambda *answer: answer)) == count
     except ValueError:
         pass
-
-
-def test_equal_neighbouring_answers_are_one_object() -> None:
-    here, gone = (1, 4608, ""), (0, 0, "")
-    packed = pack_found([here, here, gone, here, gone], str.encode)
-    made = read_found(packed, 5, MAX_REASON_BYTES, lambda *answer: answer)
-    assert made == [here, here, gone, here, gone]
-    assert made[0] is made[1] is made[3]
-    assert made[2] is made[4]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import select
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -213,25 +212,6 @@ def test_a_record_of_another_shape_is_a_mismatch_and_touches_no_block() -> None:
     assert engine.memory == before
 
 
-BAD_PLANS = {
-    "section_bases": ([], 8, [], [], 64),
-    "section_bases: an address": ([0], 8, [64], [], 64),
-    "section_bases: must be between": ([-1], 8, [64], [], 64),
-    "block_stride: must have one entry": ([4096], 8, [64, 64], [], 64),
-    "block_stride: the last": ([4096], 8, [1 << 62], [], 64),
-    "num_blocks": ([4096], 0, [64], [], 64),
-    "dims: at most 3": ([4096], 8, [64], [(1, 1)] * 4, 64),
-    "dims: a count": ([4096], 8, [64], [(0, 1)], 64),
-    "run_bytes": ([4096], 8, [64], [], 0),
-}
-
-
-@pytest.mark.parametrize("message", BAD_PLANS)
-def test_an_impossible_plan_is_refused_with_the_argument_named(message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CopyPlan(*BAD_PLANS[message])
-
-
 @pytest.mark.parametrize(
     ("shapes", "section_shapes", "message"),
     [
@@ -247,11 +227,6 @@ def test_an_impossible_shape_is_refused_with_its_place_among_the_shapes(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         CopyPlan([4096, 8192], 8, [64, 64], shapes=shapes, section_shapes=section_shapes)
-
-
-def test_a_section_that_the_plan_does_not_have_is_refused() -> None:
-    with pytest.raises(ValueError, match="section: 3 of a plan with 3"):
-        small_engine().plan.section_bytes(3, 1)
 
 
 @pytest.mark.parametrize(
@@ -281,21 +256,6 @@ def test_a_bad_argument_is_refused_before_anything_is_written(
         good = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
         copies.run("gather", engine.plan, [good, (block_ids, address, length, SPEC)])
     assert not any(extent[:])
-
-
-def test_only_a_scatter_may_skip_blocks() -> None:
-    engine = small_engine()
-    extent = engine.record([0])
-    address = copying.buffer_address(extent, writable=True)
-    with pytest.raises(ValueError, match="block_ids: not a block of the plan"):
-        copying.gather_record(engine.plan, [-1], address, len(extent), SPEC)
-
-
-@pytest.mark.parametrize("name", ["key", "identity", "slice_digest", "parent_key"])
-def test_a_digest_of_another_length_is_refused_by_name(name: str) -> None:
-    digests = {n: bytes(32) for n in ("key", "identity", "slice_digest", "parent_key")}
-    with pytest.raises(ValueError, match=f"{name}: must be 32 bytes, not 31"):
-        RecordSpec(**{**digests, name: bytes(31)}, chunk_tokens=1)
 
 
 class CopyEngineScope:
@@ -341,58 +301,6 @@ def test_copy_threads_do_what_a_single_copy_does(data: st.DataObject, engine: En
         codes = copies.run("scatter", engine.plan, skipped)
         assert codes == [CopyOutcome.CORRUPT] + [CopyOutcome.OK] * (len(chunks) - 1)
         assert engine.memory == before
-
-
-def test_completions_make_the_descriptor_readable_until_they_are_read() -> None:
-    engine = small_engine()
-    extent = engine.record([0])
-    item = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
-    with CopyEngineScope() as copies:
-        assert not select.select([copies.event_fd], [], [], 0)[0]
-        assert copies.submit(7, "gather", engine.plan, [item])
-        assert select.select([copies.event_fd], [], [], 60)[0]
-        assert copies.completions() == [(7, [0])]
-        assert not select.select([copies.event_fd], [], [], 0)[0]
-        assert copies.completions() == []
-        assert copies.wait(7, 0.0)
-
-
-def test_a_full_queue_refuses_at_once_and_has_room_again_after_completions_are_read() -> None:
-    engine = small_engine()
-    extent = engine.record([0])
-    item = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
-    with CopyEngineScope(threads=1, queue=2) as copies:
-        assert copies.submit(1, "gather", engine.plan, [item])
-        assert copies.submit(2, "gather", engine.plan, [item])
-        assert not copies.submit(3, "gather", engine.plan, [item])
-        copies.drain()
-        assert not copies.submit(3, "gather", engine.plan, [item])
-        assert copies.completions() == [(1, [0]), (2, [0])]
-        assert copies.submit(3, "gather", engine.plan, [item])
-
-
-def test_a_closed_engine_takes_no_copy_and_its_completions_can_still_be_read() -> None:
-    engine = small_engine()
-    extent = engine.record([0])
-    item = ([0], copying.buffer_address(extent, writable=True), len(extent), SPEC)
-    copies = CopyEngine(1, 8)
-    assert copies.submit(1, "gather", engine.plan, [item])
-    copies.close()
-    copies.close()
-    assert copies.completions() in ([(1, [CopyOutcome.OK])], [(1, [CopyOutcome.CANCELLED])])
-    with pytest.raises(ValueError, match="the copy engine is closed"):
-        copies.submit(2, "gather", engine.plan, [item])
-    with pytest.raises(ValueError, match="the copy engine is closed"):
-        copies.run("gather", engine.plan, [item])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [((-1, 8), "threads"), ((65, 8), "threads"), ((1, 0), "queue"), ((1, 1 << 20), "queue")],
-)
-def test_an_impossible_engine_is_refused_by_name(arguments: tuple[int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CopyEngine(*arguments)
 
 
 def test_a_dropped_engine_leaves_no_thread_and_no_descriptor_behind() -> None:

@@ -14,6 +14,7 @@ from kvstrata.native.index import IndexReader
 from kvstrata.native.pool import Pool, PoolFormatError
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.types import unpack_extents
+from tests.harness.amount import amount
 
 PAGE = 4096
 EXTENTS, ENTRIES = 24, 24
@@ -93,7 +94,7 @@ bytes_or_bits = st.one_of(st.integers(0, 255), st.sampled_from([0x00, 0x01, 0xFF
 
 
 @given(damage=st.lists(st.tuples(places, bytes_or_bits), min_size=1, max_size=40))
-@settings(max_examples=250)
+@settings(max_examples=amount(83, 250))
 @example(damage=[(0, 0)])
 def test_any_damage_of_the_index_is_survived(damage: list[tuple[int, int]]) -> None:
     with segment() as (index, extents):
@@ -112,7 +113,7 @@ def test_any_damage_of_the_index_is_survived(damage: list[tuple[int, int]]) -> N
     begin=st.integers(48, FILE_BYTES - 8) | st.integers(LINES_OFFSET, FILE_BYTES - 8),
     noise=st.binary(min_size=8, max_size=2000),
 )
-@settings(max_examples=150)
+@settings(max_examples=amount(50, 150))
 def test_noise_over_a_part_of_the_index_is_survived_by_server_and_clients(begin: int, noise: bytes) -> None:
     with segment() as (index, extents):
         os.pwrite(index, noise[: FILE_BYTES - begin], begin)
@@ -141,7 +142,7 @@ HOT_OFFSET, COLD_OFFSET = FILE_BYTES - 2 * 4096, FILE_BYTES - 4096
     circle=st.lists(committed, min_size=1, max_size=6, unique=True),
     more=st.lists(st.tuples(committed, st.integers(0, ENTRIES + 2)), max_size=8),
 )
-@settings(max_examples=100)
+@settings(max_examples=amount(33, 100))
 def test_circles_of_parents_are_broken(circle: list[int], more: list[tuple[int, int]]) -> None:
     links = more + [
         (entry, parent + 1) for entry, parent in zip(circle, circle[1:] + circle[:1], strict=True)
@@ -175,7 +176,7 @@ def test_two_entries_on_one_extent_are_both_distrusted(one: int, other: int, row
     state=st.sampled_from([2, 3, 0, 1, 4, 5, 255]),
     half_changed=st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=amount(33, 100))
 def test_a_key_is_kept_at_most_once_and_only_in_a_valid_state(
     one: int, other: int, state: int, half_changed: bool
 ) -> None:

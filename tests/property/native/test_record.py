@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import ctypes
 import hashlib
 import mmap
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstrata.native import copying
 from kvstrata.native import record as native_record
-from kvstrata.native.record import CopyOutcome, RecordError, RecordSpec
+from kvstrata.native.record import CopyOutcome, RecordSpec
 from tests.oracles import record as oracle
 from tests.oracles.crc32c import crc32c_fast as crc32c
 
@@ -142,15 +141,6 @@ def test_hostile_headers_are_judged_as_the_oracle_judges_them(
         native_record.record_header(placed.address, placed.length)
 
 
-@given(data=st.binary(max_size=6000))
-def test_arbitrary_bytes_are_no_record(data: bytes) -> None:
-    placed = Placed(data)
-    with pytest.raises(RecordError) as raised:
-        native_record.record_header(placed.address, placed.length)
-    assert raised.value.field
-    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.CORRUPT
-
-
 def test_version_1_is_frozen() -> None:
     """Disks hold such bytes. Another form is another version, and this test stays as it is."""
     sections = [bytes(range(256)), b"kv" * 500, b"\0"]
@@ -166,24 +156,6 @@ def test_version_1_is_frozen() -> None:
     address = copying.buffer_address(extent, writable=True)
     native_record.seal_record(address, len(extent), spec_of(record), [len(s) for s in sections])
     assert hashlib.sha256(extent[:]).hexdigest() == expected
-
-
-def test_another_version_is_a_mismatch_and_says_so() -> None:
-    data = bytearray(oracle.build(oracle.Record(*[bytes(32)] * 4, 1, 1, [b"x"])))
-    struct.pack_into("<H", data, 8, 2)
-    struct.pack_into("<I", data, 252, crc32c(data[:252]))
-    placed = Placed(bytes(data))
-    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.MISMATCH
-    with pytest.raises(RecordError, match=r"outer.version: .* \(got 2, limit 1\)") as raised:
-        native_record.record_header(placed.address, placed.length)
-    assert raised.value.field == "outer.version"
-
-
-def test_a_record_with_pending_checksums_is_read_but_not_trusted() -> None:
-    data = oracle.build(oracle.Record(*[bytes(32)] * 4, 1, 1, [b"x"]), inner_flags=1)
-    placed = Placed(data)
-    assert native_record.record_header(placed.address, placed.length).crc_pending
-    assert native_record.verify_record(placed.address, placed.length, None) == CopyOutcome.UNVERIFIED
 
 
 @pytest.mark.parametrize(
@@ -205,12 +177,6 @@ def test_a_refused_seal_writes_nothing(lengths: list[int], room: int, message: s
     assert not any(extent[:])
 
 
-@pytest.mark.parametrize(("sections", "payload"), [(0, 1), (65_537, 1 << 20), (2, 1), (1, 1 << 32)])
-def test_impossible_sizes_have_no_record_length(sections: int, payload: int) -> None:
-    with pytest.raises(ValueError, match=r"section_count|payload_bytes"):
-        native_record.record_bytes(sections, payload)
-
-
 @given(st.lists(st.tuples(records(), st.integers(0, 2), st.randoms(use_true_random=False)), max_size=12))
 def test_records_checked_together_are_judged_as_each_alone(
     given_records: list[tuple[oracle.Record, int, random.Random]],
@@ -225,15 +191,6 @@ def test_records_checked_together_are_judged_as_each_alone(
         asked.append((placed.address, placed.length, bytes(32) if damage == 2 else record.key))
     alone = [native_record.verify_stored_record(*one) for one in asked]
     assert native_record.Verifier(3).verify_stored(asked) == alone
-
-
-def test_several_threads_may_check_with_the_same_helpers() -> None:
-    record = oracle.Record(bytes(range(32)), bytes(32), bytes(32), bytes(32), 256, 1, [bytes(5000)])
-    placed, verifier = Placed(oracle.build(record)), native_record.Verifier(2)
-    good, other = ((placed.address, placed.length, key) for key in (record.key, bytes(32)))
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        for outcomes in threads.map(verifier.verify_stored, [[good, other] * 50] * 40):
-            assert outcomes == [CopyOutcome.OK, CopyOutcome.STALE] * 50
 
 
 @pytest.mark.parametrize(

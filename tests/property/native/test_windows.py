@@ -20,6 +20,7 @@ from kvstrata.native.index import IndexReader
 from kvstrata.native.pool import Pool
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.types import unpack_extents
+from tests.harness.amount import amount
 
 PAGE = 4096
 RECORD = 2 * PAGE
@@ -146,7 +147,7 @@ def assert_leased(pool: Pool, case: Case, row: int, n_chunks: int) -> None:
 
 
 @given(cases())
-@settings(max_examples=400)
+@settings(max_examples=amount(133, 400))
 def test_the_longest_hit_is_found_and_each_chunk_is_asked_for_once(case: Case) -> None:
     asked: list[tuple[int, int]] = []
 
@@ -162,7 +163,7 @@ def test_the_longest_hit_is_found_and_each_chunk_is_asked_for_once(case: Case) -
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=amount(50, 150))
 def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
     with segment() as fds:
         pool = create(*fds, records=200)
@@ -180,7 +181,7 @@ def test_a_lease_takes_what_the_longest_hit_needs(case: Case) -> None:
 
 
 @given(cases(max_chunks=70), st.integers(0, 280))
-@settings(max_examples=100)
+@settings(max_examples=amount(33, 100))
 def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than_it_needs(
     case: Case, max_keys: int
 ) -> None:
@@ -205,7 +206,7 @@ def test_a_lease_by_the_chain_derives_no_more_keys_than_allowed_and_no_more_than
 
 
 @given(cases(min_span=1), st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=amount(50, 150))
 def test_a_peek_at_windows_in_pieces_finds_the_longest_hit(case: Case, piece: int) -> None:
     with segment() as fds:
         pool = create(*fds, records=200)
@@ -225,7 +226,7 @@ def test_a_peek_at_windows_in_pieces_finds_the_longest_hit(case: Case, piece: in
 
 
 @given(cases(), st.data())
-@settings(max_examples=100)
+@settings(max_examples=amount(33, 100))
 def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verified(
     case: Case, data: st.DataObject
 ) -> None:
@@ -250,7 +251,7 @@ def test_after_a_restart_a_lease_names_unverified_windows_until_they_are_verifie
 
 
 @given(cases(), st.integers(2, 40), st.data())
-@settings(max_examples=200)
+@settings(max_examples=amount(66, 200))
 def test_at_the_bound_a_lease_takes_the_longest_hit_that_fits(
     case: Case, room: int, data: st.DataObject
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvstrata.process import http_body
 from kvstrata.process.http_body import Arriving, BodyRefused, shorten
+from tests.harness.amount import amount
 
 TOKEN = st.integers(0, (1 << 32) - 1)
 TEXT = st.text(st.sampled_from('abé\U0001f600"\\[]{},: 12\n'), max_size=12)
@@ -59,7 +60,7 @@ async def read(body: bytes) -> Any:
 
 
 @given(JSON | GARBAGE)
-@settings(max_examples=500)
+@settings(max_examples=amount(166, 500))
 async def test_a_body_is_refused_or_read_as_python_reads_it(body: bytes) -> None:
     try:
         found = await read(body)

@@ -18,11 +18,12 @@ from kvstrata.native import codec, copying
 from kvstrata.native import record as native_record
 from kvstrata.native.record import CopyOutcome, RecordSpec
 from kvstrata.storage.base import PayloadKind, nothing_known
-from kvstrata.storage.wrap import codec_chain, codec_seal
+from kvstrata.storage.wrap import codec_chain
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
 from kvstrata.storage.wrap.codec_seal import BadRecord, CannotDecode
 from kvstrata.testing.strategies import IDENTITY, key_of, record_hold, record_length
+from tests.harness.amount import amount
 from tests.harness.codec_records import soft_payload
 from tests.harness.forged import resealed
 from tests.oracles import codec as oracle
@@ -68,7 +69,7 @@ def payloads(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@settings(max_examples=30)
+@settings(max_examples=amount(10, 30))
 @given(payload=payloads())
 def test_the_chain_and_the_oracle_decode_an_encoded_record_to_the_same_bytes(
     name: str, payload: bytes
@@ -195,12 +196,6 @@ def test_after_a_change_of_keys_old_records_are_read_and_new_ones_name_the_new_k
     with pytest.raises(CannotDecode) as raised:
         decoded(before, again, len(record))
     assert raised.value.reason == "wrong_key"
-
-
-def test_nonces_are_never_the_same() -> None:
-    chain = CHAINS["aes"]
-    seen = {encoded(chain, b"the same payload")[1][4104 : 4104 + 12] for _ in range(200)}
-    assert len(seen) == 200
 
 
 def test_a_record_that_claims_a_huge_payload_is_refused_before_decoding() -> None:
@@ -364,7 +359,3 @@ def encoded_of(chain: Chain, numbers: list[int], *, sections: int, kind: Payload
     target = mmap.mmap(-1, chain.staging_bytes(length))
     made = chain.encode(memoryview(source), memoryview(target), lambda identity, part: kind)
     return source[:], target[: made.length]
-
-
-def test_codec_numbers_are_those_of_the_format_page() -> None:
-    assert (codec_chain.FP8, codec_chain.PLANES2, codec_chain.ZSTD, *codec_seal.SEALS) == (1, 2, 3, 4, 5, 6)
