@@ -17,7 +17,6 @@ from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
 from kvstrata.measure.burst import Burst, Lookups, Round
 from kvstrata.measure.l2 import IDENTITY, Interrupted, Pass, Records, Workload
-from kvstrata.measure.raw_io import in_batches
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Layer, Stack, Surroundings, build_stack
@@ -92,64 +91,6 @@ def test_without_matplotlib_only_svg_is_refused(capsys, monkeypatch, tmp_path):
     assert status == 2 and "--svg" in err and "pip install 'kvstrata[bench]'" in err
     assert list(tmp_path.iterdir()) == []
     assert bench.main(["l2", *arguments]) == 0
-
-
-def test_rates_count_whole_passes_and_times_count_calls():
-    passes = [
-        Pass([1.0, 1.0], [0.5, 0.5], [0.001] * 4, [0.5, 0.5], [1.0, 1.0], 4 * 10**9),
-        Pass([2.0, 2.0], [1.0, 1.0], [0.003] * 4, [0.25, 0.25], [0.25, 0.25], 4 * 10**9),
-        Pass([4.0, 4.0], [1.0, 1.0], [0.002] * 4, [0.5, 0.5], [0.5, 0.5], 4 * 10**9),
-    ]
-    found = bench_l2.size_figures(1.0, 4096, passes)
-    assert found["put"]["gb_per_s"] == {"median": 1.0, "least": 0.5, "greatest": 2.0}
-    assert found["put"]["raw_gb_per_s"] == {"median": 2.0, "least": 2.0, "greatest": 4.0}
-    assert found["put"]["ratio"] == {"median": 0.5, "least": 0.25, "greatest": 0.5}
-    assert found["load"]["ratio"] == {"median": 1.0, "least": 1.0, "greatest": 2.0}
-    assert found["put"]["ms"] == {"p50": 2000, "p95": 4000, "p99": 4000, "greatest": 4000, "calls": 6}
-    assert found["exists"]["ms"]["calls"] == 12
-    assert found["verified_bytes"] == 12 * 10**9
-
-
-def test_without_raw_io_there_is_no_ratio():
-    found = bench_l2.size_figures(1.0, 4096, [Pass([1.0], [], [0.1], [1.0], [], 10**9)])
-    assert found["put"]["ratio"] is None and found["load"]["raw_gb_per_s"] is None
-
-
-@pytest.mark.parametrize(
-    ("given", "entry", "threads"),
-    [
-        (None, {}, (4, 4)),
-        (7, {"num_workers": 2}, (7, 7)),
-        (None, {"num_workers": 2}, (2, 2)),
-        (None, {"num_workers": 2, "per_op_workers": {"store": 3}}, (3, 2)),
-        (None, {"per_op_workers": {"retrieve": 5, "store": "x"}}, (4, 5)),
-        (None, {"num_workers": "many", "per_op_workers": 3}, (4, 4)),
-    ],
-)
-def test_raw_io_has_as_many_threads_as_the_adapter(given, entry, threads):
-    assert bench_l2.raw_threads(given, entry) == threads
-
-
-def test_lookups_are_summed_over_rounds_and_bursts_are_listed_by_round():
-    rounds = [
-        Round(Lookups([0.001] * 99, 0), Lookups([0.002] * 9, 3), 2.0, 10**9),
-        Round(Lookups([0.003], 0), Lookups([0.004], 4), 1.0, 10**9),
-    ]
-    found = bench_l2.burst_figures(1.0, 4096, rounds)
-    assert found["idle"]["ms"] == {"p50": 1, "p95": 1, "p99": 3, "greatest": 3, "calls": 100}
-    assert found["burst"]["ms"] == {"p50": 2, "p95": 4, "p99": 4, "greatest": 4, "calls": 10}
-    assert found["burst"]["gb_per_s"] == {"median": 0.75, "least": 0.5, "greatest": 1.0}
-    assert found["p99_ratio"] == pytest.approx(4 / 3)
-    assert (found["idle"]["unknown"], found["burst"]["unknown"]) == (0, 7)
-
-
-def test_bursts_in_which_no_lookup_was_answered_have_no_figures():
-    with pytest.raises(Refused, match="no lookup was answered"):
-        bench_l2.burst_figures(1.0, 4096, [Round(Lookups([0.1], 0), Lookups([], 5), 1.0, 10**9)])
-
-
-def test_batches_cover_every_record_once():
-    assert in_batches(7, 3) == [range(3), range(3, 6), range(6, 7)]
 
 
 class Inner:
@@ -354,3 +295,32 @@ def test_payloads_depend_on_the_seed_and_keys_do_not():
     assert first == again != another
     assert not set(keys) & set(other_keys)
     assert len(IDENTITY) == 32
+
+
+def test_rates_count_whole_passes_and_times_count_calls():
+    passes = [
+        Pass([1.0, 1.0], [0.5, 0.5], [0.001] * 4, [0.5, 0.5], [1.0, 1.0], 4 * 10**9),
+        Pass([2.0, 2.0], [1.0, 1.0], [0.003] * 4, [0.25, 0.25], [0.25, 0.25], 4 * 10**9),
+        Pass([4.0, 4.0], [1.0, 1.0], [0.002] * 4, [0.5, 0.5], [0.5, 0.5], 4 * 10**9),
+    ]
+    found = bench_l2.size_figures(1.0, 4096, passes)
+    assert found["put"]["gb_per_s"] == {"median": 1.0, "least": 0.5, "greatest": 2.0}
+    assert found["put"]["raw_gb_per_s"] == {"median": 2.0, "least": 2.0, "greatest": 4.0}
+    assert found["put"]["ratio"] == {"median": 0.5, "least": 0.25, "greatest": 0.5}
+    assert found["load"]["ratio"] == {"median": 1.0, "least": 1.0, "greatest": 2.0}
+    assert found["put"]["ms"] == {"p50": 2000, "p95": 4000, "p99": 4000, "greatest": 4000, "calls": 6}
+    assert found["exists"]["ms"]["calls"] == 12
+    assert found["verified_bytes"] == 12 * 10**9
+
+
+def test_lookups_are_summed_over_rounds_and_bursts_are_listed_by_round():
+    rounds = [
+        Round(Lookups([0.001] * 99, 0), Lookups([0.002] * 9, 3), 2.0, 10**9),
+        Round(Lookups([0.003], 0), Lookups([0.004], 4), 1.0, 10**9),
+    ]
+    found = bench_l2.burst_figures(1.0, 4096, rounds)
+    assert found["idle"]["ms"] == {"p50": 1, "p95": 1, "p99": 3, "greatest": 3, "calls": 100}
+    assert found["burst"]["ms"] == {"p50": 2, "p95": 4, "p99": 4, "greatest": 4, "calls": 10}
+    assert found["burst"]["gb_per_s"] == {"median": 0.75, "least": 0.5, "greatest": 1.0}
+    assert found["p99_ratio"] == pytest.approx(4 / 3)
+    assert (found["idle"]["unknown"], found["burst"]["unknown"]) == (0, 7)

@@ -80,12 +80,6 @@ def test_an_error_is_one_line_with_the_command_and_has_its_status(
         assert told.startswith(f"kvstrata x: {says}") and told.count("\n") == 1, told
 
 
-def test_docs_list_each_exit_status() -> None:
-    page = (ROOT / "docs" / "operations.md").read_text()
-    table = page.split("## Exit statuses")[1].split("\n## ")[0]
-    assert {int(number) for number in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == {*map(int, Exit)}
-
-
 def test_the_path_in_an_error_may_be_any_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
 

@@ -23,18 +23,6 @@ JSON = st.recursive(
 )
 
 
-def test_a_table_aligns_keys_and_rows():
-    shown = table({"epoch": 3, "rows": [{"row": 1, "role": "worker"}, {"row": 22, "old": True}], "none": []})
-    assert shown.splitlines() == [
-        "epoch  3",
-        "rows",
-        "  row  role    old",
-        "  1    worker  -",
-        "  22   -       yes",
-        "none   -",
-    ]
-
-
 def test_cells_of_a_table_are_words_and_never_literals_of_python():
     row = {"hits": {"l1": 3, "l2": 0}, "miss": None, "tenant": "", "layers": ["a", {"b": True}], "none": {}}
     assert table([row]).splitlines() == [
@@ -97,9 +85,6 @@ def test_an_absent_server_is_reported_in_one_line(capsys):
     assert "http://127.0.0.1:9 does not answer" in error and error.count("\n") == 1
 
 
-ANY_KIND = {"model": "", "kind": None, "adapter": "", "tenant": "", "salt": ""}
-
-
 @pytest.mark.parametrize("text", ["", "first-secret\nsecond-secret", "sécret"])
 def test_a_file_that_holds_no_token_is_named_and_its_secret_is_not_told(capsys, tmp_path, text):
     file = tmp_path / "token"
@@ -115,14 +100,6 @@ def test_a_file_of_tokens_that_is_not_json_is_refused(capsys, tmp_path):
     file.write_text("nope")
     assert ctl.main(["prefetch", str(file)]) == 2
     assert str(file) in capsys.readouterr().err
-
-
-def test_stranded_commands_send_these_requests():
-    def asked(*arguments):
-        return ctl._request(ctl.parser().parse_args(["stranded", *arguments]))
-
-    assert asked("list") == asking.Ask("/v1/stranded")
-    assert asked("clear", "ab12") == asking.Ask("/v1/stranded/clear", {"session": "ab12"})
 
 
 def test_a_quota_is_put_to_its_tenant_whatever_the_name():
@@ -154,37 +131,6 @@ def test_a_quota_is_put_to_its_tenant_whatever_the_name():
 )
 def test_l2_commands_send_these_requests(arguments, asked):
     assert ctl._request(ctl.parser().parse_args(["l2", *arguments])) == asked
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asked"),
-    [
-        (["status"], asking.Ask("/v1/cluster")),
-        (["instances"], asking.Ask("/v1/instances")),
-        (["instance", "a/b"], asking.Ask("/v1/instances/a%2Fb")),
-        (["events", "--after", "3"], asking.Ask("/v1/events?wait_s=0.0&after=3")),
-        (["drain", "a", "--wait-s", "2"], asking.Ask("/v1/instances/a/drain", {"wait_s": 2.0}, "", 32)),
-        (["remove", "a"], asking.Ask("/v1/instances/a", None, "DELETE")),
-        (["allow", "a"], asking.Ask("/v1/instances/a/allow", {})),
-        (["runtime", "a"], asking.Ask("/v1/instances/a/runtime?wait_s=5.0", timeout_s=35)),
-        (["document", "a"], asking.Ask("/v1/instances/a/status?wait_s=5.0", timeout_s=35)),
-        (
-            ["explain", "--request-id", "r/1", "--wait-s", "2", "--instance", "a"],
-            asking.Ask(
-                "/v1/explain", {**ANY_KIND, "request_id": "r/1", "instances": ["a"], "wait_s": 2.0}, "", 32
-            ),
-        ),
-        (
-            ["clear", "--tier", "all", "--instance", "a", "--instance", "b"],
-            asking.Ask(
-                "/v1/clear", {"tier": "all", "tenant": None, "instances": ["a", "b"], "wait_s": 5.0}, "", 35
-            ),
-        ),
-        (["unpin", "c"], asking.Ask("/v1/unpin", {"claim": "c", "instance": None, "wait_s": 5.0}, "", 35)),
-    ],
-)
-def test_cluster_commands_send_these_requests(arguments, asked):
-    assert ctl._request(ctl.parser().parse_args(["cluster", *arguments])) == asked
 
 
 @pytest.mark.parametrize(
@@ -279,11 +225,3 @@ def test_a_socket_that_is_not_there_and_a_path_that_is_none_are_errors_of_the_ur
         asking.ask(f"unix:{tmp_path / 'no.sock'}", asking.Ask("/v1/status"))
     assert ctl.main(["--url", "unix:no.sock", "status"]) == 2
     assert "--url: 'unix:no.sock' must be" in capsys.readouterr().err
-
-
-def test_a_link_leads_to_the_address_that_the_user_gave():
-    link = {"url": "http://node:9000/#/login/abc", "once_within_s": 300.0}
-    assert ctl_cluster.reachable(link, "") == link
-    assert (
-        ctl_cluster.reachable(link, "http://localhost:19000/")["url"] == "http://localhost:19000/#/login/abc"
-    )

@@ -137,6 +137,12 @@ def test_network_cards_are_listed_with_their_state(
     assert member["RDMA"].state == "warn" and "bring up mlx5_1" in member["RDMA"].advice
 
 
+def test_a_model_without_vllm_says_which_python_is_needed(flags: tuple[str, ...]) -> None:
+    found = [each for each in doctor.findings(flags, "/some/model") if each.check == "model"]
+    assert "with the Python of vLLM" in found[0].advice
+    assert os.path.basename(found[0].found.partition(":")[0]) == "model"
+
+
 def test_the_report_ends_with_what_to_do_failures_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,9 +165,3 @@ def test_the_report_ends_with_what_to_do_failures_first(
     found[1:] = []
     assert doctor.main([]) == 0
     assert capsys.readouterr().out.endswith("What to do:\n  nothing: everything is in order\n")
-
-
-def test_a_model_without_vllm_says_which_python_is_needed(flags: tuple[str, ...]) -> None:
-    found = [each for each in doctor.findings(flags, "/some/model") if each.check == "model"]
-    assert "with the Python of vLLM" in found[0].advice
-    assert os.path.basename(found[0].found.partition(":")[0]) == "model"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.cli import live, page_cluster, page_parts, page_server, page_top
+from kvstrata.cli import live, page_cluster, page_server, page_top
 from kvstrata.cli.page_cluster import SeenCluster
 from kvstrata.cli.page_server import Seen
 
@@ -140,38 +140,9 @@ def test_a_page_shows_hits_and_what_they_saved(monkeypatch: pytest.MonkeyPatch) 
     assert next(line for line in unknown if line.startswith("last minute")).endswith(" -")
 
 
-def test_top_shows_rates_since_the_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    top, first, then = page_top.Top(), seen(1), seen(1)
-    lines(top.draw(first), monkeypatch)
-    then.status["instance"]["uptime_s"] += 2.0
-    then.status["engines"][0].update(
-        lookups=11, lookup_chunks=70, hit_chunks=40, stored_records=30, avoided_s=4.25
-    )
-    then.tiers[0]["puts"]["stored_bytes"] += 8_000_000
-    shown = lines(top.draw(then), monkeypatch)
-    [engine] = [line for line in shown if line.startswith("00000000")]
-    assert engine.split() == ["00000000", "a", "2.0", "10.0", "75", "%", "2.5", "0.50"]
-    [tier] = [line for line in shown if line.startswith("fs-0")]
-    assert "4.0" in tier.split()
-
-
 def test_the_last_minute_of_a_cluster_is_its_last_points(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = lines(page_cluster.page(cluster(3)), monkeypatch)
     [minute] = [line for line in shown if line.startswith("last minute")]
     assert minute.split()[2:] == ["300", "80", "%", "60", "%", "0", "%", "20", "%"]
     crowded = lines(page_cluster.page(cluster(50, dead=20)), monkeypatch)
     assert crowded[1] == "! election: a" and crowded[2].startswith("! a0: dead, heard 1.5 s ago")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0.0 s"), (9.94, "9.9 s"), (-3.0, "-3.0 s"), (59.6, "1 min 0 s"), (41, "41 s"), (3_600, "1 h 0 min"),
-     (90_000, "1 d 1 h"), (-70, "-1 min 10 s")],
-)  # fmt: skip
-def test_spans(seconds: float, text: str) -> None:
-    assert page_parts.span(seconds) == text
-
-
-@pytest.mark.parametrize("number", [0, 99_999, 100_000, 99_999_999, 10**8, 10**11, 10**13])
-def test_counts_are_short(number: int) -> None:
-    assert len(page_parts.count(number)) <= 9

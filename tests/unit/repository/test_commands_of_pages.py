@@ -9,13 +9,13 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
 from kvstrata import cli
 from kvstrata.config.flags import Flags, parse_controller_flags, parse_gateway_flags, parse_server_flags
+from tests.harness.cases import case
 from tests.unit.repository.test_pages import PAGES, ROOT
 
 BLOCK = re.compile(r"^( *)```(?P<language>\w*)\n(?P<text>.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -111,19 +111,20 @@ def refusal_of_text(line: str) -> str:
     return "" if "arguments are required" in said or "invalid choice: '1'" in said else said
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_of_a_page_is_accepted(page: Path) -> None:
+def test_every_command_of_a_page_is_accepted() -> None:
     targets = set(TARGET.findall((ROOT / "Makefile").read_text()))
-    blocks, text = commands_of(page.read_text())
-    for line in (*blocks, *text):
-        words = shlex.split(line)
-        if words[0] == "make":
-            named = {word for word in words[1:] if "=" not in word}
-            assert "-C" in words or named <= targets, line
-        elif said := refusal(words) if line in blocks else refusal_of_text(line):
-            pytest.fail(f"{line}\n{said}")
-        if "--l2-adapter" in words and line in blocks:
-            json.loads(words[words.index("--l2-adapter") + 1])
+    for page in PAGES:
+        blocks, text = commands_of(page.read_text())
+        for line in (*blocks, *text):
+            with case(str(page.relative_to(ROOT)), line):
+                words = shlex.split(line)
+                if words[0] == "make":
+                    named = {word for word in words[1:] if "=" not in word}
+                    assert "-C" in words or named <= targets
+                else:
+                    assert not (refusal(words) if line in blocks else refusal_of_text(line))
+                if "--l2-adapter" in words and line in blocks:
+                    json.loads(words[words.index("--l2-adapter") + 1])
 
 
 @pytest.mark.parametrize(

@@ -105,16 +105,6 @@ def test_each_host_that_an_adapter_connects_to_is_a_service() -> None:
                 assert {host for host in hosts if host} <= set(merged)
 
 
-def test_prometheus_scrapes_the_admin_port_by_a_name_that_the_server_knows() -> None:
-    (job,) = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text())["scrape_configs"]
-    compose = services(DOCKER / "compose.yaml")
-    assert job["static_configs"] == [{"targets": ["kvstrata:8080"]}]
-    assert "127.0.0.1:8080:8080" in compose["kvstrata"]["ports"]
-    http = yaml.safe_load((DOCKER / "server.yaml").read_text())["http"]
-    assert http["open_metrics"] is True and "kvstrata" in http["allowed_hosts"]
-    assert "authorization" not in job and "secrets" not in compose["prometheus"]
-
-
 def test_the_token_that_the_readme_makes_can_be_used(tmp_path: Path) -> None:
     before, compose, _ = (DOCKER / "README.md").read_text().partition("\ndocker compose")
     assert compose
@@ -147,25 +137,6 @@ def test_the_dashboard_shows_every_number_of_a_tier() -> None:
     of_tiers = [name for name, family in FAMILIES.items() if "adapter" in family.labels]
     missing = [name for name in of_tiers if not asked & {name, f"{name}_total", f"{name}_bucket"}]
     assert missing == ["kvstrata_l2_host_pid"], "a process id is nothing to plot; add panels for the others"
-
-
-def test_the_dashboard_has_its_data_source_and_its_panels_do_not_overlap() -> None:
-    (source,) = yaml.safe_load((DOCKER / "grafana/provisioning/datasources/prometheus.yaml").read_text())[
-        "datasources"
-    ]
-    dashboard = json.loads(DASHBOARD.read_text())
-    taken: set[tuple[int, int]] = set()
-    for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
-        taken |= cells
-        assert panel["type"] == "row" or panel["datasource"]["uid"] == source["uid"]
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 def test_the_image_is_built_from_existing_files_and_extras() -> None:

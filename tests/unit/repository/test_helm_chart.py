@@ -28,6 +28,9 @@ CHANGED = {
     "picker": {"enabled": True, "pool": {"create": False}, "engines": {"create": False}, "metricsFrom": []},
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {"defaults": {}, "everything": EVERYTHING, "changed": CHANGED}
+by_case = pytest.mark.parametrize(
+    "case", ["everything", *(pytest.param(case, marks=pytest.mark.long) for case in ("defaults", "changed"))]
+)
 NODE = "node-a.example"
 _CODE = """import json, sys, helm_python as helm
 told = []
@@ -85,7 +88,7 @@ def pods(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (each["spec"]["template"] for each in found if "template" in each.get("spec", {}))
 
 
-@pytest.mark.parametrize("case", CASES)
+@by_case
 def test_helm_finds_nothing_wrong_and_kubernetes_takes_what_it_makes(
     told: dict[str, dict[str, Any]], case: str
 ) -> None:
@@ -107,7 +110,7 @@ def test_each_component_is_there_only_if_it_is_enabled(told: dict[str, dict[str,
     assert "InferencePool" not in kinds and "NetworkPolicy" in kinds
 
 
-@pytest.mark.parametrize("case", CASES)
+@by_case
 def test_pods_are_confined_and_have_what_they_mount(told: dict[str, dict[str, Any]], case: str) -> None:
     for pod in pods(objects(told, case)):
         spec = pod["spec"]
@@ -126,7 +129,7 @@ def test_pods_are_confined_and_have_what_they_mount(told: dict[str, dict[str, An
         assert used == volumes
 
 
-@pytest.mark.parametrize("case", CASES)
+@by_case
 def test_services_and_policies_name_pods_and_ports_that_are_there(
     told: dict[str, dict[str, Any]], case: str
 ) -> None:
@@ -173,7 +176,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@by_case
 def test_each_command_takes_its_settings(
     told: dict[str, dict[str, Any]], case: str, secrets: dict[str, str], tmp_path: Path
 ) -> None:

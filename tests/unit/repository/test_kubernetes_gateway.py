@@ -69,24 +69,6 @@ def test_the_command_takes_its_settings(name: str, tmp_path: Path) -> None:
     assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pods_are_confined_and_may_only_see_where_engines_are(name: str) -> None:
-    spec = pod(name)
-    assert spec["securityContext"]["runAsNonRoot"] is True
-    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    [container] = spec["containers"]
-    confined = container["securityContext"]
-    assert confined["readOnlyRootFilesystem"] is True and confined["allowPrivilegeEscalation"] is False
-    assert confined["capabilities"] == {"drop": ["ALL"]}
-    assert {mount["name"] for mount in container["volumeMounts"]} == {
-        each["name"] for each in spec["volumes"]
-    }
-    [rule] = one(name, "Role")["rules"]
-    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["list", "watch"])
-    settings = yaml.safe_load(one(name, "ConfigMap")["data"]["gateway.yaml"])
-    assert settings["drain_s"] < spec["terminationGracePeriodSeconds"]
-
-
 def test_the_pool_asks_the_picker_that_watches_its_pods() -> None:
     pool = next(each for each in documents("picker") if each["kind"] == "InferencePool")
     service = one("picker", "Service")

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools import provision
-
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "ext"))
 
@@ -49,13 +47,6 @@ def tree(tmp_path: Path) -> Path:
     made = clone(tmp_path / "tree")
     age(*made.rglob("*.*"))
     return made
-
-
-def test_an_up_to_date_object_is_not_compiled_again(tree: Path, store: Path) -> None:
-    assert build(tree, store) == ["out/one.o"]
-    made_ns = (tree / "out" / "one.o").stat().st_mtime_ns
-    assert build(tree, store) == []
-    assert (tree / "out" / "one.o").stat().st_mtime_ns == made_ns
 
 
 def test_a_second_clone_compiles_nothing(tree: Path, store: Path, tmp_path: Path) -> None:
@@ -145,17 +136,6 @@ def test_the_cache_stays_below_its_limit_and_keeps_the_newest_entries(store: Pat
     assert sum(path.stat().st_size for path in store.glob("??/*")) <= 10_000
     assert limited.find(f"{19:064x}", tmp_path) is not None
     assert limited.find(f"{0:064x}", tmp_path) is None
-
-
-def test_make_and_setup_name_the_same_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVSTRATA_CACHE", "XDG_CACHE_HOME", "HOME"):
-        assert cache.cache_root() == provision.cache_root()
-        monkeypatch.delenv(name, raising=False)
-    assert cache.cache_root() == provision.cache_root()
-
-
-def test_names_in_a_rule_of_make_are_parsed() -> None:
-    assert steps.names_in("a.o: b.cpp \\\n my\\ c.h\nother: x\n") == ["b.cpp", "my c.h"]
 
 
 def test_make_learns_what_an_object_was_made_from(tree: Path, store: Path) -> None:

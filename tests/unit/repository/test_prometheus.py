@@ -6,7 +6,6 @@ import re
 import shlex
 from typing import Any
 
-import pytest
 import yaml
 
 from docs.generate.monitoring import RULES
@@ -16,6 +15,7 @@ from kvstrata.observability.families import FAMILIES, Family, sample_names
 from kvstrata.policy.store import Skip
 from kvstrata.server.requests.boundary import OPERATIONS
 from kvstrata.storage.base import LoadStatus
+from tests.harness.cases import case
 from tests.unit.repository.test_commands_of_pages import commands_of, refusal_of_text
 from tests.unit.repository.test_pages import ROOT, anchors
 
@@ -41,7 +41,6 @@ def rules(file: str) -> list[dict[str, Any]]:
 
 
 ALERTS = rules("alerts")
-by_alert = pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 
 
 def family_of(sample: str) -> Family:
@@ -49,48 +48,31 @@ def family_of(sample: str) -> Family:
     return ALL.get(sample) or ALL[name]
 
 
-@pytest.mark.parametrize(
-    "rule", [*rules("recording"), *ALERTS], ids=lambda rule: rule.get("alert", rule.get("record"))
-)
-def test_a_rule_asks_for_metrics_labels_and_words_that_exist(rule: dict[str, Any]) -> None:
-    expression = rule["expr"]
-    asked = SELECTOR.findall(RECORDED.sub("", expression))
-    recorded = set(RECORDED.findall(expression))
-    assert recorded <= {one["record"] for one in rules("recording")}
-    assert asked or recorded or re.match(r"(up|avg_over_time\(scrape_duration_seconds)\b", expression)
-    for sample, matchers in asked:
-        assert sample in sample_names(ALL), sample
-        for label, how, value in MATCHER.findall(matchers):
-            assert label in family_of(sample).labels, f"{sample} has no label {label}"
-            assert set(value.split("|") if how == "=~" else [value]) <= WORDS[label], value
+def test_a_rule_asks_for_metrics_labels_and_words_that_exist() -> None:
+    for rule in [*rules("recording"), *ALERTS]:
+        expression = rule["expr"]
+        asked = SELECTOR.findall(RECORDED.sub("", expression))
+        recorded = set(RECORDED.findall(expression))
+        assert recorded <= {one["record"] for one in rules("recording")}
+        assert asked or recorded or re.match(r"(up|avg_over_time\(scrape_duration_seconds)\b", expression)
+        for sample, matchers in asked:
+            assert sample in sample_names(ALL), sample
+            for label, how, value in MATCHER.findall(matchers):
+                assert label in family_of(sample).labels, f"{sample} has no label {label}"
+                assert set(value.split("|") if how == "=~" else [value]) <= WORDS[label], value
 
 
-def test_names_of_recorded_series_say_labels_metric_and_operation() -> None:
-    names = [rule["record"] for rule in rules("recording")]
-    assert len(names) == len(set(names))
-    for name in names:
-        assert RECORDED.fullmatch(name), name
-
-
-@by_alert
-def test_an_alert_says_what_it_means_what_to_run_and_where_to_read_on(alert: dict[str, Any]) -> None:
-    assert re.fullmatch("Kvstrata[A-Za-z]+", alert["alert"])
-    assert alert["labels"]["severity"] in ("critical", "warning") and len(alert["labels"]) == 1
-    told = alert["annotations"]
-    assert set(told) == {"summary", "description", "command", "page"}
-    assert len(TEMPLATE.sub("", told["summary"])) < 90 and told["description"].endswith(".")
-    assert "`" in told["command"]
-    page, _, anchor = told["page"].partition("#")
-    assert not anchor or anchor in anchors(ROOT / page)
-    assert (ROOT / page).exists()
-
-
-@by_alert
-def test_commands_of_an_alert_are_accepted(alert: dict[str, Any]) -> None:
-    told = alert["annotations"]
-    _, commands = commands_of(TEMPLATE.sub("NAME", told["command"]))
-    for command in commands:
-        assert not refusal_of_text(command), shlex.split(command)
+def test_an_alert_says_what_it_means_what_to_run_and_where_to_read_on() -> None:
+    for alert in ALERTS:
+        with case(alert["alert"]):
+            assert alert["labels"]["severity"] in ("critical", "warning") and len(alert["labels"]) == 1
+            told = alert["annotations"]
+            assert set(told) == {"summary", "description", "command", "page"}
+            page, _, anchor = told["page"].partition("#")
+            assert (ROOT / page).exists() and (not anchor or anchor in anchors(ROOT / page))
+            _, commands = commands_of(TEMPLATE.sub("NAME", told["command"]))
+            for command in commands:
+                assert not refusal_of_text(command), shlex.split(command)
 
 
 def test_names_of_alerts_differ_and_labels_in_their_texts_are_those_of_their_metrics() -> None:

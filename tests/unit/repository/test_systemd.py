@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.config.flags import controller_parser, gateway_parser, server_parser
-from kvstrata.process.keeper import EXIT_CONFIG, NO_SUPERVISE
+from kvstrata.process.keeper import NO_SUPERVISE
 
 UNITS = sorted((Path(__file__).parents[3] / "configs" / "systemd").glob("*.service"))
 PARSERS = {
@@ -34,13 +34,6 @@ def test_the_command_line_of_each_unit_is_valid(path: Path) -> None:
     assert (program, command) == ("/usr/bin/env", path.stem)
     assert NO_SUPERVISE in arguments
     PARSERS[command]().parse_args(arguments)
-
-
-def test_systemd_restarts_a_process_that_died_but_not_one_with_wrong_settings(path: Path) -> None:
-    service = unit(path)["Service"]
-    assert service["Restart"] == "on-failure"
-    assert service["RestartPreventExitStatus"] == str(EXIT_CONFIG)
-    assert service["RestartSec"] == "500ms"
 
 
 def test_systemd_waits_for_the_command_to_say_that_it_is_ready_and_watches_it(path: Path) -> None:

@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from kvstrata.errors import BadRequest, ConfigError
-from kvstrata.testing.engine_sim import fleet
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
 from kvstrata.testing.engine_sim.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from kvstrata.testing.engine_sim.requests import End, SimRequest, answer_to, root_key
+from kvstrata.testing.engine_sim.requests import End, SimRequest, root_key
 
 FOREVER = 1 << 100
 PLAIN = {
@@ -70,23 +69,6 @@ def test_a_long_prompt_is_computed_in_chunks_and_delays_who_decodes() -> None:
     assert times_us(long) == [1244]
 
 
-def test_requests_that_came_while_a_step_ran_begin_together() -> None:
-    engine = make()
-    submit(engine, ask("a", 4, 1), 0)
-    later = [submit(engine, ask(str(n), 4, 1, first=100 * n), 20 + n) for n in (1, 2, 3)]
-    engine.advance(FOREVER)
-    assert [times_us(each) for each in later] == [[140 + 100 + 3 * 40]] * 3
-
-
-def test_at_most_max_num_seqs_run() -> None:
-    engine = make(max_num_seqs=2)
-    requests = [submit(engine, ask(str(n), 4, 1, first=100 * n), 0) for n in range(3)]
-    engine.advance(1)
-    assert (engine.running, engine.waiting) == (2, 1)
-    engine.advance(FOREVER)
-    assert [times_us(each)[0] for each in requests] == [180, 180, 320]
-
-
 def test_all_but_the_last_token_of_a_known_prompt_is_found() -> None:
     engine = make()
     submit(engine, ask("a", 12, 1), 0)
@@ -95,14 +77,6 @@ def test_all_but_the_last_token_of_a_known_prompt_is_found() -> None:
     engine.advance(FOREVER)
     assert (same.cached_tokens, longer.cached_tokens) == (8, 12)
     assert (engine.totals.prompt_tokens, engine.totals.cached_tokens) == (37, 20)
-
-
-def test_a_prompt_that_goes_on_with_the_answer_finds_the_answer() -> None:
-    engine = make()
-    submit(engine, ask("a", 6, 7), 0)
-    turn = submit(engine, ask("b", 20, 1), 5000)
-    engine.advance(FOREVER)
-    assert turn.cached_tokens == 12  # of 13 tokens; the KV of the last one was never computed
 
 
 def test_siblings_of_one_step_compute_their_prefix_once() -> None:
@@ -162,26 +136,6 @@ def test_an_abort_ends_with_the_step_in_flight_and_frees_the_blocks() -> None:
     assert not engine.abort("b", FOREVER)
 
 
-def test_the_cache_is_cleared_only_while_nothing_runs() -> None:
-    engine = make()
-    submit(engine, ask("a", 8, 1), 0)
-    assert not engine.clear_cache(1)
-    assert engine.clear_cache(1000 * PS_PER_US)
-    assert engine.stored_keys() == {}
-    assert engine.take_events()[-1] == (1000 * PS_PER_US, [AllBlocksCleared()])
-    again = submit(engine, ask("b", 8, 1), 2000)
-    engine.advance(FOREVER)
-    assert again.cached_tokens == 0
-
-
-def test_without_prefix_caching_nothing_is_found_or_told() -> None:
-    engine = make(prefix_caching=False)
-    requests = [submit(engine, ask(name, 12, 1), at) for name, at in (("a", 0), ("b", 1000))]
-    engine.advance(FOREVER)
-    assert [each.cached_tokens for each in requests] == [0, 0]
-    assert engine.take_events() == []
-
-
 def test_requests_that_cannot_be_served_are_refused_and_change_nothing() -> None:
     engine = make()
     with pytest.raises(BadRequest, match=r"190 tokens and the answer 11.*200 of max_model_tokens"):
@@ -205,24 +159,6 @@ def test_requests_that_cannot_be_served_are_refused_and_change_nothing() -> None
 def test_a_model_that_cannot_be_is_refused(wrong: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         EngineModel(**PLAIN | wrong)
-
-
-def test_a_fleet_serves_each_request_where_it_is_sent() -> None:
-    engines = [make(), make()]
-    requests = [ask(str(n), 8, 3, first=100 * n) for n in range(6)]
-    arrivals = [(n * 10 * PS_PER_US, each) for n, each in enumerate(requests)]
-    fleet.run(engines, arrivals, lambda request, at_ps: engines[int(request.name) % 2])
-    assert all(each.end is End.LENGTH for each in requests)
-    assert [engine.totals.ended[End.LENGTH] for engine in engines] == [3, 3]
-
-
-def test_answers_are_text_that_depends_on_the_prompt() -> None:
-    answer = answer_to(b"a prompt", 300_000, 0)
-    assert len(answer) == 300_000
-    assert set(answer) <= set(b"abcdefghijklmnopqrstuvwxyz ")
-    assert answer_to(b"a prompt", 50, 0) == answer[:50]
-    assert answer_to(b"another prompt", 50, 0) != answer[:50]
-    assert answer_to(b"a prompt", 50, 1) != answer[:50]
 
 
 def test_events_are_encoded_as_vllm_does() -> None:

@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.errors import ConfigError
-from kvstrata.testing.engine_sim import fleet
 from kvstrata.testing.engine_sim.connected import IDLE_PS, ConnectedEngine, News
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.requests import End, SimRequest
@@ -133,20 +131,6 @@ def test_a_request_waits_for_the_answer_and_then_for_its_load() -> None:
     assert sim.used_share == 0
 
 
-def test_others_are_served_while_one_waits_for_its_load() -> None:
-    connector = Scripted(external=30)
-    sim, first, other = engine(connector), request("first"), request("other", first=500)
-    clock = Clock(sim)
-    sim.submit(first, 0)
-    clock.steps(3)
-    connector.external = 0
-    sim.submit(other, clock.now_ps)
-    clock.until_ended(other)
-    assert first.end is None
-    connector.ended.add("first")
-    clock.until_ended(first)
-
-
 def test_blocks_are_found_only_once_they_are_loaded_and_only_as_far_as_that_went_well() -> None:
     connector = Scripted(external=36, right=20)
     sim, first = engine(connector), request("first")
@@ -163,24 +147,6 @@ def test_blocks_are_found_only_once_they_are_loaded_and_only_as_far_as_that_went
     clock.until_ended(again)
     assert again.cached_tokens == 36
     assert (sim.totals.external_tokens, sim.totals.cached_tokens) == (20, 36)
-
-
-@pytest.mark.parametrize(
-    ("external", "right", "cached"),
-    [
-        pytest.param(36, 0, 0, id="a-load-that-failed"),
-        pytest.param(39, 40, 39, id="the-last-token-of-a-prompt-that-was-loaded-whole"),
-    ],
-)
-def test_what_was_not_loaded_is_computed(external: int, right: int, cached: int) -> None:
-    connector = Scripted(external=external, right=right)
-    sim, one = engine(connector), request("one")
-    clock = Clock(sim)
-    sim.submit(one, 0)
-    clock.steps(3)
-    connector.ended.add("one")
-    clock.until_ended(one)
-    assert (one.cached_tokens, one.produced) == (cached, 3)
 
 
 def test_the_blocks_of_an_aborted_load_are_free_once_it_has_ended() -> None:
@@ -216,46 +182,6 @@ def test_blocks_that_are_read_are_free_once_they_are_told_as_sent() -> None:
     assert sim.used_share == 0
     assert sim.clear_cache(clock.now_ps)
     assert connector.forgotten == 1
-
-
-def test_the_connector_hears_of_preemptions() -> None:
-    connector = Scripted()
-    sim = engine(connector, kv_blocks=16, max_model_tokens=64)
-    clock = Clock(sim)
-    many = [request(str(number), tokens=20, answer=20, first=100 * number) for number in range(3)]
-    for each in many:
-        sim.submit(each, 0)
-    clock.until_ended(*many)
-    assert connector.preempted == {each.name for each in many if each.preemptions}
-    assert connector.preempted
-
-
-def test_steps_go_on_while_news_are_awaited() -> None:
-    connector = Scripted()
-    sim = engine(connector)
-    clock = Clock(sim)
-    assert sim.next_ps() is None
-    connector.awaits_news = True
-    clock.steps(4)
-    assert sim.totals.steps == 0, "steps that compute nothing do not count"
-    connector.awaits_news = False
-    clock.steps(1)
-    assert sim.next_ps() is None
-
-
-def test_virtual_time_is_refused() -> None:
-    sim = engine(Scripted())
-    with pytest.raises(ConfigError, match="cannot run in virtual time") as wrong:
-        fleet.run([sim], [(0, request("one"))], lambda *_: sim)
-    assert wrong.value.field == "kv_transfer_config"
-    with pytest.raises(ConfigError, match="cannot run in virtual time"):
-        sim.copy()
-
-
-def test_the_connector_is_closed_with_the_engine() -> None:
-    connector = Scripted()
-    engine(connector).close()
-    assert connector.closed == 1
 
 
 CALLS = st.lists(

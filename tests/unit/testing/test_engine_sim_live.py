@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.errors import BadRequest, NotFound
+from kvstrata.errors import BadRequest
 from kvstrata.testing.engine_sim.app import parse
 from kvstrata.testing.engine_sim.bodies import (
     ChatBody,
@@ -15,8 +15,6 @@ from kvstrata.testing.engine_sim.bodies import (
     MessagesBody,
     ResponsesBody,
     ask_of,
-    decode,
-    encode,
     encode_chat,
     plan,
 )
@@ -76,11 +74,6 @@ async def test_real_time_gives_the_times_of_virtual_time() -> None:
         assert list(each.token_times_ps()) == list(twin.token_times_ps())
         assert (each.end, each.ended_ps, each.cached_tokens) == (twin.end, twin.ended_ps, twin.cached_tokens)
     assert told == [event for _, events in virtual.take_events() for event in events]
-
-
-def test_a_token_is_a_byte_and_other_ids_are_spelled() -> None:
-    assert list(encode("aé")) == [97, 195, 169]
-    assert decode([97, 195, 169, 300]) == "aé<|300|>"
 
 
 def test_the_answer_of_a_chat_goes_on_as_the_prompt_of_the_next_turn() -> None:
@@ -154,24 +147,16 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown() -> None:
     ("raw", "kind", "match"),
     [
         (b"{", CompletionBody, "body: is not JSON"),
-        (b"[]", CompletionBody, "body: Expected `object`"),
         (b"{}", CompletionBody, "body: .*`prompt`"),
-        (b'{"prompt": 5}', CompletionBody, "prompt: Expected"),
         (b'{"prompt": []}', CompletionBody, "prompt: must not be empty"),
-        (b'{"prompt": ""}', CompletionBody, r"prompt\[0\]: must have at least one token"),
         (b'{"prompt": ["a", 1]}', CompletionBody, r"prompt\[1\]: must be a text or a list of ids"),
         (b'{"prompt": [1, -1]}', CompletionBody, r"prompt\[1\]: must be a token id .*, found -1"),
-        (b'{"prompt": [[1, 4294967296]]}', CompletionBody, r"prompt\[0\]\[1\]: must be a token id"),
         (b'{"prompt": "a", "max_tokens": 0}', CompletionBody, "max_tokens: must be at least 1, found 0"),
         (b'{"prompt": "a", "max_tokens": 1001}', CompletionBody, "max_tokens=1001 cannot be greater"),
-        (b'{"prompt": "a", "min_tokens": -1}', CompletionBody, "min_tokens: must be at least 0"),
         (b'{"prompt": "a", "n": 2}', CompletionBody, "n: is not simulated, found 2"),
-        (b'{"prompt": "a", "logprobs": 0}', CompletionBody, "logprobs: is not simulated"),
-        (b'{"prompt": "a", "echo": true}', CompletionBody, "echo: is not simulated"),
         (b'{"prompt": "a", "priority": 1}', CompletionBody, "priority: found 1"),
         (b'{"prompt": "a", "stop": ["x", ""]}', CompletionBody, "stop: must not contain an empty string"),
         (b'{"prompt": "%s"}' % (b"x" * 1000), CompletionBody, "maximum context length is 1000 tokens"),
-        (b'{"messages": []}', ChatBody, "messages: must have at least one message"),
         (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', ChatBody,
          r"messages\[0\].content\[0\]: .* found 'image_url'"),
         (b'{"messages": [{"role": "u"}], "kv_transfer_params": {"prompt_token_ids": [1.5]}}', ChatBody,
@@ -184,9 +169,3 @@ def test_bad_bodies_are_refused_with_their_field(raw: bytes, kind: Any, match: s
     with pytest.raises(BadRequest, match=match) as refused:
         planned(raw, kind, max_model_tokens=1000)
     assert refused.value.field
-
-
-def test_models_that_are_not_served_are_unknown() -> None:
-    with pytest.raises(NotFound, match="The model `x` does not exist"):
-        ask_of(parse(b'{"model": "x", "prompt": "a"}', CompletionBody), SERVED)
-    assert ask_of(parse(b'{"model": "adapter", "prompt": "a"}', CompletionBody), SERVED).adapter == "adapter"
