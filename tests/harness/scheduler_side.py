@@ -178,6 +178,13 @@ def make_request(n_tokens, **changes):
     return request
 
 
+def arrive(side, n_tokens, **changes):
+    """A new request of so many tokens."""
+    request = make_request(n_tokens, **changes)
+    side.on_new_request(request)
+    return request
+
+
 class Clock:
     def __init__(self):
         self.now_s = 100.0
@@ -263,6 +270,19 @@ def ask(side, request, computed=0):
     """Ask about a waiting request as vLLM does; return (tokens promised, None: ask again; whether asynchronous)."""
     tokens, asynchronous = side.matched_tokens(request, computed)
     return tokens, asynchronous
+
+
+def scene(n_tokens, hits=0, **changes):
+    """(A client whose lookups find so many chunks, its scheduler's side, a new request of so many tokens)"""
+    client = changes.pop("client", None) or FakeClient(hits)
+    side = make_side(client, **changes)
+    return client, side, arrive(side, n_tokens)
+
+
+def hit_of(side, n_tokens, computed=0, **changes):
+    """(A new request, the tokens that vLLM is promised for it)"""
+    request = arrive(side, n_tokens, **changes)
+    return request, ask(side, request, computed)[0]
 
 
 def planned_loads(side, request, tokens, table):

@@ -15,8 +15,8 @@ from tests.harness.scheduler_side import (
     SLICES,
     FakeClient,
     GuardedSide,
+    arrive,
     ask,
-    make_request,
     step,
 )
 from tests.unit.connectors.groups_double import FULL, STATES, make_grouped, table_of, window_group
@@ -39,8 +39,7 @@ def hit_of(groups, n_tokens=41, hits=4, **changes):
     """(side, client, a request for which `hits` chunks were found, what vLLM is offered)"""
     client = FakeClient(hits=hits)
     side, _ = make_grouped(*groups, client=client, **changes)
-    request = make_request(n_tokens)
-    side.on_new_request(request)
+    request = arrive(side, n_tokens)
     return side, client, request, ask(side, request)
 
 
@@ -60,8 +59,7 @@ def test_the_index_is_looked_at_after_a_lookup_only_if_that_did_not_find_all(hit
     client, looked = FakeClient(hits=hits), []
     client.peek_whole = lambda identity, chain: looked.append(len(chain) // 32) or 4
     side, _ = make_grouped(*KINDS["full and window"], client=client)
-    request = make_request(41)
-    side.on_new_request(request)
+    request = arrive(side, 41)
     ask(side, request)
     assert looked == ([5] if hits < 5 else [])
 
@@ -72,8 +70,7 @@ def test_an_offer_ends_with_a_chunk_and_leaves_a_token_to_compute(n_tokens, hits
     for kinds in KINDS.values():
         client = FakeClient(hits=hits)
         side, _ = make_grouped(*kinds, client=client, settings={"load_mode": "sync"})
-        request = make_request(n_tokens)
-        side.on_new_request(request)
+        request = arrive(side, n_tokens)
         tokens, asynchronous = ask(side, request, computed)
         end = min(hits, (n_tokens - 1) // CHUNK) * CHUNK
         assert tokens == max(0, end - computed)
@@ -110,8 +107,7 @@ def test_of_states_only_the_last_one_is_loaded():
 def test_blocks_that_vllm_has_computed_are_not_loaded_and_the_window_is():
     client = FakeClient(hits=4)
     side, _ = make_grouped(FULL, WINDOW, client=client)
-    request = make_request(41)
-    side.on_new_request(request)
+    request = arrive(side, 41)
     tokens, _ = ask(side, request, computed=20)
     assert tokens == 12
     side.allocated(request, tables_of((FULL, WINDOW)), tokens)
@@ -155,8 +151,7 @@ def test_a_request_of_which_a_load_failed_is_not_loaded_again_and_stored_from_it
 
 def test_other_requests_are_stored_and_loaded_as_before_when_one_fails():
     side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
-    other = make_request(41)
-    side.on_new_request(other)
+    other = arrive(side, 41)
     side.allocated(request, tables_of((FULL, WINDOW)), tokens)
     side.heard([], [request.request_id], [], [request.request_id, "unknown"])
     assert ask(side, other) == (32, True) and len(client.leases) == 1

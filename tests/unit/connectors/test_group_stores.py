@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
-from tests.harness.scheduler_side import BLOCK, CHUNK, FakeClient, GuardedSide, ask, make_request, step
+from tests.harness.scheduler_side import (
+    BLOCK,
+    CHUNK,
+    FakeClient,
+    GuardedSide,
+    arrive,
+    ask,
+    hit_of,
+    make_request,
+    step,
+)
 from tests.unit.connectors.groups_double import FULL, STATES, make_grouped, table_of, window_group
 
 WINDOW_BLOCKS = 500
@@ -109,8 +119,7 @@ def test_windows_in_the_answer_are_stored_with_the_answer():
 @pytest.mark.parametrize(("gone", "left"), [(28, [8, 9]), (36, [])])
 def test_of_a_window_no_chunk_with_a_block_that_vllm_has_freed_is_stored(gone, left):
     side, pool = make_grouped(FULL, window_group(16))
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     tables = table_of(40, 100), table_of(40, WINDOW_BLOCKS, gone=gone)
     stores = step(side, [(request, 0, 40)], tables={request.request_id: tables}).stores
     blocks = [block for store in stores if store.group for block in store.blocks]
@@ -122,9 +131,7 @@ def test_windows_of_a_hit_are_not_stored_again_and_those_after_it_are():
     client = FakeClient(hits=3)
     client.whole = 3
     side, _ = make_grouped(FULL, window_group(16), client=client)
-    request = make_request(48)
-    side.on_new_request(request)
-    tokens, _ = ask(side, request)
+    request, tokens = hit_of(side, 48)
     tables = table_of(48, 100), table_of(48, WINDOW_BLOCKS, gone=tokens - 16)
     side.allocated(request, tables, tokens)
     step(side)
@@ -142,8 +149,7 @@ OFFERS = [(1, 700, 8), (1, 701, 12), (1, 702, 16), (2, 703, 24), (1, 704, 32)]
 
 def test_states_are_stored_when_vllm_offers_them_at_the_end_of_a_chunk():
     side, pool = make_grouped(FULL, STATES)
-    request = make_request(30)
-    side.on_new_request(request)
+    request = arrive(side, 30)
     tables = {request.request_id: (table_of(30, 100), [0, 0, 704, 705])}
     plan = step(side, [(request, 0, 30)], tables=tables, states={request.request_id: OFFERS})
     whole, *states = plan.stores
@@ -156,8 +162,7 @@ def test_states_are_stored_when_vllm_offers_them_at_the_end_of_a_chunk():
 
 def test_states_of_a_step_in_which_another_connector_loads_are_left():
     side, pool = make_grouped(FULL, STATES)
-    request = make_request(30)
-    side.on_new_request(request)
+    request = arrive(side, 30)
     ask(side, request)
     tables = {request.request_id: (table_of(30, 100), [0, 0, 704, 705])}
     plan = step(side, [(request, 8, 22)], tables=tables, states={request.request_id: OFFERS})
@@ -180,8 +185,7 @@ def test_states_of_a_request_that_is_not_stored_are_left(how):
 
 def stored_window(side):
     """(The request, the store of its window) of a prompt that was computed in one step."""
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     tables = {request.request_id: (table_of(40, 100), table_of(40, WINDOW_BLOCKS))}
     _, window = step(side, [(request, 0, 40)], tables=tables).stores
     assert window.group == 1 and window.blocks
@@ -249,8 +253,7 @@ def test_a_plan_that_fails_leaves_no_pin(broken):
     """It fails while the first or the second group with a window pins its blocks."""
     side, pool = make_grouped(FULL, window_group(40), window_group(40, number=2))
     pool.broken = {broken}
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     tables = table_of(40, 100), table_of(40, WINDOW_BLOCKS), table_of(40, 900)
     plan = step(GuardedSide(side), [(request, 0, 40)], tables={request.request_id: tables})
     assert plan.stores == [] and pool.pinned == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
-from tests.harness.scheduler_side import FakeClient, ask, make_request, make_side, step
+from tests.harness.scheduler_side import FakeClient, arrive, ask, make_request, make_side, scene, step
 
 CHUNKS = 5
 TOKENS, LOADED = 40, 16
@@ -14,8 +14,7 @@ TABLE = [list(range(1, 20))]
 
 def loaded_by_another(side, *, asynchronous=False):
     """A request that missed here, and of which another connector loads LOADED tokens."""
-    request = make_request(TOKENS)
-    side.on_new_request(request)
+    request = arrive(side, TOKENS)
     assert ask(side, request) == (0, False)
     side.allocated(request, TABLE, 0)
     if asynchronous:
@@ -79,9 +78,7 @@ def test_an_asynchronous_load_has_ended_when_its_request_is_scheduled():
 
 
 def test_a_load_of_ours_is_not_taken_for_one_of_another_connector():
-    side = make_side(FakeClient(hits=2))
-    request = make_request(TOKENS)
-    side.on_new_request(request)
+    _, side, request = scene(TOKENS, hits=2)
     tokens, _ = ask(side, request)
     side.allocated(request, TABLE, tokens)
     plan = step(side, [(request, tokens, TOKENS - tokens)])
@@ -89,10 +86,7 @@ def test_a_load_of_ours_is_not_taken_for_one_of_another_connector():
 
 
 def test_a_hit_that_another_connector_serves_is_no_hit_of_ours_and_is_not_stored_again():
-    client = FakeClient(hits=2)
-    side = make_side(client)
-    request = make_request(TOKENS)
-    side.on_new_request(request)
+    client, side, request = scene(TOKENS, hits=2)
     assert ask(side, request)[0] == LOADED
     side.allocated(request, TABLE, 0)
     assert not client.leases and not client.handed_on
@@ -107,8 +101,7 @@ def test_abort_while_another_connector_loads_stores_nothing(tokens):
     client = FakeClient()
     client.present = lambda chunks: [False] * len(chunks)
     side = make_side(client, settings={"save_unfull_chunk": True})
-    request = make_request(tokens)
-    side.on_new_request(request)
+    request = arrive(side, tokens)
     ask(side, request)
     side.allocated(request, TABLE, 0)
     step(side)
@@ -139,7 +132,6 @@ def test_kv_that_another_connector_may_have_kept_over_a_change_of_weights_is_not
     side.heard([WorkerReport(plan.step)], [], [])
     assert not step(side, [(request, TOKENS, 1)]).stores
     assert side.finished(request, TABLE) is False
-    computed = make_request(TOKENS)
-    side.on_new_request(computed)
+    computed = arrive(side, TOKENS)
     ask(side, computed)
     assert stored_chunks(step(side, [(computed, 0, TOKENS)])) == CHUNKS

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from kvstrata.types import RequestIdentity
-from tests.harness.scheduler_side import FakeClient, ask, make_request, make_side, step
+from tests.harness.scheduler_side import FakeClient, arrive, ask, make_request, make_side, step
 
 MAY_NAME = {"tenant": "blue", "request_tenants": ["green", "a b", "größe"]}
 HOSTILE = [
@@ -112,8 +112,7 @@ def test_no_client_can_make_the_salt_of_another_tenant():
     elsewhere = named("green")
     other.on_new_request(elsewhere)
     assert first.cache_salt != elsewhere.cache_salt, "another engine's salts tell nothing"
-    guess = make_request(40, cache_salt=elsewhere.cache_salt)
-    side.on_new_request(guess)
+    guess = arrive(side, 40, cache_salt=elsewhere.cache_salt)
     assert guess.block_hashes[0] != first.block_hashes[0]
 
 

@@ -11,10 +11,12 @@ from tests.harness.scheduler_side import (
     BLOCK,
     FakeClient,
     GuardedSide,
+    arrive,
     ask,
     make_request,
     make_side,
     media,
+    scene,
     step,
 )
 
@@ -22,14 +24,12 @@ from tests.harness.scheduler_side import (
 def test_a_broken_worker_turns_the_cache_off(caplog):
     client = FakeClient(hits=5)
     side = make_side(client)
-    first = make_request(100)
-    side.on_new_request(first)
+    first = arrive(side, 100)
     assert ask(side, first) == (40, False)
     for _ in range(2):
         side.heard([WorkerReport(1, broken=True)], [], [])
     assert len([line for line in caplog.records if "cache is off" in line.message]) == 1
-    again = make_request(100, request_id="again")
-    side.on_new_request(again)
+    again = arrive(side, 100, request_id="again")
     assert ask(side, again) == (0, False)
     assert ask(side, first) == (0, False)
 
@@ -46,8 +46,7 @@ def test_a_broken_worker_turns_the_cache_off(caplog):
 def test_requests_whose_tokens_do_not_decide_their_kv_are_computed_without_the_cache(reason, changes):
     client = FakeClient(hits=5)
     side = make_side(client, media_are_counted=reason == "counted_media")
-    request = make_request(40, **changes)
-    side.on_new_request(request)
+    request = arrive(side, 40, **changes)
     assert ask(side, request) == (0, False)
     side.allocated(request, [list(range(1, 20))], 0)
     assert step(side, [(request, 0, 40)]).stores == []
@@ -58,16 +57,14 @@ def test_requests_whose_tokens_do_not_decide_their_kv_are_computed_without_the_c
 @pytest.mark.parametrize("params", ["text", ["list"], 7, {"lmcache.max_offload_tokens": "all"}])
 def test_malformed_kv_transfer_params_are_ignored(params):
     side = make_side()
-    request = make_request(40, kv_transfer_params=params)
-    side.on_new_request(request)
+    request = arrive(side, 40, kv_transfer_params=params)
     assert len(step(side, [(request, 0, 40)]).stores) == 1
 
 
 def test_a_lora_adapter_whose_files_cannot_be_read_is_used_without_the_cache():
     path = "a" * 5000
     side = make_side(FakeClient(hits=3))
-    request = make_request(40, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path))
-    side.on_new_request(request)
+    request = arrive(side, 40, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path))
     answers = []
     while not answers or answers[-1] == (None, False):
         answers.append(ask(side, request))
@@ -79,10 +76,7 @@ def test_a_lora_adapter_whose_files_cannot_be_read_is_used_without_the_cache():
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
-    client = FakeClient(hits=3)
-    side = make_side(client, settings={"load_mode": mode})
-    request = make_request(43)
-    side.on_new_request(request)
+    client, side, request = scene(43, hits=3, settings={"load_mode": mode})
     assert ask(side, request, computed=BLOCK) == (20, mode == "async")
     side._load_of = None
     guarded_side = GuardedSide(side)
@@ -109,8 +103,7 @@ def test_a_store_that_cannot_be_planned_does_not_stop_other_stores():
 
 def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
     side = GuardedSide(make_side())
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     [_] = step(side, [(request, 0, 40)]).stores
     side.side.stores.plan = None
     assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
@@ -118,8 +111,7 @@ def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
 
 def test_blocks_of_a_finished_request_are_kept_until_the_workers_release_them_even_after_an_error():
     side = GuardedSide(make_side())
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     [_] = step(side, [(request, 0, 40)]).stores
     forget, results = side.side._lookups.forget, iter([RuntimeError("planted"), None])
 
@@ -150,8 +142,7 @@ def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_again():
 
 def test_what_workers_report_about_loads_counts_even_after_an_error():
     side = GuardedSide(make_side(FakeClient(hits=3), world_size=2))
-    request = make_request(43)
-    side.on_new_request(request)
+    request = arrive(side, 43)
     side.allocated(request, [list(range(1, 20))], ask(side, request)[0])
     plan = step(side, [(request, 24, 19)])
     assert plan.stores == []

@@ -15,10 +15,12 @@ from tests.harness.scheduler_side import (
     CHUNK,
     Clock,
     FakeClient,
+    arrive,
     ask,
     make_request,
     make_side,
     media,
+    scene,
     step,
 )
 
@@ -36,8 +38,7 @@ def test_after_a_reset_the_same_prompt_has_other_keys():
 
 def run_past_reset(side, how):
     """(A request of 84 tokens that holds blocks from before a reset, the number of its computed tokens)."""
-    request = make_request(84)
-    side.on_new_request(request)
+    request = arrive(side, 84)
     external, asynchronous = ask(side, request)
     assert (external, asynchronous) == ({"running": 0}.get(how, 24), how == "loading")
     side.allocated(request, [list(range(1, 100))], external)
@@ -133,16 +134,13 @@ def test_blocks_that_vllm_kept_over_the_reset_are_not_stored(may_load):
     assert len(step(side, [(other, 0, 84)]).stores) == 1
     # An engine that was emptied has no old blocks.
     side.reset(engine_empty=True)
-    request = make_request(84)
-    side.on_new_request(request)
+    request = arrive(side, 84)
     ask(side, request, computed=BLOCK)
     assert len(step(side, [(request, BLOCK, 80)]).stores) == 1
 
 
 def test_requests_that_the_reset_preempted_are_computed_and_stored_in_the_very_next_step():
-    side = make_side()
-    request = make_request(84)
-    side.on_new_request(request)
+    _, side, request = scene(84)
     ask(side, request)
     (old,) = step(side, [(request, 0, 84)]).stores
     side.reset(engine_empty=True)
@@ -186,8 +184,7 @@ def side_that_asks_for_weights(**changes):
 
 def test_requests_wait_until_every_worker_has_reported_its_weights():
     side = side_that_asks_for_weights(client=FakeClient(hits=3))
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     assert ask(side, request) == (None, False)
     plan = step(side)
     assert plan.weigh > 0
@@ -254,8 +251,7 @@ def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
     side = side_that_asks_for_weights()
     workers = Workers(side)
     workers.stored()
-    request = make_request(84)
-    side.on_new_request(request)
+    request = arrive(side, 84)
     ask(side, request)
     assert len(workers.step([(request, 0, 40)]).stores) == 1
     side.reset(engine_empty=False)
@@ -276,8 +272,7 @@ def test_kv_from_before_a_reset_is_stored_once_the_weights_prove_unchanged():
 
 def test_without_digests_of_weights_each_reset_ends_sharing_and_no_later_request_waits():
     side = side_that_asks_for_weights()
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     assert ask(side, request) == (None, False)
     plan = step(side)
     told = [(plan.weigh, "a", "a"), (plan.weigh, "", "")]
@@ -333,8 +328,7 @@ def test_salt_and_media_change_the_keys():
         {"mm_features": [media("cat")]},
         {"mm_features": [media("dog")]},
     ):
-        request = make_request(40, **changes)
-        side.on_new_request(request)
+        request = arrive(side, 40, **changes)
         chains.append(step(side, [(request, 0, 40)]).stores[0].chain)
     assert len({chain[32:] for chain in chains}) == len(chains)
     assert chains[0][:32] == chains[3][:32] == chains[4][:32], "the chunk before the image is shared"
@@ -344,8 +338,7 @@ def test_a_requesters_name_for_an_image_is_shared_by_neither_salts_nor_tenants_n
     chains = set()
     for tenant, salt, engine in itertools.product(("", "blue"), (None, "pepper"), ("one", "other")):
         side = make_side(settings={"tenant": tenant}, engine=engine)
-        request = make_request(40, mm_features=[media("img-1")], cache_salt=salt)
-        side.on_new_request(request)
+        request = arrive(side, 40, mm_features=[media("img-1")], cache_salt=salt)
         chains.add(step(side, [(request, 0, 40)]).stores[0].chain)
     assert len(chains) == 8
 
@@ -354,8 +347,7 @@ def test_vllm_is_told_to_ask_again_while_a_lora_adapter_is_being_read(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 100)
     side = make_side(FakeClient(hits=3))
     lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path))
-    request = make_request(40, lora_request=lora)
-    side.on_new_request(request)
+    request = arrive(side, 40, lora_request=lora)
     answers = []
     while not answers or answers[-1] == (None, False):
         answers.append(ask(side, request))

@@ -6,21 +6,11 @@ import pytest
 
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, WorkerReport
 from kvstrata.types import EXTENT
-from tests.harness.scheduler_side import (
-    FakeClient,
-    ask,
-    make_request,
-    make_side,
-    planned_loads,
-    step,
-)
+from tests.harness.scheduler_side import ask, planned_loads, scene, step
 
 
 def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
-    client = FakeClient(hits=4)
-    side = make_side(client)
-    request = make_request(31)
-    side.on_new_request(request)
+    client, side, request = scene(31, hits=4)
     tokens, _ = ask(side, request, computed=12)
     assert tokens == 12  # three whole chunks are cached; vLLM has computed the first one and a half of them
     (load,) = planned_loads(side, request, tokens, [list(range(101, 109))])
@@ -30,9 +20,7 @@ def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
 
 
 def test_a_hit_of_the_whole_prompt_loads_every_block():
-    side = make_side(FakeClient(hits=4))
-    request = make_request(32)
-    side.on_new_request(request)
+    _, side, request = scene(32, hits=4)
     tokens, _ = ask(side, request)
     assert tokens == 31
     (load,) = planned_loads(side, request, tokens, [list(range(1, 9))])
@@ -40,10 +28,7 @@ def test_a_hit_of_the_whole_prompt_loads_every_block():
 
 
 def test_a_lease_is_handed_to_the_workers_with_the_load_and_released_by_nobody_else():
-    client = FakeClient(hits=4)
-    side = make_side(client)
-    request = make_request(40)
-    side.on_new_request(request)
+    client, side, request = scene(40, hits=4)
     tokens, _ = ask(side, request)
     (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
     assert client.leases == [] and client.handed_on == [load.lease]
@@ -53,10 +38,7 @@ def test_a_lease_is_handed_to_the_workers_with_the_load_and_released_by_nobody_e
 
 @pytest.mark.parametrize("how", ["nothing taken", "aborted", "preempted", "closed"])
 def test_a_hit_that_is_not_loaded_gives_its_lease_back_once(how):
-    client = FakeClient(hits=4)
-    side = make_side(client)
-    request = make_request(40)
-    side.on_new_request(request)
+    client, side, request = scene(40, hits=4)
     assert ask(side, request)[0] == 32
     if how == "nothing taken":
         side.allocated(request, [list(range(1, 20))], 0)
@@ -70,10 +52,7 @@ def test_a_hit_that_is_not_loaded_gives_its_lease_back_once(how):
 
 
 def test_a_preempted_request_is_looked_up_again():
-    client = FakeClient(hits=4)
-    side = make_side(client)
-    request = make_request(40)
-    side.on_new_request(request)
+    client, side, request = scene(40, hits=4)
     tokens, _ = ask(side, request)
     planned_loads(side, request, tokens, [list(range(1, 20))])
     step(side, preempted=[request.request_id])
@@ -87,9 +66,7 @@ def test_a_preempted_request_is_looked_up_again():
 
 def test_a_request_preempted_and_loaded_again_in_one_step_is_stored_again_when_that_load_fails():
     """vLLM does so when its cache is reset while requests run."""
-    side = make_side(FakeClient(hits=4))
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40, hits=4)
     for preempted in ([], [request.request_id]):
         tokens, _ = ask(side, request)
         side.allocated(request, [list(range(1, 20))], tokens)
@@ -102,19 +79,14 @@ def test_a_request_preempted_and_loaded_again_in_one_step_is_stored_again_when_t
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fewer_tokens(asynchronous):
     """Otherwise vLLM would wait for ever for the end of a load that was promised as asynchronous."""
-    side = make_side(FakeClient(hits=4), sync_load_bytes=399 if asynchronous else 400)
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40, hits=4, sync_load_bytes=399 if asynchronous else 400)
     assert ask(side, request) == (32, asynchronous)
     (load,) = planned_loads(side, request, 20, [list(range(1, 20))])
     assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
 
 
 def test_abort_during_an_asynchronous_load_leaves_the_blocks_to_vllm():
-    client = FakeClient(hits=4)
-    side = make_side(client, settings={"load_mode": "async"})
-    request = make_request(40)
-    side.on_new_request(request)
+    client, side, request = scene(40, hits=4, settings={"load_mode": "async"})
     tokens, asynchronous = ask(side, request)
     assert asynchronous
     planned_loads(side, request, tokens, [list(range(1, 20))])
@@ -123,10 +95,7 @@ def test_abort_during_an_asynchronous_load_leaves_the_blocks_to_vllm():
 
 
 def test_a_request_whose_load_failed_is_computed_and_stored_again():
-    client = FakeClient(hits=4)
-    side = make_side(client)
-    request = make_request(40)
-    side.on_new_request(request)
+    client, side, request = scene(40, hits=4)
     tokens, _ = ask(side, request)
     (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
     side.heard([WorkerReport(1, failures=1)], [], {load.blocks[3]})

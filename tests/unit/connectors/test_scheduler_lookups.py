@@ -9,10 +9,12 @@ from kvstrata.types import RequestIdentity
 from tests.harness.scheduler_side import (
     Clock,
     FakeClient,
+    arrive,
     ask,
     make_request,
     make_side,
     planned_loads,
+    scene,
     step,
 )
 
@@ -24,10 +26,7 @@ def test_the_identity_of_plain_requests_is_declared_before_the_first_request():
 
 
 def test_a_prompt_with_nothing_stored_is_a_miss_without_a_message():
-    client = FakeClient()
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100)
     assert ask(side, request) == (0, False)
     assert client.calls == []
 
@@ -46,17 +45,14 @@ def test_a_prompt_with_nothing_stored_is_a_miss_without_a_message():
     ],
 )
 def test_the_promise_is_what_the_cache_adds_and_never_the_whole_prompt(n_tokens, chunks, computed, promised):
-    side = make_side(FakeClient(hits=chunks))
-    request = make_request(n_tokens)
-    side.on_new_request(request)
+    _, side, request = scene(n_tokens, hits=chunks)
     assert ask(side, request, computed) == (promised, False)
 
 
 def test_vllm_is_told_to_ask_again_until_the_lookup_times_out():
     clock, client = Clock(), FakeClient(hits=5, answers=False)
     side = make_side(client, clock, settings={"lookup_timeout_ms": 500})
-    request = make_request(100)
-    side.on_new_request(request)
+    request = arrive(side, 100)
     for _ in range(3):
         assert ask(side, request) == (None, False)
         clock.now_s += 0.1
@@ -84,8 +80,7 @@ def misses(side):
 def test_a_miss_is_counted_once_by_its_reason_however_often_vllm_asks(reason, client):
     clock = Clock()
     side = make_side(client, clock, settings={"lookup_timeout_ms": 500})
-    request = make_request(100)
-    side.on_new_request(request)
+    request = arrive(side, 100)
     while ask(side, request) == (None, False):
         clock.now_s += 0.3
     for _ in range(5):
@@ -95,9 +90,7 @@ def test_a_miss_is_counted_once_by_its_reason_however_often_vllm_asks(reason, cl
 
 
 def test_a_hit_that_is_not_worth_a_load_is_counted_as_refused():
-    side = make_side(FakeClient(hits=1), settings={"min_retrieve_tokens": 40})
-    request = make_request(100)
-    side.on_new_request(request)
+    _, side, request = scene(100, hits=1, settings={"min_retrieve_tokens": 40})
     for _ in range(3):
         assert ask(side, request) == (0, False)
     assert misses(side) == {"miss_refused": 1}
@@ -105,8 +98,7 @@ def test_a_hit_that_is_not_worth_a_load_is_counted_as_refused():
 
 def test_a_request_that_needs_all_activations_is_counted_as_left_out():
     side = make_side(FakeClient(hits=5))
-    request = make_request(100, skip_reading_prefix_cache=True)
-    side.on_new_request(request)
+    request = arrive(side, 100, skip_reading_prefix_cache=True)
     assert ask(side, request) == (0, False)
     assert side.take_counts() == {"lookups_left_out": 1}
 
@@ -114,8 +106,7 @@ def test_a_request_that_needs_all_activations_is_counted_as_left_out():
 def test_an_answer_that_arrives_later_is_used_when_vllm_asks_again():
     client = FakeClient(hits=5, answers=False)
     side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    request = arrive(side, 100)
     assert ask(side, request) == (None, False)
     client.calls[0].answer(5)
     assert ask(side, request) == (40, False)
@@ -150,10 +141,7 @@ def test_all_lookups_of_a_step_together_wait_no_longer_than_one_alone():
 
 
 def test_asking_often_about_one_request_sends_one_lookup_and_holds_one_lease():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5)
     for _ in range(50):
         assert ask(side, request) == (40, False)
     assert len(client.calls) == 1 and len(client.leases) == 1
@@ -163,8 +151,7 @@ def test_without_a_server_every_request_is_a_miss_until_the_server_is_back():
     clock, client = Clock(), FakeClient(hits=5)
     client.connected = False
     side = make_side(client, clock)
-    request = make_request(100)
-    side.on_new_request(request)
+    request = arrive(side, 100)
     assert ask(side, request) == (0, False)
     client.connected = True
     clock.now_s += 0.2
@@ -176,18 +163,15 @@ def test_first_requests_wait_briefly_for_a_server_that_was_seen():
         clock, client = Clock(), FakeClient(hits=5)
         client.connected = False
         side = make_side(client, clock, server_seen=lambda seen=seen: seen)
-        request = make_request(100)
-        side.on_new_request(request)
+        request = arrive(side, 100)
         assert ask(side, request) == expected
         clock.now_s += 0.6
         assert ask(side, request) == (0, False)
 
 
 def test_a_missed_prefix_is_found_once_another_engine_has_stored_it():
-    clock, client = Clock(), FakeClient(hits=0)
-    side = make_side(client, clock)
-    request = make_request(100)
-    side.on_new_request(request)
+    clock = Clock()
+    client, side, request = scene(100, hits=0, clock=clock)
     assert ask(side, request) == (0, False)
     client.hits = 4
     assert ask(side, request) == (0, False)
@@ -199,8 +183,7 @@ def test_with_l2_the_server_is_asked_although_l1_has_nothing():
     client = FakeClient(hits=0)
     client.has_l2 = True
     side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    request = arrive(side, 100)
     assert len(client.calls) == 1
     assert ask(side, request) == (0, False)
 
@@ -210,8 +193,7 @@ def test_lookups_without_a_hit_are_not_cancelled_and_leave_room_for_more_lookups
     client.has_l2 = True
     side = make_side(client, clock)
     for _ in range(2 * EARLY_LOOKUPS):
-        request = make_request(100)
-        side.on_new_request(request)
+        request = arrive(side, 100)
         assert ask(side, request) == (0, False)
     clock.now_s += 0.2
     assert ask(side, request) == (0, False)
@@ -221,10 +203,7 @@ def test_lookups_without_a_hit_are_not_cancelled_and_leave_room_for_more_lookups
 
 
 def test_hits_below_min_retrieve_tokens_are_computed_and_release_their_lease():
-    client = FakeClient(hits=5)
-    side = make_side(client, settings={"min_retrieve_tokens": 41})
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5, settings={"min_retrieve_tokens": 41})
     assert ask(side, request) == (0, False)
     side.allocated(request, [list(range(1, 30))], 0)
     assert client.leases == []
@@ -233,8 +212,7 @@ def test_hits_below_min_retrieve_tokens_are_computed_and_release_their_lease():
 def test_requests_that_skip_the_prefix_cache_load_nothing_and_store_everything():
     client = FakeClient(hits=5)
     side = make_side(client)
-    request = make_request(100, skip_reading_prefix_cache=True)
-    side.on_new_request(request)
+    request = arrive(side, 100, skip_reading_prefix_cache=True)
     assert ask(side, request) == (0, False) and client.calls == []
     assert len(step(side, [(request, 0, 100)]).stores) == 1
 
@@ -248,10 +226,7 @@ def test_a_queue_of_new_requests_starts_a_bounded_number_of_lookups():
 
 
 def test_a_long_prompt_is_hashed_in_pieces():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(200_000)
-    side.on_new_request(request)
+    client, side, request = scene(200_000, hits=5)
     asked = 0
     while ask(side, request) == (None, False):
         asked += 1
@@ -261,9 +236,7 @@ def test_a_long_prompt_is_hashed_in_pieces():
 
 @pytest.mark.parametrize(("mode", "expected"), [("auto", False), ("sync", False), ("async", True)])
 def test_load_mode_decides_whether_a_load_is_asynchronous(mode, expected):
-    side = make_side(FakeClient(hits=5), settings={"load_mode": mode})
-    request = make_request(100)
-    side.on_new_request(request)
+    _, side, request = scene(100, hits=5, settings={"load_mode": mode})
     assert ask(side, request) == (40, expected)
 
 
@@ -291,10 +264,7 @@ def test_a_promised_lease_cannot_be_revoked_before_vllm_takes_it_or_the_step_end
 
 
 def test_an_early_lookup_can_be_revoked_before_vllm_asks():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5)
     assert client.revoke(client.calls[0])
     assert ask(side, request) == (40, False)
     assert len(client.calls) == 2 and len(client.leases) == 1
@@ -302,10 +272,7 @@ def test_an_early_lookup_can_be_revoked_before_vllm_asks():
 
 
 def test_a_revoked_lookup_is_sent_again_when_vllm_asks_next():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5)
     assert revoke_while_vllm_has_no_blocks(side, client, request)
     assert client.leases == []
     client.hits = 3
@@ -316,10 +283,7 @@ def test_a_revoked_lookup_is_sent_again_when_vllm_asks_next():
 
 
 def test_a_revoked_lookup_whose_chunks_are_gone_is_a_miss_without_a_message():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5)
     assert revoke_while_vllm_has_no_blocks(side, client, request)
     client.hits = 0
     assert ask(side, request) == (0, False)
@@ -327,10 +291,8 @@ def test_a_revoked_lookup_whose_chunks_are_gone_is_a_miss_without_a_message():
 
 
 def test_a_lookup_that_is_revoked_repeatedly_is_sent_about_ten_times_a_second_at_most():
-    clock, client = Clock(), FakeClient(hits=5)
-    side = make_side(client, clock)
-    request = make_request(100)
-    side.on_new_request(request)
+    clock = Clock()
+    client, side, request = scene(100, hits=5, clock=clock)
     for _ in range(1000):
         tokens, _ = ask(side, request)
         assert tokens in (0, 40)
@@ -342,10 +304,7 @@ def test_a_lookup_that_is_revoked_repeatedly_is_sent_about_ten_times_a_second_at
 
 
 def test_a_lease_revoked_while_it_is_being_claimed_is_not_promised():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5)
     call = client.calls[0]
     claim = call.claim
     call.claim = lambda: client.revoke(call) and claim()
@@ -355,10 +314,7 @@ def test_a_lease_revoked_while_it_is_being_claimed_is_not_promised():
 
 
 def test_a_request_that_ends_after_its_lease_was_revoked_does_not_release_it_again():
-    client = FakeClient(hits=5)
-    side = make_side(client)
-    request = make_request(100)
-    side.on_new_request(request)
+    client, side, request = scene(100, hits=5)
     assert revoke_while_vllm_has_no_blocks(side, client, request)
     assert side.finished(request, [[]]) is False
     side.close()

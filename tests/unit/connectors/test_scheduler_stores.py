@@ -11,17 +11,18 @@ from tests.harness.scheduler_side import (
     CHUNK,
     Clock,
     FakeClient,
+    arrive,
     ask,
+    hit_of,
     make_request,
     make_side,
+    scene,
     step,
 )
 
 
 def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
-    side = make_side()
-    request = make_request(43)
-    side.on_new_request(request)
+    _, side, request = scene(43)
     ask(side, request)
     table = {request.request_id: list(range(201, 212))}
     computed, seen = 0, []
@@ -34,9 +35,7 @@ def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
 
 
 def test_the_parent_of_a_store_is_the_chunk_before_it():
-    side = make_side()
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40)
     (first,) = step(side, [(request, 0, 16)]).stores
     (second,) = step(side, [(request, 16, 24)]).stores
     assert first.parent == b"" and second.parent == first.chain[-32:]
@@ -44,9 +43,7 @@ def test_the_parent_of_a_store_is_the_chunk_before_it():
 
 def test_generated_chunks_are_stored_only_when_asked_for():
     for save, expected in ((False, 2), (True, 4)):
-        side = make_side(settings={"save_decode_cache": save})
-        request = make_request(20)
-        side.on_new_request(request)
+        _, side, request = scene(20, settings={"save_decode_cache": save})
         step(side, [(request, 0, 20)])
         chunks = 2
         for computed in range(20, 32):
@@ -57,9 +54,7 @@ def test_generated_chunks_are_stored_only_when_asked_for():
 
 def test_tokens_computed_before_they_are_sampled_are_not_stored():
     """vLLM computes speculated tokens, and tokens that it has not sampled yet, before it knows them."""
-    side = make_side(settings={"save_decode_cache": True})
-    request = make_request(15)
-    side.on_new_request(request)
+    _, side, request = scene(15, settings={"save_decode_cache": True})
     assert len(step(side, [(request, 0, 15)]).stores[0].chain) == 32
     assert step(side, [(request, 15, 4)]).stores == []
     request.all_token_ids.extend([7, 8])
@@ -67,9 +62,7 @@ def test_tokens_computed_before_they_are_sampled_are_not_stored():
 
 
 def test_loaded_chunks_are_not_stored_again():
-    side = make_side(FakeClient(hits=3))
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40, hits=3)
     tokens, _ = ask(side, request)
     side.allocated(request, [list(range(1, 20))], tokens)
     (store,) = step(side, [(request, 24, 16)]).stores
@@ -79,24 +72,20 @@ def test_loaded_chunks_are_not_stored_again():
 @pytest.mark.parametrize(("limit", "chunks"), [(0, 0), (7, 0), (17, 2), (1000, 5), (-4, 0)])
 def test_a_request_may_limit_how_many_of_its_tokens_are_stored(limit, chunks):
     side = make_side()
-    request = make_request(40, kv_transfer_params={"lmcache.max_offload_tokens": limit})
-    side.on_new_request(request)
+    request = arrive(side, 40, kv_transfer_params={"lmcache.max_offload_tokens": limit})
     stores = step(side, [(request, 0, 40)]).stores
     assert sum(len(store.chain) // 32 for store in stores) == chunks
 
 
 def test_blocks_that_the_engine_dropped_are_not_stored():
-    side = make_side()
-    request = make_request(16)
-    side.on_new_request(request)
+    _, side, request = scene(16)
     assert step(side, [(request, 0, 16)], tables={request.request_id: [0, 5, 6, 7]}).stores == []
 
 
 def test_a_producer_loads_nothing_and_a_consumer_stores_nothing():
     client = FakeClient(hits=3)
     producer = make_side(client, may_load=False)
-    request = make_request(40)
-    producer.on_new_request(request)
+    request = arrive(producer, 40)
     assert ask(producer, request) == (0, False) and client.calls == []
     assert len(step(producer, [(request, 0, 40)]).stores) == 1
     consumer = make_side(FakeClient(), may_store=False)
@@ -105,33 +94,26 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing():
 
 
 def test_blocks_of_a_finished_request_are_kept_while_a_store_reads_them():
-    side = make_side()
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40)
     (store,) = step(side, [(request, 0, 40)]).stores
     assert side.finished(request, [list(range(1, 11))]) is True
     assert step(side).awaited == {request.request_id}
     assert step(side).awaited == set()
-    other = make_request(40)
-    side.on_new_request(other)
+    other = arrive(side, 40)
     (store,) = step(side, [(other, 0, 40)]).stores
     side.heard([WorkerReport(4, gathered=[store.store_id], stored=[(store.store_id, 31)])], [], [])
     assert side.finished(other, [list(range(1, 11))]) is False
 
 
 def test_blocks_are_kept_until_every_worker_has_gathered_them():
-    side = make_side(world_size=2)
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40, world_size=2)
     (store,) = step(side, [(request, 0, 40)]).stores
     side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
     assert side.finished(request, [list(range(1, 11))]) is True
 
 
 def test_dropped_stores_are_planned_again():
-    side = make_side()
-    request = make_request(40)
-    side.on_new_request(request)
+    _, side, request = scene(40)
     (store,) = step(side, [(request, 0, 24)]).stores
     side.heard([WorkerReport(1, dropped=[store.store_id])], [], [])
     (again,) = step(side, [(request, 24, 16)]).stores
@@ -139,9 +121,7 @@ def test_dropped_stores_are_planned_again():
 
 
 def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():
-    side = make_side(FakeClient(hits=3), world_size=2)
-    request = make_request(43)
-    side.on_new_request(request)
+    _, side, request = scene(43, hits=3, world_size=2)
     tokens, _ = ask(side, request)
     side.allocated(request, [list(range(1, 20))], tokens)
     plan = step(side, [(request, 24, 19)])
@@ -156,9 +136,7 @@ def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():
 
 
 def test_with_several_workers_chunks_computed_on_a_failed_load_are_not_stored():
-    side = make_side(FakeClient(hits=3), world_size=2)
-    request = make_request(43)
-    side.on_new_request(request)
+    _, side, request = scene(43, hits=3, world_size=2)
     tokens, _ = ask(side, request)
     side.allocated(request, [list(range(1, 20))], tokens)
     plan = step(side, [(request, 24, 19)])
@@ -170,9 +148,7 @@ def test_with_several_workers_chunks_computed_on_a_failed_load_are_not_stored():
 
 def step_with_a_synchronous_load(side):
     """(A request with a synchronous load of 24 tokens, the number of the step that plans the load)."""
-    request = make_request(43)
-    side.on_new_request(request)
-    tokens, _ = ask(side, request)
+    request, tokens = hit_of(side, 43)
     side.allocated(request, [list(range(1, 20))], tokens)
     return request, step(side, [(request, 24, 8)]).step
 
@@ -227,8 +203,7 @@ def test_a_plan_carries_the_number_of_failures_known_when_it_was_made():
 def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():
     made = []
     side = make_side(world_size=2, events=lambda *event: made.append(event) or event)
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     (store,) = step(side, [(request, 0, 40)]).stores
     side.heard([WorkerReport(1, stored=[(store.store_id, 0b11011)])], [], [])
     assert side.stores.take_events() == []
@@ -246,8 +221,7 @@ def test_chunks_that_left_l1_are_announced_as_removed_once():
     side = make_side(
         client, clock, events=lambda *event: ("stored", event[2]), removal=lambda keys: ("removed", keys)
     )
-    request = make_request(40)
-    side.on_new_request(request)
+    request = arrive(side, 40)
     (store,) = step(side, [(request, 0, 40)]).stores
     keys = [store.chain[i : i + 32] for i in range(0, 160, 32)]
     side.heard([WorkerReport(1, gathered=[store.store_id], stored=[(store.store_id, 0b01111)])], [], [])
@@ -266,8 +240,7 @@ def test_an_engine_without_requests_steps_until_it_has_heard_of_its_stores_or_th
     side = make_side(clock=clock)
     assert not side.stores.awaits_news
     for lost in (False, True):
-        request = make_request(40, request_id=f"lost {lost}")
-        side.on_new_request(request)
+        request = arrive(side, 40, request_id=f"lost {lost}")
         (store,) = step(side, [(request, 0, 40)]).stores
         side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
         assert side.stores.awaits_news

@@ -13,7 +13,15 @@ from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.types import EXTENT, LeaseName, MissReason
-from tests.harness.scheduler_side import SLICES, FakeCall, FakeClient, ask, make_request, make_side, step
+from tests.harness.scheduler_side import (
+    SLICES,
+    FakeCall,
+    FakeClient,
+    arrive,
+    ask,
+    make_side,
+    step,
+)
 from tests.unit.connectors.groups_double import FULL, window_group
 
 BLOCK, CHUNK = 4, 16
@@ -117,8 +125,7 @@ def compute(side, client, request, computed=0):
 def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block(tokens, stored):
     client = Client()
     side = side_of(client)
-    request = make_request(tokens)
-    side.on_new_request(request)
+    request = arrive(side, tokens)
     tails = [store for store in compute(side, client, request) if store.tail_tokens]
     assert [(store.tail_tokens // BLOCK) for store in tails] == [blocks for _, blocks in stored]
     for store, (chunk, blocks) in zip(tails, stored, strict=True):
@@ -138,11 +145,9 @@ def drafting_client(ahead):
 def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(tokens, ahead):
     client = drafting_client(ahead)
     side = side_of(client)
-    first = make_request(tokens)
-    side.on_new_request(first)
+    first = arrive(side, tokens)
     compute(side, client, first)
-    again = make_request(tokens)
-    side.on_new_request(again)
+    again = arrive(side, tokens)
     hit, _ = ask(side, again)
     assert hit == min((tokens - ahead) // BLOCK * BLOCK, tokens - 1)
     if hit:
@@ -158,34 +163,29 @@ def test_with_draft_layers_a_hit_needs_the_tokens_behind_it(ahead, same, hit):
     """The draft layers' KV at the last position of a record depends on the token behind it."""
     client = drafting_client(ahead)
     side = side_of(client)
-    first = make_request(40)
-    side.on_new_request(first)
+    first = arrive(side, 40)
     compute(side, client, first)
-    branch = make_request(40, all_token_ids=[*range(same), *range(100, 140 - same)])
-    side.on_new_request(branch)
+    branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])
     assert ask(side, branch)[0] == hit
 
 
 def test_with_draft_layers_a_chunk_is_stored_when_the_token_behind_it_is_sampled():
     client = drafting_client(1)
     side = side_of(client)
-    request = make_request(32)
-    side.on_new_request(request)
+    request = arrive(side, 32)
     chunk, tail = compute(side, client, request)
     assert (batch.count(chunk.chain), chunk.tail_tokens, tail.tail_tokens) == (1, 0, 12)
     request.all_token_ids.append(7)
     (store,) = compute(side, client, request, 32)
     assert (store.blocks, store.replaces) == ([5, 6, 7, 8], tail.chain)
-    other = make_request(33, all_token_ids=[*range(32), 8])
-    side.on_new_request(other)
+    other = arrive(side, 33, all_token_ids=[*range(32), 8])
     assert ask(side, other)[0] == 16, "another token was sampled there"
 
 
 def test_with_draft_layers_the_last_chunk_of_a_request_that_ends_at_once_is_stored():
     client = drafting_client(1)
     side = side_of(client)
-    request = make_request(32)
-    side.on_new_request(request)
+    request = arrive(side, 32)
     compute(side, client, request)
     request.all_token_ids.append(7)
     assert side.finished(request, [list(range(1, 9))]), "its blocks are kept"
@@ -197,8 +197,7 @@ def test_with_draft_layers_the_last_chunk_of_a_request_that_ends_at_once_is_stor
 def test_tokens_that_a_chain_of_draft_layers_reads_again_are_not_stored(ahead, stored_tokens):
     client = drafting_client(ahead)
     side = side_of(client, save_unfull_chunk=False)
-    request = make_request(60)
-    side.on_new_request(request)
+    request = arrive(side, 60)
     (store,) = step(side, [(request, 0, 32)]).stores
     assert len(store.blocks) * BLOCK == stored_tokens
 
@@ -206,11 +205,9 @@ def test_tokens_that_a_chain_of_draft_layers_reads_again_are_not_stored(ahead, s
 def test_a_hit_loads_the_blocks_of_its_tail_and_no_more():
     client = Client()
     side = side_of(client)
-    first = make_request(27)
-    side.on_new_request(first)
+    first = arrive(side, 27)
     tail_key = next(s.chain for s in compute(side, client, first) if s.tail_tokens)
-    longer = make_request(30)
-    side.on_new_request(longer)
+    longer = arrive(side, 30)
     hit, _ = ask(side, longer)
     assert hit == 24
     side.allocated(longer, [list(range(1, 30))], hit)
@@ -222,11 +219,9 @@ def test_a_hit_loads_the_blocks_of_its_tail_and_no_more():
 def test_an_own_hit_inside_the_tail_leaves_its_blocks_alone():
     client = Client()
     side = side_of(client)
-    first = make_request(30)
-    side.on_new_request(first)
+    first = arrive(side, 30)
     compute(side, client, first)
-    again = make_request(30)
-    side.on_new_request(again)
+    again = arrive(side, 30)
     hit, _ = ask(side, again, computed=20)
     assert hit == 8
     side.allocated(again, [list(range(1, 30))], hit)
@@ -238,12 +233,10 @@ def test_a_chunk_replaces_the_tails_of_its_tokens_only():
     client = Client()
     side = side_of(client)
     for tokens in (range(24), [*range(20), 7, 7, 7, 7]):  # they part in the second block of the second chunk
-        request = make_request(24, all_token_ids=list(tokens))
-        side.on_new_request(request)
+        request = arrive(side, 24, all_token_ids=list(tokens))
         compute(side, client, request)
     assert len(client.tails) == 2
-    longer = make_request(40)
-    side.on_new_request(longer)
+    longer = arrive(side, 40)
     ask(side, longer)
     stores = compute(side, client, longer)
     assert [len(store.replaces) // 32 for store in stores] == [1, 0]
@@ -253,30 +246,25 @@ def test_a_chunk_replaces_the_tails_of_its_tokens_only():
 def test_l2_is_asked_for_tails_only_behind_chunks_that_l1_lacks():
     client = Client(has_l2=True)
     side = side_of(client)
-    first = make_request(40)
-    side.on_new_request(first)
+    first = arrive(side, 40)
     compute(side, client, first)
     client.tails_in_l2, client.tails = client.tails, set()
-    there = make_request(40)
-    side.on_new_request(there)
+    there = arrive(side, 40)
     assert ask(side, there)[0] == 32 and client.calls[-1].tails == [], "L1 has all chunks"
     there_chunks = client.chunks
     client.evict(to_l2=False)
     client.chunks_in_l2 = there_chunks
-    again = make_request(46)
-    side.on_new_request(again)
+    again = arrive(side, 46)
     assert ask(side, again)[0] == 40, "the tail follows chunks that L2 has"
 
 
 def test_a_lookup_that_ends_within_the_prompt_in_l2_is_made_once_more_for_the_tails_there():
     client = Client(has_l2=True)
     side = side_of(client)
-    first = make_request(40)
-    side.on_new_request(first)
+    first = arrive(side, 40)
     compute(side, client, first)
     client.evict(to_l2=True)
-    longer = make_request(70)
-    side.on_new_request(longer)
+    longer = arrive(side, 70)
     assert ask(side, longer)[0] is None and ask(side, longer)[0] == 40
     assert [call.n_asked for call in client.calls[-2:]] == [4, 2]
     assert len(client.leases) == 1, "the first answer's lease was given back"
@@ -286,8 +274,7 @@ def test_the_tail_of_an_answer_is_stored_when_it_ends_if_answers_are_stored():
     for save in (True, False):
         client = Client()
         side = side_of(client, save_decode_cache=save)
-        request = make_request(21)
-        side.on_new_request(request)
+        request = arrive(side, 21)
         compute(side, client, request)
         for number in range(5):
             request.all_token_ids.append(number)
@@ -312,8 +299,7 @@ def test_models_with_windows_and_engines_that_do_not_want_them_have_no_tails():
             groups=groups,
             settings={"chunk_size": groups[0].chunk_tokens, "save_unfull_chunk": wanted},
         )
-        request = make_request(7)
-        side.on_new_request(request)
+        request = arrive(side, 7)
         assert ask(side, request) == (0, False)
         assert step(side, [(request, 0, 7)]).stores == []
     assert client.calls == []
@@ -324,8 +310,7 @@ def test_an_engine_that_stores_nothing_keeps_no_blocks_for_a_tail():
     side = make_side(
         client, groups=GROUPS, settings={"chunk_size": CHUNK, "save_unfull_chunk": True}, may_store=False
     )
-    request = make_request(9)
-    side.on_new_request(request)
+    request = arrive(side, 9)
     assert step(side, [(request, 0, 9)]).stores == []
     request.all_token_ids.append(1)
     assert side.finished(request, [list(range(1, 30))]) is False
@@ -334,8 +319,7 @@ def test_an_engine_that_stores_nothing_keeps_no_blocks_for_a_tail():
 def test_a_tail_that_was_dropped_is_stored_again():
     client = Client()
     side = side_of(client)
-    request = make_request(22)
-    side.on_new_request(request)
+    request = arrive(side, 22)
     plan = step(side, [(request, 0, 22)])
     assert [store.tail_tokens for store in plan.stores] == [0, 4]
     side.heard([WorkerReport(plan.step, dropped=[store.store_id for store in plan.stores])], (), ())
@@ -356,8 +340,7 @@ def test_a_conversation_has_at_most_one_tail_and_hits_its_last_whole_block(turns
     held = 0
     for added, answered in turns:
         history += itertools.islice(fresh, added)
-        request = make_request(len(history), all_token_ids=list(history))
-        side.on_new_request(request)
+        request = arrive(side, len(history), all_token_ids=list(history))
         hit, _ = ask(side, request)
         assert hit == max(0, min(held, len(history) - 1))
         side.allocated(request, [list(range(1, 400))], hit)
