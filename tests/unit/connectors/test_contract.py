@@ -11,7 +11,6 @@ import pytest
 
 from kvstrata.connectors.vllm.compat import contract
 from kvstrata.errors import ConfigError
-from tests.tools import vllm_python
 
 
 @pytest.fixture
@@ -30,10 +29,6 @@ def dry_run(monkeypatch):
 
 def printed(**verdict):
     return contract.MARK + json.dumps(contract.Verdict(**verdict)._asdict()) + "\n"
-
-
-def test_the_versions_that_start_without_a_check_are_those_that_are_tested():
-    assert (*vllm_python.CPU, *vllm_python.PYTHON_ONLY) == contract.TESTED
 
 
 @pytest.mark.parametrize("version", [*contract.TESTED, "0.32.0+cpu"])

@@ -149,22 +149,6 @@ def test_a_request_of_which_a_load_failed_is_not_loaded_again_and_stored_from_it
     ]
 
 
-def test_other_requests_are_stored_and_loaded_as_before_when_one_fails():
-    side, client, request, (tokens, _) = hit_of((FULL, WINDOW))
-    other = arrive(side, 41)
-    side.allocated(request, tables_of((FULL, WINDOW)), tokens)
-    side.heard([], [request.request_id], [], [request.request_id, "unknown"])
-    assert ask(side, other) == (32, True) and len(client.leases) == 1
-
-
-def test_the_blocks_of_a_request_that_ends_while_it_is_loaded_are_left_to_vllm(groups):
-    side, _, request, (tokens, _) = hit_of(groups)
-    side.allocated(request, tables_of(groups), tokens)
-    step(side)
-    assert side.finished(request, tables_of(groups)) is False
-    side.heard([], [request.request_id], [], [request.request_id])
-
-
 def test_an_error_while_loads_are_planned_fails_one_load_and_gives_the_lease_back(groups, monkeypatch):
     side, client, request, (tokens, _) = hit_of(groups)
 

@@ -244,12 +244,6 @@ def test_sections_follow_layer_numbers_not_names():
     assert sorted(["l10", "l9"], key=natural_order) == ["l9", "l10"]
 
 
-def test_layers_that_share_a_tensor_are_taken_once():
-    tensors = layers(2)
-    tensors["model.layers.2.self_attn.attn"] = tensors["model.layers.1.self_attn.attn"]
-    assert len(view(tensors).layers) == 2
-
-
 def unlike_layers():
     """Every second layer with half the heads."""
     tensors = layers(4)
@@ -403,11 +397,6 @@ def test_physical_order_changes_the_slice_and_place_does_not():
     assert straight.slice.digest() != turned.slice.digest()
     moved = {name: FakeTensor(shape, base=t.data_ptr() + 4096) for name, t in layers(2, shape=shape).items()}
     assert view(moved, group=whole_group(16, 256)).slice.digest() == straight.slice.digest()
-
-
-def test_number_of_blocks_and_block_stride_are_no_facts():
-    few = view(layers(2, shape=(20, 4, 128, 64)), num_blocks=20)
-    assert few.slice.digest() == view(layers(2)).slice.digest()
 
 
 def test_tensor_parallel_ranks_split_the_heads_and_replicas_share_a_slice():

@@ -127,14 +127,6 @@ def view(kinds, tensors=None, **changes):
     return build_view(tensors, dtype="bfloat16", kinds=kinds, **(options | changes))
 
 
-def test_two_instruction_sets_of_one_cpu_backend_share_nothing():
-    made = [
-        view(layer_kinds([group(spec())], {NAME: module("CPU_ATTN", isa=isa)}, written_by("0.32.0")))
-        for isa in ("amx", "vec")
-    ]
-    assert made[0].slice != made[1].slice
-
-
 def test_an_arrangement_that_only_its_writer_knows_is_shared_where_it_has_the_same_name():
     for backend, opaque in (
         ("CPU_ATTN", True),
@@ -183,11 +175,6 @@ def test_a_block_of_another_size_than_announced_is_refused():
     kinds = {NAME: kind_of(spec(unpadded_page_size_bytes=999), module())}
     with pytest.raises(ConfigError, match=r"layers\.7.* 16384 bytes, but vLLM announces 999"):
         view(kinds)
-
-
-def test_a_layer_without_a_module_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"layers\.7.* no attention layer of that name"):
-        layer_kinds([group(spec())], {}, written_by("0.32.0"))
 
 
 def test_a_group_may_describe_each_layer():

@@ -109,23 +109,6 @@ def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
     assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
 
 
-def test_blocks_of_a_finished_request_are_kept_until_the_workers_release_them_even_after_an_error():
-    side = GuardedSide(make_side())
-    request = arrive(side, 40)
-    [_] = step(side, [(request, 0, 40)]).stores
-    forget, results = side.side._lookups.forget, iter([RuntimeError("planted"), None])
-
-    def fail_first(tracked):
-        error = next(results)
-        if error is not None:
-            raise error
-        forget(tracked)
-
-    side.side._lookups.forget = fail_first
-    assert side.finished(request, [list(range(1, 11))]) is True
-    assert step(side).awaited == {request.request_id}
-
-
 def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_again():
     client = FakeClient(hits=3)
     side = GuardedSide(make_side(client))

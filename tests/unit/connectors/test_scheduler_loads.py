@@ -10,45 +10,13 @@ from tests.harness.scheduler_side import ask, planned_loads, scene, step
 
 
 def test_a_load_names_the_missing_blocks_and_skips_the_computed_ones():
-    client, side, request = scene(31, hits=4)
+    _client, side, request = scene(31, hits=4)
     tokens, _ = ask(side, request, computed=12)
     assert tokens == 12  # three whole chunks are cached; vLLM has computed the first one and a half of them
     (load,) = planned_loads(side, request, tokens, [list(range(101, 109))])
     assert load.blocks == [SKIP_BLOCK, 104, 105, 106]
     assert len(load.chain) == 2 * 32
     assert [e[0] for e in EXTENT.iter_unpack(load.extents)] == [2, 3, 4, 5]
-
-
-def test_a_hit_of_the_whole_prompt_loads_every_block():
-    _, side, request = scene(32, hits=4)
-    tokens, _ = ask(side, request)
-    assert tokens == 31
-    (load,) = planned_loads(side, request, tokens, [list(range(1, 9))])
-    assert load.blocks == list(range(1, 9))
-
-
-def test_a_lease_is_handed_to_the_workers_with_the_load_and_released_by_nobody_else():
-    client, side, request = scene(40, hits=4)
-    tokens, _ = ask(side, request)
-    (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
-    assert client.leases == [] and client.handed_on == [load.lease]
-    assert side.finished(request, [[]]) is False
-    assert client.handed_on == [load.lease]
-
-
-@pytest.mark.parametrize("how", ["nothing taken", "aborted", "preempted", "closed"])
-def test_a_hit_that_is_not_loaded_gives_its_lease_back_once(how):
-    client, side, request = scene(40, hits=4)
-    assert ask(side, request)[0] == 32
-    if how == "nothing taken":
-        side.allocated(request, [list(range(1, 20))], 0)
-    elif how == "aborted":
-        side.finished(request, [[]])
-    elif how == "preempted":
-        step(side, preempted=[request.request_id])
-    else:
-        side.close()
-    assert client.leases == [] and client.handed_on == []
 
 
 def test_a_preempted_request_is_looked_up_again():
@@ -85,17 +53,8 @@ def test_a_load_stays_synchronous_or_asynchronous_as_promised_when_vllm_takes_fe
     assert load.asynchronous == asynchronous and load.blocks == [1, 2, 3, 4, 5, SKIP_BLOCK]
 
 
-def test_abort_during_an_asynchronous_load_leaves_the_blocks_to_vllm():
-    client, side, request = scene(40, hits=4, settings={"load_mode": "async"})
-    tokens, asynchronous = ask(side, request)
-    assert asynchronous
-    planned_loads(side, request, tokens, [list(range(1, 20))])
-    assert side.finished(request, [list(range(1, 9))]) is False
-    side.heard([], [request.request_id], [])
-
-
 def test_a_request_whose_load_failed_is_computed_and_stored_again():
-    client, side, request = scene(40, hits=4)
+    _client, side, request = scene(40, hits=4)
     tokens, _ = ask(side, request)
     (load,) = planned_loads(side, request, tokens, [list(range(1, 20))])
     side.heard([WorkerReport(1, failures=1)], [], {load.blocks[3]})

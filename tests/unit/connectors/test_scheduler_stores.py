@@ -34,13 +34,6 @@ def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
     assert seen == list(range(201, 211))
 
 
-def test_the_parent_of_a_store_is_the_chunk_before_it():
-    _, side, request = scene(40)
-    (first,) = step(side, [(request, 0, 16)]).stores
-    (second,) = step(side, [(request, 16, 24)]).stores
-    assert first.parent == b"" and second.parent == first.chain[-32:]
-
-
 def test_generated_chunks_are_stored_only_when_asked_for():
     for save, expected in ((False, 2), (True, 4)):
         _, side, request = scene(20, settings={"save_decode_cache": save})
@@ -91,18 +84,6 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing():
     consumer = make_side(FakeClient(), may_store=False)
     consumer.on_new_request(request)
     assert step(consumer, [(request, 0, 40)]).stores == []
-
-
-def test_blocks_of_a_finished_request_are_kept_while_a_store_reads_them():
-    _, side, request = scene(40)
-    (store,) = step(side, [(request, 0, 40)]).stores
-    assert side.finished(request, [list(range(1, 11))]) is True
-    assert step(side).awaited == {request.request_id}
-    assert step(side).awaited == set()
-    other = arrive(side, 40)
-    (store,) = step(side, [(other, 0, 40)]).stores
-    side.heard([WorkerReport(4, gathered=[store.store_id], stored=[(store.store_id, 31)])], [], [])
-    assert side.finished(other, [list(range(1, 11))]) is False
 
 
 def test_blocks_are_kept_until_every_worker_has_gathered_them():
@@ -191,13 +172,6 @@ def test_chunks_that_wait_for_a_load_are_dropped_when_their_blocks_are_freed(how
     side.heard([WorkerReport(loaded)] * 2, [], [])
     side.finished(request, [list(range(1, 12))])
     assert step(side).stores == []
-
-
-def test_a_plan_carries_the_number_of_failures_known_when_it_was_made():
-    side = make_side()
-    assert step(side).failures_seen == 0
-    side.heard([WorkerReport(1, failures=2)], [], [])
-    assert step(side).failures_seen == 2
 
 
 def test_events_tell_the_tokens_of_chunks_that_every_worker_stored():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.cli.sim import main, parser
+from kvstrata.cli.sim import main
 from kvstrata.connectors.sim.connector import SimConnector
 from kvstrata.connectors.sim.transfer import read_transfer
 from kvstrata.errors import ConfigError
@@ -92,9 +92,3 @@ def test_flags_that_do_not_go_together_stop_the_start(
 ) -> None:
     assert main(["--port", "0", *flags]) != 0
     assert told in capsys.readouterr().err
-
-
-def test_the_help_names_the_flags() -> None:
-    text = parser().format_help()
-    assert "--kv-transfer-config JSON" in text
-    assert "--kv-token-bytes N" in text

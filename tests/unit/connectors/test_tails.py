@@ -19,6 +19,7 @@ from tests.harness.scheduler_side import (
     FakeClient,
     arrive,
     ask,
+    hit_of,
     make_side,
     step,
 )
@@ -99,12 +100,13 @@ class Client(FakeClient):
         self.chunks, self.tails = set(), set()
 
 
-def side_of(client, **settings):
-    return make_side(
-        client,
-        groups=GROUPS,
-        settings={"chunk_size": CHUNK, "save_unfull_chunk": True, **settings},
-        lookahead_tokens=client.ahead,
+def cache_and_side(*, ahead=0, has_l2=False, groups=GROUPS, may_store=True, **settings):
+    """(A cache, the scheduler's side of an engine); the engine's draft layers read so many tokens ahead."""
+    client = Client(has_l2=has_l2)
+    client.ahead = ahead
+    settings = {"chunk_size": groups[0].chunk_tokens, "save_unfull_chunk": True, **settings}
+    return client, make_side(
+        client, groups=groups, settings=settings, lookahead_tokens=ahead, may_store=may_store
     )
 
 
@@ -118,13 +120,16 @@ def compute(side, client, request, computed=0):
     return plan.stores
 
 
-@pytest.mark.parametrize(
-    ("tokens", "stored"),
-    [(3, []), (4, [(0, 1)]), (15, [(0, 3)]), (16, []), (19, []), (20, [(1, 1)]), (47, [(2, 3)])],
-)
+def computed(side, client, n_tokens, **changes):
+    """A new request whose whole prompt is computed and stored."""
+    request = arrive(side, n_tokens, **changes)
+    compute(side, client, request)
+    return request
+
+
+@pytest.mark.parametrize(("tokens", "stored"), [(3, []), (4, [(0, 1)]), (16, []), (47, [(2, 3)])])
 def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block(tokens, stored):
-    client = Client()
-    side = side_of(client)
+    client, side = cache_and_side()
     request = arrive(side, tokens)
     tails = [store for store in compute(side, client, request) if store.tail_tokens]
     assert [(store.tail_tokens // BLOCK) for store in tails] == [blocks for _, blocks in stored]
@@ -133,22 +138,12 @@ def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block(tokens, stored
         assert store.blocks == list(range(1 + first, 1 + first + blocks))
 
 
-def drafting_client(ahead):
-    """A cache of engines whose draft layers read so many tokens ahead."""
-    client = Client()
-    client.ahead = ahead
-    return client
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("tokens", [5, 16, 17, 18, 20, 31, 37, 47, 48])
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("tokens", [5, 17, 47, 48])
 def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(tokens, ahead):
-    client = drafting_client(ahead)
-    side = side_of(client)
-    first = arrive(side, tokens)
-    compute(side, client, first)
-    again = arrive(side, tokens)
-    hit, _ = ask(side, again)
+    client, side = cache_and_side(ahead=ahead)
+    computed(side, client, tokens)
+    again, hit = hit_of(side, tokens)
     assert hit == min((tokens - ahead) // BLOCK * BLOCK, tokens - 1)
     if hit:
         side.allocated(again, [list(range(1, 30))], hit)
@@ -156,22 +151,18 @@ def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(token
 
 
 @pytest.mark.parametrize(
-    ("ahead", "same", "hit"),
-    [(0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 34, 16), (3, 35, 32), (1, 36, 32), (1, 37, 36)],
+    ("ahead", "same", "hit"), [(0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 35, 32), (1, 37, 36)]
 )
 def test_with_draft_layers_a_hit_needs_the_tokens_behind_it(ahead, same, hit):
     """The draft layers' KV at the last position of a record depends on the token behind it."""
-    client = drafting_client(ahead)
-    side = side_of(client)
-    first = arrive(side, 40)
-    compute(side, client, first)
+    client, side = cache_and_side(ahead=ahead)
+    computed(side, client, 40)
     branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])
     assert ask(side, branch)[0] == hit
 
 
 def test_with_draft_layers_a_chunk_is_stored_when_the_token_behind_it_is_sampled():
-    client = drafting_client(1)
-    side = side_of(client)
+    client, side = cache_and_side(ahead=1)
     request = arrive(side, 32)
     chunk, tail = compute(side, client, request)
     assert (batch.count(chunk.chain), chunk.tail_tokens, tail.tail_tokens) == (1, 0, 12)
@@ -183,10 +174,8 @@ def test_with_draft_layers_a_chunk_is_stored_when_the_token_behind_it_is_sampled
 
 
 def test_with_draft_layers_the_last_chunk_of_a_request_that_ends_at_once_is_stored():
-    client = drafting_client(1)
-    side = side_of(client)
-    request = arrive(side, 32)
-    compute(side, client, request)
+    client, side = cache_and_side(ahead=1)
+    request = computed(side, client, 32)
     request.all_token_ids.append(7)
     assert side.finished(request, [list(range(1, 9))]), "its blocks are kept"
     (store,) = step(side).stores
@@ -195,20 +184,17 @@ def test_with_draft_layers_the_last_chunk_of_a_request_that_ends_at_once_is_stor
 
 @pytest.mark.parametrize(("ahead", "stored_tokens"), [(1, 32), (2, 16)])
 def test_tokens_that_a_chain_of_draft_layers_reads_again_are_not_stored(ahead, stored_tokens):
-    client = drafting_client(ahead)
-    side = side_of(client, save_unfull_chunk=False)
+    _client, side = cache_and_side(ahead=ahead, save_unfull_chunk=False)
     request = arrive(side, 60)
     (store,) = step(side, [(request, 0, 32)]).stores
     assert len(store.blocks) * BLOCK == stored_tokens
 
 
 def test_a_hit_loads_the_blocks_of_its_tail_and_no_more():
-    client = Client()
-    side = side_of(client)
+    client, side = cache_and_side()
     first = arrive(side, 27)
     tail_key = next(s.chain for s in compute(side, client, first) if s.tail_tokens)
-    longer = arrive(side, 30)
-    hit, _ = ask(side, longer)
+    longer, hit = hit_of(side, 30)
     assert hit == 24
     side.allocated(longer, [list(range(1, 30))], hit)
     (load,) = step(side).loads
@@ -217,10 +203,8 @@ def test_a_hit_loads_the_blocks_of_its_tail_and_no_more():
 
 
 def test_an_own_hit_inside_the_tail_leaves_its_blocks_alone():
-    client = Client()
-    side = side_of(client)
-    first = arrive(side, 30)
-    compute(side, client, first)
+    client, side = cache_and_side()
+    computed(side, client, 30)
     again = arrive(side, 30)
     hit, _ = ask(side, again, computed=20)
     assert hit == 8
@@ -230,11 +214,9 @@ def test_an_own_hit_inside_the_tail_leaves_its_blocks_alone():
 
 
 def test_a_chunk_replaces_the_tails_of_its_tokens_only():
-    client = Client()
-    side = side_of(client)
+    client, side = cache_and_side()
     for tokens in (range(24), [*range(20), 7, 7, 7, 7]):  # they part in the second block of the second chunk
-        request = arrive(side, 24, all_token_ids=list(tokens))
-        compute(side, client, request)
+        computed(side, client, 24, all_token_ids=list(tokens))
     assert len(client.tails) == 2
     longer = arrive(side, 40)
     ask(side, longer)
@@ -244,10 +226,8 @@ def test_a_chunk_replaces_the_tails_of_its_tokens_only():
 
 
 def test_l2_is_asked_for_tails_only_behind_chunks_that_l1_lacks():
-    client = Client(has_l2=True)
-    side = side_of(client)
-    first = arrive(side, 40)
-    compute(side, client, first)
+    client, side = cache_and_side(has_l2=True)
+    computed(side, client, 40)
     client.tails_in_l2, client.tails = client.tails, set()
     there = arrive(side, 40)
     assert ask(side, there)[0] == 32 and client.calls[-1].tails == [], "L1 has all chunks"
@@ -259,10 +239,8 @@ def test_l2_is_asked_for_tails_only_behind_chunks_that_l1_lacks():
 
 
 def test_a_lookup_that_ends_within_the_prompt_in_l2_is_made_once_more_for_the_tails_there():
-    client = Client(has_l2=True)
-    side = side_of(client)
-    first = arrive(side, 40)
-    compute(side, client, first)
+    client, side = cache_and_side(has_l2=True)
+    computed(side, client, 40)
     client.evict(to_l2=True)
     longer = arrive(side, 70)
     assert ask(side, longer)[0] is None and ask(side, longer)[0] == 40
@@ -272,10 +250,8 @@ def test_a_lookup_that_ends_within_the_prompt_in_l2_is_made_once_more_for_the_ta
 
 def test_the_tail_of_an_answer_is_stored_when_it_ends_if_answers_are_stored():
     for save in (True, False):
-        client = Client()
-        side = side_of(client, save_decode_cache=save)
-        request = arrive(side, 21)
-        compute(side, client, request)
+        client, side = cache_and_side(save_decode_cache=save)
+        request = computed(side, client, 21)
         for number in range(5):
             request.all_token_ids.append(number)
             request.num_computed_tokens = request.num_tokens
@@ -292,24 +268,15 @@ def test_the_tail_of_an_answer_is_stored_when_it_ends_if_answers_are_stored():
 
 
 def test_models_with_windows_and_engines_that_do_not_want_them_have_no_tails():
-    client = Client()
     for groups, wanted in (([FULL, window_group(4)], True), (GROUPS, False)):
-        side = make_side(
-            client,
-            groups=groups,
-            settings={"chunk_size": groups[0].chunk_tokens, "save_unfull_chunk": wanted},
-        )
+        client, side = cache_and_side(groups=groups, save_unfull_chunk=wanted)
         request = arrive(side, 7)
         assert ask(side, request) == (0, False)
-        assert step(side, [(request, 0, 7)]).stores == []
-    assert client.calls == []
+        assert step(side, [(request, 0, 7)]).stores == [] and client.calls == []
 
 
 def test_an_engine_that_stores_nothing_keeps_no_blocks_for_a_tail():
-    client = Client()
-    side = make_side(
-        client, groups=GROUPS, settings={"chunk_size": CHUNK, "save_unfull_chunk": True}, may_store=False
-    )
+    _, side = cache_and_side(may_store=False)
     request = arrive(side, 9)
     assert step(side, [(request, 0, 9)]).stores == []
     request.all_token_ids.append(1)
@@ -317,8 +284,7 @@ def test_an_engine_that_stores_nothing_keeps_no_blocks_for_a_tail():
 
 
 def test_a_tail_that_was_dropped_is_stored_again():
-    client = Client()
-    side = side_of(client)
+    _client, side = cache_and_side()
     request = arrive(side, 22)
     plan = step(side, [(request, 0, 22)])
     assert [store.tail_tokens for store in plan.stores] == [0, 4]
@@ -333,15 +299,13 @@ def test_a_tail_that_was_dropped_is_stored_again():
 )
 def test_a_conversation_has_at_most_one_tail_and_hits_its_last_whole_block(turns, decode):
     """After each turn. `turns`: tokens that the user adds, and tokens of the answer."""
-    client = Client()
-    side = side_of(client, save_decode_cache=decode)
+    client, side = cache_and_side(save_decode_cache=decode)
     fresh = itertools.count()
     history: list[int] = []
     held = 0
     for added, answered in turns:
         history += itertools.islice(fresh, added)
-        request = arrive(side, len(history), all_token_ids=list(history))
-        hit, _ = ask(side, request)
+        request, hit = hit_of(side, len(history), all_token_ids=list(history))
         assert hit == max(0, min(held, len(history) - 1))
         side.allocated(request, [list(range(1, 400))], hit)
         compute(side, client, request, hit)

@@ -130,13 +130,6 @@ def test_blocks_of_a_finished_request_are_freed_once_no_store_reads_them(fake, s
     assert step(side, StepPlan(4))[1] == set()
 
 
-def test_a_store_begun_in_the_step_that_awaits_it_is_waited_for(fake, side):
-    _, sent, _, _ = step(side, StepPlan(1, stores=[store_of(1)], awaited={"r"}))
-    assert sent == set()
-    fake.stores[0][2].end()
-    assert step(side, StepPlan(2))[1] == {"r"}
-
-
 def test_a_step_that_computes_nothing_is_complete_without_a_call_to_begin_its_stores(fake, side):
     """vLLM 0.30 makes no such call in a step without a forward pass."""
     side.before_step(StepPlan(1, stores=[store_of(1)], awaited={"r", "done-before"}, computes=False))
@@ -171,11 +164,6 @@ def test_a_preemption_waits_one_second_for_all_copies_together(fake, side):
 def test_steps_with_synchronous_loads_are_always_confirmed(fake, side):
     report, _, _, _ = step(side, StepPlan(7, loads=[load_of()]))
     assert report.step == 7 and report.failures == 0
-
-
-def test_steps_in_which_another_connector_loads_are_confirmed(side):
-    report, _, _, _ = step(side, StepPlan(7, others_load=True))
-    assert report.step == 7
 
 
 def test_closing_waits_briefly_for_stores_and_not_for_loads(fake, side):

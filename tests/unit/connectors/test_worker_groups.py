@@ -164,11 +164,6 @@ def test_suspend_ends_the_copies_of_all_groups(fakes, side):
     assert all(flag.is_set() for flag in waited) and all(job.done.is_set() for job in jobs(fakes))
 
 
-def test_counts_are_of_all_groups(fakes, side):
-    fakes[0].counted, fakes[1].counted = {"copies": 2}, {"copies": 3}
-    assert side.take_counts()["copies"] == 5
-
-
 def test_close_ends_the_copies_movers_and_clients_of_all_groups(fakes):
     clients = [Fake(), Fake()]
     groups = [
@@ -180,13 +175,6 @@ def test_close_ends_the_copies_movers_and_clients_of_all_groups(fakes):
     side.close()
     assert all(job.cancelled for job in jobs(fakes))
     assert all(each.closed for each in (*fakes, *clients))
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_a_worker_is_broken_if_a_group_is(fakes, side, group):
-    assert step(side, StepPlan(1))[0] is None
-    fakes[group].broken = True
-    assert step(side, StepPlan(2))[0].broken
 
 
 def test_a_group_remembers_a_bounded_number_of_identities(fakes):
