@@ -24,12 +24,6 @@ def test_a_command_is_repeated_until_its_result_arrives():
     assert issued.result is done and known.outbox.ended == [issued]
 
 
-def test_results_of_unknown_commands_are_ignored():
-    known = in_state("confirmed")
-    known.heartbeat(heartbeat(results=[wire.CommandResult(5, True, "")]), 1.0)
-    assert known.outbox.ended == []
-
-
 def test_waiting_commands_are_bounded_expire_and_are_sent_a_few_at_a_time():
     known = in_state("confirmed")
     member = known.get("a")

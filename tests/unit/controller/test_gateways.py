@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from kvstrata.clock import SystemClock
-from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller import gateways
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.orders import Orders
 from kvstrata.errors import NotPermitted
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import ANSWERS, Change, Events, Run, encode
@@ -24,33 +20,9 @@ from tests.unit.controller.member_messages import register
 CHUNKS = tags_of(range(8))
 
 
-class Clock(SystemClock):
-    """A clock that tests put forward."""
-
-    ahead_s = 0.0
-
-    def monotonic_s(self) -> float:
-        return super().monotonic_s() + self.ahead_s
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-async def cluster(clock: Clock) -> AsyncIterator[Cluster]:
-    made = Cluster(
-        asyncio.get_running_loop(),
-        ControllerSettings(),
-        clock,
-        Orders(clock),
-        name="c",
-        epoch=clock.unix_ms(),
-        listed=lambda: {KEY: ("gw-*", "a", "b", "c"), "other": ("other",)},
-    )
-    yield made
-    made.close()
+def listed() -> dict[str, tuple[str, ...]]:
+    return {KEY: ("gw-*", "a", "b", "c"), "other": ("other",)}
 
 
 async def join(cluster: Cluster, name: str, l1: int, disk: tuple[int, int], **more: str) -> None:
@@ -136,7 +108,7 @@ async def test_a_gateway_needs_a_name_that_is_listed_for_its_key(cluster: Cluste
     assert [one.told.gateway for one in cluster.gateways] == ["gw-1"]
 
 
-async def test_gateways_are_bounded_and_silent_ones_are_forgotten(cluster: Cluster, clock: Clock) -> None:
+async def test_gateways_are_bounded_and_silent_ones_are_forgotten(cluster: Cluster, clock: Any) -> None:
     for n in range(gateways.MAX_GATEWAYS + 10):
         cluster.gateways.beat(beat(f"gw-{n:03}"), KEY, "h", 7)
         cluster.gateways.beat(beat("gw-000"), KEY, "h", 7)

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvstrata.controller.lookups import Found, Lookups, Place
 from kvstrata.controller.operations import _placement, _pulls
@@ -15,6 +17,7 @@ from kvstrata.keys.batch import count, split
 from kvstrata.native.registry import Registry
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, tags_of
 from kvstrata.types import KEY_BYTES
+from tests.harness.amount import amount
 
 Held = set[tuple[int, int]]
 """The (chunk, slice) that an instance has."""
@@ -49,7 +52,7 @@ async def lookups(registry: Registry) -> Iterator[Lookups]:
     made.close()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(amount(6, 40)))
 async def test_each_instance_is_found_with_the_hit_that_it_could_serve(
     registry: Registry, lookups: Lookups, seed: int
 ) -> None:
@@ -97,7 +100,7 @@ async def test_the_instances_with_the_first_of_single_keys_come_first(
     assert await lookups.nearest(tags, 2, 1) == [Found(0, 7)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@given(st.integers(0, 1 << 32))
 def test_what_ends_the_longest_hit_of_all_places_is_named(seed: int) -> None:
     rng = random.Random(seed)
     spans = [0, *(rng.choice([0, 1, 2, 5]) for _ in range(rng.randrange(3)))]

@@ -40,7 +40,6 @@ async def logged_in(http: httpx.AsyncClient, **headers: str) -> tuple[httpx.Resp
 @pytest.mark.parametrize(
     ("url", "headers", "secure"),
     [
-        ("http://localhost:9000", {}, False),
         ("http://localhost:9000", {"origin": "http://localhost:9000"}, False),
         ("http://localhost:9000", {"origin": HTTPS, "host": "cache.example.net"}, True),
         (HTTPS, {}, True),
@@ -80,7 +79,7 @@ async def test_a_logout_ends_the_session_and_takes_the_cookie_back() -> None:
         assert (await http.post("/v1/logout", headers=key)).status_code == 401
 
 
-@pytest.mark.parametrize("code", ["", "x" * 32, TOKEN[:-1], f"Bearer {TOKEN}", "ü", "x" * 4_097])
+@pytest.mark.parametrize("code", ["", TOKEN[:-1], "ü", "x" * 4_097])
 async def test_a_wrong_code_begins_no_session_and_is_named(code: str) -> None:
     async with client() as http:
         answer = await http.post(LOGIN, json={"code": code})

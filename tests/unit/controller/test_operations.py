@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvstrata.clock import SystemClock
-from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import MAX_WAITING
 from kvstrata.controller.member import Issued
 from kvstrata.controller.operations import Operations
-from kvstrata.controller.orders import Orders
 from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError
 from kvstrata.process.supervisor import Supervisor
@@ -70,15 +67,11 @@ class Instances:
 
 
 @pytest.fixture
-async def instances() -> AsyncIterator[Instances]:
-    loop = asyncio.get_running_loop()
-    clock = SystemClock()
-    cluster = Cluster(loop, ControllerSettings(), clock, Orders(clock), name="c", epoch=clock.unix_ms())
-    supervisor = Supervisor(loop)
+async def instances(cluster: Cluster) -> AsyncIterator[Instances]:
+    supervisor = Supervisor(asyncio.get_running_loop())
     yield Instances(cluster, Operations(cluster, supervisor))
     await supervisor.stop()
     assert not supervisor.failure.done()
-    cluster.close()
 
 
 def named(n_keys: int, n_slices: int = 1) -> Named:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-
 import pytest
 
-from kvstrata.clock import SystemClock
-from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.orders import Orders
 from kvstrata.controller.routes.views import keys_of, tier_totals
 from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_fields import TAG_BYTES
@@ -20,21 +14,6 @@ from tests.harness.known_members import KEY
 from tests.unit.controller.member_messages import register
 
 WORD = "0123456789abcdef"
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    clock = SystemClock()
-    made = Cluster(
-        asyncio.get_running_loop(),
-        ControllerSettings(),
-        clock,
-        Orders(clock),
-        name="c",
-        epoch=clock.unix_ms(),
-    )
-    yield made
-    made.close()
 
 
 def join(cluster: Cluster, name: str, tier: str, media: dict[str, str]) -> None:
