@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.types import canonical_json
+from tests.harness.amount import amount
 from tests.harness.scheduler_side import (
     BLOCK,
     Clock,
@@ -216,4 +217,6 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = hypothesis_settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestScheduling.settings = hypothesis_settings(
+    max_examples=amount(60, 100), stateful_step_count=50, deadline=None
+)

@@ -15,6 +15,7 @@ from kvstrata.controller.member import Member, MemberState, Sync
 from kvstrata.errors import KvstrataError
 from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
+from tests.harness.amount import amount
 from tests.harness.cluster_instance import LOAD
 from tests.harness.known_members import KnownMembers
 
@@ -251,4 +252,4 @@ class ClusterMachine(RuleBasedStateMachine):
 
 
 TestClusterMachine = ClusterMachine.TestCase
-TestClusterMachine.settings = settings(max_examples=150, stateful_step_count=60)
+TestClusterMachine.settings = settings(max_examples=amount(70, 150), stateful_step_count=60)

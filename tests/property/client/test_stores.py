@@ -16,6 +16,7 @@ from kvstrata.client.stores import BATCHES_IN_FLIGHT, StoreQueue
 from kvstrata.errors import Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES
+from tests.harness.amount import amount
 
 RECORD_BYTES = 1000
 SESSION = bytes(16)
@@ -300,4 +301,4 @@ class Stores(RuleBasedStateMachine):
 
 
 TestStores = Stores.TestCase
-TestStores.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestStores.settings = settings(max_examples=amount(100, 300), stateful_step_count=40, deadline=None)

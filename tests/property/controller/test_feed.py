@@ -18,6 +18,7 @@ from kvstrata.controller.feed import (
     Feed,
     State,
 )
+from tests.harness.amount import amount
 from tests.oracles.live import apply
 
 ROW = st.fixed_dictionaries(
@@ -78,7 +79,7 @@ class Reader:
         return {name: self.shown[name] for name in wanted} == wanted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(60, 200), deadline=None)
 @given(
     st.lists(st.tuples(STATES, st.sets(st.integers(0, 2)), st.sampled_from([LOOK_S, FORGET_S + 1])), min_size=1)
 )  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstrata.policy.quotas import TenantLedger
+from tests.harness.amount import amount
 
 QUOTAS = {1: 100, 2: 30}
 TENANTS = st.sampled_from([1, 2, 3])
@@ -95,3 +97,4 @@ class Ledger(RuleBasedStateMachine):
 
 
 TestLedger = Ledger.TestCase
+TestLedger.settings = settings(max_examples=amount(50, 100))

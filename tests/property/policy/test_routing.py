@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.policy.routing.baselines import LeastLoaded
@@ -16,6 +16,7 @@ from kvstrata.policy.routing.dynamo import Dynamo
 from kvstrata.policy.routing.llmd import GUIDE
 from kvstrata.policy.routing.model import Copy, Decision, EngineState, Fleet, Knowledge, LoadPath, Request
 from kvstrata.policy.routing.ttft import Ttft
+from tests.harness.amount import amount
 
 NOW_S = 1_000.0
 MAKES = st.sampled_from(
@@ -89,6 +90,7 @@ def fleets(**more: Any) -> st.SearchStrategy[Fleet]:
 
 
 @given(requests, fleets(), knowledges, MAKES, st.integers(0, 5), st.randoms(use_true_random=False))
+@settings(max_examples=amount(30, 100))
 def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
     request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy, seed: int, chance: random.Random
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_decision_is_repeatable_in_any_order_of_engines_and_copies(
 
 
 @given(requests, fleets(), knowledges, MAKES, st.integers(0, 5))
+@settings(max_examples=amount(30, 100))
 def test_a_decision_is_replayed_from_its_record_in_json(
     request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy, seed: int
 ) -> None:
@@ -115,6 +118,7 @@ def test_a_decision_is_replayed_from_its_record_in_json(
 
 
 @given(requests, fleets(), knowledges, MAKES)
+@settings(max_examples=amount(40, 100))
 def test_only_healthy_engines_are_chosen_and_named(
     request: Request, fleet: Fleet, knowledge: Knowledge, policy: AnyPolicy
 ) -> None:
@@ -143,6 +147,7 @@ def parts(decision: Decision) -> list[tuple[float, dict[str, float]]]:
 
 
 @given(requests, fleets(), knowledges)
+@settings(max_examples=amount(30, 100))
 def test_a_cost_of_ours_is_the_sum_of_its_terms(request: Request, fleet: Fleet, knowledge: Knowledge) -> None:
     decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
     for cost, terms in parts(decision):
@@ -157,6 +162,7 @@ def test_a_cost_of_ours_is_the_sum_of_its_terms(request: Request, fleet: Fleet, 
 
 
 @given(requests, fleets(healthy=st.just(True)), knowledges)
+@settings(max_examples=amount(40, 100))
 def test_ours_never_picks_an_engine_that_is_worse_in_every_term(
     request: Request, fleet: Fleet, knowledge: Knowledge
 ) -> None:
@@ -216,6 +222,7 @@ def test_more_knowledge_never_makes_an_engine_dearer(
 
 
 @given(requests, fleets(healthy=st.just(True)), cached, st.integers(0, 40_000), st.sampled_from(TIERS))
+@settings(max_examples=amount(40, 100))
 def test_a_tier_that_all_share_is_weighed_at_each_engine_as_if_it_were_alone(
     request: Request, fleet: Fleet, cached: dict[str, int], tokens: int, tier: Any
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 
@@ -9,6 +10,7 @@ import pytest
 
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
+from tests.harness.amount import amount
 
 RATE = 10_000.0
 
@@ -70,17 +72,17 @@ def measured(
     return fleet.rates.rate("a", 0.0), fleet.rates.samples("a")
 
 
-@pytest.mark.parametrize("rests", [0, 12, 24, 70])
-@pytest.mark.parametrize("at_once", [1, 4])
-@pytest.mark.parametrize("waiting", [2, 20, 100])
-@pytest.mark.parametrize(
-    ("sizes", "step_tokens"),
-    [((100, 1_000), 2_048), ((500, 1_500), 2_048), ((50, 20_000), 2_048), ((4_000, 30_000), 8_192)],
-)
+SIZES = [((100, 1_000), 2_048), ((500, 1_500), 2_048), ((50, 20_000), 2_048), ((4_000, 30_000), 8_192)]
+"""Tokens of a prompt, and of a step."""
+CASES = list(itertools.product(SIZES, (2, 20, 100), (1, 4), (0, 12, 24, 70)))
+
+
+@pytest.mark.parametrize(("prompts", "waiting", "at_once", "rests"), amount(CASES[::11], CASES))
 def test_the_rate_is_right(
-    sizes: tuple[int, int], step_tokens: int, at_once: int, waiting: int, rests: int
+    prompts: tuple[tuple[int, int], int], waiting: int, at_once: int, rests: int
 ) -> None:
-    seed = random.randrange(1 << 30)
+    sizes, step_tokens = prompts
+    seed = amount(7, random.randrange(1 << 30))
     rate, samples = measured(random.Random(seed), sizes, step_tokens, at_once, waiting, rests)
     assert samples >= 8, seed
     assert rate == pytest.approx(RATE, rel=0.04), seed

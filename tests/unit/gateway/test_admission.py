@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -20,6 +21,7 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.policy.routing.queues import UNMEASURED
+from tests.harness.amount import amount
 
 RATE = 10_000.0
 """Tokens that each engine computes a second."""
@@ -426,3 +428,4 @@ class Anything(RuleBasedStateMachine):
 
 
 TestAnything = Anything.TestCase
+TestAnything.settings = settings(max_examples=amount(50, 100))

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.choosing import Choosing, Wanted
@@ -25,6 +25,7 @@ from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import ANSWERS, BAD_FRAME, REPLY_REQUESTS, encode, tags_of
 from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, HoldingsReply, Served, TierRate
 from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root
+from tests.harness.amount import amount
 
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bfloat16", chunk_tokens=16)
 SLICE = b"s" * 32
@@ -133,6 +134,7 @@ NESTED = st.recursive(
 
 
 @given(NESTED)
+@settings(max_examples=amount(20, 100))
 def test_no_text_of_an_adapter_breaks_the_directory(adapter: str) -> None:
     one = Served("a", [0], [], True, True, [], [], [[0]])
     directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], [adapter]), 0.0)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import EngineState, Fleet, Place, ServingEngine
+from tests.harness.amount import amount
 
 
 def place(name: str, port: int = 1, ranks: int = 0) -> Place:
@@ -37,7 +38,7 @@ def check(fleet: Fleet, under_way: dict[str, ServingEngine]) -> None:
     assert counted == len(under_way) >= len(fleet.queues)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(60, 200), deadline=None)
 @given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 60))
 def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: int) -> None:
     draw = random.Random(seed)

@@ -27,6 +27,7 @@ from kvstrata.testing.engine_sim.kv_events import (
     Event,
     KVEventBatch,
 )
+from tests.harness.amount import amount
 
 SIZE = 4
 
@@ -129,7 +130,7 @@ def payload(events: list[Event], number: int) -> bytes:
     return msgspec.msgpack.encode(KVEventBatch(float(number), events, 0))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(50, 150), deadline=None)
 @given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 40))
 def test_what_is_known_equals_what_the_engine_holds(seed: int, steps: int) -> None:
     cache, seen = Cache(random.Random(seed)), Seen()
@@ -174,7 +175,7 @@ def replayed(feed: Feed, publisher: Publisher) -> None:
     raise AssertionError("the feed asks without an end")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(60, 200), deadline=None)
 @given(
     seed=st.integers(0, 1 << 32),
     lost=st.sampled_from((0.0, 0.1, 0.5)),
@@ -214,7 +215,7 @@ def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, k
     assert feed.restarts or not (missed and feed.whole and not feed.gaps)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=amount(40, 100), deadline=None)
 @given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 50))
 def test_without_replays_what_may_be_gone_is_doubtful(seed: int, steps: int) -> None:
     draw = random.Random(seed)

@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.headers import request_id, to_client, to_engine
 from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, response_in, response_of
+from tests.harness.amount import amount
 
 CHAT = "/v1/chat/completions"
 JSON = st.recursive(
@@ -33,6 +34,7 @@ BODIES = st.dictionaries(
 
 
 @given(BODIES)
+@settings(max_examples=amount(40, 100))
 def test_what_is_read_is_what_json_says(body: dict[str, Any]) -> None:
     read = asked(CHAT, ROUTES[CHAT], json.dumps(body).encode())
     model = body.get("model")
@@ -54,6 +56,7 @@ def test_any_bytes_get_an_answer(body: bytes) -> None:
 
 
 @given(BODIES)
+@settings(max_examples=amount(40, 100))
 def test_a_response_that_an_engine_stores_is_not_repeated(body: dict[str, Any]) -> None:
     read = asked(RESPONSES, ROUTES[RESPONSES], json.dumps({**body, "model": "m"}).encode())
     assert isinstance(read, Asked)
@@ -85,6 +88,7 @@ def test_the_id_of_a_response_is_found_at_its_beginning_only() -> None:
 
 
 @given(st.text(st.characters(codec="latin-1", exclude_characters="\r\n\0"), max_size=300))
+@settings(max_examples=amount(30, 100))
 def test_a_forms_model_is_found(value: str) -> None:
     text = value.encode()
     part = b'--b\r\nContent-Disposition: form-data; name="%s"\r\n%s\r\n%b\r\n'

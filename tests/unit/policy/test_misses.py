@@ -51,46 +51,21 @@ def explained(request_id: str, tenant: str = "") -> Explained:
     return Explained(request_id, tenant, bytes(32), 0, 1.5, 10, 3, 2, 5, "evicted", "by LRU", key(5))
 
 
-def test_a_key_that_was_never_named_is_unknown() -> None:
-    assert why(Explainer())[0] == MissReason.UNKNOWN_KEY
-
-
-def test_a_key_asked_for_before_was_never_stored() -> None:
+def test_the_last_event_of_a_key_is_its_reason_with_the_detail() -> None:
     explainer = Explainer()
-    explainer.keys.missed(key(1), 5)
+    keys = explainer.keys
+    assert why(explainer)[0] == MissReason.UNKNOWN_KEY, "nobody has named it"
+    keys.missed(key(1), 5)
     assert why(explainer)[0] == MissReason.NEVER_STORED
-
-
-def test_a_key_that_is_being_written_is_in_flight_whatever_happened_before() -> None:
-    explainer = Explainer()
-    explainer.keys.note(key(1), MissReason.EVICTED, "LRU", 5)
-    assert why(explainer, in_flight=True)[0] == MissReason.IN_FLIGHT
-
-
-def test_an_evicted_key_tells_when_and_by_which_policy() -> None:
-    explainer = Explainer()
-    explainer.keys.note(key(1), MissReason.EVICTED, "ARC", 1_234_567)
+    keys.note(key(1), MissReason.EVICTED, "ARC", 1_234_567)
     assert why(explainer) == (MissReason.EVICTED, "by ARC at 1234567 (unix ms)")
-
-
-@pytest.mark.parametrize("reason", [MissReason.CORRUPT, MissReason.REFUSED, MissReason.PUT_SKIPPED])
-def test_the_last_event_of_a_key_is_its_reason_with_the_detail(reason: MissReason) -> None:
-    explainer = Explainer()
-    explainer.keys.note(key(1), reason, "quota", 5)
-    assert why(explainer) == (reason, "quota")
-
-
-def test_asking_again_does_not_replace_the_known_reason() -> None:
-    explainer = Explainer()
-    explainer.keys.note(key(1), MissReason.CORRUPT, "", 5)
-    explainer.keys.missed(key(1), 6)
-    assert why(explainer)[0] == MissReason.CORRUPT
-
-
-def test_a_stored_key_has_no_reason_left() -> None:
-    explainer = Explainer()
-    explainer.keys.note(key(1), MissReason.EVICTED, "LRU", 5)
-    explainer.keys.stored([key(1)])
+    assert why(explainer, in_flight=True)[0] == MissReason.IN_FLIGHT, "whatever happened before"
+    for reason in (MissReason.REFUSED, MissReason.PUT_SKIPPED, MissReason.CORRUPT):
+        keys.note(key(1), reason, "quota", 5)
+        assert why(explainer) == (reason, "quota")
+    keys.missed(key(1), 6)
+    assert why(explainer)[0] == MissReason.CORRUPT, "to ask again does not replace it"
+    keys.stored([key(1)])
     assert why(explainer)[0] == MissReason.UNKNOWN_KEY
 
 
@@ -110,10 +85,18 @@ def test_lost_events_make_unknown_keys_forgotten() -> None:
     assert why(explainer)[0] == MissReason.FORGOTTEN
 
 
+def stored_under(
+    request: RequestIdentity, layout: LayoutIdentity = LAYOUT, probe: bytes = PROBE
+) -> Explainer:
+    """The same tokens were stored under this identity."""
+    explainer = Explainer()
+    explainer.identities.stored(probe, identity_root(layout, request), layout, request)
+    return explainer
+
+
 @pytest.mark.parametrize(
     ("field", "layout", "request_identity"),
     [
-        ("revision", LayoutIdentity(model="m", revision="r2", kv_dtype="bf16", chunk_tokens=256), REQUEST),
         ("kv_dtype", LayoutIdentity(model="m", kv_dtype="fp8", chunk_tokens=256), REQUEST),
         ("adapter", LAYOUT, RequestIdentity(adapter="sql-lora")),
     ],
@@ -121,45 +104,19 @@ def test_lost_events_make_unknown_keys_forgotten() -> None:
 def test_the_same_tokens_under_another_identity_name_the_field_that_differs(
     field: str, layout: LayoutIdentity, request_identity: RequestIdentity
 ) -> None:
-    explainer = Explainer()
-    explainer.identities.stored(PROBE, identity_root(layout, request_identity), layout, request_identity)
+    explainer = stored_under(request_identity, layout)
     reason, detail = why(explainer)
-    assert reason == MissReason.IDENTITY_DIFFERS
-    assert detail.startswith(field)
+    assert reason == MissReason.IDENTITY_DIFFERS and detail.startswith(field)
+    assert why(explainer, first=False)[0] == MissReason.UNKNOWN_KEY, "only the first chunk is compared"
 
 
-def test_a_salt_that_differs_is_named_but_not_shown() -> None:
-    explainer = Explainer()
-    salted = RequestIdentity(salt="secret of another user")
-    explainer.identities.stored(PROBE, identity_root(LAYOUT, salted), LAYOUT, salted)
-    assert why(explainer) == (MissReason.IDENTITY_DIFFERS, "salt")
-
-
-def test_a_tenant_learns_nothing_about_identities_of_another_tenant() -> None:
-    explainer = Explainer()
-    other = RequestIdentity(tenant="other")
-    explainer.identities.stored(PROBE, identity_root(LAYOUT, other), LAYOUT, other)
-    assert why(explainer)[0] == MissReason.UNKNOWN_KEY
-
-
-def test_identities_are_compared_only_for_the_first_chunk() -> None:
-    explainer = Explainer()
-    other = RequestIdentity(adapter="x")
-    explainer.identities.stored(PROBE, identity_root(LAYOUT, other), LAYOUT, other)
-    assert why(explainer, first=False)[0] == MissReason.UNKNOWN_KEY
-
-
-def test_the_own_identity_is_not_reported_as_a_difference() -> None:
-    explainer = Explainer()
-    explainer.identities.stored(PROBE, identity_root(LAYOUT, REQUEST), LAYOUT, REQUEST)
-    assert why(explainer)[0] == MissReason.UNKNOWN_KEY
-
-
-def test_without_a_probe_nothing_is_remembered_or_compared() -> None:
-    explainer = Explainer()
-    other = RequestIdentity(adapter="x")
-    explainer.identities.stored(b"", identity_root(LAYOUT, other), LAYOUT, other)
-    assert why(explainer, probe=b"")[0] == MissReason.UNKNOWN_KEY
+def test_a_difference_tells_no_salt_nothing_of_another_tenant_and_not_the_own_identity() -> None:
+    salted = stored_under(RequestIdentity(salt="secret of another user"))
+    assert why(salted) == (MissReason.IDENTITY_DIFFERS, "salt")
+    assert why(stored_under(RequestIdentity(tenant="other")))[0] == MissReason.UNKNOWN_KEY
+    assert why(stored_under(REQUEST))[0] == MissReason.UNKNOWN_KEY
+    without_probe = stored_under(RequestIdentity(adapter="x"), probe=b"")
+    assert why(without_probe, probe=b"")[0] == MissReason.UNKNOWN_KEY
 
 
 def test_the_identity_memory_keeps_the_newest() -> None:
@@ -247,10 +204,4 @@ def test_ids_of_other_tenants_neither_match_nor_make_an_id_ambiguous() -> None:
     explainer.requests.add(explained("cmpl-7-1-1f2e3d4c", tenant="b"))
     assert explainer.explain("cmpl-7", frozenset({"b"}))["request_id"] == "cmpl-7-1-1f2e3d4c"
     assert not explainer.explain("cmpl-7", frozenset({"c"}))["known"]
-
-
-def test_a_request_is_not_explained_to_another_tenant() -> None:
-    explainer = Explainer()
-    explainer.requests.add(explained("r", tenant="a"))
-    assert not explainer.explain("r", frozenset({"b"}))["known"]
-    assert explainer.explain("r", frozenset({"a"}))["known"]
+    assert not explainer.explain("cmpl-7-0-1f2e3d4c", frozenset({"b"}))["known"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.policy.prefetch import Hole, Source, make_plan, next_batch, reserve_runs
-from kvstrata.policy.reasons import CLOSED, HOST_DIED, HOST_DOWN, MEANINGS, MEDIUM_GONE, QUEUE_FULL
-from kvstrata.rpc.wire import ReserveOutcome
-from kvstrata.server.l2.tiers import REMOVED
 from kvstrata.testing.strategies import key_of
 from kvstrata.types import MissReason
 
@@ -40,78 +36,11 @@ def plan_of(
     )
 
 
-def test_everything_in_l1_needs_no_load() -> None:
-    plan = plan_of(3, 2, set(range(6)), set())
-    assert (plan.n_chunks, plan.holes, plan.reason) == (3, [], "")
-
-
-def test_only_holes_are_loaded() -> None:
-    plan = plan_of(4, 1, {0, 2}, {0, 1, 2, 3})
-    assert plan.n_chunks == 4
-    assert [hole.number for hole in plan.holes] == [1, 3]
-
-
-def test_a_chunk_in_l1_beyond_a_hole_counts_though_no_adapter_has_it() -> None:
-    plan = plan_of(3, 1, {0, 2}, {1})
-    assert plan.n_chunks == 3
-    assert [hole.number for hole in plan.holes] == [1]
-
-
-def test_a_chunk_counts_only_with_all_its_slices() -> None:
-    plan = plan_of(3, 2, set(), {0, 1, 2})
-    assert plan.n_chunks == 1
-    assert [hole.number for hole in plan.holes] == [0, 1]
-    assert plan.reason == MissReason.NEVER_STORED
-
-
 def test_the_reason_for_the_first_missing_chunk_is_that_of_the_adapter() -> None:
     assert plan_of(2, 1, set(), {0}, {1: "breaker_open"}).reason == MissReason.BREAKER_OPEN
     assert plan_of(2, 1, set(), {0}, {1: "deadline"}).reason == MissReason.DEADLINE
     assert plan_of(2, 1, set(), {0}, {1: "closed"}).reason == MissReason.BREAKER_OPEN
     assert plan_of(2, 1, set(), {0}).reason == MissReason.NEVER_STORED
-
-
-FROM_L2 = {
-    MissReason.NEVER_STORED, MissReason.EVICTED, MissReason.IN_FLIGHT, MissReason.CORRUPT, MissReason.DEADLINE,
-    MissReason.REFUSED, MissReason.BREAKER_OPEN, MissReason.L2_FAILED,
-}  # fmt: skip
-"""Reasons with which a load from L2 may end."""
-ELSEWHERE = {
-    MissReason.PUT_SKIPPED, MissReason.IDENTITY_DIFFERS, MissReason.UNKNOWN_KEY, MissReason.FORGOTTEN,
-    MissReason.NOT_IN_L1,
-}  # fmt: skip
-"""Reasons that only explain or an engine gives."""
-WORDS = {
-    MissReason.BREAKER_OPEN: [
-        "breaker_open", HOST_DOWN, "controller_down", "peer_skipped", CLOSED, MEDIUM_GONE, "stopping",
-        REMOVED,
-    ],
-    MissReason.DEADLINE: ["deadline", "timeout", "peer_deadline", "peer_gone"],
-    MissReason.IN_FLIGHT: ["in_flight"],
-    MissReason.CORRUPT: ["corrupt", "checksum", "unauthenticated"],
-    MissReason.EVICTED: ["absent"],
-    MissReason.REFUSED: [
-        "budget", "throttled", QUEUE_FULL, "staging", "staging_too_small", "limit", "mac_differs",
-        *(outcome.name.lower() for outcome in ReserveOutcome if outcome > ReserveOutcome.IN_FLIGHT),
-    ],
-    MissReason.L2_FAILED: [
-        HOST_DIED, "adapter_error", "io", "transfer", "rpc", "no_segment", "code_17", "failed", "protocol", "denied",
-        "cluster_down", "loading", "server_error", "mismatch", "length", "codec", "no_key", "injected", "internal",
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("reason", MissReason)
-def test_each_reason_of_the_closed_list_has_causes_of_its_own(reason: MissReason) -> None:
-    assert (reason in FROM_L2) is not (reason in ELSEWHERE)
-    for word in WORDS.get(reason, ()):
-        plan = plan_of(2, 1, set(), {0}, {1: word})
-        assert (plan.reason, plan.detail) == (reason, word)
-
-
-def test_every_known_word_of_an_adapter_is_tested() -> None:
-    walked = {word for words in WORDS.values() for word in words} | {"refused"}
-    assert walked >= {word for word, meaning in MEANINGS.items() if meaning.miss is not MissReason.L2_FAILED}
 
 
 def test_a_budget_cuts_the_prefix_at_a_whole_chunk() -> None:

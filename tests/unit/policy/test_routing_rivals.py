@@ -178,24 +178,11 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_cost_is_that_of_the_published_formula(case: Case) -> None:
-    request = Request(id="r", tokens=case.tokens)
-    view = viewed(request, Fleet(engines=case.engines), Knowledge(copies=case.copies), NOW_S)
-    assert case.policy.scores(view) == pytest.approx(case.costs)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_lowest_cost_is_chosen(case: Case) -> None:
-    decision = choose(
-        Request(id="r", tokens=case.tokens),
-        Fleet(engines=case.engines),
-        Knowledge(copies=case.copies),
-        NOW_S,
-        policy=case.policy,
-    )
-    best = [each.name for each, cost in zip(case.engines, case.costs, strict=True) if cost == min(case.costs)]
-    assert decision.engine in best
+def test_a_cost_is_that_of_the_published_formula() -> None:
+    for case in CASES:
+        request = Request(id="r", tokens=case.tokens)
+        view = viewed(request, Fleet(engines=case.engines), Knowledge(copies=case.copies), NOW_S)
+        assert case.policy.scores(view) == pytest.approx(case.costs), case.name
 
 
 def test_the_example_of_the_page_holds() -> None:

@@ -55,11 +55,6 @@ def test_second_touch_puts_at_the_second_use_and_not_again() -> None:
     assert planner.committed(B)
 
 
-def test_second_touch_tries_again_when_the_put_did_not_succeed() -> None:
-    planner = PutPlanner(StorePolicy.SECOND_TOUCH)
-    assert [planner.touched(A) for _ in range(4)] == [False, True, False, True]
-
-
 @given(st.lists(st.integers(0, 30), max_size=80), st.integers(1, 10))
 def test_remembered_keys_are_the_newest_and_never_more_than_the_limit(numbers: list[int], limit: int) -> None:
     recent = RecentKeys(limit)
