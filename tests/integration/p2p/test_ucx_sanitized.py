@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 SOURCES = Path(__file__).resolve().parents[3] / "ext" / "ucx"
 # UCX's memory lives until the process ends; its hooks and the sanitizer's would be in each other's way.

@@ -5,6 +5,8 @@ tests/vllm/test_benchmarks.py has the benchmarks that start real vLLM, tests/gpu
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from benchmarks.run import modules
@@ -15,8 +17,21 @@ pytestmark = pytest.mark.integration
 
 OF_GPUS = {"gpu_copies", "gpu_engine", "gpu_pool"}
 """These need a GPU; tests/gpu/test_benchmarks.py tests their parts on a simulated driver."""
+SMOKE = "lookup_rpc"
+"""The only one that the gate runs: it starts a server, attaches, and writes figures as most of them do."""
 
 
-@pytest.mark.parametrize("name", sorted(set(modules()) - set(WITH_VLLM) - OF_GPUS))
+def test_every_benchmark_can_be_imported() -> None:
+    for name in modules():
+        assert callable(importlib.import_module(f"benchmarks.{name}").run)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == SMOKE else pytest.param(name, marks=pytest.mark.long)
+        for name in sorted(set(modules()) - set(WITH_VLLM) - OF_GPUS)
+    ],
+)
 def test_a_benchmark_gives_its_figures(name: str) -> None:
     assert bench.small(name)

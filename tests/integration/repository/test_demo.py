@@ -16,7 +16,7 @@ from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "tests.tools.demo", "--act", "1"]

@@ -15,7 +15,7 @@ from tests.harness import mooncake, redis_server
 from tests.harness.cache_engine import eventually
 from tests.harness.daemon import Unavailable, free_ports
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = """#!/bin/sh

@@ -14,8 +14,6 @@ from tests.tools.ordeal import Journal
 from tests.tools.provision import ROOT
 from tests.tools.soak import ANONYMOUS_BYTES, SLACK, SLACK_BYTES, Sample, judge
 
-pytestmark = pytest.mark.integration
-
 MINUTES = 0.25
 
 
@@ -27,6 +25,8 @@ def ordeal(name: str, out: Path) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads((out / "verdict.json").read_text()), done.stdout + done.stderr
 
 
+@pytest.mark.integration
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["soak", "chaos"])
 def test_a_short_soak_or_chaos_run_passes_and_has_verified_bytes(name: str, tmp_path: Path) -> None:
     status, verdict, output = ordeal(name, tmp_path)

@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 
 from tests.harness.server_process import ServerProcess
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 NATIVE = "kvstrata/native"

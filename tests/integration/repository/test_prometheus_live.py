@@ -18,7 +18,7 @@ from tests.harness.daemon import Unavailable
 from tests.harness.prometheus import Prometheus
 from tests.harness.server_process import ServerProcess
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = sorted((ROOT / "configs/prometheus").glob("*.yaml"))

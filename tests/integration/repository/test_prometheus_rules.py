@@ -318,29 +318,18 @@ def rendered(text: str, labels: Mapping[str, str], value: str) -> str:
     return re.sub(r"\{\{ \$value[^}]*\}\}", lambda _: value, text)
 
 
-def document(series: Mapping[str, str], **more: Any) -> str:
-    """A file for `promtool test rules`."""
-    group = {
+def unit_test(name: str, series: Mapping[str, str], **more: Any) -> dict[str, Any]:
+    """A test for `promtool test rules`, which names it where it fails."""
+    return {
+        "name": name,
         "interval": "1m",
-        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
         **more,
     }
-    files = [str(path) for path in RULES]
-    return json.dumps({"rule_files": files, "evaluation_interval": "1m", "tests": [group]})
 
 
-def test_rules_are_valid(promtool: Promtool) -> None:
-    assert not promtool("check", "rules", *RULES)
-
-
-def test_every_rule_has_a_case() -> None:
-    assert set(ALL) == {name.split()[0] for name in CASES} | set(RECORDED)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_alert_fires_for_the_bad_one_alone_and_not_before_its_time(
-    promtool: Promtool, tmp_path: Path, name: str
-) -> None:
+def of_alert(name: str) -> dict[str, Any]:
+    """The alert fires for the bad one alone, and not before its time."""
     case, alert = CASES[name], name.split()[0]
     rule = ALL[alert]
     labels = {"job": "kvstrata", "instance": "bad"} | dict(case.labels)
@@ -351,23 +340,29 @@ def test_an_alert_fires_for_the_bad_one_alone_and_not_before_its_time(
         {"eval_time": case.quiet, "alertname": alert, "exp_alerts": []},
         {"eval_time": case.fires, "alertname": alert, "exp_alerts": [fired]},
     ]
-    file = tmp_path / "test.yaml"
-    file.write_text(document({**case.bad, **case.well}, alert_rule_test=checks))
-    assert not promtool("test", "rules", file)
+    return unit_test(name, {**case.bad, **case.well}, alert_rule_test=checks)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_series_has_the_value_of_its_series(promtool: Promtool, tmp_path: Path, name: str) -> None:
+def of_recorded(name: str) -> dict[str, Any]:
+    """The recorded series has the value of its series."""
     series, expected = RECORDED[name]
     target = 'instance="bad",job="kvstrata"'
     samples = [
         {"labels": f"{name}{{{labels if labels.startswith('job') else target + labels}}}", "value": value}
         for labels, value in expected.items()
     ]
-    file = tmp_path / "test.yaml"
-    file.write_text(
-        document(series, promql_expr_test=[{"expr": name, "eval_time": "50m", "exp_samples": samples}])
+    return unit_test(
+        name, series, promql_expr_test=[{"expr": name, "eval_time": "50m", "exp_samples": samples}]
     )
+
+
+def test_each_rule_gives_its_value_on_its_series_and_on_no_other(promtool: Promtool, tmp_path: Path) -> None:
+    assert set(ALL) == {name.split()[0] for name in CASES} | set(RECORDED)
+    tests = [*map(of_alert, CASES), *map(of_recorded, RECORDED)]
+    file = tmp_path / "test.yaml"
+    rules = [str(path) for path in RULES]
+    file.write_text(json.dumps({"rule_files": rules, "evaluation_interval": "1m", "tests": tests}))
+    assert not promtool("check", "rules", *RULES)
     assert not promtool("test", "rules", file)
 
 
