@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import itertools
 import mmap
 import os
@@ -54,8 +55,13 @@ class Memory:
 
 def pattern(seed: int, length: int) -> bytes:
     """Return bytes that vary from place to place and between seeds (1 to 255)."""
-    block = bytes((seed * 131 + i * 7 + (i >> 8)) & 0xFF for i in range(65536))
+    block = _block(seed)
     return (block * (length // len(block) + 1))[:length]
+
+
+@functools.cache
+def _block(seed: int) -> bytes:
+    return bytes((seed * 131 + i * 7 + (i >> 8)) & 0xFF for i in range(65536))
 
 
 class Peer:
@@ -120,6 +126,11 @@ class Peer:
         """Overwrite all regions with the patterns of consecutive seeds."""
         for i, memory in enumerate(self.memory):
             memory.fill(seed + i)
+
+    def clear(self) -> None:
+        """Overwrite all regions with zeros."""
+        for memory in self.memory:
+            memory.mapping[:] = bytes(len(memory.mapping))
 
     def poison(self, seed: int, offset: int, length: int) -> None:
         """Overwrite a part of the first region."""
