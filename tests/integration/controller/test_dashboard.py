@@ -6,7 +6,6 @@ import re
 from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from playwright.async_api import expect
 
@@ -14,7 +13,7 @@ from tests.harness import chromium, page_checks
 from tests.harness.dashboard_cluster import Cluster, instance, served
 from tests.integration.controller.dashboard_scene import Visit, explained, twelve
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 DESK = chromium.DESK
 PHONE = (390, 844)
@@ -43,8 +42,7 @@ SETTLED = {
 }
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(("size", "theme"), [(DESK, "light"), (PHONE, "dark")], ids=["desk", "phone"])
 async def test_every_page_fits_has_names_and_contrast(
     visit: Visit, size: tuple[int, int], theme: str
 ) -> None:
@@ -205,39 +203,6 @@ async def test_without_the_stream_the_page_polls(visit: Visit) -> None:
         await expect(page.get_by_role("row", name="b-1")).to_be_visible()
         await page.get_by_role("link", name="Events", exact=True).click()
         await expect(page.locator(".log")).to_contain_text("joined by another way")
-
-
-async def test_every_file_is_small_local_and_under_a_strict_policy() -> None:
-    async with served(Cluster()) as url, httpx.AsyncClient(base_url=url) as client:
-        waiting, seen = ["/"], {}
-        while waiting:
-            path = waiting.pop()
-            if path in seen:
-                continue
-            answer = await client.get(path)
-            assert answer.status_code == 200, path
-            policy = answer.headers["content-security-policy"]
-            assert "default-src 'none'" in policy
-            assert "unsafe" not in policy
-            assert answer.headers["x-content-type-options"] == "nosniff"
-            again = await client.get(path, headers={"If-None-Match": answer.headers["etag"]})
-            assert (again.status_code, again.content) == (304, b"")
-            seen[path] = len(answer.content)
-            for found in re.findall(
-                r"""(?:from|src=|href=) ?"((?:\./|\.\./|dashboard/)[^"]+)""", answer.text
-            ):
-                waiting.append(str(httpx.URL(f"http://x{path}").join(found).path))
-            foreign = set(re.findall(r"""\w+://[^\s"'`$]+""", answer.text))
-            assert foreign <= {"http://www.w3.org/2000/svg", "tcp://"}, path
-        assert {"/dashboard/main.js", "/dashboard/style.css", "/dashboard/pages/explorer.js"} <= seen.keys()
-        assert sum(seen.values()) < 200_000
-        for path in (
-            "/dashboard/../app.py",
-            "/dashboard/%2e%2e/app.py",
-            "/dashboard/nothing.js",
-            "/dashboard/pages",
-        ):
-            assert (await client.get(path)).status_code == 404, path
 
 
 async def test_controller_that_does_not_lead_says_who_does(visit: Visit) -> None:

@@ -93,6 +93,7 @@ async def test_server_is_seen_from_its_first_word_to_a_request_that_missed(
                 assert await page_checks.faults(page) == [], path
 
 
+@pytest.mark.long
 async def test_page_asks_for_a_login_takes_the_token_too_and_then_acts(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ async def test_page_asks_for_a_login_takes_the_token_too_and_then_acts(
         assert controller.ask("/v1/instances/told", token="t" * 32)["draining"]
 
 
+@pytest.mark.long
 async def test_page_of_a_follower_names_the_leader_and_finds_chunks_without_it(
     browser: Browser, tmp_path: Path
 ) -> None:
@@ -163,6 +165,7 @@ async def test_page_of_a_follower_names_the_leader_and_finds_chunks_without_it(
             )
 
 
+@pytest.mark.long
 async def test_server_is_drained_removed_and_allowed_again(
     browser: Browser, controller: ControllerProcess, server: ServerProcess
 ) -> None:
@@ -184,6 +187,7 @@ async def test_server_is_drained_removed_and_allowed_again(
         await expect(row).to_contain_text("ready")
 
 
+@pytest.mark.long
 async def test_killed_server_dies_on_the_page_and_a_killed_controller_is_missed_until_it_is_back(
     browser: Browser, controller: ControllerProcess, server: ServerProcess
 ) -> None:

@@ -20,7 +20,7 @@ from tests.harness import chromium, page_checks
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 FIELD = "Link, or the controller"
 KEY = "localStorage.getItem('kvstrata.page-key')"

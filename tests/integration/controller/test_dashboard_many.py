@@ -15,7 +15,7 @@ from tests.harness import chromium, page_checks
 from tests.harness.dashboard_cluster import Cluster, instance, served
 from tests.integration.controller.dashboard_scene import Visit
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 TIERS = ("l1", "disk-0", "redis-1", "mooncake-2")
 PHONE = (390, 844)

@@ -10,7 +10,7 @@ from playwright.async_api import expect
 from tests.harness.dashboard_cluster import Cluster, gateway, instance, served
 from tests.integration.controller.dashboard_scene import Visit, lookup, twelve
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["at once", "by and by"])

@@ -84,8 +84,13 @@ async def changed(page: Page, change: Callable[[dict[str, Any]], object]) -> Non
     await page.route("**/gateway/status", answer)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("size", [chromium.DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(
+    ("size", "theme"),
+    [
+        pytest.param(chromium.DESK, "light", id="desk"),
+        pytest.param(PHONE, "dark", id="phone", marks=pytest.mark.long),
+    ],
+)
 async def test_pages_fit_have_names_and_contrast_and_run_nothing_that_was_sent(
     browser: Browser,
     gateway: GatewayProcess,
@@ -114,6 +119,7 @@ async def test_pages_fit_have_names_and_contrast_and_run_nothing_that_was_sent(
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
+@pytest.mark.long
 async def test_a_decision_says_what_it_weighed_what_came_and_what_it_was_made_from(
     browser: Browser, gateway: GatewayProcess, session: aiohttp.ClientSession
 ) -> None:
@@ -137,6 +143,7 @@ async def test_a_decision_says_what_it_weighed_what_came_and_what_it_was_made_fr
         await expect(page.get_by_role("alert")).to_contain_text("not among the last that were kept")
 
 
+@pytest.mark.long
 async def test_a_page_without_a_session_asks_and_takes_the_token_but_keeps_it_nowhere(
     browser: Browser, gateway: GatewayProcess
 ) -> None:
@@ -154,6 +161,7 @@ async def test_a_page_without_a_session_asks_and_takes_the_token_but_keeps_it_no
         await expect(page.get_by_label(FIELD)).to_be_visible()
 
 
+@pytest.mark.long
 async def test_a_dead_event_thread_is_the_first_that_the_page_shows(
     browser: Browser, gateway: GatewayProcess, session: aiohttp.ClientSession
 ) -> None:
@@ -169,6 +177,7 @@ async def test_a_dead_event_thread_is_the_first_that_the_page_shows(
         await expect(page.locator(".tile", has_text="KV events")).to_contain_text("the thread has ended")
 
 
+@pytest.mark.long
 async def test_a_thousand_engines_are_shown_a_hundred_at_a_time_and_found_by_name(
     browser: Browser, gateway: GatewayProcess, session: aiohttp.ClientSession
 ) -> None:
@@ -204,6 +213,7 @@ async def test_a_thousand_engines_are_shown_a_hundred_at_a_time_and_found_by_nam
         assert await page.evaluate("window.hacked") is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("size", [chromium.DESK, PHONE], ids=["desk", "phone"])
 async def test_ranks_are_below_their_engine_with_queue_cache_and_events(
@@ -265,6 +275,7 @@ async def test_ranks_are_below_their_engine_with_queue_cache_and_events(
         assert await page_checks.faults(page) == []
 
 
+@pytest.mark.long
 async def test_the_page_says_that_the_gateway_is_gone_and_comes_back_with_it(
     browser: Browser, gateway: GatewayProcess, session: aiohttp.ClientSession
 ) -> None:
