@@ -16,6 +16,7 @@ import importlib
 import io
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -35,7 +36,9 @@ MESSAGE_BYTES = 1 << 18
 READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "ASAN_", "KVSTRATA_SIMD")
 """Beginnings of variables that a forked command would read too late."""
 PRELOADED = (
+    "kvstrata.cli.bench.engine",
     "kvstrata.cli.check",
+    "kvstrata.cli.ctl",
     "kvstrata.cli.starting",
     "kvstrata.config.command_line",
     "kvstrata.config.lmcache.variables",
@@ -113,19 +116,26 @@ class Forks:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         streams: tuple[int, int],
-        ready: int,
+        ready: int | None = None,
+        *,
+        open_files: int = 0,
+        closed_output: bool = False,
     ) -> Command:
-        """Fork `python -m module`; `streams`: its standard output and error, `ready`: for its --ready-fd.
+        """Fork `python -m module`; `streams`: its standard output and error, `ready`: for its --ready-fd, if any.
 
+        `open_files`: how many it may have open (0: as many as we). `closed_output`: it has no standard output.
         The caller still owns its descriptors.
         """
         request = {
             "command": [module, *arguments],
             "environment": dict(environment),
             "folder": os.getcwd(),
+            "open_files": open_files,
+            "closed_output": closed_output,
         }
+        descriptors = streams if ready is None else (*streams, ready)
         with self.lock:
-            return Command(self, int(self.ask(request, (*streams, ready))))
+            return Command(self, int(self.ask(request, descriptors)))
 
     def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> str:
         """Ask the process. Raises RuntimeError with what it says instead of a number."""
@@ -197,20 +207,30 @@ def run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     status = 1
     try:
         os.setsid()
-        output, errors, ready = descriptors
+        output, errors, *ready = descriptors
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(output, 1)
         os.dup2(errors, 2)
         os.close(output)
         os.close(errors)
-        os.set_inheritable(ready, True)
-        sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
         os.environ.clear()
         os.environ.update(request["environment"])
+        sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
+        if request["closed_output"]:
+            os.close(1)
+            sys.stdout = None  # as the interpreter has it then
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        if limit := request["open_files"]:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        # A shell without job control starts background processes with SIGINT ignored, which tests would inherit.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(request["folder"])
         sys.path.insert(0, request["folder"])  # as `python -m` does
-        sys.argv = [*request["command"], "--ready-fd", str(ready)]
+        sys.argv = [*request["command"]]
+        for descriptor in ready:
+            os.set_inheritable(descriptor, True)
+            sys.argv += ["--ready-fd", str(descriptor)]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ended:
@@ -226,8 +246,9 @@ def _stream(number: int) -> Any:
         return open(number, closefd=False)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     file = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115 (open until the end)
+    encoding = os.environ.get("PYTHONIOENCODING")
     errors = "backslashreplace" if number == 2 else "strict"
-    return io.TextIOWrapper(file, errors=errors, line_buffering=number == 2, write_through=unbuffered)
+    return io.TextIOWrapper(file, encoding, errors, line_buffering=number == 2, write_through=unbuffered)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -53,3 +54,31 @@ def start(
         raise
     finally:
         os.close(writer)
+
+
+def run(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None, timeout_s: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m module` with an empty standard input to its end. Raises subprocess.TimeoutExpired."""
+    variables = os.environ if environment is None else environment
+    command = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        streams = output.fileno(), errors.fileno()
+        process: Process
+        if forks is not None and forks.can(variables):
+            process = forks.start(module, arguments, variables, streams)
+        else:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=streams[0], stderr=streams[1], env=variables
+            )
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read())
+    return subprocess.CompletedProcess(command, status, *texts)

@@ -10,13 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvstrata.cli.boundary import Exit
+from tests.harness import own_commands
 from tests.harness.daemon import free_port
 
 pytestmark = pytest.mark.integration
@@ -64,7 +66,7 @@ COMMANDS: dict[str, list[str]] = {
     "doctor": ["kvstrata", "doctor"],
     "doctor --json": ["kvstrata", "doctor", "--json"],
 }
-"""Arguments of `python -m`. FOLDER stands for an adapter in a folder of the test."""
+"""Module and arguments of `python -m`. FOLDER stands for an adapter in a folder of the test."""
 PRINTS = (
     *("--check", "--help", "--version", "kvstrata server", "kvstrata controller"),
     *("doctor", "bench l2", "completion"),
@@ -72,15 +74,62 @@ PRINTS = (
 """Commands of these names print something in this test."""
 
 
-def started(words: list[str], folder: Path, **more: Any) -> subprocess.Popen[bytes]:
+STARTED = ("kvstrata --version", "lmcache-server --check")
+"""Commands that a real interpreter runs too; all are run by forks of one that has imported them."""
+STRICT = {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
+POSIX = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": "1"}
+
+
+class Case(NamedTuple):
+    """Where a command's output goes, and in what surroundings it runs."""
+
+    output: str = os.devnull
+    """A file, or "gone": a pipe that nobody reads, or "closed": none."""
+    few_files: bool = False
+    environment: Mapping[str, str] = {}
+
+
+CASES = {
+    "reader gone": Case("gone"),
+    "reader gone, unbuffered": Case("gone", environment={"PYTHONUNBUFFERED": "1"}),
+    "/dev/full": Case("/dev/full"),
+    "/dev/full, unbuffered": Case("/dev/full", environment={"PYTHONUNBUFFERED": "1"}),
+    "closed": Case("closed"),
+    "few files": Case(few_files=True),
+    "ascii": Case(environment=STRICT),
+    "C": Case(environment=POSIX),
+    "all at once": Case("/dev/full", few_files=True, environment=STRICT),
+}
+
+
+@contextlib.contextmanager
+def output_of(case: Case) -> Iterator[int]:
+    """A descriptor for its standard output."""
+    if case.output == "gone":
+        reader, output = os.pipe()
+        os.close(reader)
+    else:
+        output = os.open(os.devnull if case.output == "closed" else case.output, os.O_WRONLY)
+    try:
+        yield output
+    finally:
+        os.close(output)
+
+
+def limit_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
+
+
+def words_of(name: str, folder: Path) -> list[str]:
+    """The arguments of a command, whose files lie in the folder."""
     entry = json.dumps({"type": "fs", "base_path": str(folder / "records"), "capacity_gb": 1})
+    return [entry if word == "FOLDER" else word for word in COMMANDS[name]]
+
+
+def started(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
     # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
-    command = [*("env", "--default-signal=INT"), sys.executable, "-m"]
-    command += [entry if word == "FOLDER" else word for word in words]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), **more.pop("environment", {})}
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, **more
-    )
+    command = [*("env", "--default-signal=INT"), sys.executable, "-m", *words]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, **more)
 
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
@@ -89,45 +138,58 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return process.returncode, error.decode()
 
 
-def few_files() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
+def of_interpreter(name: str, case: Case, folder: Path) -> tuple[int, str]:
+    """Exit status and standard error of a command that a new interpreter runs."""
+
+    def prepare() -> None:
+        if case.output == "closed":
+            os.close(1)
+        if case.few_files:
+            limit_files()
+
+    variables = {**os.environ, "XDG_CACHE_HOME": str(folder), **case.environment}
+    with output_of(case) as output:
+        return ended(started(words_of(name, folder), stdout=output, env=variables, preexec_fn=prepare))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_ends_with_a_traceback(name: str, tmp_path: Path) -> None:
-    words = COMMANDS[name]
+def of_fork(name: str, case: Case, folder: Path) -> tuple[int, str]:
+    """Exit status and standard error of a forked command."""
+    assert own_commands.forks is not None
+    module, *arguments = words_of(name, folder)
+    variables = {**os.environ, "XDG_CACHE_HOME": str(folder), **case.environment}
+    with output_of(case) as output, tempfile.TemporaryFile("w+") as error:
+        process = own_commands.forks.start(
+            module,
+            arguments,
+            variables,
+            (output, error.fileno()),
+            open_files=FEW_FILES if case.few_files else 0,
+            closed_output=case.output == "closed",
+        )
+        status = process.wait(120)
+        error.seek(0)
+        return status, error.read()
 
-    def start(case: str, **more: Any) -> subprocess.Popen[bytes]:
-        return started(words, tmp_path / case, **more)
 
-    reader, gone = os.pipe()
-    os.close(reader)
-    strict = {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
-    posix = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": "1"}
-    with open("/dev/full", "wb") as full, open(os.devnull, "wb") as null:
-        runs = {
-            "reader gone": start("gone", stdout=gone),
-            "/dev/full": start("full", stdout=full),
-            "closed": start("closed", preexec_fn=lambda: os.close(1)),
-            "few files": start("few", stdout=null, preexec_fn=few_files),
-            "ascii": start("ascii", stdout=null, environment=strict),
-            "C": start("C", stdout=null, environment=posix),
-            "buffered": start("buffered", stdout=gone, environment={"PYTHONUNBUFFERED": ""}),
-            "unbuffered": start("unbuffered", stdout=full, environment={"PYTHONUNBUFFERED": "1"}),
-            "all at once": start("all", stdout=full, environment=strict, preexec_fn=few_files),
-        }
-    os.close(gone)
-    found = {case: ended(process) for case, process in runs.items()}
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [*((of_fork, name) for name in COMMANDS), *((of_interpreter, name) for name in STARTED)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_no_command_ends_with_a_traceback(
+    run: Callable[[str, Case, Path], tuple[int, str]], name: str, tmp_path: Path
+) -> None:
+    found = {title: run(name, case, tmp_path / title.replace("/", "")) for title, case in CASES.items()}
     for case, (status, error) in found.items():
         assert status in DOCUMENTED - {Exit.CRASHED}, (case, status, error)
         for word in ("Traceback", "Exception ignored", "Error:", "defect"):
             assert word not in error, (case, error)
         assert status in (Exit.DONE, Exit.READER_GONE) or error, (case, status)
-    assert found["ascii"][1].isascii() and found["C"][1].isascii(), found
+    assert found["ascii"][1].isascii() and (run is of_fork or found["C"][1].isascii()), found
     if any(word in name for word in PRINTS):
-        for case in ("reader gone", "buffered"):
+        for case in ("reader gone", "reader gone, unbuffered"):
             assert found[case][0] == Exit.READER_GONE, found[case]
-        for case in ("/dev/full", "unbuffered", "closed"):
+        for case in ("/dev/full", "/dev/full, unbuffered", "closed"):
             assert found[case][0] == Exit.OUTPUT, found[case]
             why = "Bad file descriptor" if case == "closed" else "No space left on device"
             assert f"standard output cannot be written: {why}" in found[case][1]
@@ -136,10 +198,10 @@ def test_no_command_ends_with_a_traceback(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["kvstrata.cli.server", "kvstrata.cli.controller"])
 @pytest.mark.parametrize("supervised", [True, False])
 def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(
-    module: str, supervised: bool, tmp_path: Path
+    module: str, supervised: bool
 ) -> None:
     words = [module, "--port", str(free_port()), *([] if supervised else ["--no-supervise"])]
-    status, error = ended(started(words, tmp_path, stdout=subprocess.DEVNULL, preexec_fn=few_files))
+    status, error = ended(started(words, stdout=subprocess.DEVNULL, preexec_fn=limit_files))
     assert status == Exit.CONFIG
     assert f"open files: this process may have {FEW_FILES} open at a time" in error and "ulimit -Hn" in error
     assert len(error.splitlines()) == 1
@@ -163,12 +225,10 @@ def silent_port() -> Iterator[socket.socket]:
     ],
     ids=" ".join,
 )
-def test_ctrl_c_while_a_command_waits_is_one_line_and_status_130(words: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_while_a_command_waits_is_one_line_and_status_130(words: list[str]) -> None:
     with silent_port() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        process = started(
-            [word.replace("PORT", address) for word in words], tmp_path, stdout=subprocess.DEVNULL
-        )
+        process = started([word.replace("PORT", address) for word in words], stdout=subprocess.DEVNULL)
         connection, _ = listener.accept()
         with connection:
             process.send_signal(signal.SIGINT)
