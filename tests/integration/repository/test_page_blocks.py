@@ -1,7 +1,4 @@
-"""The blocks of the pages are followed literally: commands are run, and their output compared with what a page shows.
-
-BLOCKS lists every block of every page, so a new one must say here how it is tested, or why it cannot be.
-"""
+"""Blocks of the pages are followed literally: commands are run, and their output compared with what a page shows."""
 
 from __future__ import annotations
 
@@ -17,79 +14,11 @@ import pytest
 
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
 from tests.unit.repository.test_commands_of_pages import BLOCK, lines_of_block
-from tests.unit.repository.test_pages import PAGES, ROOT
+from tests.unit.repository.test_pages import ROOT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 EXAMPLE = ROOT / "examples" / "external_python_adapter"
-RUN = "run by the tests below"
-NO_COMMAND = "no command: a diagram, a table or a list"
-NEEDS_VLLM = "needs vLLM and a model: tests/vllm has it"
-NEEDS_OTHERS = "needs a Redis server, and tiers of earlier commands: test_runtime_adapters has each command"
-
-BLOCKS = {
-    "README.md": {"make demo": "test_demo, and the suite itself", "pip install .": RUN},
-    "docker/README.md": {"": "needs a container engine; test_docker gives the server's commands to --check"},
-    "docs/architecture.md": {" engine (one": NO_COMMAND},
-    "docs/cluster.md": {
-        "lmcache-controller  ": RUN,
-        "etcdctl role": "test_election has an etcd with users",
-        "kvstrata cluster init": RUN,
-        "lmcache-controller --monitor-host": RUN,
-    },
-    "docs/contributing.md": {"$ make help": "test_make_help, and the suite itself"},
-    "docs/dashboard.md": {"$ kvstrata ctl cluster dashboard-link": RUN},
-    "docs/deploy.md": {
-        "accept4": NO_COMMAND,
-        "clock_nanosleep": NO_COMMAND,
-        "# TOKEN": "test_tenant_tokens",
-        "quotas_gb": "test_own_pools",
-        "curl": "test_versions gives its body to vLLM's own protocol classes",
-    },
-    "docs/engine-sim.md": {
-        "kvstrata sim": "tests/integration/testing/test_engine_sim.py starts one and asks it",
-        "lmcache-server": "tests/integration/testing/test_engine_sim_connector.py starts two on a server",
-        "from kvstrata.testing": RUN,
-        "import json": RUN,
-    },
-    "docs/engines.md": {
-        "vllm serve MODEL": "needs NIXL and a model; tests/vllm/test_beside.py has both connectors in one engine",
-        "python -m sglang": "tests/sglang gives its flags to SGLang's own parser",
-        "kv_connector_config": "TensorRT-LLM was never run; test_tensorrt_llm makes both classes",
-    },
-    "docs/formats.md": {"0 ": NO_COMMAND},
-    "docs/gateway.md": {
-        "pip install": "test_package runs the command without the extra, which says the same",
-        "controllers:\n  urls": "tests/integration/gateway/test_controllers.py has them for a controller",
-        "engines_from:": "tests of Kubernetes and of local engines in tests/integration/gateway have them",
-        "helm install": "tests/unit/repository/test_helm_chart.py renders the chart; no cluster is at hand",
-        "lmcache-gateway": "tests/integration/gateway runs gateways before scripted and simulated engines",
-        "policy: ttft\ntokens": "tests/integration/gateway/test_tokens_live has these settings for a simulated model",
-        "policy: ttft\nsharing": "tests/integration/gateway/test_sharing.py has these settings for two gateways",
-        "policy: ttft\ncontrollers": "tests/integration/gateway/test_controllers.py has the first of these",
-    },
-    "docs/getting-started.md": {
-        "$ python3 -m venv": RUN,
-        "$ lmcache-server": RUN,
-        "$ kvstrata bench": RUN,
-        "$ python examples/vllm/offline.py": NEEDS_VLLM,
-        "vllm serve": NEEDS_VLLM,
-        "$ kill": RUN,
-        "… ERROR kvstrata.keeper": RUN,
-        "$ kvstrata ctl status": RUN,
-        "$ curl": NEEDS_VLLM,
-    },
-    "docs/local-tiers.md": {"$ kvstrata ctl l2 list": NEEDS_OTHERS},
-    "docs/measuring.md": {"$ kvstrata bench l2": RUN, "$ kvstrata bench serve": NEEDS_VLLM},
-    "docs/operations.md": {
-        "$ kvstrata ctl pool list": RUN,
-        "$ kvstrata ctl pool dump": RUN,
-        "rule_files": "its targets exist nowhere; promtool checks Compose's file, which loads the same rules",
-    },
-    "docs/routing.md": {"from kvstrata.policy": "tests/unit/policy/test_routing_rivals.py runs it"},
-    "docs/writing-an-adapter.md": {"from kvstrata.testing": RUN},
-}
-"""How each block is tested, by page and by how the block begins."""
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -111,19 +40,6 @@ def output(page: str, begins: str, command: str) -> list[str]:
     """The lines that a console block shows after a command."""
     after = block(page, begins).partition(f"$ {command}")[2].split("\n", 1)[1]
     return [line for line in after.partition("\n$ ")[0].splitlines() if line.strip()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_is_listed(page: Path) -> None:
-    name = str(page.relative_to(ROOT))
-    listed = BLOCKS.get(name, {})
-    found = [text for _, text in blocks(name)]
-    for text in found:
-        assert any(text.startswith(begins) for begins in listed), (
-            f"{name}: say in BLOCKS what tests {text:.200}"
-        )
-    for begins in listed:
-        assert any(text.startswith(begins) for text in found), f"{name}: no block begins with {begins!r}"
 
 
 def session(folder: Path, *lines: str, **variables: str) -> dict[str, str]:
