@@ -58,7 +58,7 @@ async def test_a_silent_owner_costs_one_deadline_and_is_then_skipped(net) -> Non
         ("has nothing", "", None),
     ],
 )
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_chunks_of_an_owner_that_fails_are_not_absent(
     net, l1: L1, named: bool, how: str, word: str, reason: MissReason | None
 ) -> None:
@@ -143,9 +143,9 @@ async def test_a_cancelled_load_keeps_its_holds_until_the_read_has_ended(net) ->
     ("word", "reason"),
     [
         (transfer.PEER_GONE, "peer_gone"),
-        (transfer.FAILED, "transfer"),
-        (transfer.BUSY, "throttled"),
-        (transfer.DEADLINE, "peer_deadline"),
+        pytest.param(transfer.FAILED, "transfer", marks=pytest.mark.long),
+        pytest.param(transfer.BUSY, "throttled", marks=pytest.mark.long),
+        pytest.param(transfer.DEADLINE, "peer_deadline", marks=pytest.mark.long),
     ],
 )
 async def test_a_failure_of_the_engine_is_reported_and_every_hold_dropped(

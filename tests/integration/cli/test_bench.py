@@ -17,6 +17,7 @@ from kvstrata.errors import InternalError, Refused
 from kvstrata.measure.engine import Plan, Shape, Silent, SimulatedEngine
 from kvstrata.measure.server import RunningServer
 from kvstrata.measure.team import Team
+from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
 
@@ -34,13 +35,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
-def command(server: ServerProcess, *arguments: str) -> list[str]:
+def words(server: ServerProcess, *arguments: str) -> tuple[str, ...]:
     where = ("--port", str(server.port), "--socket-dir", str(server.socket_dir))
-    return [sys.executable, "-m", "kvstrata", "bench", *where, *SMALL, *arguments]
+    return ("bench", *where, *SMALL, *arguments)
+
+
+def command(server: ServerProcess, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvstrata", *words(server, *arguments)]
 
 
 def bench(server: ServerProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(server, *arguments), capture_output=True, text=True, timeout=120)
+    return own_commands.run("kvstrata", *words(server, *arguments))
 
 
 def measured(server: ServerProcess, *arguments: str) -> dict[str, Any]:
@@ -108,21 +113,18 @@ def test_without_room_for_a_chunk_the_error_says_what_to_change(server):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_wrong_arguments_are_named(server) -> None:
+    for arguments, says in (
         (("--socket-dir", "/tmp/no such server"), "start one with `lmcache-server`"),
         (("--chunk-tokens", "100"), "--chunk-tokens: 100 is not a multiple of --block-tokens 16"),
         (("--chunks", "0"), "--chunks: must be a whole number from 1 to 4096, found '0'"),
         (("--token-file", "/nowhere"), "token_file: /nowhere: cannot be read"),
         (("--layers", "60000", "--kv-heads", "60000"), "a record has less than 4096"),
-    ],
-)
-def test_wrong_arguments_are_named(server, arguments, says):
-    done = bench(server, *arguments)
-    assert done.returncode in (1, 2) and done.stdout == ""
-    assert says in done.stderr and "Traceback" not in done.stderr
-    assert nothing_is_left(server)
+    ):
+        done = bench(server, *arguments)
+        assert done.returncode in (1, 2) and done.stdout == ""
+        assert says in done.stderr and "Traceback" not in done.stderr
+        assert nothing_is_left(server)
 
 
 def group_is_gone(number: int) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
 
 pytestmark = pytest.mark.integration
@@ -30,7 +31,7 @@ def command(adapter: str, *arguments: str) -> list[str]:
 
 
 def bench(adapter: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(adapter, *arguments), capture_output=True, text=True, timeout=120)
+    return own_commands.run("kvstrata", "bench", "l2", "--l2-adapter", adapter, *arguments)
 
 
 def measured(adapter: str, *arguments: str) -> dict[str, Any]:

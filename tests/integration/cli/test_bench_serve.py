@@ -222,9 +222,8 @@ def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture
     assert "token id out of vocabulary" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "expected"),
-    [
+def test_wrong_arguments_name_the_flag_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    for change, status, expected in (
         (["--url", "http://127.0.0.1:9"], 1, "is the engine up?"),
         (["--url", "ftp//x"], 2, "--url: ftp//x"),
         (["--model", "large"], 2, "--model: URL has no 'large'; it has small"),
@@ -234,16 +233,12 @@ def test_a_request_that_fails_is_counted_and_named(capsys: pytest.CaptureFixture
             2,
             "--svg: /nowhere/plot.svg: the directory /nowhere does not exist",
         ),
-    ],
-)
-def test_wrong_arguments_name_the_flag_and_what_to_change(
-    change: list[str], status: int, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with served(Endpoint().app) as url:
-        given = [url if word == "URL" else word for word in change]
-        urls = [] if "--url" in given else ["--url", url]
-        assert main(["long-doc-qa", *urls, *given]) == status
-    assert expected.replace("URL", url) in capsys.readouterr().err
+    ):
+        with served(Endpoint().app) as url:
+            given = [url if word == "URL" else word for word in change]
+            urls = [] if "--url" in given else ["--url", url]
+            assert main(["long-doc-qa", *urls, *given]) == status
+        assert expected.replace("URL", url) in capsys.readouterr().err
 
 
 def test_an_endpoint_that_needs_a_key_is_named_and_gets_it(
@@ -292,9 +287,8 @@ def test_a_trace_is_replayed_at_its_times_with_shared_blocks_shared(tmp_path: Pa
 GOOD_LINE = {"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": [1]}
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
+def test_a_bad_line_of_a_trace_is_named_with_its_remedy(tmp_path: Path) -> None:
+    for line, why in (
         ("no json", "malformed"),
         ('{"timestamp": 0}', "input_length"),
         (json.dumps(GOOD_LINE | {"input_length": 600}), "input_length 600 does not fit 1 hash_ids of 512"),
@@ -308,10 +302,8 @@ GOOD_LINE = {"timestamp": 0, "input_length": 6, "output_length": 1, "hash_ids": 
         (json.dumps(GOOD_LINE | {"output_length": 0}), r"output_length"),
         (json.dumps(GOOD_LINE | {"output_length": -5}), r"output_length"),
         (json.dumps(GOOD_LINE | {"hash_ids": ["a"]}), r"hash_ids"),
-    ],
-)
-def test_a_bad_line_of_a_trace_is_named_with_its_remedy(line: str, why: str, tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(json.dumps(GOOD_LINE) + "\n" + line + "\n")
-    with pytest.raises(ConfigError, match=f"trace.jsonl: line 2: .*{why}.*; .*leave the line out"):
-        workloads.read_trace(file)
+    ):
+        file = tmp_path / "trace.jsonl"
+        file.write_text(json.dumps(GOOD_LINE) + "\n" + line + "\n")
+        with pytest.raises(ConfigError, match=f"trace.jsonl: line 2: .*{why}.*; .*leave the line out"):
+            workloads.read_trace(file)

@@ -76,6 +76,8 @@ PRINTS = (
 
 STARTED = ("kvstrata --version", "lmcache-server --check")
 """Commands that a real interpreter runs too; all are run by forks of one that has imported them."""
+GATE = ("lmcache-server", "lmcache-gateway", "ctl --help", "ctl", "bench", "bench l2", "doctor")
+"""Commands whose forks run in the gate: each way in which a command prints, asks and fails."""
 STRICT = {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
 POSIX = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": "1"}
 
@@ -173,7 +175,10 @@ def of_fork(name: str, case: Case, folder: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize(
     ("run", "name"),
-    [*((of_fork, name) for name in COMMANDS), *((of_interpreter, name) for name in STARTED)],
+    [
+        *((of_interpreter, name) for name in STARTED),
+        *(pytest.param(of_fork, name, marks=() if name in GATE else pytest.mark.long) for name in COMMANDS),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_no_command_ends_with_a_traceback(
@@ -195,8 +200,9 @@ def test_no_command_ends_with_a_traceback(
             assert f"standard output cannot be written: {why}" in found[case][1]
 
 
-@pytest.mark.parametrize("module", ["kvstrata.cli.server", "kvstrata.cli.controller"])
-@pytest.mark.parametrize("supervised", [True, False])
+@pytest.mark.parametrize(
+    ("module", "supervised"), [("kvstrata.cli.server", True), ("kvstrata.cli.controller", False)]
+)
 def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(
     module: str, supervised: bool
 ) -> None:
@@ -219,7 +225,6 @@ def silent_port() -> Iterator[socket.socket]:
     "words",
     [
         ["kvstrata", "ctl", "--url", "http://PORT", "status"],
-        ["kvstrata", "ctl", "--url", "http://PORT", "cluster", "status"],
         ["kvstrata", "bench", "serve", "shared-prefix", "--url", "http://PORT", "--users", "1"],
         ["kvstrata", "bench", "cluster", "--controller", "tcp://PORT"],
     ],

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
@@ -46,7 +47,7 @@ def command(server: ServerProcess, *words: str) -> list[str]:
 
 
 def ctl(server: ServerProcess, *words: str) -> str:
-    done = subprocess.run(command(server, *words), capture_output=True, text=True, timeout=60)
+    done = own_commands.run("kvstrata", "ctl", *words, "--url", server.url)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -17,6 +15,7 @@ from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.types import LayoutIdentity, RequestIdentity, Slice, identity_root
+from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, key_of, tags_of
 from tests.harness.controller_process import ControllerProcess
@@ -275,9 +274,8 @@ def test_only_pins_that_an_instance_keeps_are_listed(controller, instance):
         eventually("the pins of an instance that left are gone", lambda: claims() == [])
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "says"),
-    [
+def test_wrong_requests_say_what_to_change(controller) -> None:
+    for path, body, status, says in (
         ("/v1/lookup", {}, 400, "either tokens or keys"),
         ("/v1/lookup", {"keys": ["xyz"]}, 400, "keys[0]"),
         ("/v1/lookup", {"tokens": [-1]}, 400, "tokens"),
@@ -289,13 +287,11 @@ def test_only_pins_that_an_instance_keeps_are_listed(controller, instance):
         ("/v1/instances/nobody/drain", {}, 404, "nobody"),
         ("/v1/clear", {"tier": "l3"}, 400, "tier"),
         ("/v1/clear", {"tier": "l1", "wait_s": 1e9}, 400, "wait_s"),
-    ],
-)
-def test_wrong_requests_say_what_to_change(controller, path, body, status, says):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        controller.ask(path, body)
-    answer = json.load(refused.value)
-    assert refused.value.code == status and says in answer["message"], answer
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            controller.ask(path, body)
+        answer = json.load(refused.value)
+        assert refused.value.code == status and says in answer["message"], answer
 
 
 def test_ctl_cluster_shows_the_answers_of_the_api(controller, instance, capsys, tmp_path):
@@ -357,11 +353,6 @@ def test_off_loopback_needs_a_token_file_and_checks_the_token(tmp_path):
             assert refused.value.code == 401
         assert controller.ask("/v1/instances", token="t" * 32)["instances"] == []
         assert controller.ask("/healthz") == {"ok": True}
-    refused_start = subprocess.run(
-        [sys.executable, "-m", "kvstrata", "controller", "--host", "0.0.0.0", "--snapshot-dir", "none"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = ("controller", "--host", "0.0.0.0", "--snapshot-dir", "none")
+    refused_start = own_commands.run("kvstrata", *words)
     assert refused_start.returncode == 2 and "token_file" in refused_start.stderr

@@ -220,7 +220,7 @@ def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path
             assert "died" in kinds
 
 
-@pytest.mark.parametrize("socket", ["reply", "pull", "heartbeat"])
+@pytest.mark.parametrize("socket", ["reply", "pull", pytest.param("heartbeat", marks=pytest.mark.long)])
 def test_garbage_on_a_port_is_answered_with_an_error_and_disturbs_nobody_else(controller, instance, socket):
     a = instance("a").join({"l1": tags_of([1])})
     context = zmq.Context()
@@ -279,6 +279,7 @@ def test_wrong_registrations_name_their_field(controller, instance):
         assert (refused.value.field, refused.value.code) == (field, code)
 
 
+@pytest.mark.long
 def test_a_refusal_for_lack_of_slots_says_when_to_try_again(tmp_path):
     """An instance of 16 tiers takes 16 slots, 16 more while it syncs; 65,534 slots are enough for 2,047 instances."""
     environment = {

@@ -287,9 +287,8 @@ def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(contr
     leader_of(controllers)
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
+def test_wrong_settings_stop_the_start(tmp_path, capsys) -> None:
+    for flags, says in (
         (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
         (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
         (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "--advertise-url: must be"),
@@ -298,15 +297,13 @@ def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(contr
             "etcd.ca_file: none: cannot be read",
         ),
         (("--config", "etcd: {endpoints: ['127.0.0.1:1'], user: kv}"), "etcd.password_file: is missing"),
-    ],
-)
-def test_wrong_settings_stop_the_start(tmp_path, flags, says, capsys):
-    if flags[0] == "--config":
-        config = tmp_path / "controller.yaml"
-        config.write_text(flags[1])
-        flags = ("--config", str(config))
-    assert controller_command.serve([*flags, "--check"], NOT_RESTARTED) == 2
-    assert says in capsys.readouterr().err
+    ):
+        if flags[0] == "--config":
+            config = tmp_path / "controller.yaml"
+            config.write_text(flags[1])
+            flags = ("--config", str(config))
+        assert controller_command.serve([*flags, "--check"], NOT_RESTARTED) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_an_instance_refuses_commands_of_an_earlier_leader(tmp_path):

@@ -6,8 +6,6 @@ import contextlib
 import http.client
 import http.server
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from tests.harness import chromium, page_checks
+from tests.harness import chromium, own_commands, page_checks
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
 
@@ -77,8 +75,8 @@ def status_of(controller: ControllerProcess, path: str, cookie: str = "", key: s
 
 def link_of_ctl(controller: ControllerProcess) -> str:
     """The link that `kvstrata ctl` prints."""
-    command = [sys.executable, "-m", "kvstrata", "ctl", "--url", controller.url, "cluster", "dashboard-link"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    words = ("ctl", "--url", controller.url, "cluster", "dashboard-link")
+    return own_commands.run("kvstrata", *words).stdout.strip()
 
 
 async def secrets(page: Page) -> tuple[str, str]:

@@ -417,9 +417,17 @@ async def test_with_tls_a_controller_leads_only_with_its_certificate_and_its_use
         assert await refused(plain)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
+def test_credentials_that_cannot_be_used_are_refused_by_name(tmp_path) -> None:
+    folder = certificates(tmp_path)
+    for name, mode in (("server.key", 0o600), ("open.key", 0o644), ("empty", 0o600), ("text", 0o600)):
+        (folder / name).touch()
+        (folder / name).chmod(mode)
+    (folder / "text").write_text("no certificate")
+
+    def named(value: object) -> object:
+        return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+
+    for change, says in (
         ({"ca_file": "FOLDER/none"}, r"etcd.ca_file: .*/none: cannot be read: .*No such file"),
         ({"ca_file": "FOLDER"}, r"etcd.ca_file: .*: cannot be read: .*directory"),
         ({"ca_file": "FOLDER/text"}, r"etcd.ca_file: .*/text: holds no certificates in PEM"),
@@ -443,35 +451,21 @@ async def test_with_tls_a_controller_leads_only_with_its_certificate_and_its_use
         ({"user": "kv", "password_file": "FOLDER/none"}, r"etcd.password_file: .*cannot be read"),
         ({"user": "kv", "password_file": "FOLDER/empty"}, r"etcd.password_file: .*/empty is empty"),
         ({"user": "kv", "password_file": "FOLDER/open.key"}, r"etcd.password_file: .*can be read by others"),
-    ],
-)
-def test_credentials_that_cannot_be_used_are_refused_by_name(tmp_path, change, says):
-    folder = certificates(tmp_path)
-    for name, mode in (("server.key", 0o600), ("open.key", 0o644), ("empty", 0o600), ("text", 0o600)):
-        (folder / name).touch()
-        (folder / name).chmod(mode)
-    (folder / "text").write_text("no certificate")
-
-    def named(value: object) -> object:
-        return value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
-
-    settings = EtcdSettings(
-        **{"endpoints": ["https://127.0.0.1:1"], **{name: named(value) for name, value in change.items()}}
-    )
-    with pytest.raises(ConfigError, match=says):
-        check(settings, insecure=False)
+    ):
+        settings = EtcdSettings(
+            **{"endpoints": ["https://127.0.0.1:1"], **{name: named(value) for name, value in change.items()}}
+        )
+        with pytest.raises(ConfigError, match=says):
+            check(settings, insecure=False)
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "says"),
-    [
+def test_endpoints_that_cannot_be_used_are_refused_by_name() -> None:
+    for endpoint, says in (
         ("a", "HOST:PORT"),
         (":2379", "HOST:PORT"),
         ("a:0", "HOST:PORT"),
         ("a:99999", "HOST:PORT"),
         ("a:x", "HOST:PORT"),
-    ],
-)
-def test_endpoints_that_cannot_be_used_are_refused_by_name(endpoint, says):
-    with pytest.raises(ConfigError, match=f"etcd.endpoints.*{says}"):
-        read_endpoint(endpoint)
+    ):
+        with pytest.raises(ConfigError, match=f"etcd.endpoints.*{says}"):
+            read_endpoint(endpoint)

@@ -324,9 +324,10 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(
         assert response.status == 401
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
+def test_wrong_settings_stop_the_start_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for settings, says in (
         ({"engines": []}, "engines: none is named; give --engine URL"),
         ({"engines": [{"url": "ftp://a:1"}]}, "engines[0].url"),
         ({"engines": [{"url": "http://a"}]}, "must name a host and a port"),
@@ -381,16 +382,12 @@ async def test_a_reload_cannot_open_a_port_that_others_reach(
             },
             "engines_from.kubernetes.account_dir: cannot read /nonexistent/namespace",
         ),
-    ],
-)
-def test_wrong_settings_stop_the_start_with_one_line(
-    tmp_path: Path, settings: dict[str, Any], says: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "gateway.yaml"
-    file.write_text(yaml.safe_dump({"engines": [{"url": "http://127.0.0.1:1"}], **settings}))
-    assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 2
-    error = capfd.readouterr().err
-    assert says in error and "Traceback" not in error
+    ):
+        file = tmp_path / "gateway.yaml"
+        file.write_text(yaml.safe_dump({"engines": [{"url": "http://127.0.0.1:1"}], **settings}))
+        assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 2
+        error = capfd.readouterr().err
+        assert says in error and "Traceback" not in error, settings
 
 
 def test_the_file_to_start_from_is_sound(capfd: pytest.CaptureFixture[str]) -> None:

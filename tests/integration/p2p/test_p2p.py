@@ -25,7 +25,7 @@ SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": "5000"}
 """Long enough for a busy machine; tests of silent owners wait so long."""
 
 
-@pytest.fixture(params=["ucx", "nixl"])
+@pytest.fixture(params=["ucx", pytest.param("nixl", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest) -> dict[str, str]:
     """Settings with which servers use a transfer engine."""
     more = {}
@@ -80,6 +80,7 @@ def settled(cluster: Cluster, number: int) -> None:
     eventually("nothing is under way", idle)
 
 
+@pytest.mark.parametrize("engine", ["ucx", "nixl"], indirect=True)
 def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster: Cluster) -> None:
     with engines(cluster) as (one, other):
         tokens = stored_and_known(cluster, one)

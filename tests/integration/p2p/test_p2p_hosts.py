@@ -132,7 +132,7 @@ class Rig(NamedTuple):
         return int(adapters["peer-0"]["host"]["pid"])
 
 
-@pytest.fixture(params=["ucx", "nixl"])
+@pytest.fixture(params=["ucx", pytest.param("nixl", marks=pytest.mark.long)])
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     hosted = request.param == "nixl"
     settings = {**SETTINGS, "KVSTRATA_P2P_ENGINE": request.param}
@@ -277,6 +277,7 @@ def test_late_bytes_of_an_owner_frozen_in_mid_read_are_written_into_no_extent_in
     rig.goes_on(seed=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rig", ["nixl"], indirect=True)
 @pytest.mark.parametrize("whose", [0, 1], ids=["owner", "reader"])
 def test_an_adapter_host_killed_in_mid_read_is_a_miss_and_another_one_takes_its_place(

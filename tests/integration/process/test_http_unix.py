@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness import own_commands
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.server_process import ServerFailed, ServerProcess
@@ -46,8 +46,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 def ctl(environment: dict[str, str], *arguments: str) -> Any:
     """What `kvstrata ctl` prints as JSON. Raises AssertionError with its error."""
-    command = [sys.executable, "-m", "kvstrata", "ctl", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = own_commands.run("kvstrata", "ctl", "--json", *arguments, environment=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import urllib.error
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.harness import own_commands
 from tests.harness.bad_adapter import entry_of
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
@@ -26,8 +25,7 @@ DETAIL = "DEBUG kvstrata.storage.host.process plugin-0: host: an_sdk: a detail"
 
 
 def ctl(*arguments: str) -> str:
-    command = [sys.executable, "-m", "kvstrata", "ctl", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = own_commands.run("kvstrata", "ctl", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

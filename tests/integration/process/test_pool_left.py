@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstrata", *arguments], capture_output=True, text=True, check=False
-    )
 
 
 def last_line(server: ServerProcess) -> str:
@@ -31,7 +24,7 @@ def last_line(server: ServerProcess) -> str:
 
 def rows(server: ServerProcess) -> list[dict[str, Any]]:
     """The rows of `pool list` for this server's pools."""
-    found = json.loads(command("ctl", "pool", "list", "--json").stdout)
+    found = json.loads(own_commands.run("kvstrata", "ctl", "pool", "list", "--json").stdout)
     return [row for row in found if row["place"] in (str(server.segment_dir), str(server.socket_dir))]
 
 
@@ -50,7 +43,7 @@ def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: 
     assert row["memory_bytes"] > 64 << 20
     assert row["owners"] == []
     freeing = line.partition('to_free="')[2].removesuffix('"')
-    assert command(*shlex.split(freeing)[1:]).returncode == 0
+    assert own_commands.run(*shlex.split(freeing)).returncode == 0
     assert not server.segment_dir.exists()
     assert server.start()["adopted"] is False
 
@@ -64,7 +57,7 @@ def test_a_pool_that_a_holder_keeps_is_named_and_freed_too(server: ServerProcess
     assert row["holder"].startswith("pid ") and row["memory_bytes"] > 64 << 20
     freeing = line.partition('to_free="')[2].removesuffix('"')
     assert freeing == f"kvstrata ctl pool free --held {server.socket_dir}"
-    assert command(*shlex.split(freeing)[1:]).returncode == 0
+    assert own_commands.run(*shlex.split(freeing)).returncode == 0
     assert rows(server) == []
 
 
@@ -87,7 +80,7 @@ def test_a_pool_to_be_forgotten_goes_at_a_clean_exit_only(tmp_path: Path) -> Non
 
 def test_only_a_pool_without_server_keeper_and_engine_is_freed(server: ServerProcess) -> None:
     def refused(owner: str) -> bool:
-        done = command("ctl", "pool", "free", str(server.segment_dir))
+        done = own_commands.run("kvstrata", "ctl", "pool", "free", str(server.segment_dir))
         assert done.returncode == 1 and server.segment_dir.exists()
         return f"in use by {owner}" in done.stderr
 

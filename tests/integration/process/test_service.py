@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstrata import __version__
+from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, eventually
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.server_process import ServerProcess
@@ -124,9 +123,9 @@ def test_processes_and_threads_have_names(tmp_path: Path) -> None:
             name(pid) for pid in os.listdir("/proc") if pid.isdigit() and _speaks_of(pid, server.socket_dir)
         }
         assert named == {"kv-keeper", "lmcache-server", "kv-holder"}
-        pools = [sys.executable, "-m", "kvstrata", "ctl", "pool", "free", "--held", str(server.socket_dir)]
         assert server.stop() == 0
-        subprocess.run(pools, check=True)
+        freed = own_commands.run("kvstrata", "ctl", "pool", "free", "--held", str(server.socket_dir))
+        assert freed.returncode == 0, freed.stderr
 
 
 def _speaks_of(pid: str, folder: Path) -> bool:
@@ -137,14 +136,7 @@ def _speaks_of(pid: str, folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["kvstrata", "kvstrata.cli.server", "kvstrata.cli.controller"],
-    ids=lambda name: name.split(".")[-1],
-)
-def test_the_commands_tell_their_version(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-1] == __version__
-    assert done.stderr == ""
+def test_the_commands_tell_their_version() -> None:
+    for module in ("kvstrata", "kvstrata.cli.server", "kvstrata.cli.controller"):
+        done = own_commands.run(module, "--version")
+        assert (done.stdout.split()[-1], done.stderr) == (__version__, ""), module

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
@@ -65,16 +66,17 @@ def config(tmp_path: Path) -> Config:
     return Config(tmp_path)
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "kept"])
+@pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path, config: Config) -> Iterator[ServerProcess]:
-    flags = ("--config", str(config.path))
+    flags, kept = ("--config", str(config.path)), getattr(request, "param", False)
     with ServerProcess(
-        tmp_path, l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=flags, supervised=request.param
+        tmp_path, l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS, flags=flags, supervised=kept
     ) as made:
         made.start()
         yield made
 
 
+@pytest.mark.parametrize("server", [False, True], ids=["alone", "kept"], indirect=True)
 def test_no_asking_signal_ends_a_server(server: ServerProcess) -> None:
     for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP):
         server.signal(number)
@@ -109,8 +111,8 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
     with pytest.raises(urllib.error.HTTPError):
         status(server, OLD)
     assert status(server, NEW)["instance"]["ready"]
-    command = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "status"]
-    subprocess.run(command, check=True, capture_output=True)  # it finds the new token
+    asked = own_commands.run("kvstrata", "ctl", "--url", server.url, "status")
+    assert asked.returncode == 0, asked.stderr  # it finds the new token
     token = config.secret("engine", NEW)
     with CacheEngine(server.socket_dir, tenant="green", settings={"token_file": token}) as engine:
         engine.connect()
@@ -128,13 +130,13 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
     assert server.stop() == 0
 
 
-@pytest.mark.parametrize("wrong", ["not: [yaml", "l1: {size_gb: none}\n", "log_levle: debug\n"])
-def test_a_bad_file_changes_nothing_and_is_said(server: ServerProcess, config: Config, wrong: str) -> None:
+def test_a_bad_file_changes_nothing_and_is_said(server: ServerProcess, config: Config) -> None:
     config.secret("http", NEW)
-    config.path.write_text(wrong)
-    server.signal(signal.SIGHUP)
-    assert str(config.path) in said(server.log, "reload_failed")
-    assert status(server, OLD)["instance"]["ready"], "the token did not change either"
+    for count, wrong in enumerate(("not: [yaml", "l1: {size_gb: none}\n", "log_levle: debug\n"), 1):
+        config.path.write_text(wrong)
+        server.signal(signal.SIGHUP)
+        assert str(config.path) in said(server.log, "reload_failed", count)
+        assert status(server, OLD)["instance"]["ready"], "the token did not change either"
     config.write(log_level="debug")
     server.signal(signal.SIGHUP)
     assert "changed=http.token_file,log_level" in said(server.log, "reloaded")
