@@ -6,6 +6,7 @@ A whole test that only `make test-all` runs has the marker `long`.
 from __future__ import annotations
 
 import os
+import random
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,3 +16,8 @@ ALL = os.environ.get("KVSTRATA_TESTS") == "all"
 def amount(gate: T, everything: T) -> T:
     """Return the sizes, seeds or parameters of this run."""
     return everything if ALL else gate
+
+
+def seed() -> int:
+    """Return the seed of a test's random choices: the same in each run of the gate, else a new one."""
+    return random.randrange(1 << 30) if ALL else 20

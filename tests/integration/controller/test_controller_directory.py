@@ -176,6 +176,7 @@ def test_a_restarted_instance_takes_over_its_id_and_the_old_process_is_refused_w
     assert holders(b.where(tags_of(range(5)))) == {"a": 3}
 
 
+@pytest.mark.silence
 def test_an_id_in_use_on_another_host_is_refused_until_that_instance_is_dead(tmp_path):
     with ControllerProcess(tmp_path, flags=QUICK) as controller:
         first = ClusterInstance(controller.ports["reply"], "a", host="one").join({})
@@ -194,6 +195,7 @@ def test_an_id_in_use_on_another_host_is_refused_until_that_instance_is_dead(tmp
             eventually("the silent instance is dead and the other one registers", registered)
 
 
+@pytest.mark.silence
 def test_a_silent_instance_is_dead_within_the_timeout_and_may_come_back(tmp_path):
     with ControllerProcess(tmp_path, flags=QUICK) as controller:
         port = controller.ports["reply"]

@@ -62,6 +62,8 @@ def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_sync(
                 assert holders(c.where(tags_of(range(1000)))) == {"a": 900}
 
 
+@pytest.mark.silence
+@pytest.mark.long
 def test_an_instance_that_does_not_return_after_a_restart_is_forgotten(tmp_path):
     with ControllerProcess(tmp_path, flags=QUICK, environment=SNAPSHOTS) as controller:
         port = controller.ports["reply"]
@@ -192,6 +194,7 @@ def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_p
             assert (told["drained"], told["removed"]) == ([], [])
 
 
+@pytest.mark.silence
 def test_a_controller_that_was_frozen_declares_nobody_dead_for_that_time(tmp_path):
     flags = ("--heartbeat-s", "2", "--dead-after-s", "5.5")
     with (

@@ -80,6 +80,7 @@ def one_leads(children: dict[str, Child]) -> str:
     return str(eventually("one leads", agreed))
 
 
+@pytest.mark.silence
 def test_when_the_leader_is_killed_another_leads_with_a_greater_token(start):
     children = {name: start(name) for name in ("a", "b", "c")}
     first = one_leads(children)
@@ -105,6 +106,7 @@ def test_a_controller_that_does_not_lead_writes_nothing(start):
     assert children[leader].ask("read", key="state") == "of the leader"
 
 
+@pytest.mark.silence
 def test_a_leader_that_was_frozen_wakes_with_a_stale_token_that_writes_nothing(start):
     children = {name: start(name) for name in ("a", "b")}
     old = one_leads(children)
@@ -128,6 +130,8 @@ def test_a_leader_that_leaves_is_replaced_at_once(start):
     assert one_leads(children) == new
 
 
+@pytest.mark.silence
+@pytest.mark.long
 def test_while_etcd_is_away_nobody_leads_and_afterwards_one_does(start, etcd):
     children = {name: start(name) for name in ("a", "b")}
     token = leading(children[one_leads(children)])
@@ -162,6 +166,8 @@ def test_a_write_whose_connection_is_closed_meanwhile_says_so_and_is_not_cancell
     asyncio.run(play())
 
 
+@pytest.mark.silence
+@pytest.mark.long
 def test_while_etcd_is_stopped_nobody_leads_and_afterwards_one_does(start, etcd):
     children = {name: start(name) for name in ("a", "b")}
     one_leads(children)
@@ -216,6 +222,8 @@ async def until(what: str, holds: Callable[[], Any]) -> None:
         raise AssertionError(f"never came to pass: {what}") from None
 
 
+@pytest.mark.silence
+@pytest.mark.long
 async def test_a_leader_that_loses_its_rights_leads_no_more_and_another_one_does(etcd, tmp_path):
     elections = []
     for name in ("a", "b"):
@@ -238,7 +246,8 @@ async def test_a_leader_that_loses_its_rights_leads_no_more_and_another_one_does
         await until("it takes part again", lambda: old.leader == new.leader and not old.problem)
 
 
-@pytest.mark.parametrize("leased", [False, True])
+@pytest.mark.silence
+@pytest.mark.parametrize("leased", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_the_key_of_a_leader_that_no_longer_lives_is_taken_over(etcd, leased):
     lease = int(etcd.ask("lease/grant", TTL=600)["ID"]) if leased else 0
     etcd.put("kvstrata/leader", '{"name": "nobody", "http_url": ""}', lease)
@@ -250,6 +259,8 @@ async def test_the_key_of_a_leader_that_no_longer_lives_is_taken_over(etcd, leas
         await until("it is sure", lambda: not election.problem)
 
 
+@pytest.mark.silence
+@pytest.mark.long
 async def test_a_controller_that_cannot_take_part_says_why_and_for_how_long(etcd, tmp_path, caplog):
     password = tmp_path / "password"
     password.touch(0o600)
@@ -265,7 +276,8 @@ async def test_a_controller_that_cannot_take_part_says_why_and_for_how_long(etcd
         assert "authentication is not enabled" in caplog.text
 
 
-@pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.silence
+@pytest.mark.parametrize("restored", [pytest.param(False, marks=pytest.mark.long), True])
 async def test_after_etcd_lost_its_data_or_was_restored_the_cluster_id_is_greater(etcd, tmp_path, restored):
     settings = EtcdSettings(endpoints=[etcd.address], ttl_s=1)
     election, other = election_of(settings), election_of(settings, "b")
@@ -313,6 +325,8 @@ async def test_a_leader_outbids_what_an_instance_has_seen_and_only_a_leader_does
     await follower.close()
 
 
+@pytest.mark.silence
+@pytest.mark.long
 async def test_orders_are_read_by_all_controllers_and_survive_their_leader_and_the_data_of_etcd(etcd):
     settings = EtcdSettings(endpoints=[etcd.address], ttl_s=1)
     leader, follower = election_of(settings, "leader"), election_of(settings, "follower")

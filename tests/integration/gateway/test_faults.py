@@ -226,6 +226,7 @@ async def test_a_silent_engine_is_given_up_before_and_after_its_first_byte(
     await at_rest(gateway, session)
 
 
+@pytest.mark.silence
 async def test_a_client_that_takes_its_time_is_no_silence_of_the_engine(
     start: Start, session: aiohttp.ClientSession
 ) -> None:

@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from kvstrata.testing.engine_sim.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from tests.harness import amount
 from tests.harness.daemon import free_port, free_ports
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -121,7 +122,7 @@ class Liar(ScriptedEngine):
 async def test_an_engine_that_floods_lies_harms_nobody_else(
     session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    seed = random.randrange(1 << 30)
+    seed = amount.seed()
     draw = random.Random(seed)
     sound, liar = Sim(), Liar()
     await sound.start(session)

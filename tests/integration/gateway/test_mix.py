@@ -12,6 +12,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.harness import amount
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Behaviour, Got, Line, ScriptedEngine, chat, delta
 from tests.integration.gateway.conftest import Start
@@ -90,7 +91,7 @@ CLIENTS: list[Callable[..., Awaitable[None]]] = [reads, reads, leaves, half]
 
 
 async def test_counts_come_back_to_zero(start: Start, session: aiohttp.ClientSession, tmp_path: Path) -> None:
-    seed = random.randrange(1 << 30)
+    seed = amount.seed()
     draw = random.Random(seed)
 
     async def anything(got: Got, line: Line) -> None:

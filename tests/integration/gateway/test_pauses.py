@@ -22,6 +22,7 @@ LIMIT_S = 1.5
 USAGE = {"prompt_tokens": 2_000, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
 
 
+@pytest.mark.silence
 async def test_a_pause_ends_no_request_and_changes_no_rate(
     start: Start, session: aiohttp.ClientSession
 ) -> None:

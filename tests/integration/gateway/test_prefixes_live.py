@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.harness import amount
 from tests.harness.daemon import free_port
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.waiting import eventually_async
@@ -62,7 +63,7 @@ async def talk(gateway: GatewayProcess, session: aiohttp.ClientSession, draw: ra
 async def test_a_conversation_finds_its_prefix_and_conversations_spread(
     engines: list[str], session: aiohttp.ClientSession, tmp_path: Any
 ) -> None:
-    seed = random.randrange(1 << 30)
+    seed = amount.seed()
     gateway = GatewayProcess(tmp_path, engines, policy="ttft")
     await asyncio.to_thread(gateway.start)
     try:

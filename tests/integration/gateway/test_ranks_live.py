@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.harness import amount
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.conftest import Start
@@ -70,7 +71,7 @@ async def sent(gateway: GatewayProcess, session: aiohttp.ClientSession) -> dict[
 async def test_a_request_goes_to_the_rank_that_has_its_prompt(
     sim: Sim, session: aiohttp.ClientSession, start: Start
 ) -> None:
-    seed = random.randrange(1 << 30)
+    seed = amount.seed()
     draw = random.Random(seed)
     held = [(rank, drawn(draw)) for rank in range(RANKS) for _ in range(3)]
     for rank, prompt in held:

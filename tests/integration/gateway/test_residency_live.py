@@ -20,6 +20,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.harness import amount
 from tests.harness.daemon import free_port, free_ports
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import ScriptedEngine
@@ -124,7 +125,7 @@ def is_whole(row: dict[str, Any]) -> bool:
 async def test_what_engines_hold_is_known_from_their_events(
     sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    seed = random.randrange(1 << 30)
+    seed = amount.seed()
     draw = random.Random(seed)
     # Computed before the gateway comes.
     held = {one.name: [drawn(draw) for _ in range(4)] for one in sims}
@@ -184,7 +185,7 @@ async def test_a_burst_of_one_new_prefix_is_computed_once_per_engine(
     gateway = GatewayProcess(tmp_path, [one.url for one in sims], policy="ttft")
     await asyncio.to_thread(gateway.start)
     try:
-        draw = random.Random(random.randrange(1 << 30))
+        draw = random.Random(amount.seed())
         prefix = [draw.randrange(256) for _ in range(4_000)]
         prompts = [[*prefix, *drawn(draw)[:100]] for _ in range(12)]
         hits = await asyncio.gather(*(cached(session, gateway.url, prompt) for prompt in prompts))
@@ -213,7 +214,7 @@ async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(
     classes = [{"name": "fast", "ttft_ms": 400, "shed": True}, {"name": "patient", "ttft_ms": 400}]
     gateway = GatewayProcess(tmp_path, [sims[0].url], policy="ttft", slo=classes)
     await asyncio.to_thread(gateway.start)
-    draw = random.Random(random.randrange(1 << 30))
+    draw = random.Random(amount.seed())
 
     async def ask(slo: str) -> tuple[int, str]:
         prompt = [draw.randrange(256) for _ in range(30_000)]

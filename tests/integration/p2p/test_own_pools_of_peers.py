@@ -221,6 +221,7 @@ def test_a_tenant_with_an_own_pool_at_one_instance_only_reads_nothing_from_the_o
             settled(cluster, number)
 
 
+@pytest.mark.long
 def test_pools_that_instances_list_in_different_orders_are_read_tenant_by_tenant(tmp_path: Path) -> None:
     orders = (sizes_of("green", "blue"), sizes_of("blue", "green"))
     with (
@@ -403,7 +404,7 @@ def test_memory_lent_to_a_reader_that_is_stopped_moves_once_its_lease_has_expire
         reads(other, fresh)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
 def test_an_owner_that_goes_while_it_is_read_costs_misses_and_is_read_again(tmp_path: Path, how: str) -> None:
     with (
         cluster_of(tmp_path, KVSTRATA_P2P_LOAD_TIMEOUT_MS="1000") as cluster,
@@ -441,6 +442,7 @@ def test_an_owner_that_goes_while_it_is_read_costs_misses_and_is_read_again(tmp_
         one.connect()
 
 
+@pytest.mark.long
 def test_without_keep_chunks_of_peers_leave_the_own_pool_when_nobody_uses_them(tmp_path: Path) -> None:
     with (
         cluster_of(tmp_path, KVSTRATA_P2P_KEEP="false") as cluster,

@@ -93,6 +93,7 @@ def test_chunks_that_one_instance_stored_are_read_and_kept_by_the_other(cluster:
         settled(cluster, 1)
 
 
+@pytest.mark.long
 def test_with_macs_chunks_are_read_by_the_instances_that_have_the_setting_alone(
     tmp_path: Path, engine: dict[str, str]
 ) -> None:
@@ -273,7 +274,7 @@ def test_chunks_that_the_owner_has_cleared_are_a_miss(cluster: Cluster) -> None:
         read(other, tokens)
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
 def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
     tmp_path: Path, engine: dict[str, str], how: str
 ) -> None:
@@ -308,6 +309,7 @@ def test_an_owner_that_goes_while_it_is_read_costs_misses_and_frees_every_byte(
             read(other, late)
 
 
+@pytest.mark.long
 def test_chunks_read_from_a_peer_without_keep_leave_l1_when_nobody_uses_them(
     tmp_path: Path, engine: dict[str, str]
 ) -> None:

@@ -184,7 +184,9 @@ def test_a_server_that_started_without_its_link_reads_and_is_read_once_the_link_
     rig.freed()
 
 
-@pytest.mark.parametrize("whose", [0, 1], ids=["owner", "reader"])
+@pytest.mark.parametrize(
+    "whose", [pytest.param(0, id="owner", marks=pytest.mark.long), pytest.param(1, id="reader")]
+)
 def test_an_engine_opened_anew_in_mid_read_costs_a_miss_at_most(rig: Rig, whose: int) -> None:
     tokens = rig.known(seed=2)
     rig.in_the_midst(
@@ -196,6 +198,7 @@ def test_an_engine_opened_anew_in_mid_read_costs_a_miss_at_most(rig: Rig, whose:
     assert rig.reopened(whose) == {"devices": 1, "unreachable": 0}
 
 
+@pytest.mark.long
 def test_a_server_stops_while_it_has_two_engines(rig: Rig) -> None:
     rig.network.hosts[0].new_device("10.74.0.1")
     eventually("it has opened its engine anew", lambda: rig.reopened(0)["devices"] == 1)
@@ -206,6 +209,7 @@ def test_a_server_stops_while_it_has_two_engines(rig: Rig) -> None:
     rig.goes_on_fast(seed=3)
 
 
+@pytest.mark.long
 def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> None:
     """A device that comes back is no new one. If no read succeeds in 10 s, an engine is opened for that reason."""
     prompts, host, enough = (
@@ -236,6 +240,7 @@ def test_a_link_that_flaps_in_mid_read_costs_misses_and_no_engine(rig: Rig) -> N
     assert rig.reopened(0)["devices"] == rig.reopened(1)["devices"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rig", ["ucx"], indirect=True)
 def test_a_server_that_may_use_no_other_device_starts_without_its_link(
     rig: Rig, monkeypatch: pytest.MonkeyPatch

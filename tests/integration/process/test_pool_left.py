@@ -40,7 +40,7 @@ def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: 
     line = last_line(server)
     [row] = rows(server)
     assert f"pool_kept place={server.segment_dir} bytes={row['memory_bytes']} pools=1" in line
-    assert row["memory_bytes"] > 64 << 20
+    assert row["memory_bytes"] >= 64 << 20  # and what the kernel has given to the index so far
     assert row["owners"] == []
     freeing = line.partition('to_free="')[2].removesuffix('"')
     assert own_commands.run(*shlex.split(freeing)).returncode == 0
@@ -54,7 +54,7 @@ def test_a_pool_that_a_holder_keeps_is_named_and_freed_too(server: ServerProcess
     assert server.stop() == 0
     line = last_line(server)
     [row] = rows(server)
-    assert row["holder"].startswith("pid ") and row["memory_bytes"] > 64 << 20
+    assert row["holder"].startswith("pid ") and row["memory_bytes"] >= 64 << 20
     freeing = line.partition('to_free="')[2].removesuffix('"')
     assert freeing == f"kvstrata ctl pool free --held {server.socket_dir}"
     assert own_commands.run(*shlex.split(freeing)).returncode == 0
