@@ -13,6 +13,7 @@ each engine finds and loads the connector by itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +35,9 @@ if __package__ in (None, ""):
     sys.path = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
 
 START_S = 240.0
+RUN_S = 600.0
+STATUS = "exit-status"
+"""A process leaves its exit status in this file of its folder, since only its parent, the server, could wait for it."""
 MESSAGE_BYTES = 1 << 17
 # The modules that an engine imports before its first token.
 PRELOADED = (
@@ -46,7 +51,11 @@ PRELOADED = (
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.model_executor.models.llama",
     "vllm.distributed.kv_transfer.kv_connector.factory",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "vllm.entrypoints.llm",
     "vllm.lora.request",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.model_loader",
 )
 
 VARIABLE = "FORKS_VLLM"
@@ -113,6 +122,20 @@ class ForkServer:
     ) -> Forked:
         """Fork a process that runs `python -m` with this module and its arguments, in the environment of vLLM."""
         return self._ask({"module": command, "variables": dict(variables), "folder": str(folder)}, streams)
+
+    def run_module(
+        self, command: list[str], variables: Mapping[str, str], folder: Path, text: str = ""
+    ) -> tuple[int, str, str]:
+        """Run such a process to its end with `text` as its input; return exit status, output and errors."""
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
+            streams[0].write(text)
+            streams[0].seek(0)
+            given, out, errors = (stream.fileno() for stream in streams)
+            self.start_module(command, variables, folder, (given, out, errors)).wait(RUN_S)
+            for stream in streams:
+                stream.seek(0)
+            return int((folder / STATUS).read_text()), streams[1].read(), streams[2].read()
 
     def _ask(self, request: dict[str, Any], streams: tuple[int, int, int]) -> Forked:
         if self._socket is None:
@@ -184,6 +207,7 @@ def serve() -> None:
     from tests.harness import vllm_engine
 
     sys.path.remove(root)
+    gc.freeze()  # vLLM collects garbage while it starts, which else would copy the pages of what is shared here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets engines that ended
     while True:
         message, streams, _, _ = socket.recv_fds(asker, MESSAGE_BYTES, 3)
@@ -225,9 +249,10 @@ def run_engine(main: Any, request: dict[str, Any], streams: list[int]) -> NoRetu
             main(request["options"])
         status = 0
     except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
+    Path(request["folder"], STATUS).write_text(str(status))
     sys.exit(status)
 
 

@@ -39,8 +39,6 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"load_format": "dummy", "block_size": 32, "num_gpu_blocks_override": 640},
 }
 OUTPUT_TOKENS = 8
-ROUNDS = 5
-"""So often prompts are computed until all are stored: on a busy machine the server may be silent for a moment."""
 LOOKUP_MS = 30_000
 """Chunks that are loaded by this time are hits; so long a slow machine may take for all of them."""
 PEER_SETTINGS = {"KVSTRATA_P2P_LOOKUP_TIMEOUT_MS": str(LOOKUP_MS // 2)}
@@ -124,29 +122,18 @@ class Family:
                 vllm.quit()
 
     def compute(self, vllm: VllmProcess) -> None:
-        """Compute all prompts and wait until everything is stored.  The tokens must be those of a run without cache.
-
-        What was not stored because the server was silent for a moment is computed and stored again.
-        """
+        """Compute all prompts and wait until everything is stored.  The tokens must be those of a run without cache."""
         eventually("the engine is attached", lambda: vllm.ask("connected"))
         vllm.generate([5, 6, 7])  # the first request waits for a step in which the worker reports its weights
-        missed = 0
-        for _ in range(ROUNDS):
-            for number, prompt in enumerate(self.prompts):
-                found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
-                if number == len(self.cold):
-                    self.cold.append(found["tokens"])
-                hit, same = found["cached_tokens"], found["tokens"] == self.cold[number]
-                assert not hit or missed, f"prompt {number} hits before it was stored: {found}"
-                assert same, f"prompt {number}: other tokens while it is stored"
-            eventually("all stores have ended", lambda: stores_ended(vllm))
-            counts = vllm.ask("stores")["outcomes"]
-            if missed == (missed := counts.get("unavailable", 0)):
-                break
-            eventually("vLLM lets all blocks go", lambda: forgotten(vllm))
-        else:
-            raise AssertionError(f"the server was silent in each of {ROUNDS} rounds: {counts}")
-        assert set(counts) <= {"stored", "present", "unavailable"}, f"stores ended otherwise: {counts}"
+        for number, prompt in enumerate(self.prompts):
+            found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
+            if number == len(self.cold):
+                self.cold.append(found["tokens"])
+            assert not found["cached_tokens"], f"prompt {number} hits before it was stored: {found}"
+            assert found["tokens"] == self.cold[number], f"prompt {number}: other tokens while it is stored"
+        eventually("all stores have ended", lambda: stores_ended(vllm))
+        counts = vllm.ask("stores")["outcomes"]
+        assert set(counts) <= {"stored", "present"}, f"stores ended otherwise: {counts}"
 
     def load(self, vllm: VllmProcess, name: str) -> Way:
         """Answer all prompts again, without vLLM's own cache."""
@@ -154,12 +141,8 @@ class Family:
         way = Way(name)
         chunk, step = int(vllm.ask("chunk_tokens")), int(vllm.ask("hit_step_tokens"))
         for prompt, cold in zip(self.prompts, self.cold, strict=True):
-            silent = -1
-            while silent < (
-                silent := silences(vllm)
-            ):  # on a busy machine the server may be silent for a moment
-                eventually("vLLM lets all blocks go", lambda: forgotten(vllm))
-                found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
+            eventually("vLLM lets all blocks go", lambda: forgotten(vllm))
+            found = vllm.generate(prompt, max_tokens=OUTPUT_TOKENS)
             # A model of full attention alone hits its whole blocks, but for one token.
             ends = {min(len(prompt) // step * step, len(prompt) - 1)}
             if step == chunk:
@@ -180,13 +163,8 @@ def forgotten(vllm: VllmProcess) -> bool:
     return bool(vllm.ask("reset_prefix_cache"))
 
 
-def silences(vllm: VllmProcess) -> int:
-    """How often the engine found the server silent: then it computes what it could load."""
-    return sum(int(side["breaker_trips"]) for side in vllm.ask("client").values())
-
-
-def on_one_host(family: Family) -> list[Way]:
-    """From L1, after a kill of the server, and from disk."""
+def on_one_host(family: Family, *, outages: bool) -> list[Way]:
+    """From L1; with `outages` also after a kill of the server, and from disk."""
     ways = []
     environment = os.environ | {"KVSTRATA_L2_TAILS_AFTER_S": "0"}
     with ServerProcess(family.folder / "server", l1_mb=512, l2="fs", environment=environment) as server:
@@ -195,6 +173,8 @@ def on_one_host(family: Family) -> list[Way]:
             family.compute(one)
         with family.engine(server) as two:
             ways.append(family.load(two, "another process, from L1"))
+            if not outages:
+                return ways
             eventually("all records are put", lambda: all_put(server))
             server.kill()
             server.start()
@@ -251,14 +231,16 @@ def of_ranks(name: str, lengths: Sequence[int], folder: Path, ranks: int) -> lis
     return [way]
 
 
-def measure(name: str, lengths: Sequence[int], folder: Path, *, peer: bool = True) -> list[Way]:
-    """All ways of one family. Raises AssertionError if storing changes the tokens."""
+def measure(
+    name: str, lengths: Sequence[int], folder: Path, *, outages: bool = True, peer: bool = True
+) -> list[Way]:
+    """The ways of one family. Raises AssertionError if storing changes the tokens."""
     family = Family(name, lengths, folder)
     with family.engine(None) as plain:
         family.cold = [
             plain.generate(prompt, max_tokens=OUTPUT_TOKENS)["tokens"] for prompt in family.prompts
         ]
-    return on_one_host(family) + (from_a_peer(family) if peer else [])
+    return on_one_host(family, outages=outages) + (from_a_peer(family) if peer else [])
 
 
 def draw_lengths(count: int, seed: int) -> list[int]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from kvstrata.types import MissReason
+from tests.harness import vllm_env
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
 from tests.harness.vllm_fork import ForkServer
 from tests.harness.vllm_run import VllmProcess
+from tests.tools.provision import ROOT
 
 CHUNK = 256
 BLOCK = 128
@@ -22,6 +24,13 @@ PATIENCE_S = 120.0
 EXACT = "float32"
 """A hit, a batch or a preempted request is computed in other shapes than a prompt alone; in bf16 that would change a
 token now and then, as it does with vLLM's own prefix cache."""
+OPTIONS = {
+    "dtype": EXACT,
+    "max_num_batched_tokens": 1024,
+    "max_model_len": 4096,
+    "num_gpu_blocks_override": 96,  # vLLM would zero a gigabyte
+}
+"""Of an `LLM`."""
 
 
 def make_prompt(seed: int, tokens: int) -> list[int]:
@@ -58,75 +67,101 @@ def chunks_in_l1(server: ServerProcess) -> int:
     return int(server.get("/v1/status")["pool"]["entries"]["ready"])
 
 
-def unanswered(vllm: VllmProcess) -> float:
-    """How many lookups the engine gave up because the server was silent, as its metrics name them.
-
-    The engine has the option `disable_log_stats` False.
-    """
-    counted = vllm.ask("metrics")
-    return sum(counted[f"miss_{reason}"] for reason in (MissReason.DEADLINE, MissReason.BREAKER_OPEN))
-
-
-def stores_given_up(vllm: VllmProcess) -> float:
-    """How many chunks the engine has not stored because its server was silent; see `unanswered`.
-
-    vLLM publishes its counts with its steps only, so this answers a short prompt first.
-    """
-    vllm.generate([7] * 8)
-    counted = vllm.ask("metrics")
-    return sum(counted[f"store_{outcome}_chunks"] for outcome in ("unavailable", "failed"))
-
-
 class Rig:
-    """A server and an in-process vLLM that uses it."""
+    """A server and an in-process vLLM that uses it; as a context it ends the engine."""
+
+    seeds = itertools.count(1000)
+    """One sequence for all rigs, since engines of one model that share a server hit each other's prompts."""
 
     def __init__(self, server: ServerProcess, vllm: VllmProcess) -> None:
         self.server, self.vllm = server, vllm
-        self.seeds = iter(range(1000, 10_000_000))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.vllm.close()
 
     def fresh_prompt(self, tokens: int) -> list[int]:
         return make_prompt(next(self.seeds), tokens)
 
     def stored(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
-        """Generate from a prompt that is new, and wait until its chunks are in L1; the result.
-
-        On a busy machine the server may be silent for long enough that the engine gives a store up, and counts it;
-        then the prompt is computed and stored again.
-        """
-        wanted, given_up = chunks_in_l1(self.server) + records_of(len(prompt)), self.given_up()
+        """Generate from a prompt that is new, and wait until its chunks are in L1; the result."""
+        wanted = chunks_in_l1(self.server) + records_of(len(prompt))
         result = self.vllm.generate(prompt, **arguments)
-        self.until_stored(wanted, given_up, lambda: self.again(prompt, **arguments))
+        self.until_stored(wanted)
         return result
 
-    def until_stored(self, wanted: int, given_up: int, again: Callable[[], object]) -> None:
-        """Wait until L1 holds `wanted` chunks; call `again` when the engine gives up more stores than `given_up`."""
-
-        def there() -> bool:
-            nonlocal given_up
-            if chunks_in_l1(self.server) >= wanted:
-                return True
-            if self.given_up() > given_up:
-                given_up = self.given_up()
-                again()
-            return False
-
-        until(there, "storing all chunks")
+    def until_stored(self, wanted: int) -> None:
+        """Wait until L1 holds `wanted` chunks."""
+        until(lambda: chunks_in_l1(self.server) >= wanted, "storing all chunks")
         self.vllm.ask("idle_steps", n=2)
-
-    def given_up(self) -> int:
-        """How many chunks the engine has not stored because its server was silent."""
-        counts = self.vllm.ask("client")["worker"]
-        return sum(counts.get(f"store_{outcome}_chunks", 0) for outcome in ("unavailable", "failed"))
 
     def again(self, prompt: list[int], **arguments: Any) -> dict[str, Any]:
         """Generate with vLLM's own prefix cache emptied."""
         until(self.forget, "letting all blocks go")
         return self.vllm.generate(prompt, **arguments)
 
-    def forget(self) -> bool:
-        """Empty vLLM's own prefix cache; False while a block is still held."""
+    def forget(self, connector: bool = False) -> bool:
+        """Empty vLLM's own prefix cache, and `connector` with it; False while a block is still held."""
         self.vllm.ask("idle_steps", n=1)
-        return bool(self.vllm.ask("reset_prefix_cache"))
+        return bool(self.vllm.ask("reset_prefix_cache", connector=connector))
+
+    def settle(self) -> None:
+        """Wait until all stores have an outcome and no lease is left, then empty vLLM's own prefix cache."""
+        until(self._stores_ended, "the end of all stores")
+        until(lambda: self.server.get("/v1/status")["pool"]["leased_bytes"] == 0, "giving all leases back")
+        until(self.forget, "letting all blocks go")
+
+    def _stores_ended(self) -> bool:
+        self.vllm.ask("idle_steps", n=1)  # vLLM hears of ends in steps
+        return not self.vllm.ask("stores")["in_flight"]
+
+    def full_hit(self, prompt: list[int], tokens: int) -> dict[str, Any] | None:
+        """The result if so many tokens hit, else None."""
+        result = self.again(prompt)
+        return result if result["cached_tokens"] == tokens else None
+
+    def connected(self) -> bool:
+        return bool(self.vllm.ask("connected"))
+
+
+def rig_of(
+    server: ServerProcess,
+    model: Path,
+    folder: Path,
+    extra: dict[str, Any] | None = None,
+    *,
+    attached: bool = True,
+    **options: Any,
+) -> Rig:
+    """Start an engine of `server` with these changes of `OPTIONS`; `extra` goes into the connector's extra config.
+
+    With `attached` the server runs, and the engine is ready to use it.
+    """
+    # Chunks that are loaded by the deadline are hits; so long a slow machine may take for all of them.
+    extra = server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000, **(extra or {})})
+    rig = Rig(server, VllmProcess(model, folder, extra=extra, options=OPTIONS | options))
+    if attached:
+        until(rig.connected, "attaching")
+        rig.vllm.generate(
+            [5, 6, 7]
+        )  # the first request waits for a step in which the worker reports its weights
+    return rig
+
+
+def run_in_vllm(folder: Path, *command: str, text: str = "", status: int | None = 0) -> str:
+    """Run `python -m` with this module and its arguments in vLLM's environment; return what it prints.
+
+    `status` is the exit status that it must have; None: any.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    variables = vllm_env.environment(folder)
+    variables["PYTHONPATH"] += f":{ROOT}"
+    assert VllmProcess.fork_server is not None
+    ended, printed, errors = VllmProcess.fork_server.run_module([*command], variables, folder, text)
+    assert status in (None, ended), errors[-4000:]
+    return printed
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -162,10 +197,5 @@ def small_model(vllm_model_folder: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="module")
 def rig(server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """An engine that prefills in pieces of 512 tokens."""
-    with VllmProcess(
-        small_model,
-        tmp_path_factory.mktemp("vllm"),
-        extra=server.connector_config(),
-        options={"dtype": EXACT, "max_num_batched_tokens": 512, "max_model_len": 8192},
-    ) as vllm:
-        yield Rig(server, vllm)
+    with rig_of(server, small_model, tmp_path_factory.mktemp("vllm"), max_num_batched_tokens=512) as rig:
+        yield rig

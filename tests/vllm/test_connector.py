@@ -54,14 +54,8 @@ def test_a_longer_prompt_hits_the_shared_part_and_stores_the_rest(rig):
 def test_simultaneous_requests_hit_and_give_the_same_tokens(rig):
     prompts = [rig.fresh_prompt(n) for n in (700, 1_300, 256, 2_048, 900)]
     wanted = chunks_in_l1(rig.server) + sum(records_of(len(p)) for p in prompts)
-    given_up = rig.given_up()
     cold = rig.vllm.ask("generate", prompts=prompts)
-
-    def again() -> None:
-        until(rig.forget, "letting all blocks go")
-        rig.vllm.ask("generate", prompts=prompts)
-
-    rig.until_stored(wanted, given_up, again)
+    rig.until_stored(wanted)
     assert chunks_in_l1(rig.server) == wanted
     until(rig.forget, "letting all blocks go")
     warm = rig.vllm.ask("generate", prompts=prompts)
@@ -108,12 +102,11 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
     rig.vllm.ask("abort", request=running)
     warm = rig.again(known)
     assert (warm["cached_tokens"], warm["tokens"]) == (1_920, cold["tokens"])
-    rig.vllm.ask("idle_steps", n=2)
-    until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
+    rig.settle()
 
 
 def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
-    rig.vllm.generate([5, 6, 7])  # the first request waits for a step in which the worker reports its weights
+    rig.vllm.generate([5, 6, 7])  # the first request after a reset waits for the workers' report of their weights
     prompt = rig.fresh_prompt(3_000)
     before = chunks_in_l1(rig.server)
     rig.vllm.ask("submit", prompt=prompt)
@@ -133,12 +126,8 @@ def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
     assert rig.again(prompt)["cached_tokens"] == 0
     assert rig.again(other)["cached_tokens"] == 512
 
-    def reset():
-        rig.vllm.ask("idle_steps", n=1)
-        return rig.vllm.ask("reset_prefix_cache", connector=True)
-
     rig.vllm.ask("change_weights", factor=2.0)
-    until(reset, "emptying both caches")
+    until(lambda: rig.forget(connector=True), "emptying both caches")
     cold = rig.stored(prompt)
     assert cold["cached_tokens"] == 0
     warm = rig.again(prompt)
@@ -157,11 +146,7 @@ def test_after_a_reset_with_the_same_weights_earlier_chunks_are_hit(rig):
     prompt = rig.fresh_prompt(1_000)
     cold = rig.stored(prompt)
 
-    def reset():
-        rig.vllm.ask("idle_steps", n=1)
-        return rig.vllm.ask("reset_prefix_cache", connector=True)
-
-    until(reset, "emptying both caches")
+    until(lambda: rig.forget(connector=True), "emptying both caches")
     warm = rig.vllm.generate(prompt)
     assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
 
@@ -175,17 +160,3 @@ def test_new_weights_hit_no_earlier_chunk_even_if_vllm_emptied_only_its_own_cach
     rig.vllm.ask("change_weights", factor=0.25)
     warm = rig.again(prompt)
     assert (warm["cached_tokens"], warm["tokens"]) == (896, first["tokens"])
-
-
-def leased_bytes(server):
-    return server.get("/v1/status")["pool"]["leased_bytes"]
-
-
-def test_statistics_reach_vllm(rig):
-    prompt = rig.fresh_prompt(600)
-    rig.stored(prompt)
-    rig.again(prompt)
-    counts = rig.vllm.ask("client")
-    assert counts["worker"]["store_stored_chunks"] >= 2
-    assert counts["worker"]["loaded_bytes"] >= 2 * 512 * 1024
-    assert counts["scheduler"]["lookup_hit_chunks"] >= 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,7 @@ import pytest
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_engine import Calls
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, make_prompt, until
+from tests.vllm.conftest import Rig, rig_of, until
 
 pytestmark = pytest.mark.vllm
 
@@ -20,25 +20,13 @@ SCHEDULER_WAIT_S = 0.002
 
 
 @pytest.fixture(scope="module")
-def rig(
-    vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rig]:
-    """An engine that was started before its server."""
+def rig(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """An engine and its server, which the tests kill and freeze."""
     folder = tmp_path_factory.mktemp("degraded")
-    with (
-        ServerProcess(folder / "server", l1_mb=128) as server,
-        VllmProcess(
-            vllm_model_folder("19m"),
-            folder / "vllm",
-            extra=server.connector_config(),
-            options={"dtype": EXACT, "max_num_batched_tokens": 1024, "max_model_len": 8192},
-        ) as vllm,
-    ):
-        yield Rig(server, vllm)
-
-
-def attached(rig):
-    return rig.vllm.ask("client")["worker"]["connected"] and rig.vllm.ask("client")["scheduler"]["connected"]
+    with ServerProcess(folder / "server", l1_mb=128) as server:
+        server.start()
+        with rig_of(server, small_model, folder / "vllm") as rig:
+            yield rig
 
 
 def check_calls(rig):
@@ -56,16 +44,27 @@ def check_calls(rig):
             assert methods[name]["wait_s"] == 0, (name, methods)
 
 
-def test_server_absent_at_start_then_caching_begins_by_itself(rig):
+@pytest.fixture
+def rig_without_server(small_model: Path, tmp_path: Path) -> Iterator[Rig]:
+    """An engine that is started before its server."""
+    with (
+        ServerProcess(tmp_path / "server", l1_mb=64) as server,
+        rig_of(server, small_model, tmp_path / "vllm", attached=False) as rig,
+    ):
+        yield rig
+
+
+def test_server_absent_at_start_then_caching_begins_by_itself(rig_without_server):
+    rig = rig_without_server
     prompt = rig.fresh_prompt(1_000)
     cold = rig.vllm.generate(prompt)
     assert cold["cached_tokens"] == 0
     check_calls(rig)
     rig.server.start()
-    until(lambda: attached(rig), "attaching to a server that came later")
+    until(rig.connected, "attaching to a server that came later")
     again = rig.again(prompt)
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
-    until(lambda: chunks_in_l1(rig.server) == 4, "storing")
+    rig.until_stored(4)
     warm = rig.again(prompt)
     assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
     lines = rig.vllm.log_text().splitlines()
@@ -74,7 +73,10 @@ def test_server_absent_at_start_then_caching_begins_by_itself(rig):
     assert any("INFO" in line and "connected to cache server" in line for line in lines)
 
 
-@pytest.mark.parametrize("when", ["before the request", "in prefill", "in decode"])
+long = partial(pytest.param, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("when", [long("before the request"), "in prefill", long("in decode")])
 def test_a_frozen_server_costs_only_hits(rig, when):
     known, new = rig.fresh_prompt(1_000), rig.fresh_prompt(3_000)
     cold = rig.stored(known)
@@ -95,18 +97,12 @@ def test_a_frozen_server_costs_only_hits(rig, when):
     assert frozen["tokens"] == cold["tokens"]
     check_calls(rig)
     rig.server.thaw()
-    until(lambda: attached(rig), "noticing that the server goes on")
-    warm = until(lambda: hit_of(rig, known), "hitting again")
-    assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
+    until(rig.connected, "noticing that the server goes on")
+    # Right after a server's return its heartbeat may still be old.
+    assert until(lambda: rig.full_hit(known, 896), "hitting again")["tokens"] == cold["tokens"]
 
 
-def hit_of(rig, prompt):
-    """The result if it was a hit, else None: right after a server's return its heartbeat may still be old."""
-    result = rig.again(prompt)
-    return result if result["cached_tokens"] else None
-
-
-@pytest.mark.parametrize("tokens_before", [2, 8])
+@pytest.mark.parametrize("tokens_before", [long(2), 8])
 def test_a_killed_server_costs_only_hits_and_its_pool_is_served_again(rig, tokens_before):
     known, new = rig.fresh_prompt(1_000), rig.fresh_prompt(3_000)
     cold = rig.stored(known)
@@ -123,9 +119,9 @@ def test_a_killed_server_costs_only_hits_and_its_pool_is_served_again(rig, token
     assert rig.again(known)["tokens"] == cold["tokens"]
     check_calls(rig)
     assert rig.server.start()["adopted"]
-    until(lambda: attached(rig), "attaching again")
+    until(rig.connected, "attaching again")
     # The tail may be verified a moment after the chunks before it.
-    warm = until(lambda: full_hit(rig, known, 896), "hitting what was stored before")
+    warm = until(lambda: rig.full_hit(known, 896), "hitting what was stored before")
     assert warm["tokens"] == cold["tokens"]
 
 
@@ -135,10 +131,10 @@ def test_server_that_lost_its_pool_is_filled_again(rig):
     rig.server.kill()
     rig.server.wipe_segment()
     assert not rig.server.start()["adopted"]
-    until(lambda: attached(rig), "attaching again")
+    until(rig.connected, "attaching again")
     again = rig.again(known)
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
-    until(lambda: chunks_in_l1(rig.server) == 4, "storing again")
+    rig.until_stored(4)
     warm = rig.again(known)
     assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
 
@@ -161,7 +157,7 @@ def test_a_chunk_with_a_flipped_bit_is_computed_and_stored_again(rig):
     assert bad["tokens"] == cold["tokens"]
     rig.vllm.ask("idle_steps", n=2)
     assert rig.vllm.ask("client")["worker"]["corrupt_chunks"] >= 1
-    healed = until(lambda: full_hit(rig, prompt, 1_280), "storing the chunk again")
+    healed = until(lambda: rig.full_hit(prompt, 1_280), "storing the chunk again")
     assert healed["tokens"] == cold["tokens"]
     extents.close()
 
@@ -176,12 +172,6 @@ def chain(headers):
     return ordered
 
 
-def full_hit(rig, prompt, tokens):
-    result = rig.again(prompt)
-    print("cached", result["cached_tokens"], "of", tokens)
-    return result if result["cached_tokens"] == tokens else None
-
-
 def test_vllm_computes_with_the_stored_bytes(rig):
     """Other KV with valid checksums changes the output, which proves that hits really are loaded."""
     prompt = rig.fresh_prompt(1_000)
@@ -192,12 +182,3 @@ def test_vllm_computes_with_the_stored_bytes(rig):
     assert warm["cached_tokens"] == 896
     assert warm["tokens"] != cold["tokens"]
     extents.close()
-
-
-def test_same_prompt_without_any_cache_gives_the_same_tokens(rig, tmp_path):
-    """The reference that all others rest on: vLLM without a connector."""
-    prompt = make_prompt(77, 1_500)
-    ours = rig.stored(prompt)
-    warm = rig.again(prompt)
-    with VllmProcess(rig.vllm.model, tmp_path / "plain", extra=None, options={"dtype": EXACT}) as plain:
-        assert plain.generate(prompt)["tokens"] == ours["tokens"] == warm["tokens"]

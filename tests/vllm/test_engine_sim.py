@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import pytest
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
 from kvstrata.testing.engine_sim.requests import End, SimRequest
-from tests.harness import vllm_env, vllm_model
+from tests.vllm.conftest import run_in_vllm
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 SIZES = {
     "block_tokens": 4,
@@ -99,19 +98,10 @@ def renamed(batches: list[list[Any]]) -> list[list[Any]]:
     return batches
 
 
-def test_the_simulated_engine_schedules_what_vllm_schedules(tmp_path: Path) -> None:
+def test_the_simulated_engine_schedules_what_vllm_schedules(tmp_path: Path, small_model: Path) -> None:
     load = make_load()
-    model = str(vllm_model.ensure_model("19m"))
-    child = subprocess.run(
-        [str(vllm_env.ensure()), str(Path(__file__).with_name("sim_scheduler.py"))],
-        input=json.dumps({"model": model, "requests": load, **SIZES}),
-        capture_output=True,
-        text=True,
-        env=vllm_env.environment(tmp_path),
-        timeout=300,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    real = json.loads(child.stdout.splitlines()[-1])  # after lines of vLLM's log
+    text = json.dumps({"model": str(small_model), "requests": load, **SIZES})
+    real = json.loads(run_in_vllm(tmp_path, "tests.vllm.sim_scheduler", text=text).splitlines()[-1])
     told, batches, engine = simulate(load)
     assert told == real["requests"]
     assert renamed(batches) == renamed([batch for batch in real["events"] if batch])

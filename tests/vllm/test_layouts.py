@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.harness import vllm_env
+from tests.vllm.conftest import run_in_vllm
 
-pytestmark = pytest.mark.vllm
-
-SCRIPT = Path(__file__).with_name("layouts_run.py")
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 ALL = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
 LATENTS = ["FLASHMLA auto 64/64", "TRITON_MLA fp8 16/16", "FLASHMLA_SPARSE fp8_ds_mla 64/64"]
@@ -21,17 +17,8 @@ LATENTS = ["FLASHMLA auto 64/64", "TRITON_MLA fp8 16/16", "FLASHMLA_SPARSE fp8_d
 @pytest.fixture(scope="module")
 def results(vllm_python, tmp_path_factory):
     """One line a case, see the script."""
-    environment = vllm_env.environment(tmp_path_factory.mktemp("layouts"))
-    done = subprocess.run(
-        [str(vllm_python), "-P", str(SCRIPT)],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    printed = run_in_vllm(tmp_path_factory.mktemp("layouts"), "tests.vllm.layouts_run")
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 def made(results):
