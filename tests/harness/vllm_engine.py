@@ -302,10 +302,6 @@ class Engine:
         """Return our connector's side in the scheduler; in process only."""
         return ours(self.scheduler().connector)._scheduler
 
-    def pinned_blocks(self) -> int:
-        """Count the blocks that our stores have pinned; in process only."""
-        return sum(len(blocks) for blocks, _ in self.scheduler_side().stores._pins._pinned.values())
-
     def free_blocks(self) -> int:
         """Count the blocks that no request holds."""
         return int(self.scheduler().kv_cache_manager.block_pool.get_num_free_blocks())

@@ -9,7 +9,7 @@ import pytest
 from tests.harness import bench
 from tests.harness.vllm_run import VllmProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 WITH_VLLM = (
     "codec",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess, transfer
-from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, until
+from tests.vllm.conftest import OPTIONS, Rig, chunks_in_l1, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 NOT_OURS = {"lmcache.max_offload_tokens": 0}
 """A request with these parameters is stored by the other connector only."""
@@ -29,39 +28,22 @@ THEIR_SETTINGS = {
 }
 
 
-SEEDS = itertools.count(10_000, 1_000)
-
-
 class BesideRig(Rig):
     """A server and an engine with two connectors; `switch` is a file that makes the other one's loads fail or hang."""
 
     def __init__(self, server: ServerProcess, vllm: VllmProcess, switch: Path, *, first: bool) -> None:
         super().__init__(server, vllm)
         self.switch, self.first = switch, first
-        self.seeds = itertools.count(next(SEEDS))  # the engines share a server
         self.counted: dict[str, float] = {}
 
     def news(self) -> dict[str, float]:
         """Our counters on vLLM's /metrics: what was added since the last call, without zeros."""
         self.vllm.generate([7] * 8, max_tokens=1)  # vLLM publishes counts with its steps
-        self.idle()
+        self.settle()
         counted = self.vllm.ask("metrics")
         news = {name: count - self.counted.get(name, 0) for name, count in counted.items()}
         self.counted = counted
         return {name: count for name, count in news.items() if count}
-
-    def idle(self) -> None:
-        """Wait until all stores have an outcome; then nothing of ours holds a block or a lease."""
-        until(self.nothing_under_way, "the end of all stores")
-        assert self.vllm.ask("pinned_blocks") == 0
-        until(self.no_lease, "giving all leases back")
-
-    def nothing_under_way(self) -> bool:
-        self.vllm.ask("idle_steps", n=1)
-        return self.vllm.ask("stores")["in_flight"] == 0
-
-    def no_lease(self) -> bool:
-        return self.server.get("/v1/status")["pool"]["leased_bytes"] == 0
 
 
 def engine(
@@ -85,15 +67,13 @@ def engine(
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": both, "lmcache.mp.port": 1},
     }
-    options = {
-        "dtype": EXACT,
-        "max_model_len": 4096,
+    more = {
         "max_num_batched_tokens": 512,
         "disable_log_stats": False,
         "kv_transfer_config": outer,
         "kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"},
-    } | options
-    return VllmProcess(model, folder, extra=None, options=options, environment=environment)
+    }
+    return VllmProcess(model, folder, extra=None, options=OPTIONS | more | options, environment=environment)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["ours-first", "ours-second"])
@@ -201,8 +181,7 @@ def test_abort_while_the_other_one_loads_stores_nothing_and_leaks_no_block(offlo
     rig = offloading
     prompt = rig.fresh_prompt(tokens)
     cold = rig.vllm.generate(prompt, transfer=NOT_OURS)
-    until(rig.forget, "letting all blocks go")
-    rig.idle()
+    rig.settle()
     free, before = rig.vllm.ask("free_blocks"), chunks_in_l1(rig.server)
     rig.switch.touch()
     request = rig.vllm.ask("submit", prompt=prompt)
@@ -213,7 +192,7 @@ def test_abort_while_the_other_one_loads_stores_nothing_and_leaks_no_block(offlo
     until(
         lambda: rig.vllm.ask("idle_steps", n=1) or rig.vllm.ask("free_blocks") == free, "freeing all blocks"
     )
-    rig.idle()
+    rig.settle()
     assert chunks_in_l1(rig.server) == before
     assert rig.again(prompt)["tokens"] == cold["tokens"]
 
@@ -223,8 +202,7 @@ def test_the_other_one_serves_while_our_server_is_gone(offloading, killed):
     rig = offloading
     prompt = rig.fresh_prompt(1_000)
     cold = rig.vllm.generate(prompt, transfer=NOT_OURS)
-    until(rig.forget, "letting all blocks go")
-    rig.idle()
+    rig.settle()
     free = rig.vllm.ask("free_blocks")
     if killed:
         rig.server.kill()
@@ -238,10 +216,9 @@ def test_the_other_one_serves_while_our_server_is_gone(offloading, killed):
         else:
             rig.server.thaw()
     assert (warm["tokens"], warm["cached_tokens"] >= 768) == (cold["tokens"], True)
-    until(rig.forget, "letting all blocks go")
-    rig.idle()
+    rig.settle()
     assert rig.vllm.ask("free_blocks") == free
-    until(lambda: rig.vllm.ask("connected"), "connecting again")
+    until(rig.connected, "connecting again")
     fresh = rig.fresh_prompt(600)
     kept = rig.stored(fresh)
     assert rig.again(fresh, transfer=ONLY_OURS)["tokens"] == kept["tokens"]
@@ -258,7 +235,7 @@ def test_kv_of_a_load_that_fails_within_its_step_is_never_stored(example):
     failed = rig.again(prompt)
     rig.switch.unlink()
     assert failed["tokens"] == cold["tokens"]
-    rig.idle()
+    rig.settle()
     assert chunks_in_l1(rig.server) == before + 4
     shutil.rmtree(rig.switch.parent / "kept")
     ours = rig.again(prompt)
@@ -317,6 +294,5 @@ def hand_over(prefills: BesideRig, decodes: BesideRig) -> None:
     ours = decodes.again(prompt)
     assert (ours["tokens"], ours["cached_tokens"]) == (cold["tokens"], 1_024)
     for rig, blocks in zip((prefills, decodes), free, strict=True):
-        until(lambda rig=rig: rig.forget(), "letting all blocks go")
-        rig.idle()
+        rig.settle()
         assert rig.vllm.ask("free_blocks") == blocks

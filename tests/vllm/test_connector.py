@@ -106,7 +106,9 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
 
 
 def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
-    rig.vllm.generate([5, 6, 7])  # the first request after a reset waits for the workers' report of their weights
+    rig.vllm.generate(
+        [5, 6, 7]
+    )  # the first request after a reset waits for the workers' report of their weights
     prompt = rig.fresh_prompt(3_000)
     before = chunks_in_l1(rig.server)
     rig.vllm.ask("submit", prompt=prompt)

@@ -18,10 +18,9 @@ import pytest
 
 from tests.harness import vllm_model
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import EXACT, until
+from tests.vllm.conftest import Rig, rig_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 BLOCK, CHUNK = 32, 64
 ANSWER_TOKENS = 32
@@ -29,76 +28,47 @@ LENGTHS = (200, 230, 255, 256, 258, 300)
 """None leaves a single token: vLLM pads it with placeholders, and counts these as drafted."""
 
 
-class Engine:
-    """An engine with an EAGLE draft."""
-
-    def __init__(self, vllm: VllmProcess) -> None:
-        self.vllm = vllm
-        until(lambda: vllm.ask("connected"), "attaching")
-        vllm.generate([5, 6, 7])  # the first request waits for the workers' report of their weights
-
-    def answer(self, prompts: list[list[int]], salt: str | None = None) -> tuple[list[Any], list[int]]:
-        """For each prompt tokens, drafts and accepted tokens; and the tokens that hit."""
-        seen, hits = [], []
-        for prompt in prompts:
-            self.vllm.ask("drafts")
-            answer = self.vllm.generate(prompt, max_tokens=ANSWER_TOKENS, salt=salt)
-            seen.append((answer["tokens"], self.vllm.ask("drafts")))
-            hits.append(answer["cached_tokens"])
-        self.vllm.ask("idle_steps", n=1)
-        until(lambda: self.idle() and not self.vllm.ask("stores")["in_flight"], "storing")
-        return seen, hits
-
-    def silences(self) -> int:
-        """How often the server was silent for so long that the engine gave up a store or went on without it."""
-        outcomes = self.vllm.ask("stores")["outcomes"]
-        given_up = sum(count for outcome, count in outcomes.items() if outcome not in ("stored", "present"))
-        return given_up + sum(int(side["breaker_trips"]) for side in self.vllm.ask("client").values())
-
-    def idle(self) -> bool:
-        """Empty vLLM's own cache; False while a block is in use."""
-        self.vllm.ask("idle_steps", n=1)
-        return bool(self.vllm.ask("reset_prefix_cache"))
-
-
-def rounds(*engines: Engine) -> Iterator[None]:
-    """Rounds, until one in which the server was silent towards none of these, as it may be on a busy machine."""
-    silent = -1
-    while silent < (silent := sum(engine.silences() for engine in engines)):
-        yield
+def answered(rig: Rig, prompts: list[list[int]], salt: str | None = None) -> tuple[list[Any], list[int]]:
+    """For each prompt tokens, drafts and accepted tokens; and the tokens that hit."""
+    seen, hits = [], []
+    for prompt in prompts:
+        rig.vllm.ask("drafts")
+        answer = rig.vllm.generate(prompt, max_tokens=ANSWER_TOKENS, salt=salt)
+        seen.append((answer["tokens"], rig.vllm.ask("drafts")))
+        hits.append(answer["cached_tokens"])
+    rig.settle()
+    return seen, hits
 
 
 @contextlib.contextmanager
-def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, Rig]]:
     """Two processes with the same model and draft."""
-    draft = {"method": "eagle", "model": str(model / vllm_model.DRAFT), "num_speculative_tokens": 3}
     options = {
-        "dtype": EXACT,
         "max_model_len": 1_024,
         "block_size": BLOCK,
         "num_gpu_blocks_override": 256,
         "disable_log_stats": False,
-        "speculative_config": draft,
+        "speculative_config": {
+            "method": "eagle",
+            "model": str(model / vllm_model.DRAFT),
+            "num_speculative_tokens": 3,
+        },
     }
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=96, chunk_tokens=CHUNK) as server:
+    extra = {"kvstrata.chunk_size": CHUNK}
+    folder = tmp_path_factory.mktemp("drafts")
+    with ServerProcess(folder / "server", l1_mb=96, chunk_tokens=CHUNK) as server:
         server.start()
-        first, second = (
-            VllmProcess(
-                model,
-                tmp_path_factory.mktemp(name),
-                extra=server.connector_config(**{"kvstrata.chunk_size": CHUNK}),
-                options=options,
-            )
-            for name in ("first", "second")
-        )
-        with first, second:
-            yield Engine(first), Engine(second)
+        with (
+            rig_of(server, model, folder / "first", extra, **options) as first,
+            rig_of(server, model, folder / "second", extra, **options) as second,
+        ):
+            yield first, second
 
 
 @pytest.fixture(scope="module")
 def engines_of_one_server(
     vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Engine]]:
+) -> Iterator[tuple[Rig, Rig]]:
     with engines(vllm_model_folder(vllm_model.DRAFTED), tmp_path_factory) as both:
         yield both
 
@@ -108,38 +78,36 @@ def tokens(draw: random.Random, count: int) -> list[int]:
 
 
 def test_a_hit_from_another_process_has_the_tokens_and_the_acceptance_of_a_cold_prompt(
-    engines_of_one_server: tuple[Engine, Engine],
+    engines_of_one_server: tuple[Rig, Rig],
 ) -> None:
     first, second = engines_of_one_server
     draw = random.Random(1)
-    for _ in rounds(first, second):
-        prompts = [tokens(draw, length) for length in LENGTHS]
-        cold, hits = first.answer(prompts)
-        assert hits == [0] * len(prompts)
-        accepted = sum(drafts["accepted_tokens"] for _, drafts in cold)
-        drafted = sum(drafts["draft_tokens"] for _, drafts in cold)
-        assert accepted > 0.8 * drafted, "the draft imitates the model"
-        warm, hits = second.answer(prompts)
-        assert warm == cold
+    prompts = [tokens(draw, length) for length in LENGTHS]
+    cold, hits = answered(first, prompts)
+    assert hits == [0] * len(prompts)
+    accepted = sum(drafts["accepted_tokens"] for _, drafts in cold)
+    drafted = sum(drafts["draft_tokens"] for _, drafts in cold)
+    assert accepted > 0.8 * drafted, "the draft imitates the model"
+    warm, hits = answered(second, prompts)
+    assert warm == cold
     # The record that ends with a prompt of 256 tokens has the sampled token in its key.
     assert hits == [192, 224, 224, 224, 256, 288]
 
 
 def test_a_record_in_front_of_another_token_is_not_served(
-    engines_of_one_server: tuple[Engine, Engine],
+    engines_of_one_server: tuple[Rig, Rig],
 ) -> None:
     first, second = engines_of_one_server
     draw = random.Random(2)
-    for _ in rounds(first, second):
-        shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 3, 4)]
-        branches = [prompt + tokens(draw, 20) for prompt in shared]
-        cold, _ = second.answer(branches, salt="cold")
-        first.answer([prompt + tokens(draw, 20) for prompt in shared])
-        # Whatever is hit of the other continuation, the draft must not attend to its next token.
-        warm, hits_of_others = second.answer(branches)
-        assert warm == cold
-        again, hits = first.answer(branches)
-        assert again == cold
+    shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 3, 4)]
+    branches = [prompt + tokens(draw, 20) for prompt in shared]
+    cold, _ = answered(second, branches, salt="cold")
+    answered(first, [prompt + tokens(draw, 20) for prompt in shared])
+    # Whatever is hit of the other continuation, the draft must not attend to its next token.
+    warm, hits_of_others = answered(second, branches)
+    assert warm == cold
+    again, hits = answered(first, branches)
+    assert again == cold
     assert hits_of_others == [len(prompt) - CHUNK for prompt in shared]
     assert hits == [len(prompt) for prompt in shared]
 
@@ -155,21 +123,19 @@ def test_windows_beside_a_draft_with_full_attention_cost_neither_tokens_nor_acce
     (model / "config.json").write_text(json.dumps(described))
     draw = random.Random(3)
     with engines(model, tmp_path_factory) as (first, second):
-        for _ in rounds(first, second):
-            prompts = [tokens(draw, length) for length in LENGTHS]
-            cold, _ = first.answer(prompts)
-            warm, hits = second.answer(prompts)
-            assert warm == cold
+        prompts = [tokens(draw, length) for length in LENGTHS]
+        cold, _ = answered(first, prompts)
+        warm, hits = answered(second, prompts)
+        assert warm == cold
         assert hits == [192, 192, 192, 192, 256, 256]
-        for _ in rounds(first, second):
-            shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 4)]
-            branches = [prompt + tokens(draw, 20) for prompt in shared]
-            cold, _ = second.answer(branches, salt="cold")
-            first.answer([prompt + tokens(draw, 20) for prompt in shared])
-            warm, hits = second.answer(branches)
-            assert warm == cold
-            beyond = [hit >= len(prompt) for hit, prompt in zip(hits, shared, strict=True)]
-            assert not any(beyond), "another token follows"
-            again, hits = first.answer(branches)
-            assert again == cold
+        shared = [tokens(draw, chunks * CHUNK) for chunks in (2, 3, 4)]
+        branches = [prompt + tokens(draw, 20) for prompt in shared]
+        cold, _ = answered(second, branches, salt="cold")
+        answered(first, [prompt + tokens(draw, 20) for prompt in shared])
+        warm, hits = answered(second, branches)
+        assert warm == cold
+        beyond = [hit >= len(prompt) for hit, prompt in zip(hits, shared, strict=True)]
+        assert not any(beyond), "another token follows"
+        again, hits = answered(first, branches)
+        assert again == cold
         assert hits == [len(prompt) for prompt in shared]

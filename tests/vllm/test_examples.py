@@ -18,8 +18,6 @@ from tests.harness.cache_engine import eventually
 from tests.harness.daemon import free_port, free_ports
 from tests.vllm.conftest import EXACT
 
-pytestmark = pytest.mark.vllm
-
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS, DOCUMENT_TOKENS = 2, 1_100
 
@@ -30,6 +28,8 @@ def left_of(group: int) -> list[int]:
     return [int(pid) for pid in found.stdout.split()]
 
 
+@pytest.mark.vllm
+@pytest.mark.long
 def test_the_second_engine_hits_what_the_first_put_to_redis(redis_folder, small_model, tmp_path, vllm_python):
     program, variables = redis_server.ensure()
     # The environment that tests use has vLLM without its metadata, which its command asks for.

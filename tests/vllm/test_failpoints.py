@@ -6,7 +6,8 @@ waits for the server, and caching is back once a server is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,25 +16,14 @@ from kvstrata import failpoints
 from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import Unavailable
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import EXACT, Rig, until
-from tests.vllm.test_degraded import attached, check_calls, hit_of
+from tests.vllm.conftest import Rig, rig_of, until
+from tests.vllm.test_degraded import check_calls
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
-NOT_FOR_ENGINES = {
-    "hello",
-    "retrieve",
-    "prefetch",
-    "status",
-    "clear",
-    "sweep",
-    "explain",
-    "abort",
-    "cancel",
-    "corrupt",
-    "recut",
-}
+NOT_FOR_ENGINES = re.compile(
+    r"(hello|retrieve|prefetch|status|clear|sweep|explain|abort|cancel|corrupt|recut)\."
+)
 """Steps that the requests of a healthy engine that is alone need not take."""
 STOPPED = ("lookup.done", "commit.done", "load.read", "put.stored")
 
@@ -46,7 +36,7 @@ def cases() -> list[tuple[str, str]]:
     points = [
         point
         for point in failpoints.POINTS
-        if point.split(".")[0] not in NOT_FOR_ENGINES
+        if not NOT_FOR_ENGINES.match(point)
         and (point.startswith("attach.") or not point.endswith((".received", ".replied")))
     ]
     assert set(STOPPED) < set(points)
@@ -54,20 +44,13 @@ def cases() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def rig(
-    vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Rig]:
+def rig(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """An engine and a server with an L2, so that loads and puts are steps too."""
     folder = tmp_path_factory.mktemp("failpoints")
     with ServerProcess(folder / "server", l1_mb=96, l2="fs") as server:
         server.start()
-        with VllmProcess(
-            vllm_model_folder("19m"),
-            folder / "vllm",
-            extra=server.connector_config(),
-            options={"dtype": EXACT, "max_num_batched_tokens": 1024, "max_model_len": 4096},
-        ) as vllm:
-            yield Rig(server, vllm)
+        with rig_of(server, small_model, folder / "vllm") as rig:
+            yield rig
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +109,7 @@ def test_the_engine_gives_the_same_tokens_and_does_not_wait(
     said.append(rig.again(new)["tokens"])
     check_calls(rig)
     restart(rig.server, "")
-    until(lambda: attached(rig), "attaching again")
-    assert until(lambda: hit_of(rig, prompt), "hitting again")["tokens"] == expected
+    until(rig.connected, "attaching again")
+    assert until(lambda: rig.full_hit(prompt, 512), "hitting again")["tokens"] == expected
     said.append(rig.again(new)["tokens"])
     assert all(tokens == said[0] for tokens in said)

@@ -11,10 +11,9 @@ import pytest
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_model import ensure_model
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import EXACT, Rig, make_prompt, until
+from tests.vllm.conftest import Rig, make_prompt, rig_of
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 LENGTHS = (1_150, 1_149, 1_151, 1_148)
 """Nine blocks of full attention each, and ten before they end: all four start, and not all can end at once."""
@@ -24,55 +23,34 @@ LENGTHS = (1_150, 1_149, 1_151, 1_148)
 def rig(tmp_path_factory: pytest.TempPathFactory, vllm_python: Path) -> Iterator[Rig]:
     """gpt-oss, in an engine that must preempt requests when it answers all of `LENGTHS` at once."""
     folder = tmp_path_factory.mktemp("families")
+    options = {"max_num_batched_tokens": 512, "max_model_len": 2_304, "num_gpu_blocks_override": 50}
     with ServerProcess(folder / "server", l1_mb=256) as server:
         server.start()
-        with VllmProcess(
-            ensure_model("gpt-oss"),
-            folder / "vllm",
-            extra=server.connector_config(),
-            options={
-                "dtype": EXACT,
-                "max_num_batched_tokens": 512,
-                "max_model_len": 2_304,
-                "num_gpu_blocks_override": 50,
-            },
-        ) as vllm:
-            vllm.generate([5, 6, 7])
-            yield Rig(server, vllm)
-
-
-def settle(rig: Rig) -> None:
-    """Wait until all stores have ended and vLLM has all its blocks back."""
-
-    def ended() -> bool:
-        rig.vllm.ask("idle_steps", n=1)  # does nothing once vLLM has heard of the end of all stores
-        return not rig.vllm.ask("stores")["in_flight"] and rig.forget()
-
-    until(ended, "ending all stores")
+        with rig_of(server, ensure_model("gpt-oss"), folder / "vllm", **options) as rig:
+            yield rig
 
 
 def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_back(rig: Rig) -> None:
-    settle(rig)
+    rig.settle()
     free = rig.vllm.ask("free_blocks")
     prompts = [make_prompt(8_000 + n, n) for n in LENGTHS]
     alone = [rig.vllm.generate(prompt, max_tokens=140, salt="alone")["tokens"] for prompt in prompts]
-    settle(rig)
+    rig.settle()
     rig.vllm.ask("preemptions")
     together = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
     assert rig.vllm.ask("preemptions") > 0, "there were enough blocks to test nothing"
     assert [found["tokens"] for found in together] == alone
-    settle(rig)
+    rig.settle()
     again = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
     assert [found["tokens"] for found in again] == alone
-    settle(rig)
+    rig.settle()
     for prompt, found, tokens in zip(prompts, again, alone, strict=True):
         if not found["cached_tokens"]:  # preempted before its windows could be read, so they were not stored
             assert rig.vllm.generate(prompt, max_tokens=140)["tokens"] == tokens
-            settle(rig)
+            rig.settle()
             assert rig.vllm.generate(prompt, max_tokens=140)["cached_tokens"] > 0
-            settle(rig)
+            rig.settle()
     assert rig.vllm.ask("free_blocks") == free
-    until(lambda: rig.server.get("/v1/status")["pool"]["leased_bytes"] == 0, "giving all leases back")
 
 
 def windows_of(rig: Rig, prompt: list[int]) -> tuple[Extents, list[tuple[int, Any]], list[int]]:
@@ -80,7 +58,7 @@ def windows_of(rig: Rig, prompt: list[int]) -> tuple[Extents, list[tuple[int, An
     extents = Extents(rig.server.segment_dir)
     before = {header.key for header in extents.records().values()}
     tokens: list[int] = rig.vllm.generate(prompt)["tokens"]
-    settle(rig)
+    rig.settle()
     added = [(at, header) for at, header in extents.records().items() if header.key not in before]
     shortest = min(header.payload_bytes for _, header in added)
     windows = [(at, header) for at, header in added if header.payload_bytes == shortest]
@@ -92,7 +70,7 @@ def windows_of(rig: Rig, prompt: list[int]) -> tuple[Extents, list[tuple[int, An
 
 def test_vllm_computes_with_the_stored_window(rig: Rig) -> None:
     """Another window with valid checksums changes the output, which proves that it really is loaded."""
-    settle(rig)
+    rig.settle()
     prompt = make_prompt(8_100, 1_000)
     extents, windows, tokens = windows_of(rig, prompt)
     for at, header in windows:
@@ -100,11 +78,11 @@ def test_vllm_computes_with_the_stored_window(rig: Rig) -> None:
     extents.close()
     found = rig.vllm.generate(prompt)
     assert found["cached_tokens"] == 768 and found["tokens"] != tokens
-    settle(rig)
+    rig.settle()
 
 
 def test_a_request_whose_window_cannot_be_loaded_is_computed_and_stored_again(rig: Rig) -> None:
-    settle(rig)
+    rig.settle()
     prompt = make_prompt(8_200, 1_000)
     extents, windows, tokens = windows_of(rig, prompt)
     for at, header in windows:
@@ -112,15 +90,15 @@ def test_a_request_whose_window_cannot_be_loaded_is_computed_and_stored_again(ri
     extents.close()
     bad = rig.vllm.generate(prompt)
     assert (bad["cached_tokens"], bad["tokens"]) == (0, tokens)
-    settle(rig)
+    rig.settle()
     healed = rig.vllm.generate(prompt)
     assert (healed["cached_tokens"], healed["tokens"]) == (768, tokens)
-    settle(rig)
+    rig.settle()
 
 
 def test_a_prompt_that_parts_from_another_one_lets_the_next_hit_up_to_there(rig: Rig) -> None:
     """Only the windows at a prompt's end are stored; where two prompts part, the second one stores them."""
-    settle(rig)
+    rig.settle()
     shared = make_prompt(8_300, 800)
     rest = [make_prompt(8_301 + number, 400) for number in range(3)]
     cached, tokens = [], []
@@ -128,7 +106,7 @@ def test_a_prompt_that_parts_from_another_one_lets_the_next_hit_up_to_there(rig:
         found = rig.vllm.generate(shared + each, salt="parts")
         cached.append(found["cached_tokens"])
         tokens.append(found["tokens"])
-        settle(rig)
+        rig.settle()
     assert cached == [0, 0, 768, 1_024]
     assert tokens[2] == tokens[3] == rig.vllm.generate(shared + rest[2], salt="reference")["tokens"]
-    settle(rig)
+    rig.settle()

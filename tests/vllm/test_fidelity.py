@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import CHUNK, Rig, make_prompt, unanswered, until
+from tests.harness.vllm_model import ensure_model
+from tests.vllm.conftest import CHUNK, Rig, make_prompt, rig_of, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 HIT_CHUNKS = 3
 PLAIN, FP8 = bytes(8), bytes([1, 0, 0, 0, 0, 0, 0, 0])
@@ -30,23 +30,12 @@ def server(vllm_python: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture
-def engine(
-    server: ServerProcess, vllm_model_folder: Callable[[str], Path], tmp_path: Path
-) -> Callable[[str], VllmProcess]:
+def engine(server: ServerProcess, tmp_path: Path) -> Callable[..., Rig]:
     """Starts an engine of this fidelity, in bf16, which fp8 rounds."""
 
-    def start(fidelity: str, model: str = "19m") -> VllmProcess:
-        return VllmProcess(
-            vllm_model_folder(model),
-            tmp_path / fidelity,
-            extra=server.connector_config(**{"kvstrata.fidelity": fidelity}),
-            options={
-                "dtype": "bfloat16",
-                "max_num_batched_tokens": 1024,
-                "max_model_len": 4096,
-                "disable_log_stats": False,
-            },
-        )
+    def start(fidelity: str, model: str = "19m") -> Rig:
+        extra = {"kvstrata.fidelity": fidelity}
+        return rig_of(server, ensure_model(model), tmp_path / fidelity, extra, dtype="bfloat16")
 
     return start
 
@@ -61,41 +50,26 @@ def empty_l1(rig: Rig) -> None:
     rig.server.stop()  # in order: what waits for L2 is written
     rig.server.wipe_segment()
     rig.server.start()
-    until(
-        lambda: all(side["connected"] for side in rig.vllm.ask("client").values()),
-        "attaching to the new server",
-    )
+    until(rig.connected, "attaching to the new server")
 
 
 def hit_from_l2(rig: Rig, prompt: list[int], tokens: int, records: int = HIT_CHUNKS) -> None:
-    """All of it, by a server that has nothing else; on a busy machine the engine may give up waiting, and counts it."""
-
-    def hit() -> bool:
-        before = unanswered(rig.vllm)
-        warm = rig.again(prompt)
-        loaded = rig.server.get("/v1/status")["l2_prefetch"]["counts"].get("loaded", 0)
-        if (warm["cached_tokens"], loaded) != (HIT_CHUNKS * CHUNK, records):
-            assert unanswered(rig.vllm) > before, (warm, loaded, rig.vllm.log_tail())
-            empty_l1(rig)
-            return False
-        assert len(warm["tokens"]) == tokens
-        return True
-
-    until(hit, "a hit from L2")
+    """All of it, by a server that has nothing else."""
+    warm = rig.again(prompt)
+    loaded = rig.server.get("/v1/status")["l2_prefetch"]["counts"]["loaded"]
+    assert (warm["cached_tokens"], loaded) == (HIT_CHUNKS * CHUNK, records), rig.vllm.log_tail()
+    assert len(warm["tokens"]) == tokens
 
 
 def test_rounded_chunks_are_hit_from_l2_only_by_engines_that_accept_them(server, engine, tmp_path):
     prompt = make_prompt(1, HIT_CHUNKS * CHUNK + 100)
-    with engine("fp8") as vllm:
-        rig = Rig(server, vllm)
+    with engine("fp8") as rig:
         cold = rig.stored(prompt)
         empty_l1(rig)
         rounded = codecs_in_l2(tmp_path / "l2")
         assert set(rounded.values()) == {FP8} and len(rounded) == HIT_CHUNKS
         hit_from_l2(rig, prompt, len(cold["tokens"]))
-        vllm.quit()
-    with engine("lossless") as vllm:
-        rig = Rig(server, vllm)
+    with engine("lossless") as rig:
         cold = rig.stored(prompt)
         assert cold["cached_tokens"] == 0
         empty_l1(rig)
@@ -107,12 +81,10 @@ def test_rounded_chunks_are_hit_from_l2_only_by_engines_that_accept_them(server,
 
 def test_windows_are_rounded_too(server, engine, tmp_path):
     prompt = make_prompt(2, HIT_CHUNKS * CHUNK + 100)
-    with engine("fp8", "gemma3") as vllm:
-        rig = Rig(server, vllm)
-        cold = vllm.generate(prompt)
-        until(lambda: vllm.ask("idle_steps", n=1) or not vllm.ask("stores")["in_flight"], "storing")
+    with engine("fp8", "gemma3") as rig:
+        cold = rig.vllm.generate(prompt)
+        rig.settle()
         empty_l1(rig)
         rounded = codecs_in_l2(tmp_path / "l2")
         assert set(rounded.values()) == {FP8} and len(rounded) > HIT_CHUNKS
-        until(rig.forget, "letting all blocks go")
         hit_from_l2(rig, prompt, len(cold["tokens"]), len(rounded))

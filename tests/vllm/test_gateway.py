@@ -19,7 +19,7 @@ from tests.harness.tokenizer_folder import chatml
 from tests.harness.vllm_api import VllmApi
 from tests.vllm.conftest import EXACT, chunks_in_l1, make_prompt, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def flags() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,47 +10,25 @@ import pytest
 from kvstrata.cli import asking
 from tests.harness.records import Extents
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import EXACT, Rig, until
+from tests.vllm.conftest import Rig, rig_of, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 BLOCKS = 40
 """5,120 tokens of KV cache: two long requests do not fit together."""
 
 
 @pytest.fixture(scope="module")
-def rig(
-    server: ServerProcess,
-    vllm_python: Path,
-    vllm_model_folder: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Rig]:
+def rig(server: ServerProcess, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Asynchronous loads, little memory, generated chunks stored, KV events and LoRA on."""
-    with VllmProcess(
-        vllm_model_folder("19m"),
-        tmp_path_factory.mktemp("modes"),
-        extra=server.connector_config(
-            **{
-                "kvstrata.load_mode": "async",
-                "lmcache.mp.save_decode_cache": True,
-                "kvstrata.enable_kv_events": True,
-            }
-        ),
-        options={
-            "dtype": EXACT,
-            "max_num_batched_tokens": 1024,
-            "max_model_len": 4096,
-            "num_gpu_blocks_override": BLOCKS,
-            "enable_lora": True,
-            "max_lora_rank": 8,
-        },
-    ) as vllm:
-        yield Rig(server, vllm)
-
-
-def leased_bytes(server):
-    return server.get("/v1/status")["pool"]["leased_bytes"]
+    extra = {
+        "kvstrata.load_mode": "async",
+        "lmcache.mp.save_decode_cache": True,
+        "kvstrata.enable_kv_events": True,
+    }
+    options = {"num_gpu_blocks_override": BLOCKS, "enable_lora": True, "max_lora_rank": 8}
+    with rig_of(server, small_model, tmp_path_factory.mktemp("modes"), extra, **options) as rig:
+        yield rig
 
 
 def test_asynchronous_hit_gives_the_same_tokens(rig):
@@ -72,14 +50,8 @@ def test_asynchronous_load_that_fails_is_computed(rig):
     extents.close()
     bad = rig.again(prompt)
     assert bad["tokens"] == cold["tokens"]
-    healed = until(lambda: full_hit(rig, prompt, 1_280), "storing the chunks again")
+    healed = until(lambda: rig.full_hit(prompt, 1_280), "storing the chunks again")
     assert healed["tokens"] == cold["tokens"]
-
-
-def full_hit(rig, prompt, tokens):
-    result = rig.again(prompt)
-    print("cached", result["cached_tokens"], "of", tokens)
-    return result if result["cached_tokens"] == tokens else None
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
@@ -92,8 +64,7 @@ def test_abort_around_an_asynchronous_load_leaks_nothing(rig, steps):
     rig.vllm.ask("abort", request=request)
     warm = rig.again(prompt)
     assert (warm["cached_tokens"], warm["tokens"]) == (2_560, cold["tokens"])
-    rig.vllm.ask("idle_steps", n=2)
-    until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
+    rig.settle()
     assert rig.vllm.ask("free_blocks") == BLOCKS - 1, "all blocks are free again, but the null block"
 
 
@@ -102,9 +73,7 @@ def test_an_answers_chunks_and_its_tail_are_stored_and_hit_by_the_next_turn(rig)
     first = rig.vllm.generate(prompt, max_tokens=410)
     turn = [*prompt, *first["tokens"][:-1], 5, 6, 7]
     expected = rig.again(turn, salt="reference")["tokens"]
-    again = until(
-        lambda: full_hit(rig, turn, 896), "storing the answer: two chunks, and a block of the third"
-    )
+    again = until(lambda: rig.full_hit(turn, 896), "storing the answer: two chunks, and a block of the third")
     assert again["tokens"] == expected
 
 
@@ -119,8 +88,7 @@ def test_preempted_requests_give_the_same_tokens(rig):
     until(rig.forget, "letting all blocks go")
     warm = rig.vllm.ask("generate", prompts=prompts, max_tokens=110)
     assert [r["tokens"] for r in warm] == alone
-    rig.vllm.ask("idle_steps", n=2)
-    until(lambda: leased_bytes(rig.server) == 0, "giving all leases back")
+    rig.settle()
 
 
 def test_events_name_stored_chunks_with_their_tokens_and_removed_chunks(rig):

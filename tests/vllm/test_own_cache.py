@@ -20,7 +20,7 @@ from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
 from tests.vllm.conftest import EXACT, make_prompt, until, whole_blocks
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 KEPT = 12
 """Batches that the engine sends again."""

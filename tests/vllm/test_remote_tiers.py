@@ -14,12 +14,11 @@ from kvstrata.cli import asking
 from tests.harness import mooncake
 from tests.harness.daemon import Unavailable
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
 from tests.tools import remotes
-from tests.vllm.conftest import EXACT, Rig, until
+from tests.vllm.conftest import Rig, rig_of, until
 from tests.vllm.test_degraded import check_calls
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +34,7 @@ def rigs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             folder = tmp_path_factory.mktemp("remote")
             server = ServerProcess(folder / "server", l1_mb=64, environment=environment)
             stack.enter_context(server).start()
-            vllm = VllmProcess(
-                small_model,
-                folder / "vllm",
-                # Chunks loaded by the deadline are hits; so long a slow machine may take for all of them.
-                extra=server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000}),
-                options={"dtype": EXACT, "max_num_batched_tokens": 2048, "max_model_len": 4096},
-            )
-            rigs.append(Rig(server, stack.enter_context(vllm)))
+            rigs.append(stack.enter_context(rig_of(server, small_model, folder / "vllm")))
         yield rigs
 
 

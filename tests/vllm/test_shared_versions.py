@@ -10,7 +10,7 @@ from tests.tools import vllm_python as pythons
 from tests.tools.families import draw_lengths
 from tests.tools.versions import as_it_should, run_for_real
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def test_versions_hit_their_own_records_and_those_of_each_other_exactly_if_the_facts_agree(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.harness.server_process import ServerProcess
-from tests.harness.vllm_run import VllmProcess
-from tests.vllm.conftest import EXACT, Rig, chunks_in_l1, until
+from tests.vllm.conftest import Rig, chunks_in_l1, rig_of, until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 RIGHT, WRONG = "secret-of-blue-0123456", "not-a-token-of-anybody"
 
@@ -26,28 +25,21 @@ def token(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def rig(
-    vllm_python: Path, vllm_model_folder: Callable[[str], Path], tmp_path: Path, token: Path
-) -> Iterator[Rig]:
+def rig(small_model: Path, tmp_path: Path, token: Path) -> Iterator[Rig]:
     tenants, config = tmp_path / "tenants", tmp_path / "server.yaml"
     tenants.touch(mode=0o600)
     tenants.write_text(f"{RIGHT} blue green\n")
     config.write_text(f"security: {{tenants_file: {tenants}}}\n")
+    # The server does not let this token name red.
+    extra = {
+        "kvstrata.tenant": "blue",
+        "kvstrata.request_tenants": ["green", "red"],
+        "kvstrata.token_file": str(token),
+    }
     with ServerProcess(tmp_path / "server", l1_mb=64, flags=("--config", str(config))) as server:
         server.start()
-        # The server does not let this token name red.
-        more = {
-            "kvstrata.tenant": "blue",
-            "kvstrata.request_tenants": ["green", "red"],
-            "kvstrata.token_file": str(token),
-        }
-        with VllmProcess(
-            vllm_model_folder("19m"),
-            tmp_path / "vllm",
-            extra=server.connector_config(**more),
-            options={"dtype": EXACT, "max_num_batched_tokens": 1024, "max_model_len": 4096},
-        ) as vllm:
-            yield Rig(server, vllm)
+        with rig_of(server, small_model, tmp_path / "vllm", extra, attached=False) as rig:
+            yield rig
 
 
 def test_a_wrong_token_costs_only_the_cache_and_with_the_right_one_two_tenants_share_nothing(rig, token):
@@ -58,11 +50,9 @@ def test_a_wrong_token_costs_only_the_cache_and_with_the_right_one_two_tenants_s
     assert (again["cached_tokens"], again["tokens"]) == (0, cold["tokens"])
     assert chunks_in_l1(rig.server) == 0
     token.write_text(RIGHT)
-    until(
-        lambda: all(side["connected"] for side in rig.vllm.ask("client").values()), "attaching with its token"
-    )
+    until(rig.connected, "attaching with its token")
     rig.again(prompt)
-    until(lambda: chunks_in_l1(rig.server) == 4, "storing")
+    rig.until_stored(4)
     warm = rig.again(prompt)
     assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])
 
@@ -70,7 +60,7 @@ def test_a_wrong_token_costs_only_the_cache_and_with_the_right_one_two_tenants_s
     green, red = ({"kvstrata.tenant": tenant} for tenant in ("green", "red"))
     first = rig.vllm.generate(prompt, transfer=green)
     assert (first["cached_tokens"], first["tokens"]) == (0, cold["tokens"])
-    until(lambda: chunks_in_l1(rig.server) == 8, "storing for green")
+    rig.until_stored(8)
     assert rig.vllm.generate(prompt, transfer=green)["cached_tokens"] == 896, "vLLM's own blocks of green"
     warm = rig.again(prompt, transfer=green)
     assert (warm["cached_tokens"], warm["tokens"]) == (896, cold["tokens"])

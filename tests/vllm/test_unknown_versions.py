@@ -11,7 +11,7 @@ from tests.harness.server_process import ServerProcess
 from tests.tools.families import Family
 from tests.vllm.versions_planted import planted
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
 SCHEDULER = "v1/core/sched/scheduler.py"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.config.lmcache.interfaces import CONNECTORS
 from tests.harness import vllm_env
 from tests.tools import vllm_python as pythons
 from tests.tools.provision import ROOT
@@ -18,7 +19,14 @@ pytestmark = pytest.mark.vllm
 SCRIPT = Path(__file__).with_name("versions_run.py")
 
 
-@pytest.fixture(scope="module", params=pythons.checked())
+NEWEST = pythons.PYTHON_ONLY[-1]
+VERSIONS = [
+    pytest.param(version, marks=() if version == NEWEST else pytest.mark.long)
+    for version in pythons.checked()
+]
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
 def results(request, vllm_python, tmp_path_factory):
     """The script's results, one dictionary each."""
     folder = tmp_path_factory.mktemp("versions")
@@ -53,6 +61,13 @@ def of(results, check):
 def test_every_module_of_the_connector_can_be_imported(results):
     [imports] = of(results, "imports")
     assert {"connector", "scheduler", "worker", "plugin"} <= set(imports["modules"])
+
+
+def test_vllm_finds_our_connector_under_each_of_lmcaches_names(results):
+    """By its own factory, with and without a published module path."""
+    names = of(results, "name")
+    assert {name["asked"] for name in names} == set(CONNECTORS)
+    assert {name["module"] for name in names} == {"kvstrata.connectors.vllm.connector"}
 
 
 def test_each_method_takes_the_arguments_that_vllm_gives_it(results):

@@ -19,12 +19,15 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.plugins import load_general_plugins
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
 
+from kvstrata.config.lmcache.interfaces import CONNECTORS
 from kvstrata.connectors import boundary
 from kvstrata.connectors.vllm import build
 from kvstrata.connectors.vllm.compat.dry_engine import (
@@ -52,6 +55,16 @@ from tests.vllm.versions_tenants import check_api, check_request_kinds
 def check_imports() -> Iterator[dict[str, Any]]:
     names = import_all()
     yield {"check": "imports", "modules": names}
+
+
+def check_names() -> Iterator[dict[str, Any]]:
+    """What vLLM's factory finds under LMCache's names, with and without a module path."""
+    load_general_plugins()
+    for name, modules in CONNECTORS.items():
+        for module in (None, *modules):
+            config = KVTransferConfig(kv_connector=name, kv_connector_module_path=module, kv_role="kv_both")
+            found = KVConnectorFactory.get_connector_class(config)
+            yield {"check": "name", "asked": name, "module": found.__module__}
 
 
 def check_signatures() -> Iterator[dict[str, Any]]:
@@ -459,6 +472,7 @@ def main(folder: Path) -> None:
     model = model_folder(folder)
     checks = [
         check_imports(),
+        check_names(),
         check_signatures(),
         check_traces(model),
         check_starts(model),
