@@ -49,6 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next(n for n, kind in enumerate(KINDS) if item.get_closest_marker(kind)))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker run what the gate has of tests/vllm: each worker that runs some imports vLLM for ten seconds."""
+    if ALL or config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/vllm" if nodeid.startswith("tests/vllm/") else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Show the twenty files whose tests took the longest (docs/contributing.md has them)."""
     seconds: dict[str, float] = collections.defaultdict(float)

@@ -88,8 +88,10 @@ def environment(state_folder: Path, in_front: Path | None = None) -> dict[str, s
     `state_folder` receives the files that vLLM, torch and transformers write; the caller owns and removes it.  The
     folder `in_front` has another version of vLLM (`tests/tools/vllm_python.py`).
     """
-    foreign = ("VLLM_", "LMCACHE_", "KVSTRATA_")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    foreign, kept = ("VLLM_", "LMCACHE_", "KVSTRATA_"), ("KVSTRATA_TESTING", "KVSTRATA_PATIENCE")
+    variables = {
+        name: value for name, value in os.environ.items() if name in kept or not name.startswith(foreign)
+    }
     variables.update(
         PYTHONPATH=":".join(
             map(str, [*([in_front] if in_front else []), ROOT / "src", ROOT / "build" / "metadata"])

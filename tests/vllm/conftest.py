@@ -139,8 +139,7 @@ def rig_of(
 
     With `attached` the server runs, and the engine is ready to use it.
     """
-    # Chunks that are loaded by the deadline are hits; so long a slow machine may take for all of them.
-    extra = server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000, **(extra or {})})
+    extra = server.connector_config(**(extra or {}))
     rig = Rig(server, VllmProcess(model, folder, extra=extra, options=OPTIONS | options))
     if attached:
         until(rig.connected, "attaching")

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.vllm
 def settings_file(folder: Path, server: ServerProcess) -> Path:
     """The file that `LMCACHE_CONFIG_FILE` names."""
     path = folder / "kv strata.yaml"
-    path.write_text(
-        f"port: {server.port}\nsocket_dir: {server.socket_dir}\nchunk_size: 256\nlookup_timeout_ms: 30000\n"
-    )
+    path.write_text(f"port: {server.port}\nsocket_dir: {server.socket_dir}\nchunk_size: 256\n")
     return path
 
 
