@@ -267,8 +267,8 @@ class Engine:
         return [finished[name] for name in names]
 
     def serve(self, arrivals: list[list[Any]], own_time: bool = False) -> dict[str, Any]:
-        """Serve a load at its times; see `vllm_timed.serve`."""
-        timed = runpy.run_path(str(Path(__file__).with_name("vllm_timed.py")))
+        """Serve a load at its times, for the benchmark `sim_fidelity`."""
+        timed = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "sim_timed.py"))
         told: dict[str, Any] = timed["serve"](self, arrivals, own_time)
         return told
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import shlex
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -175,8 +174,3 @@ def test_an_engine_killed_in_a_store_leaves_nothing_behind(engine, server):
     engine.ask("set", names=NAMES[:2])
     engine.signal(signal.SIGKILL)
     eventually("no process is attached", lambda: not server.get("/v1/status")["peers"])
-
-
-def test_the_folder_is_that_of_this_python() -> None:
-    assert sglang_python.folder().name.startswith(f"sglang-{sglang_python.VERSION}-cp3")
-    assert isinstance(sglang_python.folder(), Path)

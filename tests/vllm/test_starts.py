@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -106,31 +104,6 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
             line for line in metrics.splitlines() if line.startswith("vllm:kvstrata_loaded_chunks_total")
         ]
         assert loaded and float(loaded[0].split()[-1]) == 4, metrics
-        before = chunks_in_l1(server)
-        first = bench_serve(api.url, server)
-        until(lambda: chunks_in_l1(server) == before + 2 * 4, "storing")
-        second = bench_serve(api.url, server)
-        for measured in (first, second):
-            assert (measured["total"]["requests"], measured["total"]["failed"]) == (2, 0)
-        assert first["total"]["sources"]["L1 chunks"] == 0
-        assert second["total"]["sources"]["L1 chunks"] == 2 * 4
-        hits = {name: count for name, count in second["total"]["sources"].items() if "chunks" not in name}
-        assert sum(hits.values()) == 2 * 4 * 256, hits
-
-
-def bench_serve(url, server):
-    """The report of `kvstrata bench serve`: a question about each of two documents of 1,100 tokens."""
-    arguments = [
-        "bench", "serve", "long-doc-qa", "--url", url, "--documents", "2",
-        "--document-tokens", "1100", "--question-tokens", "8", "--output-tokens", "4", "--rounds", "1",
-        "--extra-body", '{"detokenize": false}', "--cache-server", server.url,
-        "--json",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [Path(sys.executable).with_name("kvstrata"), *arguments], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def complete(url, model, prompt, salt):

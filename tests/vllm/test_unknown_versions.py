@@ -63,7 +63,7 @@ def test_an_unknown_version_that_differs_is_refused_with_the_difference(edits, t
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode != 0
     error = done.stderr.strip().splitlines()[-1]
