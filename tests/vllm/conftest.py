@@ -31,6 +31,8 @@ OPTIONS = {
     "num_gpu_blocks_override": 96,  # vLLM would zero a gigabyte
 }
 """Of an `LLM`."""
+API_FLAGS = ("--dtype", EXACT, "--max-model-len", "4096", "--num-gpu-blocks-override", "96")
+"""Of vLLM's server."""
 
 
 def make_prompt(seed: int, tokens: int) -> list[int]:

@@ -17,7 +17,7 @@ from tests.harness.gateway_process import GatewayProcess
 from tests.harness.server_process import ServerProcess
 from tests.harness.tokenizer_folder import chatml
 from tests.harness.vllm_api import VllmApi
-from tests.vllm.conftest import EXACT, chunks_in_l1, make_prompt, until
+from tests.vllm.conftest import API_FLAGS, chunks_in_l1, make_prompt, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -31,7 +31,7 @@ def flags() -> tuple[str, ...]:
         "replay_endpoint": f"tcp://*:{free_port()}",
     }
     tools = "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
-    return "--enable-prefix-caching", "--dtype", EXACT, "--kv-events-config", json.dumps(events), *tools
+    return *API_FLAGS, "--enable-prefix-caching", "--kv-events-config", json.dumps(events), *tools
 
 
 def ask(gateway: GatewayProcess, model: Path, prompt: list[int], **more: Any) -> Any:

@@ -18,7 +18,7 @@ from kvstrata.gateway.residency.sources import Source
 from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
-from tests.vllm.conftest import EXACT, make_prompt, until, whole_blocks
+from tests.vllm.conftest import API_FLAGS, make_prompt, until, whole_blocks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -44,7 +44,7 @@ def api(
         "replay_endpoint": place.replay.replace("127.0.0.1", "*"),
         "buffer_steps": KEPT,
     }
-    flags = ("--enable-prefix-caching", "--dtype", EXACT, "--kv-events-config", json.dumps(events))
+    flags = (*API_FLAGS, "--enable-prefix-caching", "--kv-events-config", json.dumps(events))
     with VllmApi(small_model, tmp_path / "vllm", extra=server.connector_config(), flags=flags) as api:
         yield api
 

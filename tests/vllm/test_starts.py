@@ -11,7 +11,7 @@ import pytest
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_api import VllmApi
 from tests.harness.vllm_run import VllmFailed, VllmProcess
-from tests.vllm.conftest import EXACT, OPTIONS, chunks_in_l1, make_prompt, rig_of, until
+from tests.vllm.conftest import API_FLAGS, OPTIONS, chunks_in_l1, make_prompt, rig_of, until
 
 pytestmark = pytest.mark.vllm
 
@@ -88,7 +88,7 @@ def test_api_server_serves_hits(server, small_model, tmp_path, vllm_python):
         small_model,
         tmp_path,
         extra=server.connector_config(),
-        flags=("--no-enable-prefix-caching", "--dtype", EXACT),
+        flags=("--no-enable-prefix-caching", *API_FLAGS),
     ) as api:
         prompt = make_prompt(502, 1_100)
         before = chunks_in_l1(server)
