@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.conftest import run_in_vllm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = pytest.mark.vllm
 
 
 def findings(folder: Path, model: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
 from kvstrata.testing.engine_sim.requests import End, SimRequest
 from tests.vllm.conftest import run_in_vllm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = pytest.mark.vllm
 
 SIZES = {
     "block_tokens": 4,

@@ -34,21 +34,21 @@ def test_requests_that_compete_for_blocks_give_the_same_tokens_and_all_blocks_ba
     rig.settle()
     free = rig.vllm.ask("free_blocks")
     prompts = [make_prompt(8_000 + n, n) for n in LENGTHS]
-    alone = [rig.vllm.generate(prompt, max_tokens=140, salt="alone")["tokens"] for prompt in prompts]
+    alone = [rig.vllm.generate(prompt, max_tokens=60, salt="alone")["tokens"] for prompt in prompts]
     rig.settle()
     rig.vllm.ask("preemptions")
-    together = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
+    together = rig.vllm.ask("generate", prompts=prompts, max_tokens=60)
     assert rig.vllm.ask("preemptions") > 0, "there were enough blocks to test nothing"
     assert [found["tokens"] for found in together] == alone
     rig.settle()
-    again = rig.vllm.ask("generate", prompts=prompts, max_tokens=140)
+    again = rig.vllm.ask("generate", prompts=prompts, max_tokens=60)
     assert [found["tokens"] for found in again] == alone
     rig.settle()
     for prompt, found, tokens in zip(prompts, again, alone, strict=True):
         if not found["cached_tokens"]:  # preempted before its windows could be read, so they were not stored
-            assert rig.vllm.generate(prompt, max_tokens=140)["tokens"] == tokens
+            assert rig.vllm.generate(prompt, max_tokens=60)["tokens"] == tokens
             rig.settle()
-            assert rig.vllm.generate(prompt, max_tokens=140)["cached_tokens"] > 0
+            assert rig.vllm.generate(prompt, max_tokens=60)["cached_tokens"] > 0
             rig.settle()
     assert rig.vllm.ask("free_blocks") == free
 

@@ -12,7 +12,7 @@ from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_model import ensure_model
 from tests.vllm.conftest import CHUNK, Rig, make_prompt, rig_of, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = pytest.mark.vllm
 
 HIT_CHUNKS = 3
 PLAIN, FP8 = bytes(8), bytes([1, 0, 0, 0, 0, 0, 0, 0])
@@ -79,6 +79,7 @@ def test_rounded_chunks_are_hit_from_l2_only_by_engines_that_accept_them(server,
         hit_from_l2(rig, prompt, len(cold["tokens"]))
 
 
+@pytest.mark.long
 def test_windows_are_rounded_too(server, engine, tmp_path):
     prompt = make_prompt(2, HIT_CHUNKS * CHUNK + 100)
     with engine("fp8", "gemma3") as rig:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.vllm.conftest import run_in_vllm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = pytest.mark.vllm
 
 ALL = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
 LATENTS = ["FLASHMLA auto 64/64", "TRITON_MLA fp8 16/16", "FLASHMLA_SPARSE fp8_ds_mla 64/64"]

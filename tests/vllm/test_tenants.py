@@ -10,7 +10,7 @@ import pytest
 from tests.harness.server_process import ServerProcess
 from tests.vllm.conftest import Rig, chunks_in_l1, rig_of, until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long]
+pytestmark = pytest.mark.vllm
 
 RIGHT, WRONG = "secret-of-blue-0123456", "not-a-token-of-anybody"
 
