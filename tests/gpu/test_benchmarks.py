@@ -17,7 +17,7 @@ from kvstrata.native.cuda import device_facts
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
 from tests.harness.gpu_kv import Device, Shape
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RESULTS = ROOT / "build" / "bench.json"
 SMALL = Shape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128)

@@ -24,6 +24,7 @@ print(make_kernels(Builder(), werror=True))
 """
 
 
+@pytest.mark.long
 @pytest.mark.integration
 def test_kernels_are_built_by_the_packages_of_pypi_where_no_other_nvcc_is_named(tmp_path: Path) -> None:
     try:

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
 from kvstrata.native.record import CopyOutcome, RecordSpec, record_header
+from tests.harness.amount import amount
 from tests.harness.cuda_driver import simulated
 from tests.harness.gpu_kv import Device, PagedKv, Shape
 
@@ -257,7 +258,7 @@ def test_jobs_cancels_pins_and_errors_in_any_order_keep_every_promise() -> None:
         run_state_machine_as_test(
             Copies,
             settings=settings(
-                max_examples=40,
+                max_examples=amount(10, 40),
                 stateful_step_count=40,
                 deadline=None,
                 derandomize=True,

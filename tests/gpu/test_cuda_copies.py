@@ -39,6 +39,8 @@ from tests.oracles import record as record_oracle
 
 pytestmark = pytest.mark.integration
 
+GATE = ("strided", "heads-major", "odd-runs", "unlike-in-everything", "more-unlike-sections-than-one-launch")
+"""The shapes that `make test` copies; `make test-all` copies all."""
 SHAPES = {
     "contiguous": Shape.of(3, 40, (), 4096),
     "strided": Shape.of(3, 40, (), 4096, gap=4096),
@@ -81,7 +83,9 @@ def scattered(shape: Shape, randomness: random.Random) -> tuple[list[int], list[
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in GATE else pytest.mark.long) for name in SHAPES]
+)
 @on_gpu
 def test_a_gather_writes_the_cpus_record_and_a_scatter_writes_exactly_its_blocks(name: str) -> None:
     shape = SHAPES[name]
@@ -114,6 +118,7 @@ def test_a_gather_writes_the_cpus_record_and_a_scatter_writes_exactly_its_blocks
             region.unregister()
 
 
+@pytest.mark.long
 @needs_kernels
 @on_gpu
 def test_a_large_gather_is_sealed_part_by_part_and_a_part_that_fails_costs_the_whole() -> None:
@@ -146,7 +151,9 @@ def test_a_large_gather_is_sealed_part_by_part_and_a_part_that_fails_costs_the_w
         region.unregister()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", ["kernel", *(pytest.param(way, marks=pytest.mark.long) for way in ("dma", "staged"))]
+)
 @simulated()
 def test_a_bad_record_ends_as_on_the_cpu_and_touches_no_block_unless_its_payload_is_bad(engine: str) -> None:
     gpu = SimulatedGpu()
@@ -252,6 +259,7 @@ def test_many_runs_go_in_one_call_and_neighbours_in_one_copy() -> None:
     assert (gpu.calls("cuMemcpyBatchAsync"), gpu.calls("copy")) == (1, 4 * 4)
 
 
+@pytest.mark.long
 @needs_kernels
 @simulated()
 def test_layers_of_several_shapes_in_turn_take_a_launch_for_each_shape() -> None:
@@ -283,7 +291,9 @@ def test_records_of_a_layerwise_load_share_a_call_for_each_section() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["heads-major", "latents-with-an-indexer"])
+@pytest.mark.parametrize(
+    "name", ["latents-with-an-indexer", pytest.param("heads-major", marks=pytest.mark.long)]
+)
 @on_gpu
 def test_choose_measures_on_memory_of_its_own_and_takes_the_fastest_or_dma(name: str) -> None:
     gpu = Gpu()

@@ -50,7 +50,9 @@ def test_a_copy_that_fails_costs_its_item_and_the_engine_goes_on() -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", ["dma", *(pytest.param(way, marks=pytest.mark.long) for way in ("kernel", "staged"))]
+)
 @simulated(delay_us=200)
 def test_after_a_sticky_error_every_job_fails_at_once_and_the_engine_says_why(engine: str) -> None:
     gpu = SimulatedGpu()
@@ -181,6 +183,7 @@ def test_a_driver_without_batched_copies_copies_run_by_run_and_the_choice_prefer
     assert gpu.calls("cuMemcpyBatchAsync") == 0
 
 
+@pytest.mark.long
 @needs_kernels
 @simulated(fail="cuModuleLoadData:1:209")
 def test_kernels_that_the_driver_cannot_load_leave_dma_with_the_reason() -> None:
@@ -218,6 +221,7 @@ def test_a_forked_child_is_told_that_cuda_does_not_survive_a_fork_and_the_parent
     assert host.read(0, host.length) == record_of_cpu(shape, content, [9])
 
 
+@pytest.mark.long
 @simulated(devices=0)
 def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:
     for call in (cuda.driver_facts, lambda: cuda.device_facts(0), lambda: cuda.CudaCopyEngine(0)):
@@ -225,6 +229,7 @@ def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:
             call()
 
 
+@pytest.mark.long
 @simulated(version=11_080)
 def test_a_driver_that_is_too_old_is_told_to_be_updated() -> None:
     with pytest.raises(cuda.CudaUnavailable, match=r"supports CUDA 11\.8; update it to CUDA 12\.0"):

@@ -59,15 +59,20 @@ def test_the_report_for_people_says_the_same() -> None:
 @pytest.mark.parametrize(
     ("options", "check", "found", "advice"),
     [
-        ({"devices": 0}, "GPU driver", "finds no GPU", "CUDA_VISIBLE_DEVICES"),
         ({"version": 11080}, "GPU driver", "CUDA 11.8", "update it to CUDA 12.0"),
-        ({"version": 12040}, "GPU driver", "no batched copies", "CUDA 12.8"),
-        ({"fail": "cuInit:1:999"}, "GPU driver", "cuInit", "restart"),
-        ({"fail": "cuDeviceGetName:1:719"}, "GPU 0", "cuDeviceGetName", "restart"),
-        ({"register": 1 << 20}, "GPU 0 pinned memory", "cuMemHostRegister", "ulimit -l"),
-        ({"fail": "cuMemHostRegister:1:800"}, "GPU 0 pinned memory", "NOT_PERMITTED", "unpinned"),
-        ({"memory": 1 << 20}, "GPU 0 copies", "CUDA_ERROR_OUT_OF_MEMORY", "memory is used up"),
         ({"fail": "copy:1:719"}, "GPU 0 copies", "CUDA_ERROR_LAUNCH_FAILED", "restart"),
+        *(
+            pytest.param(*rare, marks=pytest.mark.long)
+            for rare in (
+                ({"devices": 0}, "GPU driver", "finds no GPU", "CUDA_VISIBLE_DEVICES"),
+                ({"version": 12040}, "GPU driver", "no batched copies", "CUDA 12.8"),
+                ({"fail": "cuInit:1:999"}, "GPU driver", "cuInit", "restart"),
+                ({"fail": "cuDeviceGetName:1:719"}, "GPU 0", "cuDeviceGetName", "restart"),
+                ({"register": 1 << 20}, "GPU 0 pinned memory", "cuMemHostRegister", "ulimit -l"),
+                ({"fail": "cuMemHostRegister:1:800"}, "GPU 0 pinned memory", "NOT_PERMITTED", "unpinned"),
+                ({"memory": 1 << 20}, "GPU 0 copies", "CUDA_ERROR_OUT_OF_MEMORY", "memory is used up"),
+            )
+        ),
     ],
 )
 def test_a_bad_state_has_a_line_that_says_what_to_do(
@@ -78,6 +83,7 @@ def test_a_bad_state_has_a_line_that_says_what_to_do(
     assert found in line["found"] and advice in line["advice"], line
 
 
+@pytest.mark.long
 @needs_kernels
 def test_kernels_that_the_driver_cannot_load_are_named_where_copies_are_chosen() -> None:
     line = lines(fail="cuModuleLoadData:1+:209")["GPU 0 copies"]

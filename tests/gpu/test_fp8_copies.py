@@ -18,6 +18,7 @@ from kvstrata.native import codec, copying, cuda
 from kvstrata.native import record as native_record
 from tests.gpu.device_blocks import FAILED, KEY, OK, WAIT_S, WANTED, Host, Shape, needs_kernels, spec
 from tests.harness import gpu_kv
+from tests.harness.amount import amount
 from tests.harness.cuda_driver import Gpu, SimulatedGpu, on_gpu, simulated
 from tests.oracles import copying as oracle
 
@@ -38,6 +39,12 @@ LAYOUTS: dict[str, tuple[Array, Shape]] = {
     "more-blocks-than-one-launch": ((1, 4, 1, 4), Shape.of(2, 800, (), 32)),
 }
 """The array of a block, and how blocks lie in memory."""
+GATE = {("heads-apart", "bfloat16"), ("odd-heads", "float16"), ("more-blocks-than-one-launch", "bfloat16")}
+"""The cases that `make test` takes; `make test-all` takes all."""
+CASES = [
+    pytest.param(name, dtype, marks=() if (name, dtype) in GATE else pytest.mark.long)
+    for name, dtype in itertools.product(LAYOUTS, DTYPES)
+]
 
 
 def numbers(count: int, infinity: int, randomness: random.Random) -> bytes:
@@ -91,8 +98,7 @@ def payload(host: Host, plan: cuda.CudaCopyPlan, n_blocks: int) -> bytes:
     return host.read(header, plan.payload_bytes(n_blocks))
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("name", list(LAYOUTS))
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 @on_gpu
 def test_a_record_is_the_codecs_and_a_load_is_what_the_codec_decodes(name: str, dtype: str) -> None:
     array, shape = LAYOUTS[name]
@@ -144,7 +150,9 @@ def test_any_array_is_rounded_as_the_codec_rounds_it() -> None:
     host = Host(1 << 20)
     host.pin(engines[0])
 
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=amount(15, 60), deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(st.data())
     def check(data: st.DataObject) -> None:
         kind, infinity = data.draw(st.sampled_from(list(DTYPES.values())))
@@ -187,7 +195,7 @@ def small(gpu: Gpu, engine: str = "kernel") -> tuple[Shape, cuda.CudaCopyPlan, i
     return shape, plan, base, copies
 
 
-@pytest.mark.parametrize("engine", WAYS)
+@pytest.mark.parametrize("engine", ["kernel", pytest.param("staged", marks=pytest.mark.long)])
 @on_gpu
 def test_a_number_that_is_none_costs_its_record_alone(engine: str) -> None:
     gpu = Gpu()
@@ -205,6 +213,7 @@ def test_a_number_that_is_none_costs_its_record_alone(engine: str) -> None:
     assert copies.failed is None
 
 
+@pytest.mark.long
 @simulated(delay_us=100)
 def test_a_layerwise_load_is_awaited_section_by_section() -> None:
     gpu = SimulatedGpu()
@@ -308,6 +317,7 @@ def test_a_worker_whose_staging_buffer_is_too_small_to_round_a_chunk_does_not_st
         open_engine(msgspec.structs.replace(enough, gpu_staging_mb=2), kv.view, "cuda:0", 0)
 
 
+@pytest.mark.long
 @on_gpu
 def test_choose_measures_only_what_can_round_and_takes_the_faster() -> None:
     gpu = Gpu()
@@ -324,6 +334,7 @@ def test_choose_measures_only_what_can_round_and_takes_the_faster() -> None:
     assert copies.engine == "staged"
 
 
+@pytest.mark.long
 @on_gpu
 def test_an_engine_that_rounds_copies_other_plans_as_they_are() -> None:
     gpu = Gpu()

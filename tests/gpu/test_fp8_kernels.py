@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "native" / "cuda" / "command.txt"
 
 
+@pytest.mark.long
 def test_no_step_of_the_codec_is_contracted_or_flushed_to_zero(tmp_path: Path) -> None:
     if not BUILT.exists():
         pytest.skip("the kernels were not built here: install the CUDA toolkit (nvcc), then `make cuda`")

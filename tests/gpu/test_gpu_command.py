@@ -12,7 +12,7 @@ from tests.harness.cuda_driver import environment
 from tests.tools import gpu_run
 from tests.tools.gpu_pack import pieces
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ SLAB_BYTES = 64 << 20
 CHUNK_BLOCKS = 2
 LAYERS = 3
 ENGINES = ("dma", "kernel", "staged")
+WAYS = [pytest.param(way, marks=() if way == "kernel" else pytest.mark.long) for way in ENGINES]
 
 Start = Callable[..., Child]
 
@@ -65,8 +66,8 @@ def blocks(n_chunks: int) -> int:
 
 
 @DRIVERS
-@pytest.mark.parametrize("way", ENGINES)
-def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine(
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine_also_by_one_in_host_memory(
     engine: Start, way: str, driver: str
 ) -> None:
     first = engine(driver, engine=way)
@@ -78,23 +79,22 @@ def test_what_was_stored_is_loaded_byte_for_byte_by_another_engine(
         assert found == {"chunks": 6, "right": blocks(6), "bad": 0}
         assert second.ask("load", seed=unknown, n_chunks=6) == {"chunks": 0, "right": 0, "bad": 0}
         second.ask("close")
+    assert first.ask("host_load", seed=1, n_chunks=6) == 6
+    assert first.ask("host_store", seed=7, n_chunks=4) == 4
+    assert first.ask("load", seed=7, n_chunks=4) == {"chunks": 4, "right": blocks(4), "bad": 0}
     first.ask("close")
-
-
-@DRIVERS
-@pytest.mark.parametrize("way", ENGINES)
-def test_records_from_a_device_equal_those_from_host_memory(engine: Start, way: str, driver: str) -> None:
-    device = engine(driver, engine=way)
-    assert device.ask("store", seed=1, n_chunks=4) == 4
-    assert device.ask("host_load", seed=1, n_chunks=4) == 4
-    assert device.ask("host_store", seed=2, n_chunks=4) == 4
-    assert device.ask("load", seed=2, n_chunks=4) == {"chunks": 4, "right": blocks(4), "bad": 0}
 
 
 @DRIVERS
 @pytest.mark.parametrize(
     ("way", "layout"),
-    [("dma", "LBNHC"), ("dma", "BLNHC"), ("kernel", "LBHNC"), ("kernel", "L2BNHD"), ("staged", "LHBNC")],
+    [
+        ("dma", "LBNHC"),
+        ("kernel", "L2BNHD"),
+        pytest.param("dma", "BLNHC", marks=pytest.mark.long),
+        pytest.param("kernel", "LBHNC", marks=pytest.mark.long),
+        pytest.param("staged", "LHBNC", marks=pytest.mark.long),
+    ],
 )
 def test_preempted_aborted_and_ended_requests_leave_no_wrong_byte(
     engine: Start, way: str, layout: str, driver: str
@@ -115,10 +115,10 @@ ROUNDED = {"fidelity": "fp8", "gpu_fp8": True}
 @pytest.mark.parametrize(
     ("way", "layout", "load_mode", "layerwise"),
     [
-        ("kernel", "LBNHC", "async", False),
         ("kernel", "L2BNHD", "sync", True),
-        ("staged", "LHBNC", "sync", False),
-        ("auto", "BLHNC", "async", False),
+        pytest.param("kernel", "LBNHC", "async", False, marks=pytest.mark.long),
+        pytest.param("staged", "LHBNC", "sync", False, marks=pytest.mark.long),
+        pytest.param("auto", "BLHNC", "async", False, marks=pytest.mark.long),
     ],
 )
 def test_kv_rounded_by_the_gpu_takes_less_room_and_is_loaded_only_by_engines_that_round(
@@ -141,6 +141,7 @@ def test_kv_rounded_by_the_gpu_takes_less_room_and_is_loaded_only_by_engines_tha
         assert other.ask("load", seed=1, n_chunks=5) == {"chunks": 5, "right": blocks(5), "bad": 0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "layout"), [("kernel", "LBNHC"), ("staged", "LBHNC")])
 def test_requests_whose_kv_the_gpu_rounds_are_preempted_and_aborted_without_a_wrong_byte(
     engine: Start, way: str, layout: str
@@ -150,11 +151,13 @@ def test_requests_whose_kv_the_gpu_rounds_are_preempted_and_aborted_without_a_wr
     assert counts["loaded blocks"] > 50 and counts["stored"] > 20 and not counts["bad blocks"]
 
 
+@pytest.mark.long
 def test_an_engine_that_has_no_room_to_round_does_not_start(engine: Start) -> None:
     with pytest.raises(ChildError, match="gpu_staging_mb: KV of GPU 0 cannot be copied"):
         engine(settings=ROUNDED, MEMORY=96 << 20)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", ["copies are not ordered", "blocks are reused too early"])
 def test_the_simulated_engine_sees_a_planted_bug(engine: Start, bug: str) -> None:
     child = engine(engine="dma", bug=bug, DELAY_US=300, SEED=1)
@@ -164,7 +167,7 @@ def test_the_simulated_engine_sees_a_planted_bug(engine: Start, bug: str) -> Non
 
 
 @DRIVERS
-@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("seed", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_a_server_killed_in_mid_copy_leaves_no_wrong_byte(
     engine: Start, server: ServerProcess, seed: int, driver: str
 ) -> None:
@@ -226,7 +229,7 @@ def test_the_pool_is_pinned_whole_and_let_go_with_the_server_that_owned_it(
     assert child.ask("registrations") == 0
 
 
-@pytest.mark.parametrize("way", ENGINES)
+@pytest.mark.parametrize("way", WAYS)
 def test_where_pinning_is_refused_the_rest_of_the_pool_is_copied_unpinned(
     engine: Start, server: ServerProcess, way: str
 ) -> None:
@@ -258,6 +261,7 @@ def test_an_engine_attaches_and_works_while_pinning_hangs(engine: Start) -> None
     other.ask("close")
 
 
+@pytest.mark.long
 @DRIVERS
 def test_how_an_engine_copies_is_reported_to_every_server_and_counted_once(
     engine: Start, server: ServerProcess, driver: str
@@ -291,16 +295,13 @@ def copies_of(server: ServerProcess) -> Any:
     return next((peer["copies"] for peer in peers if peer["copies"]), None)
 
 
-def test_without_pinning_everything_works(engine: Start) -> None:
-    child = engine(pin=False)
-    assert child.ask("store", seed=1, n_chunks=4) == 4
-    assert child.ask("load", seed=1, n_chunks=4)["right"] == blocks(4)
-
-
 # -- bad devices --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory_mb", [32, 96], ids=["for none", "for one direction"])
+@pytest.mark.parametrize(
+    "memory_mb",
+    [pytest.param(32, id="for none", marks=pytest.mark.long), pytest.param(96, id="for one direction")],
+)
 def test_without_room_for_staging_copies_go_by_dma_and_the_log_says_why(
     engine: Start, server: ServerProcess, tmp_path: Path, memory_mb: int
 ) -> None:
@@ -340,16 +341,8 @@ def test_a_sticky_error_switches_the_cache_off_and_the_engine_goes_on(engine: St
     child.ask("close")
 
 
-@pytest.mark.parametrize(
-    ("variables", "arguments", "says"),
-    [
-        ({"DEVICES": 0}, {}, "finds no GPU"),
-        ({"VERSION": 9000}, {}, "driver"),
-    ],
-)
-def test_a_device_that_cannot_serve_is_named_at_the_start(
-    engine: Start, variables: dict[str, int], arguments: dict[str, str], says: str
-) -> None:
-    with pytest.raises(ChildError, match=says) as caught:
-        engine(**variables, **arguments)
+@pytest.mark.long
+def test_a_machine_without_a_gpu_is_named_at_the_start(engine: Start) -> None:
+    with pytest.raises(ChildError, match="finds no GPU") as caught:
+        engine(DEVICES=0)
     assert caught.value.code == "cuda"
