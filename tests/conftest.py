@@ -25,6 +25,8 @@ from tests.harness.promtool import Promtool
 from tests.tools import fetch_debian, fetch_wheels
 
 os.environ["KVSTRATA_TESTING"] = "1"  # permits servers with failpoints and with adapters of type fault_inject
+PATIENCE = "KVSTRATA_PATIENCE"
+os.environ[PATIENCE] = "20"  # no live process looks silent or too slow, however busy the machine is
 # Under nohup it is ignored, and all processes that tests start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 IN_CI = os.environ.get("CI") == "true"
@@ -78,6 +80,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests of silence, and the servers that their fixtures start, have the patience of production."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("silence"):
+            patch.setenv(PATIENCE, "1")
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -108,6 +119,12 @@ def pytest_make_collect_report(
         report.outcome = "failed"
         report.longrepr = f"the whole module is skipped, and CI=true requires it: {skip_reason(report)}"
     return report
+
+
+@pytest.fixture
+def patience_of_production(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that assert production's limits on a clock of their own, so that no machine is too busy for them."""
+    monkeypatch.setenv(PATIENCE, "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

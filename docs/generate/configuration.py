@@ -13,7 +13,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import bare_type
 from kvstrata.config.gateway_model import GatewaySettings
-from kvstrata.config.load import OTHER_ENV
+from kvstrata.config.load import ONLY_TESTS, OTHER_ENV
 from kvstrata.config.model import ServerSettings
 
 _INTRO = """# Configuration
@@ -70,9 +70,7 @@ def reference() -> str:
         ]
     parts.append(
         "\n## Other variables\n\n| variable | meaning |\n|---|---|\n"
-        + "".join(
-            f"| `{name}` | {says} |\n" for name, says in OTHER_ENV.items() if name != "KVSTRATA_FAILPOINTS"
-        )
+        + "".join(f"| `{name}` | {says} |\n" for name, says in OTHER_ENV.items() if name not in ONLY_TESTS)
     )
     return "".join(parts)
 

@@ -25,6 +25,7 @@ FLOORS = (
     ("keys",),
     ("config",),
     ("native",),
+    ("patience",),
     ("failpoints",),
     ("clock", "naming", "states", "types"),
     ("errors",),

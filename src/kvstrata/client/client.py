@@ -44,6 +44,7 @@ from kvstrata.config.tokens import read_token_file
 from kvstrata.keys import ChunkHasher
 from kvstrata.memory.paths import socket_dirs
 from kvstrata.native.copying import CopyEngine
+from kvstrata.patience import patience
 from kvstrata.rpc import attach_wire, wire
 from kvstrata.types import GB, LayoutIdentity, LeaseName, RequestIdentity, Role, Slice
 
@@ -151,13 +152,16 @@ class CacheClient:
         """Begin to attach, in the background. Returns at once, also without a server."""
         self._link.start(self._upkeep, {self._copier.event_fd: self._copier.collect})
 
-    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """End in order: running copies end, commits are answered, the server forgets this process. Idempotent.
 
-        Blocks for about `timeout_s` at most.  Threads that do not end in that time end with the process.
+        Blocks for about `timeout_s` at most (None: CLOSE_TIMEOUT_S).  Threads that do not end in that time end with the
+        process.
         """
         if self._link.closing:
             return
+        if timeout_s is None:
+            timeout_s = patience(CLOSE_TIMEOUT_S)
         self._link.closing = True
         self.pool.forget()
         if not self._link.alive:
@@ -369,7 +373,7 @@ def _forget_in_child() -> None:
 
 def _close_at_exit() -> None:
     for client in list(_clients):
-        client.close(EXIT_TIMEOUT_S)
+        client.close(patience(EXIT_TIMEOUT_S))
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -30,6 +30,7 @@ from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSess
 from kvstrata.memory.attach.client import Attachment, attach_in, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.observability.logging import Thinning
+from kvstrata.patience import patience
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import prove
 from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
@@ -266,7 +267,7 @@ class Link:
             self._stop_attaching.set()
             if self._attachment is not None:
                 if self._bye:
-                    self._attachment.goodbye(GOODBYE_TIMEOUT_S)
+                    self._attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
                 self._attachment.close()
                 self._attachment = None
             waiter.close()
@@ -408,7 +409,9 @@ class Link:
         while not self._stop_attaching.wait(wait_s):
             try:
                 request = self._started_owner.attach_request(self.epoch)
-                attachment, place = attach_in(self._places, request, process_locks(), ATTACH_TIMEOUT_S)
+                attachment, place = attach_in(
+                    self._places, request, process_locks(), patience(ATTACH_TIMEOUT_S)
+                )
             except Unavailable as error:
                 self._absent(error.message)
                 wait_s, retry_s = retry_s, min(2 * retry_s, ATTACH_RETRY_LAST_S)
@@ -444,7 +447,7 @@ class Link:
         """Map the pool, connect, and enter SETUP; or give the attachment back and try again."""
         assert self._waiter is not None
         if self._stopping:
-            attachment.goodbye(GOODBYE_TIMEOUT_S)
+            attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
             return
         old_epoch = self.epoch
         try:
@@ -453,7 +456,7 @@ class Link:
         except (KvstrataError, OSError) as error:
             self.error = f"attached, but cannot use the pool: {error}"
             log.error("%s", self.error)
-            attachment.goodbye(GOODBYE_TIMEOUT_S)
+            attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
             self._start_attaching(ATTACH_REFUSED_RETRY_S)
             return
         if place != self._places[0]:

@@ -20,6 +20,7 @@ from kvstrata.client.releases import ReleaseQueue
 from kvstrata.keys import batch
 from kvstrata.native.hashing import storage_keys
 from kvstrata.observability.load_line import LoadLine
+from kvstrata.patience import patience
 from kvstrata.rpc import wire
 from kvstrata.rpc.ping_wire import LoadRate
 from kvstrata.types import LeaseName
@@ -113,7 +114,7 @@ class Loads:
         """Copy group after group, until all are copied, `SYNC_LOAD_S` has passed or the load is cancelled."""
         items = load.scatter
         codes: list[int] = []
-        ends_s = time.monotonic() + SYNC_LOAD_S
+        ends_s = time.monotonic() + patience(SYNC_LOAD_S)
         for group in _groups(items):
             if codes and (time.monotonic() > ends_s or load.job.cancelled):
                 return codes + [NOT_BEGUN] * (len(items) - len(codes))

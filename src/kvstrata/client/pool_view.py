@@ -17,6 +17,7 @@ from kvstrata.keys.batch import count, part
 from kvstrata.memory.attach.client import Attachment
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.index import IndexReader
+from kvstrata.patience import patience
 from kvstrata.types import KEY_BYTES
 
 KEPT_CHAINS = 64
@@ -78,12 +79,17 @@ class PoolView:
         index = self._index
         whole, windows = self._by_span()
         slices = whole or tuple(windows)
-        if index is None or not slices or not self._link.usable or index.heartbeat_age_s > PEEK_HEARTBEAT_S:
+        if (
+            index is None
+            or not slices
+            or not self._link.usable
+            or index.heartbeat_age_s > patience(PEEK_HEARTBEAT_S)
+        ):
             return None
         digests = b"".join(slices)
         there = [index.peek(storage_keys(root, key, digests), len(slices)) == 1 for root, key in chunks]
         # `index.peek` returns 0 once the heartbeat is older than a second, so its age is checked again.
-        return there if index.heartbeat_age_s <= PEEK_HEARTBEAT_S else None
+        return there if index.heartbeat_age_s <= patience(PEEK_HEARTBEAT_S) else None
 
     def attached(self, attachment: Attachment) -> None:
         """Map the pool of this attachment and open its epoch for copies. Raises SegmentError or OSError."""

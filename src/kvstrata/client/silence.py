@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import math
 
+from kvstrata.patience import patience
 from kvstrata.states import Machine
 
 BUSY_PING_S = 0.1
@@ -94,7 +95,7 @@ class Silence:
     def pinged(self, now_s: float) -> None:
         """Note that a ping was sent."""
         self._last_ping_s = now_s
-        self._due_s = min(self._due_s, now_s + PING_PATIENCE_S)
+        self._due_s = min(self._due_s, now_s + patience(PING_PATIENCE_S))
 
     def check(self, now_s: float) -> bool:
         """Whether the server falls silent now. Call it after everything that arrived by `now_s` was reported.
@@ -105,7 +106,7 @@ class Silence:
             return False
         if not self._was_late and now_s > self._due_s + LATE_S:
             self._was_late = True
-            self._due_s = now_s + SECOND_LOOK_S
+            self._due_s = now_s + patience(SECOND_LOOK_S)
             return False
         self._move(Sign.OVERDUE)
         return True

@@ -31,6 +31,7 @@ from kvstrata.errors import KvstrataError, UnknownIdentity
 from kvstrata.keys import batch as keys
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.record import RecordSpec, record_bytes
+from kvstrata.patience import patience
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, Extent
 
@@ -250,7 +251,7 @@ class StoreQueue:
             message,
             partial(self._reserved, batch),
             partial(self._not_reserved, batch, again),
-            time.monotonic() + RESERVE_DEADLINE_S,
+            time.monotonic() + patience(RESERVE_DEADLINE_S),
         )
         self._link.ask(batch.asked)
 

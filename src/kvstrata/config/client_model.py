@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import LIMIT
+
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a process that attaches to a server (the vLLM connector and other clients)."""
@@ -22,7 +24,12 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chunk_size: Annotated[int, Meta(ge=1, le=65_536, description="Tokens in a chunk.")] = 256
     lookup_timeout_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Longest wait for a request's lookup, which is a miss after that."),
+        Meta(
+            extra=LIMIT,
+            ge=1,
+            le=60_000,
+            description="Longest wait for a request's lookup, which is a miss after that.",
+        ),
     ] = 3_000
     min_retrieve_tokens: Annotated[
         int, Meta(ge=0, description="A hit with fewer tokens than this is computed instead of loaded.")

@@ -7,6 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+LIMIT = {"limit": True}
+"""`extra` of a limit after which a live party counts as silent, dead or too slow; tests raise its default
+(patience.py)."""
 NAME = {"demand": "must be at most 64 letters, digits and . _ -"}
 
 HTTP_HOST = "Address to listen on, or `unix:PATH`: a unix socket, which serves the same user and root without a token."

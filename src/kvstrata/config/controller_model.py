@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings, PortSecuritySettings
+from kvstrata.config.common_model import HTTP_HOST, LIMIT, NAME, ListenSettings, PortSecuritySettings
 from kvstrata.config.log_model import LogFormat, LogLevel
 from kvstrata.config.metrics_model import MetricsSettings
 
@@ -138,6 +138,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     dead_after_s: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             ge=0.1,
             le=86_400,
             description="Silence after which an instance is dead and its chunks are forgotten, in seconds; at least "

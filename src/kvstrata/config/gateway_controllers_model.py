@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import LIMIT
+
 ControllerUrl = Annotated[
     str,
     Meta(
@@ -53,6 +55,7 @@ class GatewayControllersSettings(msgspec.Struct, frozen=True, kw_only=True, forb
     deadline_ms: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             gt=0,
             le=1_000,
             description="Longest time for which a request waits for the answer, in milliseconds; then it goes on "

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.common_model import HTTP_HOST, NAME, ListenSettings
+from kvstrata.config.common_model import HTTP_HOST, LIMIT, NAME, ListenSettings
 from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
 from kvstrata.config.gateway_engines_model import EngineSettings, EnginesFrom
 from kvstrata.config.log_model import LogFormat, LogLevel
@@ -39,11 +39,17 @@ class GatewayHttpSettings(ListenSettings, frozen=True, kw_only=True):
     ] = 64.0
     arrival_s: Annotated[
         float,
-        Meta(gt=0, le=3_600, description="Time in which a request must have arrived whole, in seconds."),
+        Meta(
+            extra=LIMIT,
+            gt=0,
+            le=3_600,
+            description="Time in which a request must have arrived whole, in seconds.",
+        ),
     ] = 60.0
     stalled_s: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             gt=0,
             le=3_600,
             description="A client that reads nothing of its answer for so long is cut, in seconds.",
@@ -200,18 +206,26 @@ class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """How long the gateway waits for an engine."""
 
     connect_s: Annotated[
-        float, Meta(gt=0, le=3_600, description="For a connection, in seconds; then another engine is tried.")
+        float,
+        Meta(
+            extra=LIMIT,
+            gt=0,
+            le=3_600,
+            description="For a connection, in seconds; then another engine is tried.",
+        ),
     ] = 2.0
     first_byte_s: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             gt=0,
             le=86_400,
             description="From sending a request to the first byte of the answer's body, in seconds.",
         ),
     ] = 600.0
     silence_s: Annotated[
-        float, Meta(gt=0, le=86_400, description="Between two parts of an answer's body, in seconds.")
+        float,
+        Meta(extra=LIMIT, gt=0, le=86_400, description="Between two parts of an answer's body, in seconds."),
     ] = 120.0
 
 
@@ -244,7 +258,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 5.0
     timeout_s: Annotated[
-        float, Meta(gt=0, le=3_600, description="Time for a probe's answer, in seconds.")
+        float, Meta(extra=LIMIT, gt=0, le=3_600, description="Time for a probe's answer, in seconds.")
     ] = 3.0
     failures: Annotated[
         int,
@@ -258,6 +272,7 @@ class HealthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     abandon_s: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             gt=0,
             le=86_400,
             description="Time without an answered probe after which requests that still wait for an engine's first "
@@ -347,6 +362,7 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     deadline_ms: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             gt=0,
             le=10_000,
             description="Longest time for which a request waits for its ids, in milliseconds; then it goes on without.",
@@ -400,6 +416,7 @@ class SharingSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     silent_s: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             ge=1.5,
             le=60,
             description="Time without a word from another gateway after which its requests count as ended, in seconds; "
@@ -475,7 +492,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     drain_s: Annotated[
         float,
         Meta(
-            ge=0, le=3_600, description="Time for requests under way when the gateway is stopped, in seconds."
+            extra=LIMIT,
+            ge=0,
+            le=3_600,
+            description="Time for requests under way when the gateway is stopped, in seconds.",
         ),
     ] = 30.0
     insecure: Annotated[

@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvstrata.config.common_model import LIMIT
+
 
 class L2RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The adapters that an admin may add while the server runs; those of `l2_adapters` can always be added again."""
@@ -47,7 +49,12 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 0.25
     deadline_ms: Annotated[
         int,
-        Meta(ge=1, le=60_000, description="Milliseconds for one operation of an adapter without its own."),
+        Meta(
+            extra=LIMIT,
+            ge=1,
+            le=60_000,
+            description="Milliseconds for one operation of an adapter without its own.",
+        ),
     ] = 5_000
     tails_after_s: Annotated[
         float,
@@ -61,6 +68,7 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     drain_s: Annotated[
         float,
         Meta(
+            extra=LIMIT,
             ge=0,
             le=600,
             description="Seconds that puts and loads under way may still take when the server stops; closing takes "

@@ -18,7 +18,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvstrata import patience
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.common_model import LIMIT
 from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.demands import Problem, bare_type, canonical, field_types, problems
 from kvstrata.config.gateway_model import GatewaySettings
@@ -44,12 +46,16 @@ OTHER_ENV = {
     "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
     "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from using AVX-512, `none` from any such extension",
-    "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and `KVSTRATA_FAILPOINTS`, which only tests need",
+    "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and variables that only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
+    "KVSTRATA_PATIENCE": "factor of every limit after which a party counts as silent",
 }
 """Variables that begin with our prefix but are not settings."""
 SIMD = ("", "avx2", "none")
 """Values of `KVSTRATA_SIMD`, which native code reads (`base/cpu.h`)."""
+
+ONLY_TESTS = ("KVSTRATA_FAILPOINTS", "KVSTRATA_PATIENCE")
+"""Variables that need `KVSTRATA_TESTING` and that the reference leaves out."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -66,6 +72,31 @@ def leaves(struct: type[msgspec.Struct], path: str = "") -> tuple[tuple[str, Any
         else:
             found.append((f"{path}{name}", kind))
     return tuple(found)
+
+
+@cache
+def limits(struct: type[msgspec.Struct], path: str = "") -> tuple[tuple[str, float, float | None], ...]:
+    """(Dotted key, default, upper bound) of every setting below a struct that is marked as a LIMIT."""
+    found: list[tuple[str, float, float | None]] = []
+    for field in msgspec.structs.fields(struct):
+        name = f"{path}{field.name}"
+        if isinstance(inner := bare_type(field.type), type) and issubclass(inner, msgspec.Struct):
+            found += limits(inner, f"{name}.")
+        metas = getattr(field.type, "__metadata__", ())
+        found += [(name, field.default, meta.le) for meta in metas if meta.extra == LIMIT]
+    return tuple(found)
+
+
+def with_patience(
+    struct: type[msgspec.Struct], values: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """`values`, with each limit that they do not set at its default times the factor of patience.py."""
+    raised: dict[str, Any] = {}
+    if (times := patience.factor(environment)) > 1:
+        for key, default, most in limits(struct):
+            value = default * times if most is None else min(default * times, most)
+            put(raised, key, type(default)(value))
+    return merge(raised, values)
 
 
 def parse_yaml(text: str) -> Any:
@@ -114,6 +145,10 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
     if (simd := environment.get("KVSTRATA_SIMD", "")) not in SIMD:
         says = f"KVSTRATA_SIMD: must be avx2 or none, or not set, found {simd!r:.40}"
         wrong.append(ConfigError(f"environment: {says}", field="KVSTRATA_SIMD"))
+    try:
+        patience.check(environment)
+    except ConfigError as error:
+        wrong.append(ConfigError(f"environment: {error.message}", field=error.field))
     for name, text in environment.items():
         if not name.startswith(ENV_PREFIX) or name in OTHER_ENV or is_pod_link(name, text):
             continue
@@ -258,4 +293,4 @@ def load(
     add("command line", flag_names, lambda: flags or {})
     if wrong:
         raise together(wrong)
-    return convert(struct, values, "settings")
+    return convert(struct, with_patience(struct, values, environment or {}), "settings")

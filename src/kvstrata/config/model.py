@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.common_model import NAME, ListenSettings, PortSecuritySettings
+from kvstrata.config.common_model import LIMIT, NAME, ListenSettings, PortSecuritySettings
 from kvstrata.config.l2_model import L2Settings
 from kvstrata.config.log_model import LogFormat, LogLevel
 from kvstrata.config.metrics_model import ServerMetricsSettings
@@ -210,10 +210,16 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 0.25
     lookup_timeout_ms: Annotated[
-        int, Meta(ge=1, le=60_000, description="Time for the directory and an owner to answer a lookup.")
+        int,
+        Meta(
+            extra=LIMIT,
+            ge=1,
+            le=60_000,
+            description="Time for the directory and an owner to answer a lookup.",
+        ),
     ] = 250
     load_timeout_ms: Annotated[
-        int, Meta(ge=1, le=60_000, description="Time for reading one batch from a peer.")
+        int, Meta(extra=LIMIT, ge=1, le=60_000, description="Time for reading one batch from a peer.")
     ] = 5_000
     max_read_mb_s: Annotated[
         float,

@@ -29,7 +29,15 @@ from kvstrata.config.lmcache.keys import (
     CONNECTOR_EXTRA_PREFIXES,
 )
 from kvstrata.config.lmcache.variables import FILE, engine_keys
-from kvstrata.config.load import NO_NAMES, convert, from_environment, leaves, read_yaml, variable_names
+from kvstrata.config.load import (
+    NO_NAMES,
+    convert,
+    from_environment,
+    leaves,
+    read_yaml,
+    variable_names,
+    with_patience,
+)
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.pod_links import pod_link_notes
 from kvstrata.errors import ConfigError, together
@@ -70,7 +78,7 @@ def load_settings(
             wrong.append(error)
     if wrong:
         raise together(wrong)
-    settings = convert(ClientSettings, merged, "settings")
+    settings = convert(ClientSettings, with_patience(ClientSettings, merged, environment), "settings")
     if settings.gpu_fp8 and settings.fidelity != "fp8":
         raise ConfigError(
             f"gpu_fp8: rounds KV to 8 bits, but fidelity is {settings.fidelity!r}; set fidelity to 'fp8', or "

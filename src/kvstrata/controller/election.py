@@ -45,6 +45,7 @@ from kvstrata.controller.etcd import Etcd, EtcdFailed
 from kvstrata.controller.orders import Orders
 from kvstrata.errors import ConfigError, NotLeading
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 from kvstrata.process.ports import resolve
 from kvstrata.rpc.cluster_wire import MAX_CLUSTER_ID
 
@@ -181,7 +182,7 @@ class Election:
         connection = self._connected()
         if not self._lease:
             asked_s = self._clock.monotonic_s()
-            self._lease, ttl_s = await connection.grant(self._settings.ttl_s)
+            self._lease, ttl_s = await connection.grant(round(patience(self._settings.ttl_s)))
             self._lease_ends_s = asked_s + ttl_s
         key, members, me = self._key("leader"), self._key("members/"), msgspec.json.encode(self._me)
         mine = b"%s%x" % (members, self._lease)

@@ -25,6 +25,7 @@ except ModuleNotFoundError:
 from kvstrata.config.controller_model import EtcdSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import ConfigError
+from kvstrata.patience import patience
 from kvstrata.text import remember_secret
 
 LOGIN_S = 5.0
@@ -180,7 +181,7 @@ class Etcd:
 
     async def _within_bounds(self, call: Any, channel: grpc.aio.Channel) -> Any:
         if self._login is None:
-            async with asyncio.timeout(LOGIN_S):
+            async with asyncio.timeout(patience(LOGIN_S)):
                 self._login = await self._log_in(channel)
         async with asyncio.timeout(self._call_s):
             return await call(channel, self._login)

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Sequence
 
 from kvstrata.errors import BadRequest, ConfigError, NotPermitted
+from kvstrata.patience import patience
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 RESOLVE_S = 2.0
@@ -61,7 +62,7 @@ class PeerHosts:
 async def _addresses(host: str) -> list[IpAddress]:
     """The addresses of a host. Raises BadRequest if its name cannot be resolved."""
     try:
-        async with asyncio.timeout(RESOLVE_S):
+        async with asyncio.timeout(patience(RESOLVE_S)):
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # TimeoutError is an OSError
         why = str(error) or f"no answer within {RESOLVE_S:g} s"

@@ -23,6 +23,7 @@ from kvstrata.controller.member import (
 )
 from kvstrata.errors import BadSync, SyncAgain
 from kvstrata.native.copying import crc32c
+from kvstrata.patience import patience
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import (
     Change,
@@ -93,7 +94,7 @@ class Syncs:
             member.lacking_since_s = None
         elif member.lacking_since_s is None:
             member.lacking_since_s = now_s
-        elif now_s - member.lacking_since_s >= LOST_EVENTS_S:
+        elif now_s - member.lacking_since_s >= patience(LOST_EVENTS_S):
             self.want(member, "lost_events", expected=told_seq, got=member.applied_seq)
             member.lacking_since_s = None
 

@@ -21,6 +21,7 @@ from kvstrata.config.gateway_model import GatewayTenantSettings
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, OK, Meter
 from kvstrata.gateway.quota import Quota
+from kvstrata.patience import patience
 from kvstrata.process.http_gate import Access
 
 BEARER = b"bearer "
@@ -104,7 +105,7 @@ class Tenant:
         """
         self._left.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(patience(GRACE_S)):
                 await self._left.wait()
 
 

@@ -27,6 +27,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address, Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import Place
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 
 MAX_LIST_BYTES = 64 << 20
 MAX_LINE_BYTES = 4 << 20
@@ -208,7 +209,7 @@ class Endpoints:
         more: dict[str, str] = {"limit": str(PAGE)}
         size = 0
         while True:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(patience(ANSWER_S)):
                 answer = await self._ask(more)
                 try:
                     body = await answer.whole(MAX_LIST_BYTES + 1)
@@ -233,7 +234,7 @@ class Endpoints:
         Raises Gone, Refused, Unreachable, LinkBroken, ConfigError and msgspec.DecodeError.
         """
         wanted = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(patience(ANSWER_S)):
             answer = await self._ask({**wanted, "resourceVersion": self._version})
         try:
             async with asyncio.timeout(SILENT_S) as limit:

@@ -32,6 +32,7 @@ import time
 
 from kvstrata.memory import linux
 from kvstrata.naming import name_process
+from kvstrata.patience import patience
 
 HELD_COUNT = 3
 """Descriptors of one segment: index, extents, sessions.lock, in this order."""
@@ -86,7 +87,7 @@ class Holder:
             sock.close()
             return
         sock.setblocking(False)
-        self._connections[sock.fileno()] = (sock, time.monotonic() + _SILENCE_S)
+        self._connections[sock.fileno()] = (sock, time.monotonic() + patience(_SILENCE_S))
 
     def _drop_silent(self) -> None:
         now = time.monotonic()

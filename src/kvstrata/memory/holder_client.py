@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvstrata.memory import linux
 from kvstrata.memory.holder import HELD_COUNT, MAX_CONNECTIONS, MAX_MESSAGE_BYTES, MAX_NAMES_BYTES
+from kvstrata.patience import patience
 from kvstrata.process.child_environment import plain
 
 _REPLY_TIMEOUT_S = 3.0
@@ -55,7 +56,7 @@ def start(path: Path) -> None:
                 env=plain(os.environ),
                 cwd="/",
                 start_new_session=True,
-                timeout=_START_TIMEOUT_S,
+                timeout=patience(_START_TIMEOUT_S),
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
@@ -121,8 +122,8 @@ def _told(path: Path, request: bytes, fds: list[int], expected: tuple[bytes, ...
 def _ask(path: Path, request: bytes, fds: list[int], most_bytes: int = MAX_MESSAGE_BYTES) -> linux.Received:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
-            linux.connect(sock, os.fspath(path), _REPLY_TIMEOUT_S)
-            sock.settimeout(_REPLY_TIMEOUT_S)
+            linux.connect(sock, os.fspath(path), patience(_REPLY_TIMEOUT_S))
+            sock.settimeout(patience(_REPLY_TIMEOUT_S))
             if linux.credentials_of(sock).uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "holder socket is served by another uid", os.fspath(path))
             linux.send(sock, request, fds)

@@ -48,6 +48,7 @@ from kvstrata.memory.segment_files import (
 )
 from kvstrata.memory.segment_settings import SegmentSettings, check_huge_pages, check_size
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
+from kvstrata.patience import patience
 
 _log = logging.getLogger(__name__)
 
@@ -259,7 +260,7 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
 
 def _host_left(sessions_lock_fd: int) -> int | None:
     """The pid of an adapter host that still maps the segment after `_HOSTS_END_S`; None if no host does."""
-    deadline_s = time.monotonic() + _HOSTS_END_S
+    deadline_s = time.monotonic() + patience(_HOSTS_END_S)
     while (host := linux.byte_locker(sessions_lock_fd, HOSTS_BYTE)) is not None:
         if time.monotonic() > deadline_s:
             return host

@@ -6,6 +6,8 @@ import msgspec
 
 from kvstrata.p2p.owners import OwnerLimits
 
+LEASE_MS = 10_000
+
 
 class PeerSettings(msgspec.Struct, frozen=True):
     """The settings of one tier."""
@@ -23,7 +25,7 @@ class PeerSettings(msgspec.Struct, frozen=True):
     """Only records with the owner's MAC are served (mac.py)."""
     lookup_timeout_ms: int = 250
     load_timeout_ms: int = 5_000
-    lease_ms: int = 10_000
+    lease_ms: int = LEASE_MS
     remember_ms: int = 500
     """How long the directory's answer is reused if it names owners."""
     remember_none_ms: int = 200

@@ -26,6 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvstrata.errors import Unavailable
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 from kvstrata.process.http_unix import is_ours
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ class Bounds:
     @property
     def arrival_s(self) -> float:
         """Time for a request to arrive."""
-        return REQUEST_S if self._arrival_s is None else self._arrival_s
+        return patience(REQUEST_S) if self._arrival_s is None else self._arrival_s
 
     @property
     def stalled_s(self) -> float:
         """Time for a client to read something."""
-        return STALLED_S if self._stalled_s is None else self._stalled_s
+        return patience(STALLED_S) if self._stalled_s is None else self._stalled_s
 
     def opened(self, connection: Timed) -> None:
         """A connection was accepted."""

@@ -33,6 +33,7 @@ import uvloop
 from kvstrata import failpoints
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.observability.logging import EventLog, flush_log
+from kvstrata.patience import patience
 from kvstrata.process.sd_notify import Systemd
 from kvstrata.process.supervisor import Supervisor
 
@@ -179,7 +180,7 @@ class Process(ABC):
         """Drain and close within the budget; returns what was given up."""
         begun_s, drain_s = self.loop.time(), self.drain_s
         stopping = self.loop.create_task(self._drain_and_close(drain_s), name="stop")
-        budget_s = drain_s + CLOSING_S
+        budget_s = drain_s + patience(CLOSING_S)
         self._systemd.stopping("stopping", budget_s + GUARD_S)
         if self.guarded:
             guard = threading.Timer(budget_s + GUARD_S, self._end_late)

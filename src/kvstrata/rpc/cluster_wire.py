@@ -51,6 +51,7 @@ CLUSTER_PROTOCOL_VERSION = 5
 MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one lease of a peer."""
+MAX_LEASE_MS = 60_000
 MAX_EXPLAINED_KEYS = 256
 """Keys in one EXPLAIN command."""
 MAX_RUNS = 4_096
@@ -392,7 +393,7 @@ class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
     reader: InstanceId
     keys: PeerKeys
     n_slices: Annotated[int, Meta(ge=1, le=4096)]
-    ttl_ms: Annotated[int, Meta(ge=1, le=60_000)]
+    ttl_ms: Annotated[int, Meta(ge=1, le=MAX_LEASE_MS)]
     tenant: TenantName = ""
     """Tenant whose own pool the reader reads into, so only that tenant's own pool is looked into; empty: the shared
     one."""

@@ -24,6 +24,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ClusterFailure, Unavailable
+from kvstrata.patience import patience
 from kvstrata.rpc.cluster_fields import ClusterReply, ClusterRequest
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
@@ -101,13 +102,14 @@ class Links:
     def close(self) -> None:
         """Close every link, give queued messages a moment to leave, free everything."""
         for link in self._links:
-            link.close(linger_ms=LINGER_MS)
+            link.close(linger_ms=round(patience(LINGER_MS)))
         self._context.term()
 
     def _socket(self, kind: int, endpoint: str, keys: ClusterKeys | None) -> zmq.Socket[bytes]:
         link = self._context.socket(kind)
         for option, value in _OPTIONS.items():
             link.setsockopt(option, value)
+        link.setsockopt(zmq.HANDSHAKE_IVL, round(patience(HANDSHAKE_MS)))
         try:
             if keys is not None:
                 link.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
@@ -142,7 +144,6 @@ _OPTIONS = {
     zmq.RECONNECT_IVL: RECONNECT_MS,
     zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
     zmq.CONNECT_TIMEOUT: CONNECT_TIMEOUT_MS,
-    zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
     **KEEPALIVE,
 }
 

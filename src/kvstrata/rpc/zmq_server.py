@@ -41,6 +41,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 from kvstrata.process.ports import port_holder, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys
@@ -294,7 +295,7 @@ class ZmqServer:
         server.setsockopt(zmq.LINGER, 0)
         server.setsockopt(zmq.RCVHWM, 0)  # or libzmq would stop its input, see zmq_inbox.py
         server.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
-        server.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        server.setsockopt(zmq.HANDSHAKE_IVL, round(patience(HANDSHAKE_MS)))
         server.setsockopt_string(zmq.ZAP_DOMAIN, KEYLESS_DOMAIN)
         if not self._receive_only:
             server.setsockopt(zmq.SNDHWM, SEND_QUEUE)

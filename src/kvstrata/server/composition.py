@@ -19,6 +19,7 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters, TenantChunks
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
+from kvstrata.patience import patience
 from kvstrata.policy.misses import Explainer
 from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, tenant_number
 from kvstrata.policy.reserved import ReservedBytes
@@ -41,7 +42,7 @@ from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.identity_book import IdentityBook
-from kvstrata.server.l2.gate import PrefetchLimits
+from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.prefetch import PrefetchController
@@ -261,6 +262,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
             peer_reads.scatter(tier, scattered)
 
     limits = PrefetchLimits(
+        patience_s=patience(TIER_PATIENCE_S),
         in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
         max_in_flight=settings.l2.prefetch_max_in_flight,
     )

@@ -11,9 +11,11 @@ from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.p2p.settings import PeerSettings
+from kvstrata.p2p.settings import LEASE_MS, PeerSettings
+from kvstrata.patience import patience
 from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.lifecycle import soon
+from kvstrata.rpc.cluster_wire import MAX_LEASE_MS
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.condition import Condition
@@ -46,6 +48,7 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
             mac=settings.p2p.mac,
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
+            lease_ms=min(MAX_LEASE_MS, round(patience(LEASE_MS))),
             max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
         ),
         len(plan.adapters),

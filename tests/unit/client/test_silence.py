@@ -16,6 +16,8 @@ from kvstrata.client.silence import (
     Silence,
 )
 
+pytestmark = pytest.mark.usefixtures("patience_of_production")
+
 
 @pytest.fixture
 def answering() -> Silence:

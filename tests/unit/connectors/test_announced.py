@@ -7,6 +7,8 @@ import pytest
 from kvstrata.connectors.vllm import announced
 from kvstrata.connectors.vllm.announced import ARRIVES_WITHIN_S, LOOKED_AT_PER_STEP, ROUND_S, Announced
 
+pytestmark = pytest.mark.usefixtures("patience_of_production")
+
 ROOT = b"r" * 32
 
 

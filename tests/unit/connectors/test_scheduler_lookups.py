@@ -18,6 +18,8 @@ from tests.harness.scheduler_side import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("patience_of_production")
+
 
 def test_the_identity_of_plain_requests_is_declared_before_the_first_request():
     client = FakeClient()

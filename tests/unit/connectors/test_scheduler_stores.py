@@ -20,6 +20,8 @@ from tests.harness.scheduler_side import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("patience_of_production")
+
 
 def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
     _, side, request = scene(43)

@@ -11,6 +11,8 @@ from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, StepPlan
 from kvstrata.connectors.vllm.worker import SLEEP_WAIT_S
 from tests.unit.connectors.worker_double import OTHER, load_of, step, store_of
 
+pytestmark = pytest.mark.usefixtures("patience_of_production")
+
 
 def test_a_worker_loads_the_extents_of_its_own_slice(fake, side):
     step(side, StepPlan(1, loads=[load_of()]))

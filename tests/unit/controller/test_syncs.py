@@ -15,6 +15,8 @@ from tests.harness.cluster_instance import tags_of
 from tests.harness.known_members import KnownMembers
 from tests.unit.controller.member_messages import CURRENT, events, heartbeat, in_state, synced
 
+pytestmark = pytest.mark.usefixtures("patience_of_production")
+
 
 def part(index: int, sync: int = 1, tags: bytes = b"", **changes: Any) -> wire.SyncPart:
     tags = tags or tags_of([index])

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <utility>
 
+#include "base/patience.h"
 #include "files/outcome.h"
 
 namespace kvstrata::disk {
@@ -97,7 +98,7 @@ void Putter::end(Lock& lock, std::span<PutItem> batch) noexcept {
   shared_.changed.notify_all();
   // This batch's own keys are published by now, so two batches that wait for each other's keys both
   // end.
-  const auto until = std::chrono::steady_clock::now() + kFollowWait;
+  const auto until = std::chrono::steady_clock::now() + patience(kFollowWait);
   for (PutItem& item : batch) {
     if (item.copy != kFollows) continue;
     shared_.changed.wait_until(lock, until, [&] { return !finder_.is_being_put(item.key); });

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/patience.h"
+
 namespace kvstrata::disk {
 
 namespace {
@@ -34,7 +36,7 @@ bool needs_table(const Segment& segment, std::uint64_t synced) noexcept {
 }  // namespace
 
 Status Retirer::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t entries) {
-  const auto until = std::chrono::steady_clock::now() + kRoomWait;
+  const auto until = std::chrono::steady_clock::now() + patience(kRoomWait);
   appender_.happened(LogEvent::kRoom);
   for (;;) {
     if (const auto room = appender_.take_room(lock, frame_bytes, entries, true)) return *room;
@@ -144,7 +146,7 @@ Status Retirer::retire(Lock& lock, Segment& segment) noexcept {
   reinsert(lock, segment);
   segments_.move(segment, SegmentEvent::kRetire);
   evict_records(lock, segment);
-  const auto until = std::chrono::steady_clock::now() + kPinWait;
+  const auto until = std::chrono::steady_clock::now() + patience(kPinWait);
   while (segment.pins > 0) {
     if (shared_.changed.wait_until(lock, until) == std::cv_status::timeout && segment.pins > 0)
       return Status(StatusCode::kTimedOut, Reason::kNoRoom, "loads keep the segment");

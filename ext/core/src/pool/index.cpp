@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <limits>
 #include <utility>
 
+#include "base/patience.h"
 #include "base/sizes.h"
 #include "hash/crc32c.h"
 #include "pool/windows.h"
@@ -427,18 +429,20 @@ Status IndexReader::open(int index_fd, IndexReader* out, FormatMismatch* mismatc
   KVSTRATA_RETURN_IF_ERROR(IndexView::check(mapping.address(), bytes, &layout, mismatch));
   out->view_ = IndexView(mapping.address(), layout);
   out->mapping_ = std::move(mapping);
+  out->heartbeat_limit_ns_ = static_cast<std::uint64_t>(
+      patience(std::chrono::nanoseconds(kHeartbeatLimitNs)).count());
   return Status();
 }
 
 std::size_t IndexReader::peek(const std::uint8_t* keys, std::size_t n_keys,
                               std::size_t n_slices) const noexcept {
-  if (heartbeat_age_ns() > kHeartbeatLimitNs) return 0;
+  if (heartbeat_age_ns() > heartbeat_limit_ns_) return 0;
   return view_.peek(keys, n_keys, n_slices);
 }
 
 std::size_t IndexReader::peek_windows(const std::uint8_t* keys, std::size_t n_chunks,
                                       std::span<const std::uint32_t> spans) const noexcept {
-  if (heartbeat_age_ns() > kHeartbeatLimitNs) return 0;
+  if (heartbeat_age_ns() > heartbeat_limit_ns_) return 0;
   return view_.peek_windows(keys, n_chunks, spans);
 }
 

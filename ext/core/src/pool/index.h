@@ -344,7 +344,8 @@ class IndexReader {
   [[nodiscard]] static Status open(int index_fd, IndexReader* out,
                                    FormatMismatch* mismatch) noexcept;
 
-  // As IndexView::peek, but 0 when the server's heartbeat is older than kHeartbeatLimitNs.
+  // As IndexView::peek, but 0 when the server's heartbeat is older than kHeartbeatLimitNs (as
+  // base/patience.h has it when the reader is opened).
   std::size_t peek(const std::uint8_t* keys, std::size_t n_keys,
                    std::size_t n_slices) const noexcept;
   // As IndexView::peek_windows, with the same limit.
@@ -362,6 +363,7 @@ class IndexReader {
  private:
   Mapping mapping_;
   IndexView view_;
+  std::uint64_t heartbeat_limit_ns_ = kHeartbeatLimitNs;
 };
 
 }  // namespace kvstrata

@@ -20,6 +20,7 @@ from kvstrata.connectors.tensorrt_llm.plan import SKIP_BLOCK, Load, StepPlan, St
 from kvstrata.connectors.tensorrt_llm.setup import Setup
 from kvstrata.errors import InternalError
 from kvstrata.keys import ChunkHasher, batch
+from kvstrata.patience import patience
 from kvstrata.types import LeaseName, RequestIdentity, Role
 
 LOOKUP_WAIT_S = 0.05
@@ -65,7 +66,7 @@ class SchedulerSide:
         self._client = client
         self._group = group
         self._requests: dict[int, _Request] = {}
-        self._wait_s = min(LOOKUP_WAIT_S, setup.settings.lookup_timeout_ms / 1000)
+        self._wait_s = min(patience(LOOKUP_WAIT_S), setup.settings.lookup_timeout_ms / 1000)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int:
         """How many tokens behind the first `computed_tokens` the cache has; they are leased until they are loaded."""

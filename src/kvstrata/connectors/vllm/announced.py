@@ -11,6 +11,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from kvstrata.patience import patience
+
 MAX_ANNOUNCED = 65_536
 """Maximum number of chunks that are watched; beyond that, the chunk looked at longest ago is reported as removed."""
 LOOKED_AT_PER_STEP = 32
@@ -41,7 +43,7 @@ class Announced:
         """
         now = self._now()
         for key in keys:
-            self._chunks[key] = (root, now, now + ARRIVES_WITHIN_S)
+            self._chunks[key] = (root, now, now + patience(ARRIVES_WITHIN_S))
             self._chunks.move_to_end(key)
         dropped = []
         while len(self._chunks) > MAX_ANNOUNCED:

@@ -19,6 +19,7 @@ from typing import Any
 from kvstrata.client import AskedTails, CacheClient, Identity, LookupCall, LookupResult
 from kvstrata.connectors.vllm.request_tenants import RequestTenants, TenantRefused
 from kvstrata.keys import ChunkHasher, batch
+from kvstrata.patience import patience
 from kvstrata.states import Machine
 from kvstrata.types import MissReason
 
@@ -485,4 +486,4 @@ class LookupTable:
 
     def _settling(self) -> bool:
         """Whether this engine has just started and may be attached in a moment."""
-        return self._now() - self._begun_s < SETTLE_S and self._server_seen()
+        return self._now() - self._begun_s < patience(SETTLE_S) and self._server_seen()

@@ -29,6 +29,7 @@ from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.keys import batch
 from kvstrata.keys.tails import Tail
+from kvstrata.patience import patience
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -349,7 +350,7 @@ class StoreTable:
         if self._make_event is not None and group is self._whole_of_events and tail is None:
             record.keep_for_events(tracked.request, tracked.identity.root, store, self._chunk_tokens)
         self._in_flight[store.store_id] = record
-        self._awaited_until_s = self._now() + AWAITED_S
+        self._awaited_until_s = self._now() + patience(AWAITED_S)
         while len(self._in_flight) > REMEMBERED_STORES:
             self._in_flight.popitem(last=False)
         stores.append(store)

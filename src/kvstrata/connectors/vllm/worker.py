@@ -31,6 +31,7 @@ from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.weights import LoadedWeights
 from kvstrata.keys import batch
+from kvstrata.patience import patience
 from kvstrata.types import EXTENT, LeaseName
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -127,7 +128,7 @@ class WorkerSide:
         lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
         for entry in lost:
             entry.job.cancel()
-        deadline = self._now() + WAIT_S
+        deadline = self._now() + patience(WAIT_S)
         for entry in lost:
             if not entry.job.wait_gathered(max(0.0, deadline - self._now())):
                 # Its job is cancelled and never commits, so a torn copy is never visible.
@@ -140,7 +141,7 @@ class WorkerSide:
         With `layerwise` each layer waits only for its own section: vLLM calls `wait_layer` before each layer.
         """
         started = self._now()
-        self._waits_end_s = started + WAIT_S
+        self._waits_end_s = started + patience(WAIT_S)
         while self._to_begin:
             load = self._to_begin[0]
             in_time = load.asynchronous or self._now() < self._waits_end_s
@@ -296,7 +297,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Give stores a moment to end, stop all copies, and detach from the server."""
-        deadline = self._now() + CLOSE_WAIT_S
+        deadline = self._now() + patience(CLOSE_WAIT_S)
         for entry in self._stores:
             if not entry.job.done.wait(max(0.0, deadline - self._now())):
                 entry.job.cancel()

@@ -12,6 +12,7 @@ from kvstrata.gateway.controllers.breaker import Breaker
 from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
+from kvstrata.patience import patience
 from kvstrata.rpc.cluster_wire import Done
 from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holding, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -67,7 +68,7 @@ class ControllerLink:
     def known(self) -> Directory | None:
         """What the controller told lately; None: nothing."""
         found = self.directory
-        if found is None or self._now_s() - found.heard_s > STALE_BEATS * self._beat_s:
+        if found is None or self._now_s() - found.heard_s > patience(STALE_BEATS * self._beat_s):
             return None
         return found
 

@@ -20,6 +20,7 @@ from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 
 PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH = "grpc.health.v1.Health"
@@ -58,7 +59,7 @@ class PickerServer:
                 ("grpc.max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.max_concurrent_streams", settings.max_in_flight),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-                ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+                ("grpc.keepalive_timeout_ms", round(patience(KEEPALIVE_MS))),
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
             )

@@ -25,6 +25,7 @@ from kvstrata.gateway.residency.sources import Source
 from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 
 TURN, TURN_BYTES = 32, 1 << 20
 """Messages of one engine that are taken in before others have their turn."""
@@ -335,7 +336,7 @@ class Watcher:
 
     def _in_time(self, engine: Watched, now_s: float) -> None:
         if engine.replay is not None:
-            if not engine.again and now_s - engine.replayed_s > REPLAY_S:
+            if not engine.again and now_s - engine.replayed_s > patience(REPLAY_S):
                 self._end_replay(engine, answered=False)
             return
         self._reconnected(engine)

@@ -42,6 +42,7 @@ from kvstrata.memory.segment import Descriptors, Segment
 from kvstrata.naming import name_thread
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import Thinning
+from kvstrata.patience import patience
 from kvstrata.policy.processes import only_tenant
 from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.rpc.wire import SECRET_BYTES
@@ -56,13 +57,14 @@ _MAX_FDS = 8
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.2
+HANDSHAKE_S = 5.0
 
 
 class AttachLimits(NamedTuple):
     """Bounds of the handshake."""
 
     pending: int = 64
-    handshake_s: float = 5.0
+    handshake_s: float = HANDSHAKE_S
     old_row_interval_s: float = 1.0
     """Time between two looks at the locks of rows from before a restart."""
 
@@ -185,7 +187,7 @@ class AttachServer:
         self._path = path
         self._hooks = hooks
         self._instance_id = instance_id
-        self._limits = limits or AttachLimits()
+        self._limits = limits or AttachLimits(handshake_s=patience(HANDSHAKE_S))
         self._lane = concurrent.futures.ThreadPoolExecutor(1, "kv-rows", name_thread)
         self._shared = self._place(pool, descriptors)
         self._own = {

@@ -53,6 +53,7 @@ from kvstrata.p2p.engines.base import (
     unpack_metadata,
 )
 from kvstrata.p2p.engines.ports import has_rdma_card
+from kvstrata.patience import patience
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ class NixlEngine(TransferEngine):
         if self._items_under_way:
             self._drained.clear()
             try:
-                await asyncio.wait_for(self._drained.wait(), CLOSE_WAITS_S)
+                await asyncio.wait_for(self._drained.wait(), patience(CLOSE_WAITS_S))
             except TimeoutError:
                 pass
         left = await self._do(self._tear_down)

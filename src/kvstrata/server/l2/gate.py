@@ -17,6 +17,7 @@ from kvstrata.server.l2.tiers import Tier
 
 MAX_WAITING = 1024
 """Fetches that may wait at one gate; more are refused."""
+TIER_PATIENCE_S = 0.5
 
 
 class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +31,7 @@ class PrefetchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of bytes of a batch; never more than half of `in_flight_bytes`."""
     patience_share: float = 0.25
     """Share of the remaining time that a tier gets to answer `exists` if other tiers come after it."""
-    patience_s: float = 0.5
+    patience_s: float = TIER_PATIENCE_S
     """Longest time that `patience_share` may give."""
 
 

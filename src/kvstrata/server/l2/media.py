@@ -13,6 +13,7 @@ import asyncio
 import logging
 
 from kvstrata.observability.logging import EventLog
+from kvstrata.patience import patience
 from kvstrata.policy.reasons import MEDIUM_GONE, READ_ONLY
 from kvstrata.process.threads import on_a_thread
 from kvstrata.server.l2.store import StoreController
@@ -62,7 +63,7 @@ class MediaWatch:
         ]
         if not asked:
             return
-        await asyncio.wait({probe for _, _, probe in asked}, timeout=ANSWER_S)
+        await asyncio.wait({probe for _, _, probe in asked}, timeout=patience(ANSWER_S))
         for folder, tier, probe in asked:
             self._take(tier, folder, probe.result() if probe.done() else FolderState.UNREACHABLE)
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.observability.logging import follow_level, unfollow_level
+from kvstrata.patience import patience
 from kvstrata.policy.reasons import CLOSED, HOST_DOWN, QUEUE_FULL
 from kvstrata.storage.base import AdapterContext, Capabilities
 from kvstrata.storage.host import channel as host_channel
@@ -152,10 +153,11 @@ class HostLife:
     async def _until_ended_or_silent(self, ended: asyncio.Future[str]) -> None:
         loop = asyncio.get_running_loop()
         self._requests.heard(loop.time())
-        while not ended.done() and (left_s := self._requests.heard_s + CLOSE_S - loop.time()) > 0:
+        close_s = patience(CLOSE_S)
+        while not ended.done() and (left_s := self._requests.heard_s + close_s - loop.time()) > 0:
             await asyncio.wait({ended}, timeout=left_s)
         if not ended.done():
-            log.warning("%s: its host did not end within %.0f s of CLOSE; killing it", self.name, CLOSE_S)
+            log.warning("%s: its host did not end within %.0f s of CLOSE; killing it", self.name, close_s)
 
     # --- asking ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import StorageError
+from kvstrata.patience import patience
 
 PROBE_S = 1.5
 """Longest wait for a connection, or for the answer on it, before the client is set up."""
@@ -73,7 +74,7 @@ def connect(name: str, field: str, address: str) -> socket.socket:
     """A connection to `host:port`. Raises StorageError naming field and address."""
     host, _, port = address.rpartition(":")
     try:
-        return socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_S)
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=patience(PROBE_S))
     except ValueError:
         raise StorageError(f"{name}: {field}: must be host:port, found {address!r:.80}", field=name) from None
     except OSError as error:

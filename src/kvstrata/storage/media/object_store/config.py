@@ -20,6 +20,7 @@ from msgspec import Meta
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import AllWrong, ConfigError
+from kvstrata.patience import patience
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.folder import Folder
@@ -126,7 +127,7 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
             raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
     wrong.tell()
     if not url.startswith("file:"):
-        client = {"timeout": "10s", "connect_timeout": "2s", **client}
+        client = {"timeout": f"{patience(10):g}s", "connect_timeout": f"{patience(2):g}s", **client}
     retry = {
         "max_retries": config.max_retries,
         "retry_timeout": datetime.timedelta(milliseconds=config.retry_timeout_ms),

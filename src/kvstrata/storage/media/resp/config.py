@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import AllWrong
+from kvstrata.patience import patience
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.storage.media.resp.servers import Address, RespServers
@@ -151,7 +152,9 @@ def settings_of(config: RespConfig, place: Place) -> RespSettings:
         key_prefix=config.key_prefix,
         ttl_ms=int(config.ttl_seconds * 1000),
         capacity_bytes=int(config.max_capacity_gb * GB),
-        request_timeout_s=(config.deadline_ms or DEADLINE_MS) / 1000 if timeout_s is None else timeout_s,
+        request_timeout_s=(config.deadline_ms or patience(DEADLINE_MS)) / 1000
+        if timeout_s is None
+        else timeout_s,
         num_workers=config.num_workers,
         per_op_workers=config.per_op_workers,
     )
@@ -192,7 +195,7 @@ def _servers(config: RespConfig, place: Place) -> RespServers:
         database=database,
         tls=tls,
         tls_server_name=config.tls_server_name or "",
-        connection_timeout_s=config.connection_timeout,
+        connection_timeout_s=patience(config.connection_timeout),
     )
 
 
