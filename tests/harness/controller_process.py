@@ -11,15 +11,16 @@ from typing import Any, Self
 from kvstrata.cli.ctl_cluster import reachable
 from kvstrata.process.http_token import find_token
 from tests.harness import own_commands
-from tests.harness.daemon import Spawned, free_port
+from tests.harness.daemon import free_port
 from tests.harness.http_read import read
+from tests.harness.logged import Logged
 from tests.harness.network import Host
 from tests.harness.server_process import ServerFailed, ready_line
 
 PORTS = ("pull", "reply", "heartbeat")
 
 
-class ControllerProcess(Spawned):
+class ControllerProcess(Logged):
     """A controller to `start`, `kill`, `freeze`, `thaw` and `stop` any number of times.
 
     `folder` receives the log and the snapshot.
@@ -37,8 +38,6 @@ class ControllerProcess(Spawned):
         """The controller runs on `host` (None: this machine), without its keeper unless `supervised`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "controller.log"
-        self.stderr: int | None = None
-        """A descriptor that gets the log instead of the file `log`."""
         self.snapshot = folder / "state" / "directory.snapshot"
         self._environment = dict(os.environ if environment is None else environment)
         self._supervised = supervised
@@ -73,7 +72,7 @@ class ControllerProcess(Spawned):
             flags,
             log=self.log,
             stderr=self.stderr,
-            environment=self._environment,
+            environment=self._environment | self.wakes(),
             within=() if self._host is None else self._host.under,
             forked=not self._supervised,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,13 +13,13 @@ import aiohttp
 import yaml
 
 from tests.harness import own_commands
-from tests.harness.daemon import Spawned
+from tests.harness.logged import Logged
 from tests.harness.server_process import ready_line
 from tests.harness.vllm_fork import Forked
 from tests.harness.waiting import eventually_async
 
 
-class GatewayProcess(Spawned):
+class GatewayProcess(Logged):
     """A gateway to start, kill, freeze and stop; `settings` are those of its file, `engines` their URLs.
 
     Probes come every 0.1 s, unless the settings say otherwise.
@@ -62,7 +63,11 @@ class GatewayProcess(Spawned):
         self.write()
         flags = ("--no-supervise", "--config", str(self.file))
         self._process, reader = own_commands.start(
-            "kvstrata.cli.gateway", flags, log=self.log, within=self.within
+            "kvstrata.cli.gateway",
+            flags,
+            log=self.log,
+            environment=os.environ | self.wakes(),
+            within=self.within,
         )
         self.ready = json.loads(ready_line(reader, self._process, self.log))
 

@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.harness import own_commands
-from tests.harness.daemon import Spawned, free_port
+from tests.harness.daemon import free_port
 from tests.harness.http_read import read
+from tests.harness.logged import Logged
 from tests.harness.network import Host
 
 READY_S = 120.0
@@ -67,7 +68,7 @@ def ready_line(reader: int, process: own_commands.Process, log: Path) -> bytes:
     return line
 
 
-class ServerProcess(Spawned):
+class ServerProcess(Logged):
     """A server to `start`, `kill`, `freeze`, `thaw` and `stop` any number of times; `close` leaves nothing behind.
 
     `folder` receives the log and the L2 directory; the caller owns and removes it.  The socket directory lies below
@@ -95,8 +96,6 @@ class ServerProcess(Spawned):
         self.socket_dir = ROOTS[0] / name
         self.segment_dir = ROOTS[1] / name
         self.log = folder / "server.log"
-        self.stderr: int | None = None
-        """A descriptor that gets the log instead of the file `log`."""
         self.port = free_port()
         self._python = python
         self._host = host
@@ -131,7 +130,7 @@ class ServerProcess(Spawned):
             ("--port", str(self.port), *self._flags),
             log=self.log,
             stderr=self.stderr,
-            environment=self._environment,
+            environment=self._environment | self.wakes(),
             within=() if self._host is None else self._host.under,
             python=self._python,
             forked=not self._supervised,

@@ -49,12 +49,13 @@ OTHER_ENV = {
     "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and variables that only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
     "KVSTRATA_PATIENCE": "factor of every limit after which a party counts as silent",
+    "KVSTRATA_TEST_EVENTS": "datagram socket that is told of each log line",
 }
 """Variables that begin with our prefix but are not settings."""
 SIMD = ("", "avx2", "none")
 """Values of `KVSTRATA_SIMD`, which native code reads (`base/cpu.h`)."""
 
-ONLY_TESTS = ("KVSTRATA_FAILPOINTS", "KVSTRATA_PATIENCE")
+ONLY_TESTS = ("KVSTRATA_FAILPOINTS", "KVSTRATA_PATIENCE", "KVSTRATA_TEST_EVENTS")
 """Variables that need `KVSTRATA_TESTING` and that the reference leaves out."""
 
 SURROGATE = re.compile("[\ud800-\udfff]")

@@ -1,14 +1,16 @@
 """The page /metrics of the server: its families as prometheus_client's objects, and both text formats.
 
-The page is made anew at most every FRESH_S, however many readers it has.
+The page is made anew at most every FRESH_S, however many readers it has; under test for each reader.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvstrata.failpoints import is_testing
 from kvstrata.observability.families import COUNTED, FAMILIES, Family, old_name, place_of
 from kvstrata.observability.metrics import Histogram, ServerCounters
 
@@ -65,6 +67,7 @@ class Pages:
         self._registry.register(collector)
         self._old_names = collector.old_names
         self._now_s = now_s
+        self._fresh_s = 0.0 if is_testing(os.environ) else FRESH_S
         self._made: dict[bool, tuple[float, Page]] = {}
         """By whether the format is OpenMetrics: when a page was made, and the page."""
 
@@ -73,7 +76,7 @@ class Pages:
         is_open = _OPEN_METRICS in accept and not self._old_names
         now_s = self._now_s()
         made_s, page = self._made.get(is_open, (float("-inf"), Page(b"", "")))
-        if now_s - made_s >= FRESH_S:
+        if now_s - made_s >= self._fresh_s:
             page = self._make(is_open=is_open)
             self._made[is_open] = now_s, page
         return page

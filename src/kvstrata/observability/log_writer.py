@@ -16,11 +16,14 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstrata.naming import name_thread
 from kvstrata.text import one_line
 
+FLUSH_S = 1.0
+"""Longest wait for the reader of the log, at the end of a process."""
 MAX_BYTES = 4 << 20
 """Most bytes of lines that wait for the reader of the log."""
 
@@ -36,9 +39,13 @@ class LogWriter(logging.Handler):
     Its thread is a daemon, since it may wait for the reader for ever.
     """
 
-    def __init__(self, fd: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, fd: int, max_bytes: int = MAX_BYTES, written: Callable[[], None] | None = None
+    ) -> None:
+        """The thread calls `written` after each line. If it is given, for tests, `emit` waits for the thread."""
         super().__init__()
         self._fd = fd
+        self._written = written
         self._max_bytes = max_bytes
         # Reentrant, as a Condition's lock is by default: a finalizer that runs under the lock may log, too.
         self._changed = threading.Condition()
@@ -69,6 +76,8 @@ class LogWriter(logging.Handler):
                 self._thread = threading.Thread(target=self._write_all, name="kv-log", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+        if self._written is not None:
+            self.flush_within(FLUSH_S)
 
     def stats(self) -> dict[str, int]:
         """Numbers for status and metrics."""
@@ -105,6 +114,8 @@ class LogWriter(logging.Handler):
             try:
                 self._write(self._notice(untold) + line if untold else line)
                 untold = 0
+                if self._written is not None:
+                    self._written()
             except OSError:
                 if line:
                     untold += 1

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvstrata.observability.log_writer import LogWriter
+from kvstrata.observability.log_writer import FLUSH_S, LogWriter
+from kvstrata.observability.wakes import waker
 from kvstrata.text import one_line
 
 WINDOW_S = 10.0
@@ -26,8 +28,6 @@ MAX_VALUE_CHARS = 300
 MAX_MESSAGE_CHARS = 4_000
 
 STDERR = 2
-FLUSH_S = 1.0
-"""Longest wait for the reader of the log at the end of a process."""
 
 _ROOT = "kvstrata"
 _EVENT = "kvstrata_event"
@@ -42,7 +42,7 @@ def set_up(level: str, form: str = "text") -> None:
     `form` is `text` or `json`.
     """
     global _writer
-    _writer = handler = LogWriter(STDERR)
+    _writer = handler = LogWriter(STDERR, written=waker(os.environ))
     kind = _JsonFormatter if form == "json" else _Formatter
     formatter = kind("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime

@@ -83,7 +83,8 @@ def test_old_names_are_served_beside_the_new_ones_until_they_are_switched_off() 
     assert new < served and not new & {old.replace("WORD", "x") for old in renamed()}
 
 
-def test_further_readers_get_the_same_page_for_a_moment() -> None:
+def test_further_readers_get_the_same_page_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTRATA_TESTING")
     counters, now_s = ServerCounters(), [100.0]
     made = Pages(ServerCollector("i1", counters, dict), lambda: now_s[0])
     first = made.page("")

@@ -42,8 +42,8 @@ from kvstrata.native.batches import types_of
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.lent import LentHold
 from kvstrata.native.pool import Hold
-from kvstrata.observability.log_writer import LogWriter
-from kvstrata.observability.logging import FLUSH_S, STDERR
+from kvstrata.observability.log_writer import FLUSH_S, LogWriter
+from kvstrata.observability.logging import STDERR
 from kvstrata.process.parent import die_with_parent
 from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
