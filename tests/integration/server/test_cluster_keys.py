@@ -65,6 +65,7 @@ def test_members_with_keys_of_their_own_read_from_each_other(controller, folder)
         assert controller.ask("/v1/cluster")["sockets"]["reply"]["refused_handshakes"] == 0
 
 
+@pytest.mark.long
 def test_members_come_and_go_by_changed_files_without_a_restart(controller, folder):
     pytest.importorskip(
         "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
@@ -85,6 +86,7 @@ def test_members_come_and_go_by_changed_files_without_a_restart(controller, fold
         assert not cluster_of(fresh)["member"] and cluster_of(first)["member"]
 
 
+@pytest.mark.long
 def test_a_member_may_use_its_own_ids_only(controller, folder):
     with (
         server(controller, folder / "a.keys", "a") as rightful,

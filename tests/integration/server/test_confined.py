@@ -98,6 +98,7 @@ def test_a_server_works_on_a_read_only_root_without_capabilities(confined: Any, 
     assert "kvstrata.server stopped" in log
 
 
+@pytest.mark.long
 def test_the_docs_list_each_system_call_of_a_server(traced: Path, tmp_path: Path) -> None:
     if platform.machine() != "x86_64":
         pytest.skip("the list is of x86_64")
@@ -110,6 +111,7 @@ def test_the_docs_list_each_system_call_of_a_server(traced: Path, tmp_path: Path
     assert host.calls() <= set(listed), sorted(host.calls() - set(listed))
 
 
+@pytest.mark.long
 def test_a_server_works_where_seccomp_refuses_io_uring_and_numa(traced: Path, tmp_path: Path) -> None:
     host = Traced(traced, refused="io_uring_setup,mbind,move_pages,get_mempolicy,set_mempolicy")
     log = serve_two_clients(host, tmp_path)

@@ -30,7 +30,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
 
 
 @pytest.mark.parametrize(
-    ("killed", "isolation"), [(False, "in_process"), (True, "in_process"), (False, "process")]
+    ("killed", "isolation"),
+    [(True, "in_process"), pytest.param(False, "process", marks=pytest.mark.long)],
 )
 def test_encoded_records_come_back_byte_for_byte(
     start: Callable[..., ServerProcess], tmp_path: Path, killed: bool, isolation: str
@@ -107,7 +108,7 @@ class FloatClient(RpcClient):
         seal_record(address, extent.length_bytes, spec, list(self.SECTIONS))
 
 
-@pytest.mark.parametrize("isolation", ["in_process", "process"])
+@pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
 def test_only_engines_that_accepted_fp8_get_rounded_records(
     start: Callable[..., ServerProcess], tmp_path: Path, isolation: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Tenants' quotas on the L2 of a real server: room is made of the tenant's own, and a miss says so."""
+"""Tenants' quotas on the L2 of a real server: room is made of the tenant's own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.cli.asking import Ask, ask
 from kvstrata.types import GB
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 RECORD_BYTES = 20_480
 """Bytes of one chunk's record of `CacheEngine`."""
@@ -73,36 +72,3 @@ def test_a_quota_limits_its_tenant_and_no_other(server):
         assert small.hit(prompt(3, 9)) == 3, "the newest chunks are in L2"
         assert l2_bytes(server, "small") == 3 * RECORD_BYTES
         assert [large.hit(prompt(3, seed)) for seed in range(10)] == [3] * 10
-
-
-def test_a_miss_names_the_quota_as_its_reason(server):
-    with CacheEngine(server.socket_dir, tenant="tiny") as engine:
-        engine.connect()
-        engine.stored(prompt(1))
-        eventually("it is decided", lambda: ended(server) == 1)
-        assert server.get("/v1/status")["counters"]["put_skipped"] == {"quota": 1}
-        clear_l1(server)
-        assert engine.looked_up(prompt(1)).n_chunks == 0
-        [lookup] = server.get("/v1/explain/request-0")["lookups"]
-        assert (lookup["first_miss"]["reason"], lookup["first_miss"]["detail"]) == ("put_skipped", "quota")
-
-
-def clear_l1(server: ServerProcess) -> None:
-    url = f"http://127.0.0.1:{server.ready['http_port']}"
-
-    def emptied() -> bool:
-        ask(url, Ask("/v1/clear", {"tier": "l1"}))
-        return server.get("/v1/status")["pool"]["entries"]["ready"] == 0
-
-    eventually("L1 is empty", emptied)
-
-
-@pytest.mark.parametrize("wrong", ["-1", "0", "lots", "[]"])
-def test_an_invalid_quota_stops_the_start_and_is_named(tmp_path, wrong):
-    config = tmp_path / "wrong.yaml"
-    config.write_text(f"l2: {{quotas_gb: {{blue: {wrong}}}}}\n")
-    with (
-        ServerProcess(tmp_path / "server", l1_mb=16, flags=("--config", str(config))) as server,
-        pytest.raises(ServerFailed, match=r"l2\.quotas_gb"),
-    ):
-        server.start()

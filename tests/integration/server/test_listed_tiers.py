@@ -58,8 +58,8 @@ def start_anew(cluster: Cluster) -> None:
     server.get("/v1/status")
 
 
-@pytest.mark.parametrize("isolation", ["in_process", "process"])
-@pytest.mark.parametrize("kind", ["disk", "fs"])
+@pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("fs", marks=pytest.mark.long)])
 def test_chunks_on_disk_from_before_a_crash_are_known_to_the_controller_after_the_start(
     tmp_path: Path, kind: str, isolation: str
 ) -> None:
@@ -87,6 +87,7 @@ def test_chunks_on_disk_from_before_a_crash_are_known_to_the_controller_after_th
         eventually("what came since is told too", lambda: told(cluster, "keys", tier) == CHUNKS + 3)
 
 
+@pytest.mark.long
 def test_a_tier_that_cannot_be_listed_yet_delays_nothing_and_is_reported_once_it_can(tmp_path: Path) -> None:
     lists_with = tmp_path / "may be listed"
     entry = late_listing.entry(tmp_path / "l2", lists_with)
@@ -102,6 +103,7 @@ def test_a_tier_that_cannot_be_listed_yet_delays_nothing_and_is_reported_once_it
         eventually("it is told", lambda: told(cluster, "keys", "plugin-0") == CHUNKS + 5)
 
 
+@pytest.mark.long
 def test_chunks_of_a_removed_tier_are_forgotten_and_those_of_an_added_tier_are_reported(
     tmp_path: Path,
 ) -> None:

@@ -61,7 +61,9 @@ def tier(server: ServerProcess, name: str) -> dict[str, Any]:
     return json.loads(read(f"{server.url}/v1/status"))["l2_adapters"][name]
 
 
-@pytest.mark.parametrize("kind", ["disk", "fs", "object_store"])
+@pytest.mark.parametrize(
+    "kind", ["disk", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fs", "object_store"))]
+)
 def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
     start: Callable[..., ServerProcess], folder: Path, kind: str
 ) -> None:
@@ -99,6 +101,7 @@ def renewed(server: ServerProcess, name: str) -> str:
     return str(json.loads(added.stdout)["name"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("nsenter") is None,
     reason="only root can mount, with util-linux's nsenter",

@@ -49,6 +49,7 @@ def test_a_server_comes_back_by_itself_when_the_one_that_superseded_it_is_killed
         assert cluster_of(first)["member"]
 
 
+@pytest.mark.long
 def test_a_server_without_the_key_of_its_id_is_refused_until_an_admin_lets_the_id_be_forgotten(
     tmp_path, controller
 ):

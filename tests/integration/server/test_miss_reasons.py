@@ -160,9 +160,6 @@ PROVOKED: dict[MissReason, tuple[str, Callable[[RpcClient], Asked], str]] = {
     MissReason.DEADLINE: ("hang", deadline, "deadline"),
 }
 """By reason: the server, what is done there before the lookup, and a part of the detail that explain gives."""
-ONLY_IN_AN_ENGINE = {
-    MissReason.NOT_IN_L1: "the engine does not ask the server: tests/unit/connectors/test_scheduler_lookups.py"
-}
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +226,3 @@ def test_a_miss_is_counted_and_explained_by_its_reason_at_the_first_lookup(
         told: dict[str, Any] = lookup["first_miss"]
         assert (told["reason"], told["chunk"]) == (reason, asked.served)
         assert says in told["detail"], told
-
-
-def test_every_reason_of_the_closed_list_is_provoked() -> None:
-    assert set(PROVOKED) | set(ONLY_IN_AN_ENGINE) == set(MissReason)
-    assert not set(PROVOKED) & set(ONLY_IN_AN_ENGINE)

@@ -18,7 +18,7 @@ from tests.harness.rpc_client import RECORD_BYTES, RpcClient, chain_of
 from tests.harness.server_process import ServerProcess
 from tests.harness.tenants import BLUE, GREEN, Tenant, tenant_settings
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.long]
 
 MIB = 1 << 20
 L1_MB = 64

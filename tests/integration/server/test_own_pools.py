@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import urllib.request
@@ -21,6 +20,7 @@ from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.child import Child
+from tests.harness.refusals import refusal
 from tests.harness.rpc_client import RECORD_BYTES, RpcClient, chain_of, keys_of, part
 from tests.harness.server_process import ServerFailed, ServerProcess
 from tests.harness.tenants import BLUE, GREEN, Tenant, tenant_settings
@@ -69,7 +69,7 @@ def where(spy: Child, *patterns: bytes) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("pools", ["own", "shared"])
+@pytest.mark.parametrize("pools", ["own", pytest.param("shared", marks=pytest.mark.long)])
 def test_a_process_finds_bytes_of_another_tenant_in_nothing_that_it_got(
     start: Callable[..., ServerProcess], tmp_path: Path, pools: str
 ) -> None:
@@ -98,6 +98,7 @@ def test_a_process_finds_bytes_of_another_tenant_in_nothing_that_it_got(
             assert green_payload and green_index, "in a shared pool it finds them"
 
 
+@pytest.mark.long
 def test_what_a_process_overwrites_is_its_tenant_s_alone(
     start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_what_a_process_overwrites_is_its_tenant_s_alone(
         green.reads_its_own(chain)
 
 
+@pytest.mark.long
 def test_lookup_retrieve_corrupt_clear_and_eviction_work_in_an_own_pool(
     start: Callable[..., ServerProcess],
 ) -> None:
@@ -151,6 +153,7 @@ def test_lookup_retrieve_corrupt_clear_and_eviction_work_in_an_own_pool(
         blue.reads_its_own(mine)
 
 
+@pytest.mark.long
 def test_the_status_shows_each_tenant_its_own_pool_alone(start: Callable[..., ServerProcess]) -> None:
     server = start()
     with of(server, "green") as green, RpcClient(server.socket_dir) as nobody:
@@ -178,6 +181,7 @@ def test_the_status_shows_each_tenant_its_own_pool_alone(start: Callable[..., Se
         }
 
 
+@pytest.mark.long
 def test_a_dead_process_leaves_nothing_in_its_tenant_s_pool(
     start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -194,6 +198,7 @@ def test_a_dead_process_leaves_nothing_in_its_tenant_s_pool(
     assert (sessions["leases"], sessions["extents_being_written"], sessions["attached"]) == (0, 0, 0)
 
 
+@pytest.mark.long
 def test_what_a_process_may_reserve_follows_from_its_own_pool(start: Callable[..., ServerProcess]) -> None:
     server = start(OWN.replace("green: 0.015625", "green: 0.03125"))
     with of(server, "green") as green, of(server, "blue") as blue:
@@ -210,38 +215,7 @@ def test_what_a_process_may_reserve_follows_from_its_own_pool(start: Callable[..
         assert reserved == [32 * (1 << 20) // 8, POOL_BYTES // 8], "the shared pool's share is 2 MiB"
 
 
-def test_two_tenants_with_equal_rows_end_each_their_own_leases(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    with of(server, "green") as green:
-        green.begin()
-        chain = chain_of(green.root, 2)
-        green.store(green.identity, chain)
-        held = green.lookup(green.identity.identity_id, chain)
-        with of(server, "blue") as blue:
-            blue.begin()
-            assert blue.attachment is not None and green.attachment is not None
-            assert blue.attachment.row == green.attachment.row, "both have the first row of their pool"
-        eventually("blue has gone", lambda: server.get("/v1/status")["sessions"]["attached"] == 1)
-        assert row_of(server, "green")["leases"] == 1
-        assert green.release([(green.session, held.seq)]) == 1
-
-
-def test_blue_cannot_take_green_s_session_or_group(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    with of(server, "green") as green:
-        green.begin()
-        chain = chain_of(green.root, 2)
-        green.store(green.identity, chain)
-        for name in ("session", "group"):
-            blue = of(server, "blue")
-            setattr(blue, name, getattr(green, name))
-            with pytest.raises(Exception, match="may use other tenants"):
-                blue.attach()
-            blue.close()
-        green.reads_its_own(chain)
-    assert "internal" not in server.get("/v1/status")["attach"]["refused"]
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("l2", ["fs", "disk"])
 def test_chunks_go_to_l2_and_come_back_into_their_tenant_s_pool(
     start: Callable[..., ServerProcess], tmp_path: Path, l2: str
@@ -303,6 +277,7 @@ def test_a_killed_server_s_successor_adopts_all_pools(start: Callable[..., Serve
         green.reads_its_own(chain_of(green.root, 5))
 
 
+@pytest.mark.long
 def test_a_tenant_that_loses_its_pool_leaves_no_memory(
     start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -315,6 +290,7 @@ def test_a_tenant_that_loses_its_pool_leaves_no_memory(
     assert [row["tenant"] for row in server.get("/v1/status")["own_pools"]] == ["green"]
 
 
+@pytest.mark.long
 def test_engines_keep_working_when_their_tenant_gets_or_loses_a_pool(
     start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -353,9 +329,7 @@ def test_engines_keep_working_when_their_tenant_gets_or_loses_a_pool(
                 assert engine.hit(tokens) == 4
 
 
-HOSTED = '{"type": "fs", "base_path": "/nowhere", "isolation": "process"}'
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "flags", "says"),
     [
@@ -366,21 +340,49 @@ HOSTED = '{"type": "fs", "base_path": "/nowhere", "isolation": "process"}'
         (OWN + "l1: {use_hugepages: true}", (), "l1.use_hugepages is set"),
         (OWN.replace("green: 0.015625", "green: 0.05"), (), "lower quotas, or raise --l1-size-gb"),
         (OWN.replace("green: 0.015625", "green: 0.0001"), (), "the least is 1048576; raise it"),
-        (OWN, ("--l2-adapter", HOSTED), "l2_adapters[0].isolation: 'process' is not supported"),
         (OWN.replace("pool: own", "pool: mine"), (), "must be one of shared, own, found 'mine'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_combined_stops_the_start_and_names_the_setting(
-    start: Callable[..., ServerProcess], text: str, flags: tuple[str, ...], says: str
+    tmp_path: Path, text: str, flags: tuple[str, ...], says: str
 ) -> None:
-    with pytest.raises(ServerFailed) as caught:
-        start(text + "\n", flags=flags, l2="embedded")
-    assert says in str(caught.value)
+    assert says in refusal(*tenant_settings(tmp_path, text + "\n"), "--l1-size-gb", "0.0625", *flags)
 
 
-def test_an_adapter_that_cannot_reach_own_pools_is_not_added_at_run_time(
+@pytest.mark.long
+def test_a_token_that_opens_another_tenant_too_stops_the_start(tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    both.write_text(f"{GREEN} green blue\n")
+    both.chmod(0o600)
+    flags = (*tenant_settings(tmp_path, OWN), "--l1-size-gb", "0.0625")
+    says = refusal(*flags, KVSTRATA_SECURITY_TENANTS_FILE=str(both))
+    assert "opens 'green' and blue; a process maps one pool" in says
+
+
+@pytest.mark.long
+def test_two_tenants_with_equal_rows_end_each_their_own_leases(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    with of(server, "green") as green:
+        green.begin()
+        chain = chain_of(green.root, 2)
+        green.store(green.identity, chain)
+        held = green.lookup(green.identity.identity_id, chain)
+        with of(server, "blue") as blue:
+            blue.begin()
+            assert blue.attachment is not None and green.attachment is not None
+            assert blue.attachment.row == green.attachment.row, "both have the first row of their pool"
+        eventually("blue has gone", lambda: server.get("/v1/status")["sessions"]["attached"] == 1)
+        assert row_of(server, "green")["leases"] == 1
+        assert green.release([(green.session, held.seq)]) == 1
+
+
+@pytest.mark.long
+def test_an_adapter_that_cannot_reach_own_pools_neither_starts_nor_is_added_at_run_time(
     start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
+    hosted = '{"type": "fs", "base_path": "/nowhere", "isolation": "process"}'
+    with pytest.raises(ServerFailed, match="isolation: 'process' is not supported"):
+        start(OWN, flags=("--l2-adapter", hosted), l2="embedded")
     server = start(f"{OWN}l2: {{runtime: {{roots: [{tmp_path}]}}}}\n")
     for isolation, expected in (("process", "'process' is not supported"), ("in_process", '"name"')):
         entry = {"type": "fs", "base_path": str(tmp_path / isolation), "isolation": isolation}
@@ -388,14 +390,3 @@ def test_an_adapter_that_cannot_reach_own_pools_is_not_added_at_run_time(
         done = subprocess.run([sys.executable, "-m", "kvstrata", *command], capture_output=True, text=True)
         assert expected in done.stdout + done.stderr
     assert len(server.get("/v1/l2/adapters")["adapters"]) == 1
-
-
-def test_a_token_that_opens_another_tenant_too_stops_the_start(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    both = tmp_path / "both"
-    both.write_text(f"{GREEN} green blue\n")
-    both.chmod(0o600)
-    environment = {"KVSTRATA_SECURITY_TENANTS_FILE": str(both)}
-    with pytest.raises(ServerFailed, match="opens 'green' and blue; a process maps one pool"):
-        start(OWN, environment={**os.environ, **environment})

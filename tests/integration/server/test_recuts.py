@@ -39,14 +39,19 @@ def prompt(chunks: int) -> list[int]:
     ("stored", "wanted"),
     [
         ({"heads_by": 1}, {"heads_by": 2}),
-        ({"heads_by": 2}, {"heads_by": 1}),
-        ({"heads_by": 4}, {"heads_by": 2}),
-        ({"layers_by": 1}, {"layers_by": 2}),
         ({"layers_by": 2}, {"layers_by": 1, "heads_by": 2}),
-        ({"block_tokens": 16}, {"block_tokens": 48}),
-        ({"block_tokens": 48}, {"block_tokens": 32}),
-        ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
         ({"layout": "LBNHC", "heads_by": 2, "block_tokens": 16}, {"layout": "LBHNC", "block_tokens": 96}),
+        *(
+            pytest.param(stored, wanted, marks=pytest.mark.long)
+            for stored, wanted in (
+                ({"heads_by": 2}, {"heads_by": 1}),
+                ({"heads_by": 4}, {"heads_by": 2}),
+                ({"layers_by": 1}, {"layers_by": 2}),
+                ({"block_tokens": 16}, {"block_tokens": 48}),
+                ({"block_tokens": 48}, {"block_tokens": 32}),
+                ({"layout": "LBHNC"}, {"layout": "LBNHC"}),
+            )
+        ),
     ],
     ids=str,
 )
@@ -154,6 +159,7 @@ def test_a_lookup_without_time_gets_none_or_some_and_a_later_one_all(server: Ser
         assert second.hit(tokens) == 6
 
 
+@pytest.mark.long
 def test_a_mistake_of_ours_while_a_chunk_is_made_shortens_the_hit(tmp_path: Path) -> None:
     environment = {**os.environ, "KVSTRATA_FAILPOINTS": "recut.made=crash@3"}
     with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK, environment=environment) as server:
@@ -203,6 +209,7 @@ def test_a_server_that_is_killed_while_it_makes_a_chunk_has_lost_nothing(tmp_pat
             assert recuts(server)["chunks"] == 2, "two were made before"
 
 
+@pytest.mark.long
 def test_a_server_that_may_not_recut_does_not(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK, flags=("--no-recut",)) as server:
         server.start()
@@ -218,6 +225,7 @@ def test_a_server_that_may_not_recut_does_not(tmp_path: Path) -> None:
         assert recuts(server)["geometries"] == 0
 
 
+@pytest.mark.long
 def test_a_recut_for_which_l1_has_no_room_gives_the_leading_chunks(tmp_path: Path) -> None:
     """What is made takes the place of the sources of later chunks, and of nothing that is being read."""
     with ServerProcess(tmp_path, l1_mb=16, chunk_tokens=CHUNK) as server:

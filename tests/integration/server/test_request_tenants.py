@@ -115,6 +115,7 @@ def test_equal_prompts_of_two_tenants_on_one_engine_hit_apart(server, engine):
     assert hits(engine, blue, chain) == CHUNKS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tenant", ["", "red", "Green", "green\0", "x" * 4097])
 def test_the_token_decides_which_tenants_an_engine_speaks_for(engine, tenant):
     with pytest.raises((NotPermitted, RpcError)) as refused:
@@ -140,6 +141,7 @@ def test_explain_and_status_go_by_the_tenant_of_the_request(server, engine):
         assert [row["tenant"] for row in blue.status()["tenants"]] == ["blue"]
 
 
+@pytest.mark.long
 def test_a_quota_counts_what_an_engine_stores_for_its_tenant(server, engine):
     green = engine.identify(tenant="green", salt="quota")
     theirs = chain_of(green.root, CHUNKS)
@@ -183,6 +185,7 @@ def test_l2_is_cleared_of_one_tenant_over_all_tiers_also_after_a_kill_and_withou
     assert clear(server, "l2", None)["cleared"] == {"l2": 0}
 
 
+@pytest.mark.long
 def test_records_of_unknown_tenants_stay_and_are_counted(server):
     clear(server, "all", None)
     with RpcClient(server.socket_dir, token=BOTH) as engine:
@@ -202,6 +205,7 @@ def test_records_of_unknown_tenants_stay_and_are_counted(server):
     clear(server, "all", None)
 
 
+@pytest.mark.long
 def test_a_kill_in_the_middle_of_a_clear_costs_the_other_tenant_nothing_and_the_next_one_ends_it(tmp_path):
     failpoint = {"KVSTRATA_TESTING": "1", "KVSTRATA_FAILPOINTS": "sweep.deleted=kill@2"}
     with started(tmp_path, tiers(tmp_path)[:3], **failpoint) as server:

@@ -81,6 +81,7 @@ def test_the_sessions_of_one_process_share_what_one_session_may_reserve(tmp_path
             assert first.status()["counters"]["reserve_outcomes"]["session_limit"] > 0
 
 
+@pytest.mark.long
 def test_the_processes_of_one_token_share_half_of_l1(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants"
     tenants.write_text(f"{BLUE} blue\n{GREEN} green\n")

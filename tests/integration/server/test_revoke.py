@@ -79,6 +79,7 @@ def test_the_oldest_waiting_lease_goes_and_a_claimed_one_stays(server, old, new,
     assert old.ask("hit", n_chunks=n_chunks, seed=0) == n_chunks, "the request is looked up again"
 
 
+@pytest.mark.long
 def test_an_engine_that_is_frozen_keeps_its_bytes_until_it_can_answer(server, old, new, n_chunks):
     full = leased_bytes(server)
     old.signal(signal.SIGSTOP)
@@ -90,6 +91,7 @@ def test_an_engine_that_is_frozen_keeps_its_bytes_until_it_can_answer(server, ol
     assert old.ask("load_queued", n_chunks=n_chunks, seed=1) == []
 
 
+@pytest.mark.long
 def test_the_death_of_an_engine_ends_its_leases(server, old, new, n_chunks):
     old.signal(signal.SIGSTOP)
     new.looked_up(prompt(n_chunks, 4))

@@ -25,23 +25,6 @@ from tests.harness.server_process import ServerProcess
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server for all tests of this file, each of which leaves it as it found it."""
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
-        process.start()
-        yield process
-        assert process.stop() == 0, process.log_tail()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[RpcClient]:
-    """A client that is an engine of its own; after the test the server holds nothing of it."""
-    with RpcClient(server.socket_dir) as made:
-        yield made
-    assert_nothing_held(server.socket_dir)
-
-
 @pytest.fixture
 def engine(server: ServerProcess) -> Iterator[tuple[RpcClient, RpcClient, RpcClient]]:
     """A scheduler and two workers that hold half of the heads each."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvstrata.errors import LayoutRefused
@@ -14,8 +14,6 @@ from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     RECORD_BYTES,
     RpcClient,
-    RpcError,
-    assert_nothing_held,
     chain_of,
     layout,
     new_prompt,
@@ -23,23 +21,6 @@ from tests.harness.rpc_client import (
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server for all tests of this file, each of which leaves it as it found it."""
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
-        process.start()
-        yield process
-        assert process.stop() == 0, process.log_tail()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[RpcClient]:
-    """A client that is an engine of its own; after the test the server holds nothing of it."""
-    with RpcClient(server.socket_dir) as made:
-        yield made
-    assert_nothing_held(server.socket_dir)
 
 
 def test_hello_needs_no_session_and_returns_epoch_limits_and_l2(server: ServerProcess) -> None:
@@ -53,20 +34,6 @@ def test_hello_needs_no_session_and_returns_epoch_limits_and_l2(server: ServerPr
         assert reply.max_reserved_bytes == server.ready["l1_bytes"] // 8
         assert reply.has_l2 is False
         client.close()
-
-
-def test_another_protocol_version_is_refused_by_name(client: RpcClient) -> None:
-    with pytest.raises(RpcError, match="upgrade") as caught:
-        client.ask(wire.Hello(client.session, client.next_seq(), 99), wire.HelloReply)
-    assert (caught.value.code, caught.value.field) == ("wrong_version", "protocol")
-
-
-def test_over_the_local_socket_status_works_without_a_session(server: ServerProcess) -> None:
-    client = RpcClient(server.socket_dir)
-    client.connect()
-    client.session = wire.NO_SESSION
-    assert client.status()["instance"]["epoch"] == server.ready["epoch"]
-    client.close()
 
 
 def requests_of(session: bytes) -> list[wire.Request]:
@@ -90,22 +57,20 @@ def requests_of(session: bytes) -> list[wire.Request]:
     ]
 
 
-@pytest.mark.parametrize("number", range(15))
-def test_a_session_that_is_not_attached_gets_unknown_session(server: ServerProcess, number: int) -> None:
+def test_a_session_that_is_not_attached_gets_unknown_session(server: ServerProcess) -> None:
     client = RpcClient(server.socket_dir)
     client.connect()
-    request = requests_of(client.session)[number]
-    client.send(request)
-    reply = client.receive()
-    assert isinstance(reply, wire.Error)
-    assert (reply.code, reply.seq, reply.retryable) == ("unknown_session", request.seq, True)
-    assert reply.epoch == server.ready["epoch"]
+    for request in requests_of(client.session):
+        client.send(request)
+        reply = client.receive()
+        assert isinstance(reply, wire.Error)
+        assert (reply.code, reply.seq, reply.retryable) == ("unknown_session", request.seq, True)
+        assert reply.epoch == server.ready["epoch"]
     client.close()
 
 
-@pytest.mark.parametrize(
-    ("frame", "seq", "field"),
-    [
+def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClient) -> None:
+    for frame, seq, field in (
         (b"", 0, "message"),
         (b"\xc1", 0, "message"),
         (b"\x00", 0, "message"),
@@ -122,28 +87,17 @@ def test_a_session_that_is_not_attached_gets_unknown_session(server: ServerProce
         (b"\x94\xa4ping\xc4\x10" + bytes(16) + b"\x06\x91\xff", 6, "live[0]"),
         (b"\xdd\xff\xff\xff\xff", 0, "message"),
         (b"\x91" * 10_000, 0, "message"),
-    ],
-)
-def test_a_malformed_message_gets_an_error_that_names_the_field(
-    client: RpcClient, frame: bytes, seq: int, field: str
-) -> None:
-    client.send_frames(frame)
-    reply = client.receive()
-    assert isinstance(reply, wire.Error)
-    assert (reply.code, reply.seq, reply.field) == ("bad_request", seq, field), reply
+    ):
+        client.send_frames(frame)
+        reply = client.receive()
+        assert isinstance(reply, wire.Error)
+        assert (reply.code, reply.seq, reply.field) == ("bad_request", seq, field), reply
     client.ping()
 
 
-def test_a_message_of_several_frames_gets_an_error(client: RpcClient) -> None:
-    client.send_frames(b"", wire.encode(wire.Ping(client.session, 1)))
-    frames = client.receive_frames()
-    assert frames[0] == b""
-    reply = wire.decode_reply(frames[1])
-    assert isinstance(reply, wire.Error) and reply.field == "message"
-    client.ping()
+def bad_requests(session: bytes, identity: int) -> list[tuple[str, wire.Request]]:
+    """The wrong field of each request, and the request."""
 
-
-def bad_requests(session: bytes, identity: int) -> dict[str, wire.Request]:
     def lookup(keys: bytes, **more: Any) -> wire.Lookup:
         return wire.Lookup(session, 1000, 100, identity, "", [wire.KeyGroup(wire.Rule.PREFIX, keys)], **more)
 
@@ -151,37 +105,32 @@ def bad_requests(session: bytes, identity: int) -> dict[str, wire.Request]:
         known = {"parent": b"", "keys": bytes(KEY_BYTES), "record_bytes": RECORD_BYTES, "probe": b""}
         return wire.Reserve(session, 1000, 100, identity, **{**known, **fields})
 
-    return {
-        "groups[0].keys": lookup(b""),
-        "groups[0].keys ": lookup(bytes(33)),
-        "probe": lookup(bytes(KEY_BYTES), probe=b"1234"),
-        "keys": reserve(keys=bytes(31)),
-        "keys ": reserve(keys=b""),
-        "parent": reserve(parent=bytes(31)),
-        "probe ": reserve(probe=b"1"),
-        "record_bytes": reserve(record_bytes=4096),
-        "record_bytes ": reserve(record_bytes=1 << 40),
-        "target": wire.Cancel(session, 1000, 1000),
-        "job": wire.Status(session, 1000, 999_999),
-        "keys  ": wire.Corrupt(session, 1000, identity, bytes(5)),
-        "keys   ": wire.Prefetch(session, 1000, identity, bytes(5), 0, 10),
-        "tenant": wire.Clear(session, 1000, wire.ClearScope.L2, "one tenant"),
-    }
+    return [
+        ("groups[0].keys", lookup(b"")),
+        ("groups[0].keys", lookup(bytes(33))),
+        ("probe", lookup(bytes(KEY_BYTES), probe=b"1234")),
+        ("keys", reserve(keys=bytes(31))),
+        ("keys", reserve(keys=b"")),
+        ("parent", reserve(parent=bytes(31))),
+        ("probe", reserve(probe=b"1")),
+        ("record_bytes", reserve(record_bytes=4096)),
+        ("record_bytes", reserve(record_bytes=1 << 40)),
+        ("job", wire.Status(session, 1000, 999_999)),
+        ("keys", wire.Corrupt(session, 1000, identity, bytes(5))),
+        ("keys", wire.Prefetch(session, 1000, identity, bytes(5), 0, 10)),
+        ("tenant", wire.Clear(session, 1000, wire.ClearScope.L2, "one tenant")),
+    ]
 
 
-@pytest.mark.parametrize("field", bad_requests(b"", 0))
-def test_a_wrong_field_is_named(client: RpcClient, field: str) -> None:
+def test_a_wrong_field_is_named(client: RpcClient) -> None:
     identity, _ = new_prompt(client)
-    client.send(bad_requests(client.session, identity.identity_id)[field])
-    reply = client.receive()
-    assert isinstance(reply, wire.Error)
-    assert (reply.code, reply.field, reply.seq) == ("bad_request", field.strip(), 1000), reply
-
-
-def test_an_identity_never_declared_is_unknown(client: RpcClient) -> None:
-    with pytest.raises(RpcError) as caught:
-        client.lookup(12345, bytes(KEY_BYTES))
-    assert (caught.value.code, caught.value.retryable) == ("unknown_identity", True)
+    wrong = bad_requests(client.session, identity.identity_id)
+    wrong.append(("target", wire.Cancel(client.session, 0, target=1000 + len(wrong))))  # itself
+    for number, (field, request) in enumerate(wrong, start=1000):
+        client.send(msgspec.structs.replace(request, seq=number))
+        reply = client.receive()
+        assert isinstance(reply, wire.Error)
+        assert (reply.code, reply.field, reply.seq) == ("bad_request", field, number), reply
 
 
 def test_layouts_with_other_chunk_sizes_share_one_server(server: ServerProcess) -> None:

@@ -37,14 +37,6 @@ pytestmark = pytest.mark.integration
 OTHER_USER = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
-        process.start()
-        yield process
-        assert process.stop() == 0, process.log_tail()
-
-
 @pytest.fixture
 def victim(server: ServerProcess) -> Iterator[RpcClient]:
     with RpcClient(server.socket_dir) as made:
@@ -102,7 +94,7 @@ class Held:
         assert self.client.release([self.lease], group=True) == 1
 
 
-@pytest.mark.parametrize("secret", [None, bytes(32), b"\xff" * 32], ids=["none", "zeros", "ones"])
+@pytest.mark.parametrize("secret", [None, bytes(32)], ids=["none", "zeros"])
 def test_a_process_that_knows_only_the_session_does_nothing_in_its_name(
     server: ServerProcess, victim: RpcClient, secret: bytes | None
 ) -> None:
@@ -269,6 +261,7 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
             assert "PermissionError" in ran.stderr, (oct(mode), name, ran.stderr)
 
 
+@pytest.mark.long
 def test_a_long_frame_over_tcp_without_keys_closes_its_connection_and_no_other(server: ServerProcess) -> None:
     endpoint = f"tcp://127.0.0.1:{server.ready['port']}"
     sender, observer, status = (RpcClient(server.socket_dir) for _ in range(3))
@@ -309,6 +302,7 @@ def keyed(tmp_path: Path) -> Iterator[tuple[ServerProcess, bytes, tuple[bytes, b
         assert server.stop() == 0, server.log_tail()
 
 
+@pytest.mark.long
 def test_over_tcp_with_keys_a_session_works_by_its_proof(
     keyed: tuple[ServerProcess, bytes, tuple[bytes, bytes]],
 ) -> None:
@@ -350,6 +344,7 @@ def test_another_process_cannot_attach_as_a_session_that_it_knows(
     victim.ping()
 
 
+@pytest.mark.long
 def test_one_process_cannot_take_all_rows(tmp_path: Path) -> None:
     environment = {**os.environ, "KVSTRATA_SECURITY_SESSIONS_PER_PROCESS": "3"}
     with ServerProcess(tmp_path, l1_mb=16, flags=("--no-http",), environment=environment) as server:

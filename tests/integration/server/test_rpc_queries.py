@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvstrata.errors import NotPermitted
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.record import RecordSpec, record_bytes, seal_record
 from kvstrata.rpc import wire
 from kvstrata.server.requests.handlers import RETRIEVE_ON_LOOP_BYTES
-from kvstrata.types import KEY_BYTES, shown_name, unpack_extents
+from kvstrata.types import KEY_BYTES, unpack_extents
 from tests.harness.rpc_client import (
     CHUNK_TOKENS,
     PAYLOAD_BYTES,
     RECORD_BYTES,
     RpcClient,
-    RpcError,
     assert_held,
-    assert_nothing_held,
     chain_of,
     keys_of,
     new_prompt,
@@ -32,41 +29,6 @@ from tests.harness.rpc_client import (
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server for all tests of this file, each of which leaves it as it found it."""
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
-        process.start()
-        yield process
-        assert process.stop() == 0, process.log_tail()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[RpcClient]:
-    """A client that is an engine of its own; after the test the server holds nothing of it."""
-    with RpcClient(server.socket_dir) as made:
-        yield made
-    assert_nothing_held(server.socket_dir)
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts servers for this test alone."""
-    started: list[ServerProcess] = []
-
-    def starter(**arguments: Any) -> ServerProcess:
-        arguments.setdefault("l1_mb", 16)
-        flags = ("--no-http", *arguments.pop("flags", ()))
-        process = ServerProcess(tmp_path / f"server{len(started)}", flags=flags, **arguments)
-        started.append(process)
-        process.start()
-        return process
-
-    yield starter
-    for process in started:
-        process.close()
 
 
 def test_retrieve_gives_the_record_in_pieces(client: RpcClient) -> None:
@@ -210,42 +172,6 @@ def test_explain_returns_the_hits_and_the_first_miss(client: RpcClient) -> None:
     assert not client.explain("never heard of")["known"]
 
 
-def test_a_miss_of_a_prompt_stored_under_another_identity_names_the_difference(client: RpcClient) -> None:
-    probe = secrets.token_bytes(8)
-    stored = client.identify(adapter=probe.hex())
-    client.store(stored, chain_of(stored.root, 2), probe=probe)
-    asked = client.identify()
-    reply = client.lookup(asked.identity_id, chain_of(asked.root, 2), request_id=probe.hex(), probe=probe)
-    assert reply.reason == "identity_differs"
-    assert client.explain(probe.hex())["lookups"][0]["first_miss"]["detail"].startswith("adapter")
-
-
-def test_status_lists_attached_processes(client: RpcClient) -> None:
-    status = client.status()
-    [peer] = [peer for peer in status["peers"] if peer["session"] == shown_name(client.session)]
-    assert (peer["role"], peer["model"], peer["complete"]) == ("client", "tiny", True)
-    assert peer["copies"] is None, "its blocks are in host memory"
-    assert status["instance"]["ready"] is True
-
-
-def test_under_pressure_the_newest_chunks_stay_and_explain_names_the_eviction_policy(
-    start: Callable[..., ServerProcess],
-) -> None:
-    server = start(l1_mb=4)
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        old = chain_of(identity.root, 4, first_token=0)
-        client.store(identity, old)
-        for number in range(1, 60):
-            outcomes = client.store(identity, chain_of(identity.root, 4, first_token=number * 1_000_000))
-            assert set(outcomes) == {wire.ReserveOutcome.RESERVED}
-        newest = client.lookup(identity.identity_id, chain_of(identity.root, 4, first_token=59 * 1_000_000))
-        assert newest.n_chunks == 4
-        reply = client.lookup(identity.identity_id, old, request_id="old")
-        assert (reply.n_chunks, reply.reason) == (0, "evicted"), "known at the first lookup"
-        assert "LRU" in client.explain("old")["lookups"][-1]["first_miss"]["detail"]
-
-
 def test_a_tenant_stays_within_its_quota(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
     config = tmp_path / "quota.yaml"
     config.write_text("quotas_gb:\n  small: 0.0005\n")
@@ -256,35 +182,3 @@ def test_a_tenant_stays_within_its_quota(start: Callable[..., ServerProcess], tm
             client.store(identity, chain_of(identity.root, 2, first_token=number * 1_000_000))
         [tenant] = [t for t in client.status()["tenants"] if t["tenant"] == "small"]
         assert 0 < tenant["bytes"] <= 0.0005 * (1 << 30)
-
-
-def test_a_token_opens_its_own_tenants_and_no_others(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    tokens = tmp_path / "tenants"
-    tokens.write_text("# tokens and their tenants\nsecret-of-a-0123456 a\nsecret-of-b-0123456 b other\n")
-    tokens.chmod(0o600)
-    config = tmp_path / "tenants.yaml"
-    config.write_text(f"security:\n  tenants_file: {tokens}\n")
-    server = start(flags=("--config", str(config)))
-    with (
-        RpcClient(server.socket_dir, token="secret-of-b-0123456") as b,
-        RpcClient(server.socket_dir, token="secret-of-a-0123456") as a,
-    ):
-        b.store(b.identify(tenant="b"), chain_of(b.identify(tenant="b").root, 3))
-        a.store(a.identify(tenant="a"), chain_of(a.identify(tenant="a").root, 2))
-        with pytest.raises(RpcError) as caught:
-            a.identify(tenant="b")
-        assert (caught.value.code, caught.value.field) == ("not_permitted", "request.tenant")
-        with pytest.raises(RpcError) as caught:
-            a.ask(wire.Clear(a.session, a.next_seq(), wire.ClearScope.L1, "b"), wire.Cleared)
-        assert caught.value.field == "tenant"
-        assert [row["tenant"] for row in a.status()["tenants"]] == ["a"], "b's bytes are not a's business"
-        assert [peer["session"] for peer in a.status()["peers"]] == [shown_name(a.session)]
-        assert a.ask(wire.Clear(a.session, a.next_seq(), wire.ClearScope.L1), wire.Cleared).count == 2
-    with RpcClient(server.socket_dir) as nobody:
-        nobody.identify()
-        with pytest.raises(RpcError):
-            nobody.identify(tenant="a")
-    with pytest.raises(NotPermitted):
-        RpcClient(server.socket_dir, token="wrong").attach()

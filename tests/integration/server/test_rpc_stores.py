@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvstrata.rpc import wire
@@ -13,7 +11,6 @@ from tests.harness.rpc_client import (
     RpcClient,
     RpcError,
     assert_held,
-    assert_nothing_held,
     keys_of,
     new_prompt,
     payload,
@@ -22,23 +19,6 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 COMMITTED, NOT_RESERVED, BAD_RECORD = (bytes([outcome]) for outcome in wire.CommitOutcome)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One server for all tests of this file, each of which leaves it as it found it."""
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
-        process.start()
-        yield process
-        assert process.stop() == 0, process.log_tail()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[RpcClient]:
-    """A client that is an engine of its own; after the test the server holds nothing of it."""
-    with RpcClient(server.socket_dir) as made:
-        yield made
-    assert_nothing_held(server.socket_dir)
 
 
 def test_stored_chunks_are_found_with_the_bytes_that_were_written(client: RpcClient) -> None:
@@ -196,31 +176,6 @@ def test_a_repeated_request_gets_the_same_reply_and_is_carried_out_once(client: 
     assert_held(client, leases=0, reservations=0)
 
 
-def test_a_seq_may_not_name_two_operations(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 1)
-    client.lookup(identity.identity_id, chain)
-    with pytest.raises(RpcError, match="used before for lookup") as caught:
-        client.ask(wire.Identify(client.session, client.seq, wire.RequestIdentity()), wire.IdentifyReply)
-    assert caught.value.field == "seq"
-
-
-def test_a_request_older_than_the_remembered_outcomes_is_refused_and_not_carried_out(
-    client: RpcClient,
-) -> None:
-    identity, chain = new_prompt(client, 1)
-    client.store(identity, chain)
-    late = client.lookup_request(identity.identity_id, chain)
-    for _ in range(11):
-        for _ in range(100):
-            client.send(wire.Release(client.session, client.next_seq(), []))
-        for _ in range(100):
-            client.receive()
-    with pytest.raises(RpcError, match="too old") as caught:
-        client.ask(late, wire.LookupReply)
-    assert (caught.value.code, caught.value.field) == ("bad_request", "seq")
-    assert_held(client, leases=0, reservations=0)
-
-
 def test_cancel_undoes_a_lookup_and_a_reserve(client: RpcClient) -> None:
     identity, chain = new_prompt(client, 4)
     client.store(identity, chain[: 2 * KEY_BYTES])
@@ -234,18 +189,6 @@ def test_cancel_undoes_a_lookup_and_a_reserve(client: RpcClient) -> None:
     assert client.commit(seq, [2, 3]) == NOT_RESERVED * 2
 
 
-def test_a_cancel_works_before_its_target_arrives_and_without_any_target(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 1)
-    client.store(identity, chain)
-    late = client.lookup_request(identity.identity_id, chain)
-    assert client.cancel(late.seq) == 0
-    with pytest.raises(RpcError) as caught:
-        client.ask(late, wire.LookupReply)
-    assert caught.value.code == "cancelled"
-    assert client.cancel(999_999) == 0
-    assert_held(client, leases=0, reservations=0)
-
-
 def test_a_ping_releases_the_lookups_it_does_not_name(client: RpcClient) -> None:
     identity, chain = new_prompt(client, 2)
     client.store(identity, chain)
@@ -256,19 +199,3 @@ def test_a_ping_releases_the_lookups_it_does_not_name(client: RpcClient) -> None
     assert_held(client, leases=1, reservations=0)
     assert client.release([(client.session, wanted.seq)]) == 1
     assert client.release([(client.session, unwanted.seq)]) == 0
-
-
-def test_a_late_ping_does_not_release_newer_lookups(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 1)
-    client.store(identity, chain)
-    late = wire.Ping(client.session, client.next_seq(), [])
-    found = client.lookup(identity.identity_id, chain)
-    client.ask(late, wire.Pong)
-    assert client.release([(client.session, found.seq)]) == 1
-
-
-def test_pings_do_not_end_reservations(client: RpcClient) -> None:
-    identity, chain = new_prompt(client, 1)
-    seq, _ = client.reserve(identity.identity_id, chain)
-    client.ping([])
-    assert client.abort(seq) == 1

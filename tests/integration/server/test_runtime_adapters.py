@@ -25,6 +25,7 @@ from tests.harness.server_process import ServerProcess
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.long,
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("setpriv") is None,
         reason="only root can run a process as another user, by setpriv",
@@ -131,15 +132,6 @@ def refused(server: ServerProcess, adapter: Any, *says: str, code: int = 403, **
     assert listed(server) == []
 
 
-def test_the_password_file_of_an_added_adapter_is_not_read(tmp_path, fake_redis, key_file):
-    adapter = {"type": "resp", "host": "127.0.0.1", "port": fake_redis.port, "password_file": str(key_file)}
-    with serving(tmp_path) as server:
-        refused(server, adapter, "adapter.password_file: ", "names the place of a secret", "l2_adapters")
-        del adapter["password_file"]
-        refused(server, adapter, "adapter.type: 'resp'", "l2.runtime.types: add 'resp'")
-    assert fake_redis.heard == b""
-
-
 @pytest.mark.parametrize(
     "secret",
     [
@@ -225,25 +217,22 @@ def test_an_added_directory_lies_below_a_root_and_is_empty_or_ours(tmp_path, key
         assert status == 403 and "holds a tier, which may not contain another" in answer["message"]
 
 
-def test_by_default_directories_lie_in_the_cache_folder(tmp_path):
+def test_by_default_folders_below_the_cache_are_all_that_can_be_added(tmp_path, fake_redis, key_file):
+    adapters = (
+        ({"type": "resp", "host": "127.0.0.1", "port": fake_redis.port}, 403, "l2.runtime.types: add 'resp'"),
+        ({"type": "resp", "password_file": str(key_file)}, 403, "names the place of a secret"),
+        (
+            {"type": "plugin", "module_path": "os", "class_name": "system", "adapter_params": {}},
+            403,
+            ".type: ",
+        ),
+        ({"type": "peer", "controllers": ["tcp://127.0.0.1:1"]}, 400, ".type: "),
+        ({"type": "fs", "base_path": str(tmp_path / "l2")}, 403, "l2.runtime.roots: add"),
+    )
     with serving(tmp_path) as server:
-        cache = server.folder / "cache" / "kvstrata"
-        refused(
-            server, {"type": "fs", "base_path": str(tmp_path / "l2")}, f"({cache})", "l2.runtime.roots: add"
-        )
-        status, row = tried(server, {"type": "fs", "base_path": str(cache / "more")})
-        assert (status, row["entry"]["base_path"]) == (201, str(cache / "more"))
-
-
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        {"type": "plugin", "module_path": "os", "class_name": "system", "adapter_params": {}},
-        {"type": "fault_inject", "inner": {"type": "plugin", "module_path": "os", "class_name": "system"}},
-        {"type": "peer", "controllers": ["tcp://127.0.0.1:1"]},
-    ],
-    ids=lambda adapter: adapter["type"],
-)
-def test_no_setting_lets_an_added_adapter_name_code(tmp_path, adapter):
-    with serving(tmp_path, KVSTRATA_L2_RUNTIME_TYPES="[fs, fault_inject]") as server:
-        refused(server, adapter, ".type: ", code=400 if adapter["type"] == "peer" else 403)
+        for adapter, code, says in adapters:
+            refused(server, adapter, says, code=code)
+        inside = str(server.folder / "cache" / "kvstrata" / "more")
+        status, row = tried(server, {"type": "fs", "base_path": inside})
+        assert (status, row["entry"]["base_path"]) == (201, inside)
+    assert fake_redis.heard == b""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -55,22 +54,6 @@ def test_chunks_that_left_l1_come_back_from_l2_in_one_reply(start: Callable[...,
         assert (again.l1_chunks, again.l2_chunks) == (6, 0), "loaded chunks stay in L1"
         client.release([(client.session, again.seq)])
         assert client.explain("back")["lookups"][0]["hits"] == {"l1": 0, "l2": 6, "served": 6}
-
-
-def test_a_hole_in_l1_is_loaded_and_a_chunk_missing_from_l2_ends_the_prefix(
-    start: Callable[..., ServerProcess],
-) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        chain = chain_of(identity.root, 6)
-        client.store(identity, chain[: 4 * KEY_BYTES])
-        until_stored(client)
-        clear_l1(client)
-        client.store(identity, chain[: 2 * KEY_BYTES])
-        reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
-        assert (reply.n_chunks, reply.l1_chunks, reply.l2_chunks, reply.reason) == (4, 2, 2, "unknown_key")
-        check_and_release(client, reply, chain)
 
 
 def test_chunks_that_a_killed_server_had_not_put_are_put_by_the_next(
@@ -155,29 +138,6 @@ def test_a_hung_l2_costs_a_lookup_its_deadline_and_delays_nobody_else(
         assert waiting.status()["sessions"]["leases"] == 0
 
 
-def test_a_request_still_running_is_joined_and_answered_once_on_each_connection(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    server = start(faulty(tmp_path, "hang"))
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        request = client.lookup_request(
-            identity.identity_id, chain_of(identity.root, 1), deadline_ms=500, request_id="joined"
-        )
-        client.send(request)
-        client.send(request)
-        client.ping()
-        client.connect()
-        client.send(request)
-        assert client.expect(request.seq, wire.LookupReply).n_chunks == 0
-        client.ping()
-        with pytest.raises(TimeoutError):
-            client.receive(request.seq, timeout_s=0.05)
-        client.send(request)
-        assert client.expect(request.seq, wire.LookupReply).n_chunks == 0
-        assert len(client.explain("joined")["lookups"]) == 1, "the lookup ran once"
-
-
 def test_cancel_and_pings_stop_a_lookup_that_waits(
     start: Callable[..., ServerProcess], tmp_path: Path
 ) -> None:
@@ -209,93 +169,6 @@ def test_a_process_that_ends_while_its_lookup_waits_leaves_no_lease(
         until(observer, lambda status: status["pool"]["leases"] == 1)
         leaving.goodbye()
         until(observer, lambda status: status["pool"]["leases"] == status["sessions"]["leases"] == 0)
-
-
-def test_an_l2_that_fails_every_time_opens_its_breaker_and_explain_says_so(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    server = start(faulty(tmp_path, "error"))
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        reasons = set()
-        for number in range(100):
-            chain = chain_of(identity.root, 1, first_token=number * 10_000)
-            reasons.add(client.lookup(identity.identity_id, chain, deadline_ms=1_000).reason)
-            if "breaker_open" in reasons:
-                break
-        assert "breaker_open" in reasons, reasons
-
-
-def test_a_put_that_was_skipped_is_the_reason_of_the_miss_after_eviction(
-    start: Callable[..., ServerProcess],
-) -> None:
-    environment = {**os.environ, "KVSTRATA_L2_BACKLOG_SHARE": "0.001"}
-    server = start(l1_mb=4, environment=environment)
-    with RpcClient(server.socket_dir) as client:
-        identity = client.identify()
-        old = chain_of(identity.root, 2)
-        client.store(identity, old)
-        for number in range(1, 60):
-            client.store(identity, chain_of(identity.root, 4, first_token=number * 1_000_000))
-        reply = client.lookup(identity.identity_id, old, request_id="skipped", deadline_ms=20_000)
-        told = client.explain("skipped")["lookups"][-1]["first_miss"]
-        assert reply.n_chunks == 0
-        assert (told["reason"], told["detail"]) == ("put_skipped", "backlog")
-        assert client.status()["counters"]["put_skipped"]
-
-
-def test_clear_of_l2_removes_its_records(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        identity, chain = stored(client, 5)
-        until_stored(client)
-        clear = wire.Clear(client.session, client.next_seq(), wire.ClearScope.ALL)
-        assert client.ask(clear, wire.Cleared).count == 10
-        assert client.lookup(identity.identity_id, chain, deadline_ms=5_000).n_chunks == 0
-
-
-def test_prewarm_brings_chunks_into_l1_within_its_budget(start: Callable[..., ServerProcess]) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        identity, chain = stored(client, 6)
-        until_stored(client)
-        clear_l1(client)
-
-        def prewarm(budget_bytes: int) -> dict[str, Any]:
-            request = wire.Prefetch(
-                client.session, client.next_seq(), identity.identity_id, chain, budget_bytes, 30_000
-            )
-            job = client.ask(request, wire.PrefetchReply).job
-            document: dict[str, Any] = {"state": "running"}
-            while document["state"] == "running":
-                document = client.ask(wire.Status(client.session, client.next_seq(), job), wire.Document).body
-            return document
-
-        limited = prewarm(200_000)
-        assert 0 < limited["l2_chunks"] < 6
-        rest = prewarm(0)
-        assert (rest["l1_chunks"] + rest["l2_chunks"], rest["reason"]) == (6, "")
-        reply = client.lookup(identity.identity_id, chain)
-        assert (reply.l1_chunks, reply.l2_chunks) == (6, 0)
-        client.release([(client.session, reply.seq)])
-
-
-def test_an_l2_directory_that_cannot_be_opened_stops_the_start(
-    start: Callable[..., ServerProcess], tmp_path: Path
-) -> None:
-    (tmp_path / "a file").write_text("no directory")
-    process = ServerProcess(
-        tmp_path / "server",
-        l1_mb=16,
-        l2="embedded",
-        flags=(
-            "--no-http",
-            "--l2-adapter",
-            json.dumps({"type": "fs", "base_path": str(tmp_path / "a file")}),
-        ),
-    )
-    with process, pytest.raises(Exception, match="a file"):
-        process.start()
 
 
 def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:
@@ -342,17 +215,6 @@ def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:
         process.wait()
         process.stderr.close()
         shutil.rmtree(runtime)
-
-
-def test_prompts_of_equal_tokens_and_other_salts_share_nothing_in_l2(
-    start: Callable[..., ServerProcess],
-) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        a, b = (client.identify(salt=secrets.token_hex(4)) for _ in range(2))
-        client.store(a, chain_of(a.root, 2))
-        until_stored(client)
-        assert client.lookup(b.identity_id, chain_of(b.root, 2), deadline_ms=5_000).n_chunks == 0
 
 
 def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[..., ServerProcess]) -> None:

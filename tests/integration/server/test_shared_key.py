@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.errors import ConfigError
+from kvstrata.rpc.shared_key import SharedKey
 from kvstrata.rpc.zmq_curve import OPEN_PUBLIC, public_of
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
@@ -112,6 +114,7 @@ def test_concurrent_first_starts_of_one_user_make_one_key_and_one_cluster(
                 one.close()
 
 
+@pytest.mark.long
 def test_instances_of_one_user_read_from_each_other(tmp_path: Path, controller: ControllerProcess) -> None:
     pytest.importorskip(
         "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
@@ -160,6 +163,7 @@ def test_another_user_can_neither_join_nor_ask_where_chunks_are_nor_read_as_a_pe
             assert refused and all("kvstrata cluster init (docs/cluster.md" in line for line in refused)
 
 
+@pytest.mark.long
 @only_root
 def test_a_server_of_another_user_is_not_let_in_and_both_logs_say_what_to_do(
     controller: ControllerProcess, theirs: Path
@@ -188,6 +192,7 @@ def test_a_server_of_another_user_is_not_let_in_and_both_logs_say_what_to_do(
         assert foreign.wait(60) == 0
 
 
+@pytest.mark.long
 @only_root
 @pytest.mark.parametrize("flags", [(), ("--insecure",)], ids=["with its own key", "open"])
 def test_another_user_cannot_be_the_controller_while_the_real_one_is_down(
@@ -236,23 +241,34 @@ def test_another_user_cannot_be_the_controller_while_the_real_one_is_down(
         ("secret " + "~" * 40 + "\n", 0o600, "not a CURVE key"),
     ],
 )
-def test_a_key_that_is_damaged_or_that_others_can_read_stops_each_start_and_the_error_says_what_to_do(
-    tmp_path: Path, run_dir: Path, text: str, mode: int, says: str
+def test_a_key_that_is_damaged_or_that_others_can_read_is_an_error_that_says_what_to_do(
+    run_dir: Path, text: str, mode: int, says: str
 ) -> None:
     run_dir.mkdir(mode=0o700)
     path = run_dir / "cluster.keys"
     path.write_text(text.format(OPEN_PUBLIC.decode()))
     path.chmod(mode)
+    with pytest.raises(ConfigError) as refused:
+        SharedKey("controller.curve_file")
+    said = refused.value.message
+    assert said.startswith(f"controller.curve_file: {path}") and says in said
+    assert "you may delete it, and then restart" in said
+
+
+def test_a_damaged_key_stops_the_start_of_servers_and_controllers(tmp_path: Path, run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700)
+    path = run_dir / "cluster.keys"
+    path.touch(0o600)
     starts = {
         "security.curve_secret_file": ControllerProcess(tmp_path / "controller").start,
         "controller.curve_file": server(tmp_path / "server", 1, "s").start,
     }
     for field, start in starts.items():
-        with pytest.raises(ServerFailed, match=re.escape(f"{field}: {path}")) as failed:
+        with pytest.raises(ServerFailed, match=re.escape(f"{field}: {path}")):
             start()
-        assert says in str(failed.value) and "you may delete it, and then restart" in str(failed.value)
 
 
+@pytest.mark.long
 def test_insecure_opens_a_cluster_and_both_logs_say_so_at_each_start(tmp_path: Path, run_dir: Path) -> None:
     with (
         ControllerProcess(tmp_path / "controller", flags=(*QUICK, "--insecure")) as controller,

@@ -61,17 +61,6 @@ def kill_and_start_empty(server: ServerProcess, groups: Groups) -> None:
     groups.connect()
 
 
-def test_windows_that_are_absent_in_the_middle_are_no_obstacle(server: ServerProcess, groups: Groups) -> None:
-    groups.store(8, [(0, 2), (6, 8)])
-    eventually("peek sees it", lambda: groups.peek(8) == 8)
-    result = groups.whole.looked_up(prompt(8))
-    assert (result.n_chunks, groups.windows_of(result)) == (8, [6, 7])
-    groups.load(8, result)
-    assert groups.peek(5) == 2
-    assert groups.whole.hit(prompt(5)) == 2
-    eventually("a longer prompt hits as far", lambda: groups.peek(12) == 8)
-
-
 def test_with_any_windows_the_longest_hit_is_served_and_exactly_its_chunks_are_leased(groups: Groups) -> None:
     chance = random.Random(11)
     for seed in range(2, 10):
@@ -85,14 +74,6 @@ def test_with_any_windows_the_longest_hit_is_served_and_exactly_its_chunks_are_l
         if longest:
             assert groups.windows_of(result) == [*range(longest)[-SPAN:]]
             groups.load(asked, result, seed)
-
-
-def test_a_window_with_a_gap_is_never_offered(groups: Groups) -> None:
-    groups.store(8, [(3, 4), (5, 6), (7, 8)])
-    assert groups.peek(8) == 0
-    assert groups.whole.looked_up(prompt(8)).n_chunks == 0
-    groups.store(8, [(0, 1)], seed=1)
-    assert groups.whole.hit(prompt(8, 1)) == 1, "a hit shorter than the window needs all of it"
 
 
 def test_after_a_restart_with_an_empty_pool_l2_gives_what_the_hit_needs(
@@ -121,6 +102,7 @@ def test_a_killed_server_serves_windows_from_the_pool_that_it_finds(
     groups.load(6, result)
 
 
+@pytest.mark.long
 def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(
     server: ServerProcess, groups: Groups
 ) -> None:
@@ -148,6 +130,7 @@ def test_a_prewarm_loads_the_windows_at_the_end_within_its_budget(
     groups.load(8, result)
 
 
+@pytest.mark.long
 def test_explain_names_the_slice_that_ended_the_hit(server: ServerProcess, groups: Groups) -> None:
     engine = groups.whole
 
@@ -193,6 +176,7 @@ def test_a_server_that_stops_in_the_middle_of_a_load_costs_the_deadline_and_its_
     groups.load(8, result)
 
 
+@pytest.mark.long
 def test_windows_that_a_full_disk_did_not_take_are_a_shorter_hit_and_never_wrong(tmp_path: Path) -> None:
     with ServerProcess(tmp_path / "fs", l1_mb=64, l2="fs", chunk_tokens=CHUNK_TOKENS) as server:
         server.start()

@@ -53,17 +53,11 @@ def engine(
     return make
 
 
-@pytest.mark.parametrize("tenant", ["blue", "azure"])
+@pytest.mark.parametrize("tenant", ["azure", pytest.param("blue", marks=pytest.mark.long)])
 def test_the_right_token_opens_its_tenants(engine, tenant):
     with_token = engine(tenant, BLUE).connect()
     assert with_token.stored(prompt(4)) == ["stored"] * 4
     assert with_token.hit(prompt(4)) == 4
-
-
-def test_tenants_do_not_share_chunks(engine):
-    blue, green = engine("blue", BLUE).connect(), engine("green", GREEN).connect()
-    blue.stored(prompt(4))
-    assert (blue.hit(prompt(4)), green.hit(prompt(4))) == (4, 0)
 
 
 def computes_without_the_cache(engine: CacheEngine) -> None:
@@ -85,7 +79,7 @@ def test_a_wrong_token_is_refused_and_the_engine_goes_on_without_the_cache(engin
     assert "not-a-token-of-anybody" not in caplog.text + wrong.client.error
 
 
-@pytest.mark.parametrize("token", ["", GREEN])
+@pytest.mark.parametrize("token", [GREEN, pytest.param("", marks=pytest.mark.long)])
 def test_a_tenant_without_its_token_is_refused_and_the_engine_goes_on_without_the_cache(
     engine, token, caplog
 ):
@@ -96,12 +90,6 @@ def test_a_tenant_without_its_token_is_refused_and_the_engine_goes_on_without_th
     eventually("the identity is refused", lambda: identity.error)
     assert "may not use tenant 'blue'" in identity.error and "may not use tenant 'blue'" in caplog.text
     computes_without_the_cache(without)
-
-
-def test_without_a_token_the_unnamed_tenant_is_open(engine):
-    unnamed = engine("", "").connect()
-    assert unnamed.stored(prompt(4)) == ["stored"] * 4
-    assert unnamed.hit(prompt(4)) == 4
 
 
 def test_a_corrected_token_file_takes_effect_without_a_restart_of_the_engine(engine, tmp_path, monkeypatch):

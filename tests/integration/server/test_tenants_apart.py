@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvstrata.errors import LayoutRefused, NotPermitted
+from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.policy.processes import tenant_number
@@ -36,7 +36,7 @@ QUOTAS = "quotas_gb: {green: 0.01953125, blue: 0.015625}\n"
 POOLS = {"shared": "", "own": "tenants: [{name: green, pool: own}, {name: blue, pool: own}]\n"}
 
 
-@pytest.fixture(scope="module", params=POOLS)
+@pytest.fixture(scope="module", params=["shared", pytest.param("own", marks=pytest.mark.long)])
 def server(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[ServerProcess]:
@@ -101,7 +101,7 @@ def test_green_s_chunks_and_absent_ones_are_reserved_alike(blue, green):
     green.reads_its_own(chain)
 
 
-@pytest.mark.parametrize("first", ["blue", "green"])
+@pytest.mark.parametrize("first", ["green", pytest.param("blue", marks=pytest.mark.long)])
 def test_what_blue_stores_under_green_s_keys_is_never_green_s(blue, green, first):
     chain = chain_of(green.root, 4)
     if first == "green":
@@ -259,6 +259,11 @@ def test_blue_cannot_join_green_s_engine(server, green, token):
     with pytest.raises(NotPermitted, match="group: its processes may use other tenants"):
         joining.attach()
     joining.close()
+    taking = RpcClient(server.socket_dir, token=token)
+    taking.session = green.session
+    with pytest.raises((NotPermitted, BadRequest)):
+        taking.attach()
+    taking.close()
     second = RpcClient(server.socket_dir, token=GREEN, group=green.group, role=Role.SCHEDULER)
     second.attach()
     second.goodbye()

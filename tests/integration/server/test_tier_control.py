@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +20,6 @@ import yaml
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
 from tests.harness.shelf import entry
-from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
@@ -165,6 +163,7 @@ def test_an_adapter_added_by_ctl_is_used_drained_and_removed(server, tmp_path):
         assert engine.hit(prompt(3, seed=1)) == 3, "its records stayed"
 
 
+@pytest.mark.long
 def test_exported_entries_start_a_server_with_the_same_adapters(server, tmp_path):
     secret = tmp_path / "key"
     secret.touch(mode=0o600)
@@ -215,6 +214,7 @@ def metrics(server: ServerProcess) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.long
 def test_wrong_requests_name_what_is_wrong_and_change_nothing(server, tmp_path):
     add(server, fs(tmp_path / "l2"))
     taken = fs(tmp_path / "l2")
@@ -255,46 +255,6 @@ def test_wrong_requests_name_what_is_wrong_and_change_nothing(server, tmp_path):
     assert [(row["name"], row["state"]) for row in rows(server)] == [("fs-0", "active")]
 
 
-def test_an_adapter_from_a_module_comes_back_by_its_name_only(server):
-    shelf = entry("any")
-    restart_with(server, shelf, fs(server.folder / "l2", policy="on_evict"))
-    for name in ("plugin-0", "fs-1"):
-        assert http(server, "DELETE", f"/v1/l2/adapters/{name}")[0] == 200
-    status_code, answer = http(server, "POST", "/v1/l2/adapters", {"adapter": {**shelf, "deadline_ms": 9}})
-    assert (status_code, answer["field"]) == (403, "adapter.type") and "by its name" in answer["message"]
-    back = ctl(server, "l2", "add", "plugin-0")
-    assert (back.returncode, back.stderr) == (0, "")
-    assert ctl(server, "l2", "add", "fs-1", "--position", "0").returncode == 0
-    assert [(row["name"], row["in_settings"]) for row in rows(server)] == [("fs-4", True), ("plugin-3", True)]
-    wrong = ctl(server, "l2", "add", "fs-9")
-    assert wrong.returncode == 1 and "(they have: plugin-0, fs-1)" in wrong.stderr
-
-
-@pytest.mark.parametrize("hangs", [("put", "load", "exists"), ("put", "load", "exists", "close")])
-def test_a_hung_adapter_is_removed_and_stops_nobody(server, tmp_path, hangs):
-    hung = entry("hung", deadline_ms=200)
-    hung["adapter_params"]["hangs"] = list(hangs)
-    restart_with(server, hung)
-    bad = rows(server)[0]["name"]
-    good = add(server, fs(tmp_path / "l2"))["name"]
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        engine.stored(prompt(4))
-        eventually("the good one has them", lambda: acknowledged(server, good) == 4)
-        eventually("the bad one has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
-        code, outcome = http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")
-        assert (code, outcome["state"]) == (200, "removing") and outcome["stuck_bytes"]
-        assert by_name(server, bad)["state"] == "removing"
-        assert status(server)["pool"]["pinned_bytes"] >= outcome["stuck_bytes"], (
-            "what it may touch is not reused"
-        )
-        engine.stored(prompt(4, seed=1))
-        eventually("the good one goes on", lambda: acknowledged(server, good) == 8)
-        assert engine.hit(prompt(4)) == 4
-        assert by_name(server, good)["state"] == "active"
-        server.kill()
-
-
 def acknowledged(server: ServerProcess, name: str) -> int:
     """Chunks that an adapter said it has."""
     outcomes = by_name(server, name)["puts"]["outcomes"]
@@ -305,47 +265,7 @@ def by_name(server: ServerProcess, name: str) -> dict[str, Any]:
     return next(row for row in rows(server) if row["name"] == name)
 
 
-def test_adapters_that_hang_by_fault_injection_are_removed_without_a_loss(server, tmp_path):
-    hang = {
-        "type": "fault_inject", "inner": fs(tmp_path / "bad"), "rate": 1.0, "seed": 1, "faults": ["hang"],
-        "deadline_ms": 200,
-    }  # fmt: skip
-    add(server, fs(tmp_path / "l2"))
-    bad = add(server, hang, position=0)["name"]
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        engine.stored(prompt(4))
-        eventually("the bad one has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
-        assert http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")[0] == 200
-        eventually("it is gone", lambda: [row["name"] for row in rows(server)] == ["fs-0"])
-        eventually("and holds nothing", lambda: status(server)["pool"]["pinned_bytes"] == 0)
-        eventually("the good one has them", lambda: acknowledged(server, "fs-0") == 4)
-        clear_l1(server)
-        assert engine.hit(prompt(4)) == 4
-
-
-def test_an_adapter_whose_process_stands_still_is_removed_and_its_bytes_come_back(server, tmp_path):
-    add(server, fs(tmp_path / "l2"))
-    hosted = fs(tmp_path / "hosted", isolation="process", deadline_ms=2_000, host_kill_ms=10_000)
-    bad = add(server, hosted, position=0)["name"]
-    with CacheEngine(server.socket_dir) as engine:
-        engine.connect()
-        engine.stored(prompt(2))
-        eventually("it works", lambda: acknowledged(server, bad) == 2)
-        send(by_name(server, bad)["host"]["pid"], signal.SIGSTOP)
-        engine.stored(prompt(4, seed=1))
-        eventually("it has hold of them", lambda: by_name(server, bad)["stuck_bytes"])
-        assert http(server, "DELETE", f"/v1/l2/adapters/{bad}?wait_s=0")[0] == 200
-        eventually("it is gone", lambda: [row["name"] for row in rows(server)] == ["fs-0"])
-        eventually("and holds nothing", lambda: status(server)["pool"]["pinned_bytes"] == 0)
-        eventually("the good one has them", lambda: acknowledged(server, "fs-0") == 6)
-        clear_l1(server)
-        assert engine.hit(prompt(2)) == 2 and engine.hit(prompt(4, seed=1)) == 4
-        again = add(server, {"type": "fs", "isolation": "process"} | {"base_path": str(tmp_path / "hosted")})
-        assert again["name"] == "fs-2", "its directory is free again"
-
-
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_no_acknowledged_chunk_is_lost_while_adapters_come_and_go(server, tmp_path, killed):
     """One adapter stays; the others are added, drained and removed under stores and lookups."""
     keep = fs(tmp_path / "keep")

@@ -40,28 +40,6 @@ def leased_bytes(server: ServerProcess) -> int:
     return server.get("/v1/status")["pool"]["leased_bytes"]
 
 
-def test_a_prefix_counts_only_as_far_as_both_ranks_have_it(ranks):
-    ranks[0].ask("store", n_chunks=6)
-    assert ranks[0].ask("lookup", n_chunks=6)["n_chunks"] == 0
-    ranks[1].ask("store", n_chunks=4)
-    for rank in ranks:
-        eventually("peek sees it", lambda rank=rank: rank.ask("peek", n_chunks=6) == 4)
-    result = ranks[0].ask("lookup", n_chunks=6)
-    assert result["n_chunks"] == 4
-    assert result["n_slices"] == 2
-
-
-def test_each_rank_loads_its_own_slice_and_the_lease_ends_with_the_last(server, ranks):
-    for rank in ranks:
-        assert rank.ask("store", n_chunks=5) == ["stored"] * 5
-    result = ranks[0].ask("lookup", n_chunks=5)
-    assert result["n_chunks"] == 5
-    assert ranks[0].ask("load", result=result, n_chunks=5) == []
-    assert leased_bytes(server) > 0, "the other rank has not loaded yet"
-    assert ranks[1].ask("load", result=result, n_chunks=5) == []
-    eventually("the lease ends", lambda: leased_bytes(server) == 0)
-
-
 def test_a_scheduler_looks_up_and_both_ranks_load(server, ranks):
     for rank in ranks:
         rank.ask("store", n_chunks=5)
@@ -98,14 +76,3 @@ def test_both_ranks_come_back_after_a_restart(server, ranks):
     for rank in ranks:
         assert rank.ask("load", result=found, n_chunks=5) == []
     eventually("the lease ends", lambda: leased_bytes(server) == 0)
-
-
-def test_ranks_with_other_numbers_of_ranks_share_no_storage_keys(server, ranks):
-    """One process that holds both ranks' layers is another slice: a miss, never half of the bytes."""
-    for rank in ranks:
-        rank.ask("store", n_chunks=3)
-    with CacheEngine(server.socket_dir, group=b"one whole engine", layers=4) as whole:
-        whole.connect()
-        assert whole.hit(prompt(3)) == 0
-        assert whole.stored(prompt(3)) == ["stored"] * 3
-        assert whole.hit(prompt(3)) == 3
