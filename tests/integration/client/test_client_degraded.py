@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ from kvstrata.client import StoreOutcome
 from kvstrata.client.silence import PING_PATIENCE_S
 from kvstrata.client.stores import BATCHES_IN_FLIGHT
 from kvstrata.rpc.zmq_client import Waiter
+from tests.harness.amount import amount
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
+from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
 from tests.integration.client.fault_proxy import FaultProxy
 
@@ -68,6 +71,7 @@ def test_without_a_server_everything_is_answered_at_once(server):
         use_until_it_works(engine, seed=1)
 
 
+@pytest.mark.silence
 def test_a_frozen_server_ends_waiting_calls_and_is_used_again_when_it_goes_on(server):
     server.start()
     with CacheEngine(server.socket_dir) as engine:
@@ -87,6 +91,8 @@ def test_a_frozen_server_ends_waiting_calls_and_is_used_again_when_it_goes_on(se
         eventually("the lookup nobody waited for left no lease", lambda: nothing_leased(server))
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_the_engine_of_the_tests_repeats_stores_that_a_silent_server_did_not_take(server):
     server.start()
     with CacheEngine(server.socket_dir) as engine, ThreadPoolExecutor(1) as thread:
@@ -99,6 +105,8 @@ def test_the_engine_of_the_tests_repeats_stores_that_a_silent_server_did_not_tak
             assert asked.result(PATIENCE_S) == expected
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, monkeypatch):
     """The client looks late each time, as when an engine's threads take the cores or hold the interpreter lock."""
     wait = Waiter.wait
@@ -122,6 +130,8 @@ def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, m
             eventually("some lookups without a false alarm", nothing_lost)
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_server_that_is_frozen_repeatedly_keeps_no_lease(server):
     server.start()
     with CacheEngine(server.socket_dir) as engine:
@@ -150,7 +160,7 @@ def test_stored_chunks_are_hits_after_the_server_was_killed(server):
         assert engine.hit(prompt(8)) == 8
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_lease_of_a_dead_server_still_loads_right_bytes(server, sync):
     server.start()
     with CacheEngine(server.socket_dir) as engine:
@@ -227,23 +237,6 @@ def test_a_server_killed_during_stores_frees_the_engines_blocks_and_serves_no_wr
         eventually("no quarantine is left", lambda: pool_has_no(server, "quarantined"))
 
 
-def client_points() -> list[str]:
-    steps = (
-        "hello",
-        "identify",
-        "ping",
-        "lookup",
-        "release",
-        "reserve",
-        "commit",
-        "cancel",
-        "quiesced",
-        "corrupt",
-    )
-    used = [point for point in failpoints.POINTS if point.split(".")[0] in steps]
-    return [*used, *(point for point in failpoints.POINTS if point.startswith("attach."))]
-
-
 def work(engine: CacheEngine) -> None:
     """Take each step once, with any outcome; asserts that no wrong byte is loaded and that each call ends."""
     tokens = prompt(4, seed=5)
@@ -267,12 +260,18 @@ def work(engine: CacheEngine) -> None:
                 engine.check_load(tokens, result, sync=True)
 
 
-def points_and_actions() -> list[tuple[str, str]]:
+OPERATIONS = "hello identify ping lookup release reserve commit cancel quiesced corrupt attach".split()
+GATE = "identify.received lookup.done release.done reserve.done commit.done quiesced.done attach.accepted".split()
+"""The points at which `make test` kills a server."""
+
+
+def points_and_actions() -> list[Any]:
     """Each point with `kill`; `stop`, which differs less between points, at one point of each operation."""
-    points = client_points()
-    return [(p, "kill") for p in points] + [
-        (p, "stop") for p in points if not p.endswith((".received", ".replied"))
-    ]
+    points = [point for point in failpoints.POINTS if point.split(".")[0] in OPERATIONS]
+    kills = [pytest.param(p, "kill", marks=() if p in GATE else pytest.mark.long) for p in points]
+    frozen = (pytest.mark.long, pytest.mark.silence)
+    stops = [p for p in points if not p.endswith((".received", ".replied"))]
+    return [*kills, *(pytest.param(p, "stop", marks=frozen) for p in stops)]
 
 
 @pytest.mark.parametrize(("point", "action"), points_and_actions())
@@ -325,7 +324,7 @@ class Faults:
         return self.random.choice([[], [0.0, 0.0], [0.03], [0.0, 0.05], [0.3]])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(amount(1, 6)))
 def test_lost_late_and_repeated_messages_leave_no_lease_and_no_reservation(server, tmp_path, seed):
     server.start()
     with (
@@ -354,7 +353,13 @@ def test_lost_late_and_repeated_messages_leave_no_lease_and_no_reservation(serve
         eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
 
 
-@pytest.mark.parametrize("op", ["release", "commit", "cancel", "identify", "hello"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "release",
+        *(pytest.param(op, marks=pytest.mark.long) for op in ("commit", "cancel", "identify", "hello")),
+    ],
+)
 def test_an_answer_that_is_lost_is_asked_for_again(server, op):
     server.start()
     lost: list[str] = []
@@ -398,6 +403,7 @@ def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_le
         eventually("no lease is left", lambda: nothing_leased(server))
 
 
+@pytest.mark.long
 def test_a_closing_client_reserves_nothing_more(server):
     server.start()
     reserves: dict[int, None] = {}
@@ -423,8 +429,6 @@ def test_a_closing_client_reserves_nothing_more(server):
 
 def test_a_client_frozen_for_long_keeps_its_leases_and_goes_on(server, tmp_path):
     """A frozen client sends no pings, but keeps what it owns: no clock takes bytes away."""
-    from tests.harness.child import Child
-
     server.start()
     with Child("tests.harness.cache_engine", log=tmp_path / "child.log") as child:
         child.ask("start", socket_dir=str(server.socket_dir))

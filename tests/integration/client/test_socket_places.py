@@ -72,6 +72,7 @@ def test_a_configured_place_is_the_only_one(server, login):
         assert "/tmp/" + OURS not in engine.client.error
 
 
+@pytest.mark.long
 def test_the_tools_of_a_login_find_the_server_of_systemd(server, login):
     server.start()
 
