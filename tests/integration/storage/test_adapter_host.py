@@ -111,8 +111,20 @@ def stored_in_l2(client: RpcClient, n_chunks: int) -> tuple[Any, bytes]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("how", ["kill", "abort", "null", "exit", "stop", "gil", "hang", "garbage"])
-@pytest.mark.parametrize("operation", ["put", "load"])
+def ends_of_hosts() -> list[Any]:
+    """Each operation with each way to go wrong in it; those in which the host falls silent take its whole patience."""
+    silent, gate = (
+        ("stop", "gil", "hang"),
+        {("put", "kill"), ("load", "null"), ("put", "garbage"), ("load", "hang")},
+    )
+    cases = []
+    for case in itertools.product(("put", "load"), ("kill", "abort", "null", "exit", "garbage", *silent)):
+        marks = [pytest.mark.silence] if case[1] in silent else []
+        cases.append(pytest.param(*case, marks=marks if case in gate else [*marks, pytest.mark.long]))
+    return cases
+
+
+@pytest.mark.parametrize(("operation", "how"), ends_of_hosts())
 def test_the_server_serves_whatever_happens_to_a_host_and_the_host_comes_back(
     start: Callable[..., HostedServer], operation: str, how: str
 ) -> None:
@@ -188,6 +200,8 @@ def test_a_host_that_was_stopped_for_a_while_goes_on(start: Callable[..., Hosted
         assert host_of(client.status()) == {"pid": pid, "state": "up", "restarts": 0, "requests": 0}
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_server_with_a_stopped_host_stops(start: Callable[..., HostedServer]) -> None:
     server = start(host_kill_ms=3_600_000)
     with RpcClient(server.socket_dir) as client:
@@ -197,7 +211,7 @@ def test_a_server_with_a_stopped_host_stops(start: Callable[..., HostedServer]) 
     until_gone(pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGCONT, marks=pytest.mark.long), signal.SIGSTOP])
 def test_a_killed_server_leaves_no_host_behind(
     start: Callable[..., HostedServer], number: signal.Signals
 ) -> None:
@@ -209,6 +223,7 @@ def test_a_killed_server_leaves_no_host_behind(
     until_gone(pid)
 
 
+@pytest.mark.long
 def test_the_next_server_adopts_the_pool_and_starts_its_own_host(start: Callable[..., HostedServer]) -> None:
     server = start()
     with RpcClient(server.socket_dir) as client:
@@ -244,6 +259,7 @@ def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopt
         server.start()
 
 
+@pytest.mark.long
 def test_a_pool_in_a_memfd_is_lent_to_a_host_and_adopted_after_it(tmp_path: Path) -> None:
     with HostedServer(tmp_path) as server:
         server._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(tmp_path / "missing" / "segment")
@@ -260,6 +276,7 @@ def test_a_pool_in_a_memfd_is_lent_to_a_host_and_adopted_after_it(tmp_path: Path
         holder_client.dismiss(server.socket_dir / HOLDER_SOCKET)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("operation", "how", "says"),
     [
@@ -283,6 +300,7 @@ def test_an_adapter_that_cannot_be_opened_in_its_host_stops_the_start(
         assert "Task exception" not in str(failed.value)
 
 
+@pytest.mark.long
 def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     with (
         HostedServer(tmp_path, module_path="no_such_module_here") as server,
@@ -291,6 +309,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
         server.start()
 
 
+@pytest.mark.long
 def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[..., HostedServer]) -> None:
     server = start(deadline_ms=2_000, host_kill_ms=4_000)
     with RpcClient(server.socket_dir) as client:
@@ -325,6 +344,7 @@ def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(
         os.close(fd)
 
 
+@pytest.mark.long
 def test_a_flood_of_prints_is_cut_and_says_so(start: Callable[..., HostedServer]) -> None:
     server = start()
     with RpcClient(server.socket_dir) as client:

@@ -23,6 +23,7 @@ from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatu
 from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.storage.native_adapter import NativeAdapter
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, record_length
+from tests.harness.amount import amount
 from tests.harness.signals import send
 from tests.oracles import disk_log
 
@@ -146,7 +147,7 @@ async def examine(base: Path, capacity_bytes: int, said: Said) -> None:
 
 
 @pytest.mark.parametrize("capacity_bytes", [LARGE_BYTES, SMALL_BYTES])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(amount(1, 2)))
 def test_acknowledged_work_survives_kills_from_outside(
     tmp_path: Path, seed: int, capacity_bytes: int
 ) -> None:
@@ -168,6 +169,7 @@ def test_acknowledged_work_survives_kills_from_outside(
         asyncio.run(examine(base, capacity_bytes, said))
 
 
+@pytest.mark.long
 def test_a_stopped_server_keeps_its_directory_and_goes_on_where_it_was(tmp_path: Path) -> None:
     base = tmp_path / "kv"
     said = Said()

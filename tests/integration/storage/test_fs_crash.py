@@ -31,6 +31,7 @@ from kvstrata.testing.strategies import (
     record_length,
     watched,
 )
+from tests.harness.amount import amount
 from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
@@ -144,7 +145,7 @@ async def examine(base: Path, capacity_bytes: int, acknowledged: list[int], late
         await adapter.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(amount(1, 3)))
 def test_acknowledged_records_survive_kills_from_outside(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     base = tmp_path / "kv"
@@ -168,6 +169,7 @@ def test_acknowledged_records_survive_kills_from_outside(tmp_path: Path, seed: i
         asyncio.run(examine(base, capacity_bytes, acknowledged, latest))
 
 
+@pytest.mark.long
 def test_a_stopped_server_keeps_its_directory_and_goes_on_where_it_was(tmp_path: Path) -> None:
     base = tmp_path / "kv"
     process = subprocess.Popen(child(base, 0, 0), cwd=REPOSITORY, stdout=subprocess.PIPE)

@@ -186,6 +186,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
         child.end()
 
 
+@pytest.mark.long
 def test_all_members_together_stay_within_the_capacity_and_each_goes_on(group: Group) -> None:
     for _ in range(3):
         group.start()
@@ -196,6 +197,7 @@ def test_all_members_together_stay_within_the_capacity_and_each_goes_on(group: G
     assert len(group.janitors()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_a_killed_janitor_is_replaced_by_another_member(group: Group, seed: int) -> None:
     draw = random.Random(seed)
@@ -212,6 +214,8 @@ def test_a_killed_janitor_is_replaced_by_another_member(group: Group, seed: int)
         group.check_cap()
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_frozen_janitor_is_replaced_and_is_an_ordinary_member_when_it_goes_on(group: Group) -> None:
     one, other = group.start(), group.start()
     group.until_stored(30)
@@ -228,6 +232,7 @@ def test_a_frozen_janitor_is_replaced_and_is_an_ordinary_member_when_it_goes_on(
     group.until("one janitor", lambda: group.janitors() == [follower])
 
 
+@pytest.mark.long
 def test_rubbish_beside_the_members_changes_nothing(group: Group) -> None:
     group.start()
     group.until_stored(20)
@@ -246,6 +251,7 @@ def test_rubbish_beside_the_members_changes_nothing(group: Group) -> None:
 # -- in this process ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_servers_with_and_without_shared_on_one_directory_are_told_what_to_change(
     tmp_path: Path,
 ) -> None:
@@ -264,6 +270,7 @@ async def test_servers_with_and_without_shared_on_one_directory_are_told_what_to
     await alone.close()
 
 
+@pytest.mark.long
 async def test_two_members_that_load_what_the_other_deletes_see_it_whole_or_not_at_all(
     tmp_path: Path,
 ) -> None:
@@ -321,7 +328,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
         server.close()
 
 
-@pytest.mark.parametrize("fate", ["lives", "dies", "stands still"])
+@pytest.mark.parametrize(
+    "fate", ["dies", *(pytest.param(fate, marks=pytest.mark.long) for fate in ("lives", "stands still"))]
+)
 def test_two_servers_hit_each_others_chunks(start: Callable[..., ServerProcess], fate: str) -> None:
     one, other = start(), start()
     with RpcClient(one.socket_dir) as client:
@@ -349,6 +358,7 @@ def test_two_servers_hit_each_others_chunks(start: Callable[..., ServerProcess],
             check_and_release(client, reply, theirs)
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_share_does_not_start_beside_one_that_does(
     start: Callable[..., ServerProcess],
 ) -> None:

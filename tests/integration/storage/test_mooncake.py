@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from tests.harness import mooncake
-from tests.harness.daemon import free_port
 from tests.harness.l2_load import Load, check_and_release, clear_l1, stored, until_stored
 from tests.harness.rpc_client import RpcClient, chain_of, until
 from tests.harness.server_process import ServerFailed, ServerProcess
@@ -89,6 +88,7 @@ def test_chunks_that_one_server_stored_are_served_by_another(
         check_and_release(writer, reply, chain)
 
 
+@pytest.mark.long
 def test_the_published_line_serves_hits_over_tcp(
     mooncake_environment: dict[str, str], master: mooncake.Master, tmp_path: Path
 ) -> None:
@@ -112,6 +112,7 @@ def test_the_published_line_serves_hits_over_tcp(
         assert server.stop() == 0
 
 
+@pytest.mark.long
 def test_options_of_puts_are_checked_by_mooncake(
     master: mooncake.Master, holder: mooncake.Holder, start: Starter
 ) -> None:
@@ -155,7 +156,8 @@ def test_a_master_killed_and_restarted_costs_misses_and_comes_back(
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.silence
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_frozen_master_costs_misses_and_comes_back(
     master: mooncake.Master, holder: mooncake.Holder, start: Starter, killed: bool
 ) -> None:
@@ -175,6 +177,8 @@ def test_a_frozen_master_costs_misses_and_comes_back(
         assert (host_of(client.status())["pid"] == host["pid"]) is not killed
 
 
+@pytest.mark.long
+@pytest.mark.silence
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_host_killed_or_stopped_costs_misses_and_comes_back(
     master: mooncake.Master, holder: mooncake.Holder, start: Starter, number: signal.Signals
@@ -196,6 +200,8 @@ def test_a_host_killed_or_stopped_costs_misses_and_comes_back(
         until(client, lambda status: status["pool"]["holds"] == 0)
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_holder_that_is_killed_costs_misses_until_there_is_another_one(
     mooncake_environment: dict[str, str], tmp_path: Path, start: Starter
 ) -> None:
@@ -212,6 +218,8 @@ def test_a_holder_that_is_killed_costs_misses_until_there_is_another_one(
             Load(client).until_served()
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_stopped_holder_costs_misses_and_comes_back(
     master: mooncake.Master, holder: mooncake.Holder, start: Starter
 ) -> None:
@@ -229,6 +237,7 @@ def test_a_stopped_holder_costs_misses_and_comes_back(
 # --- what is not ours, and no room -------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [b"x", b"not a record" * 1_000, b"KV" + bytes(60_000)])
 def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(
     master: mooncake.Master, holder: mooncake.Holder, start: Starter, value: bytes
@@ -255,6 +264,7 @@ def test_a_foreign_value_is_removed_and_replaced_by_the_next_put(
         until(client, healed)
 
 
+@pytest.mark.long
 def test_a_full_store_is_asked_again_later_and_harms_nothing(
     mooncake_environment: dict[str, str], tmp_path: Path, start: Starter
 ) -> None:
@@ -269,25 +279,7 @@ def test_a_full_store_is_asked_again_later_and_harms_nothing(
 # --- at the start ------------------------------------------------------------------------------------------
 
 
-def test_a_master_that_is_down_at_the_start_is_named(
-    mooncake_environment: dict[str, str], start: Starter
-) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    setup = {"local_hostname": "127.0.0.1", "metadata_server": "P2PHANDSHAKE", "master_server_addr": address}
-    with pytest.raises(ServerFailed, match=f"master_server_addr: nothing answers at {address}"):
-        start(setup)
-
-
+@pytest.mark.long
 def test_a_codec_is_refused_while_the_pool_is_registered(master: mooncake.Master, start: Starter) -> None:
     with pytest.raises(ServerFailed, match="codec"):
         start(master.setup(), codec=["zstd"])
-
-
-def test_a_server_without_the_wheel_says_what_to_install(master: mooncake.Master, tmp_path: Path) -> None:
-    entry = {"type": "mooncake_store", **master.setup()}
-    flags = ("--no-http", "--l2-adapter", json.dumps(entry))
-    with (
-        ServerProcess(tmp_path / "server", l1_mb=16, l2="embedded", flags=flags) as server,
-        pytest.raises(ServerFailed, match=r"pip install 'kvstrata\[mooncake\]'"),
-    ):
-        server.start()

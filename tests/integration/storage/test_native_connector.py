@@ -56,7 +56,7 @@ def of_adapter(server: ServerProcess) -> dict[str, Any]:
     return server.get("/v1/status")["l2_adapters"][NAME]
 
 
-@pytest.mark.parametrize("isolation", ["in_process", "process"])
+@pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
 def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(
     probe: Path, tmp_path: Path, isolation: str
 ) -> None:
@@ -76,6 +76,8 @@ def test_a_connector_learns_where_the_pool_lies_and_every_record_lies_in_it(
     assert warned == (isolation == "in_process")
 
 
+@pytest.mark.silence
+@pytest.mark.long
 async def test_a_call_that_never_ends_is_ended_by_its_host_although_others_are_answered(
     probe: Path, tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ async def test_an_adapter_reports_what_its_connector_reports_about_its_calls(
     await adapter.close()
 
 
+@pytest.mark.long
 def test_in_the_server_a_call_that_never_ends_keeps_its_bytes_and_not_the_server(
     probe: Path, tmp_path: Path
 ) -> None:

@@ -62,7 +62,14 @@ def until_found(client: RpcClient, identity: wire.IdentifyReply, chain: bytes, n
 
 
 @pytest.mark.parametrize(
-    "kind", ["directory", "s3", "s3 without conditional puts", "s3 in a process of its own"]
+    "kind",
+    [
+        "s3 in a process of its own",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("directory", "s3", "s3 without conditional puts")
+        ),
+    ],
 )
 def test_chunks_that_one_server_stored_are_served_by_another(
     bucket: S3Server, start: Starter, tmp_path: Path, kind: str
@@ -90,6 +97,7 @@ def test_chunks_that_one_server_stored_are_served_by_another(
             assert secret not in shown + one.log_tail() + other.log_tail()
 
 
+@pytest.mark.long
 def test_a_record_that_left_after_it_was_seen_is_an_ordinary_miss(start: Starter, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     entry = {"type": "object_store", "url": f"file://{shared}", "presence_ttl_ms": 60_000}
@@ -131,6 +139,7 @@ def test_a_bucket_whose_server_was_killed_is_missed_and_used_again(bucket: S3Ser
             assert time.monotonic() < deadline_s, client.status()["l2_store"]["adapters"]
 
 
+@pytest.mark.silence
 def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
     bucket: S3Server, start: Starter
 ) -> None:
@@ -151,6 +160,7 @@ def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
         until_found(client, identity, chain, 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

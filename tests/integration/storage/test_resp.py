@@ -61,7 +61,7 @@ def numbers(client: RpcClient) -> dict[str, int]:
     return dict(adapter["numbers"])
 
 
-@pytest.mark.parametrize("isolation", ["in_process", "process"])
+@pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
 def test_chunks_that_one_server_stored_are_served_by_another(
     server: RedisServer, start: Starter, isolation: str
 ) -> None:
@@ -92,6 +92,7 @@ def test_a_redis_killed_under_load_costs_misses_and_comes_back(server: RedisServ
         assert numbers(client)["connections_lost"] > 0
 
 
+@pytest.mark.silence
 def test_a_frozen_redis_costs_misses_and_comes_back(server: RedisServer, start: Starter) -> None:
     with RpcClient(start(server.entry(**QUICK)).socket_dir) as client:
         load = Load(client)
@@ -106,6 +107,7 @@ def test_a_frozen_redis_costs_misses_and_comes_back(server: RedisServer, start: 
         load.until_served()
 
 
+@pytest.mark.long
 def test_a_full_redis_throttles_puts_and_serves_what_it_has(server: RedisServer, start: Starter) -> None:
     with server.client() as redis, RpcClient(start(server.entry()).socket_dir) as client:
         load = Load(client)
@@ -120,6 +122,7 @@ def test_a_full_redis_throttles_puts_and_serves_what_it_has(server: RedisServer,
         load.until_served()
 
 
+@pytest.mark.long
 def test_a_redis_with_another_password_costs_misses_until_the_password_fits(
     redis_folder: Path, tmp_path: Path, start: Starter
 ) -> None:
@@ -142,6 +145,8 @@ def test_a_redis_with_another_password_costs_misses_until_the_password_fits(
         assert "the-first-one" not in log and "another-one" not in log
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_dead_master_is_replaced_by_the_one_that_the_sentinel_names(
     redis_folder: Path, tmp_path: Path, start: Starter
 ) -> None:
@@ -169,6 +174,8 @@ def test_a_dead_master_is_replaced_by_the_one_that_the_sentinel_names(
         assert client.sentinel_get_master_addr_by_name("mymaster")[1] == replica.port
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_a_dead_node_of_a_cluster_costs_only_its_own_chunks(
     redis_folder: Path, tmp_path: Path, start: Starter
 ) -> None:

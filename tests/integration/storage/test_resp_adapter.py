@@ -39,7 +39,12 @@ def name_of(number: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"x", b"not a record" * 1_000, bytes(record_length(SIZE)), [b"a", b"list"]]
+    "value",
+    [
+        bytes(record_length(SIZE)),
+        *(pytest.param(rare, marks=pytest.mark.long) for rare in (b"", b"x", b"not a record" * 1_000)),
+        pytest.param([b"a", b"list"], marks=pytest.mark.long),
+    ],
 )
 async def test_a_foreign_value_is_a_miss_and_replaced_by_the_next_put_in_redis(
     server: RedisServer, value: Any
@@ -86,7 +91,7 @@ async def test_a_bad_value_that_another_put_has_replaced_is_loaded_and_stays(ser
             assert client.get(name_of(1)) == good
 
 
-@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("foreign", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_put_that_another_instance_overtook_stores_only_missing_records(
     server: RedisServer, foreign: bool
 ) -> None:
@@ -127,6 +132,7 @@ async def test_keys_of_others_are_never_touched(server: RedisServer) -> None:
         assert client.mget(list(others)) == list(others.values())
 
 
+@pytest.mark.long
 async def test_clear_finds_records_among_many_keys(server: RedisServer) -> None:
     with server.client() as client:
         client.mset({f"other{n}": b"" for n in range(5_000)})
@@ -137,6 +143,7 @@ async def test_clear_finds_records_among_many_keys(server: RedisServer) -> None:
         assert client.dbsize() == 5_000
 
 
+@pytest.mark.long
 async def test_records_expire_after_their_time(server: RedisServer) -> None:
     async with opened(server.entry(ttl_seconds=100)) as adapter:
         await put(adapter, 1)
@@ -147,6 +154,7 @@ async def test_records_expire_after_their_time(server: RedisServer) -> None:
         assert await load(adapter, 1) == [LoadOutcome(LoadStatus.ABSENT)]
 
 
+@pytest.mark.long
 async def test_prefixes_and_databases_keep_records_apart(server: RedisServer) -> None:
     entries = [server.entry(), server.entry(key_prefix="b:"), server.entry(database_id=1)]
     async with contextlib.AsyncExitStack() as stack:
@@ -159,6 +167,7 @@ async def test_prefixes_and_databases_keep_records_apart(server: RedisServer) ->
         assert await load(adapters[1], 1) == await load(adapters[2], 1) == [LOADED]
 
 
+@pytest.mark.long
 async def test_nothing_is_put_above_the_configured_capacity(server: RedisServer) -> None:
     async with opened(server.entry(max_capacity_gb=1e-6)) as adapter:
         assert await put(adapter, 1, 2) == [PutOutcome(PutStatus.THROTTLED, "full")] * 2
@@ -166,6 +175,7 @@ async def test_nothing_is_put_above_the_configured_capacity(server: RedisServer)
         assert (await adapter.usage()).capacity_bytes == 1073
 
 
+@pytest.mark.long
 async def test_a_full_server_throttles(server: RedisServer) -> None:
     with server.client() as client:
         async with opened(server.entry()) as adapter:
@@ -263,7 +273,9 @@ class Cutter:
         raise ConnectionError
 
 
-@pytest.mark.parametrize("hang_up", [True, False])
+@pytest.mark.parametrize(
+    "hang_up", [True, pytest.param(False, marks=[pytest.mark.long, pytest.mark.silence])]
+)
 async def test_answers_from_before_a_broken_connection_count(server: RedisServer, hang_up: bool) -> None:
     async with Cutter(server.port) as cutter:
         entry = server.entry(port=cutter.port, request_timeout=1.0, connection_timeout=1.0)
@@ -286,6 +298,8 @@ async def test_answers_from_before_a_broken_connection_count(server: RedisServer
             assert adapter.numbers()["connections_lost"] >= 1
 
 
+@pytest.mark.long
+@pytest.mark.silence
 async def test_a_server_behind_tls_that_is_stopped_costs_the_time_limit_and_comes_back(
     redis_folder: Path, tmp_path: Path
 ) -> None:
@@ -342,6 +356,7 @@ async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_paus
 # --- clusters ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_a_server_that_denies_the_login_is_not_reported_as_unreachable(
     redis_folder: Path, tmp_path: Path
 ) -> None:

@@ -37,11 +37,14 @@ class TestOpening:
             message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port})
         assert f"127.0.0.1:{port}: cannot be reached: Connection refused" in message
 
+    @pytest.mark.long
     async def test_an_unknown_host(self) -> None:
         assert "host.invalid:6379: cannot be reached" in await refusal(
             {"type": "resp", "host": "host.invalid"}
         )
 
+    @pytest.mark.long
+    @pytest.mark.silence
     async def test_a_server_that_says_nothing(self, tmp_path: Path, redis_folder: Path) -> None:
         with RedisServer(tmp_path) as frozen:
             frozen.freeze()
@@ -76,14 +79,17 @@ class TestOpening:
             async with opened(server.entry()) as adapter:
                 assert await put(adapter, 1) == [STORED]
 
+    @pytest.mark.long
     async def test_a_password_where_none_is_needed(self, server: RedisServer) -> None:
         assert "password: refused by the server" in await refusal(server.entry(password=SECRET))
 
+    @pytest.mark.long
     async def test_a_replica_names_its_master(self, server: RedisServer, tmp_path: Path) -> None:
         with RedisServer(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica:
             message = await refusal(replica.entry())
         assert f"is a replica, which is read-only: give its master 127.0.0.1:{server.port}" in message
 
+    @pytest.mark.long
     async def test_a_sentinel_given_as_a_server_and_the_other_way_round(
         self, server: RedisServer, tmp_path: Path
     ) -> None:
@@ -94,6 +100,7 @@ class TestOpening:
         entry = {"type": "resp", "sentinels": server.address, "sentinel_master": "mymaster"}
         assert "is not a sentinel" in await refusal(entry)
 
+    @pytest.mark.long
     async def test_clusters_and_none(self, server: RedisServer, tmp_path: Path) -> None:
         assert "belongs to no cluster: set cluster_mode to false" in await refusal(
             server.entry(cluster_mode=True)
@@ -102,9 +109,11 @@ class TestOpening:
             assert "set cluster_mode to true" in await refusal(node.entry())
             assert "slots of the cluster belong to no node" in await refusal(node.entry(cluster_mode=True))
 
+    @pytest.mark.long
     async def test_a_database_that_is_not_there(self, server: RedisServer) -> None:
         assert "database_id: 99" in await refusal(server.entry(database_id=99))
 
+    @pytest.mark.long
     async def test_tls_where_there_is_none_and_the_other_way_round(
         self, server: RedisServer, tmp_path: Path
     ) -> None:
@@ -119,6 +128,7 @@ class TestOpening:
             other = {**behind_tls.entry(), "tls_server_name": "redis.example"}
             assert "tls_server_name" in await refusal(other)
 
+    @pytest.mark.long
     async def test_a_server_of_an_old_version(self) -> None:
         """Such old servers cannot be had, so a stand-in names the version."""
 
@@ -138,6 +148,8 @@ class TestOpening:
         listening.close()
 
 
+@pytest.mark.long
+@pytest.mark.silence
 async def test_an_answer_that_arrives_too_slowly_ends_at_the_time_limit(server: RedisServer) -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
