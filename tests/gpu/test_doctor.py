@@ -33,6 +33,7 @@ def lines(**options: object) -> dict[str, dict[str, Any]]:
     return {line["check"]: line for line in json.loads(doctor("--json", **options))}
 
 
+@pytest.mark.long
 @needs_kernels
 def test_a_healthy_gpu_has_a_line_for_driver_kernels_device_pinning_copies_and_link() -> None:
     found = {name: line for name, line in lines(devices=2).items() if name.startswith("GPU")}

@@ -80,14 +80,17 @@ class CodecOnFs(AdapterContract):
         )
 
 
+@pytest.mark.long
 class TestNoCodecOnFs(CodecOnFs):
     chain = PLAIN
 
 
+@pytest.mark.long
 class TestZstdOnFs(CodecOnFs):
     chain = ZSTD
 
 
+@pytest.mark.long
 class TestAesOnFs(CodecOnFs):
     chain = AES
 
@@ -96,6 +99,7 @@ class TestBothOnFs(CodecOnFs):
     chain = BOTH
 
 
+@pytest.mark.long
 class TestMacOnFs(CodecOnFs):
     chain = MAC
 
@@ -132,10 +136,12 @@ class TestZstdOnShelf(CodecOnShelf):
     chain = ZSTD
 
 
+@pytest.mark.long
 class TestAesOnShelf(CodecOnShelf):
     chain = AES
 
 
+@pytest.mark.long
 class TestBothOnShelf(CodecOnShelf):
     chain = BOTH
 
@@ -189,7 +195,15 @@ async def load_soft(
 
 
 @pytest.mark.parametrize(
-    "chain", [ZSTD, ZSTD_BYTES, AES, BOTH, MAC], ids=["zstd", "zstd1", "aes", "both", "mac"]
+    "chain",
+    [
+        pytest.param(BOTH, id="both"),
+        pytest.param(MAC, id="mac"),
+        *(
+            pytest.param(chain, id=name, marks=pytest.mark.long)
+            for name, chain in (("zstd", ZSTD), ("zstd1", ZSTD_BYTES), ("aes", AES))
+        ),
+    ],
 )
 async def test_an_encoded_record_comes_back_byte_for_byte_after_a_restart(
     opened: Opener, tmp_path: Path, chain: ChainSettings
@@ -212,9 +226,22 @@ async def test_an_encoded_record_comes_back_byte_for_byte_after_a_restart(
 
 
 @pytest.mark.parametrize(
-    "after", [PLAIN, ZSTD, ZSTD_BYTES, MIGRATING], ids=["plain", "zstd", "zstd1", "migrating"]
+    ("before", "after"),
+    [
+        pytest.param(PLAIN, ZSTD, id="plain-zstd"),
+        pytest.param(ZSTD, PLAIN, id="zstd-plain"),
+        *(
+            pytest.param(before, after, marks=pytest.mark.long)
+            for before, after in (
+                (PLAIN, MIGRATING),
+                (ZSTD, ZSTD_BYTES),
+                (ZSTD, MIGRATING),
+                (ZSTD_BYTES, PLAIN),
+                (ZSTD_BYTES, ZSTD),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("before", [PLAIN, ZSTD, ZSTD_BYTES], ids=["plain", "zstd", "zstd1"])
 async def test_a_change_of_the_chain_loses_nothing(
     opened: Opener, before: ChainSettings, after: ChainSettings
 ) -> None:
@@ -262,7 +289,7 @@ async def test_a_wrong_key_is_a_counted_miss_that_deletes_nothing(
         assert await load_soft(adapter, records) == [LOADED] * 2
 
 
-@pytest.mark.parametrize("before", [PLAIN, ZSTD], ids=["plain", "zstd"])
+@pytest.mark.parametrize("before", [ZSTD, pytest.param(PLAIN, marks=pytest.mark.long)], ids=["zstd", "plain"])
 async def test_with_a_key_a_record_that_nobody_authenticated_is_a_counted_miss_until_a_put_replaces_it(
     opened: Opener, tmp_path: Path, before: ChainSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,7 +329,7 @@ async def test_a_record_that_was_swapped_after_its_headers_were_read_is_checked_
         assert outcome.status in (LoadStatus.FAILED, LoadStatus.CORRUPT)
 
 
-@pytest.mark.parametrize("number", [2, 7, 200])
+@pytest.mark.parametrize("number", [7, *(pytest.param(rare, marks=pytest.mark.long) for rare in (2, 200))])
 async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
     opened: Opener, tmp_path: Path, number: int
 ) -> None:
@@ -325,7 +352,7 @@ async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
     assert folder.read(key_of(1)) == bytes(stored)
 
 
-@pytest.mark.parametrize("chain", [ZSTD, BOTH], ids=["zstd", "both"])
+@pytest.mark.parametrize("chain", [pytest.param(ZSTD, marks=pytest.mark.long), BOTH], ids=["zstd", "both"])
 async def test_damaged_stored_bytes_are_never_served_and_are_healed(
     opened: Opener, tmp_path: Path, chain: ChainSettings
 ) -> None:
@@ -345,7 +372,9 @@ async def test_damaged_stored_bytes_are_never_served_and_are_healed(
             assert await load_soft(adapter, records) == [LOADED], at
 
 
-@pytest.mark.parametrize("chain", [FP8, FP8_ZSTD], ids=["fp8", "fp8-zstd"])
+@pytest.mark.parametrize(
+    "chain", [pytest.param(FP8, marks=pytest.mark.long), FP8_ZSTD], ids=["fp8", "fp8-zstd"]
+)
 async def test_records_of_an_identity_that_accepted_fp8_come_back_rounded_others_exactly(
     tmp_path: Path, chain: ChainSettings
 ) -> None:

@@ -31,7 +31,13 @@ from tests.conformance.storage.test_suite_itself import Shelf
 from tests.harness.forged import resealed
 
 CORRUPT = LoadOutcome(LoadStatus.CORRUPT)
-ENCODING = {"zstd": ZSTD, "aes-gcm": AES, "mac": MAC, "zstd and aes-gcm": BOTH}
+CHAINS = [
+    pytest.param(BOTH, id="zstd and aes-gcm"),
+    *(
+        pytest.param(chain, id=name, marks=pytest.mark.long)
+        for name, chain in (("zstd", ZSTD), ("aes-gcm", AES), ("mac", MAC))
+    ),
+]
 
 
 class SilentShelf(HeadedShelf):
@@ -74,7 +80,7 @@ def other_values(record: bytes, other: bytes) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", other_values(b"", b""))
-@pytest.mark.parametrize("chain", ENCODING.values(), ids=ENCODING)
+@pytest.mark.parametrize("chain", CHAINS)
 async def test_a_value_that_is_no_record_of_its_key_is_corrupt_and_the_next_put_replaces_it(
     chain: ChainSettings, what: str
 ) -> None:
@@ -95,8 +101,11 @@ async def test_a_value_that_is_no_record_of_its_key_is_corrupt_and_the_next_put_
     assert not blames_medium("corrupt"), "the value of somebody else opens no breaker"
 
 
-@pytest.mark.parametrize("asks", [False, True], ids=["loads at once", "asks first"])
-@pytest.mark.parametrize("chain", ENCODING.values(), ids=ENCODING)
+@pytest.mark.parametrize(
+    "asks",
+    [pytest.param(False, id="loads at once", marks=pytest.mark.long), pytest.param(True, id="asks first")],
+)
+@pytest.mark.parametrize("chain", CHAINS)
 async def test_a_load_removes_a_value_that_is_no_record_of_its_key(chain: ChainSettings, asks: bool) -> None:
     shelf = Shelf()
     async with opened(chain, HeadedShelf(shelf)) as adapter:

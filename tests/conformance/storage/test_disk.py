@@ -139,6 +139,7 @@ async def test_numbers_count_the_bytes_put_and_the_bytes_written_for_them(tmp_pa
     assert numbers["put_bytes"] < numbers["written_bytes"] < 1.2 * numbers["put_bytes"]
 
 
+@pytest.mark.long
 class TestDiskBuffered(TestDisk):
     """Reads and writes through the page cache, as on file systems without O_DIRECT."""
 

@@ -23,6 +23,8 @@ from kvstrata.storage.wrap.metrics import MeteredAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
 
+HANG_S = 120.0
+
 
 class Folder(Medium):
     """The files of an `fs` adapter."""
@@ -78,12 +80,14 @@ class TestFs(AdapterContract):
         )
 
 
+@pytest.mark.long
 class TestFsBuffered(TestFs):
     """Reads and writes through the page cache."""
 
     use_odirect = False
 
 
+@pytest.mark.long
 class TestFsShared(TestFs):
     """Uses a directory that other servers may share."""
 
@@ -96,12 +100,14 @@ class TestFsSharedOwnLanes(TestFsShared):
     per_op_workers = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
+@pytest.mark.long
 class TestFsOwnLanes(TestFs):
     """Every lane has a thread of its own."""
 
     per_op_workers = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
+@pytest.mark.long
 class TestFsGuarded(TestFs):
     """Lies inside the wrappers that the server puts around every adapter."""
 
@@ -203,9 +209,15 @@ async def test_a_link_in_place_of_a_record_is_not_followed(open_fs, tmp_path: Pa
     assert moved.exists()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("use_odirect", [False, True], ids=["buffered", "direct"])
-@pytest.mark.parametrize("kind", ["pipe", "socket", "link to a device", "folder"])
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pipe",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("socket", "link to a device", "folder")),
+    ],
+)
 async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
     open_fs, tmp_path: Path, kind: str, use_odirect: bool, shared: bool
 ) -> None:
@@ -220,7 +232,7 @@ async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
         path.symlink_to("/dev/zero")
     else:
         os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         items = [load_item(key_of(n), SIZE) for n in (1, 2)]
         bad, good = await adapter.load(items)
         assert (bad.status, good) == (LoadStatus.CORRUPT, LOADED)

@@ -103,18 +103,21 @@ class TestResp(RespContract):
         return single
 
 
+@pytest.mark.long
 class TestRespTls(RespContract):
     @pytest.fixture
     def values(self, behind_tls: Values) -> Values:
         return behind_tls
 
 
+@pytest.mark.long
 class TestRespCluster(RespContract):
     @pytest.fixture
     def values(self, clustered: Values) -> Values:
         return clustered
 
 
+@pytest.mark.long
 class TestRespHosted(HostedContract, RespContract):
     waits_in_threads = False
 

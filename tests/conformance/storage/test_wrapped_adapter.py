@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from kvstrata.clock import SystemClock
 from kvstrata.storage.base import LoadStatus, PutStatus, StorageAdapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
@@ -30,6 +32,7 @@ load("kvstrata_sqlite", EXAMPLE / "src" / "kvstrata_sqlite" / "__init__.py")
 suite = load("kvstrata_sqlite_contract", EXAMPLE / "tests" / "test_contract.py")
 
 
+@pytest.mark.long
 class TestSqliteGuarded(suite.TestSqlite):
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
         clock = SystemClock()

@@ -300,7 +300,7 @@ def copies_of(server: ServerProcess) -> Any:
 
 @pytest.mark.parametrize(
     "memory_mb",
-    [pytest.param(32, id="for none", marks=pytest.mark.long), pytest.param(96, id="for one direction")],
+    [pytest.param(32, id="for none"), pytest.param(96, id="for one direction", marks=pytest.mark.long)],
 )
 def test_without_room_for_staging_copies_go_by_dma_and_the_log_says_why(
     engine: Start, server: ServerProcess, tmp_path: Path, memory_mb: int
