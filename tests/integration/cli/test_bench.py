@@ -63,7 +63,7 @@ def nothing_is_left(server: ServerProcess) -> bool:
     return not any(counts) and not tenants and not status["peers"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_gives_every_figure_verified_and_leaves_nothing(server, processes):
     report = measured(server, "--chunks", "3", "--processes", str(processes))
     figures = {figure["name"]: figure for figure in report["figures"]}
@@ -135,7 +135,7 @@ def group_is_gone(number: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_run_leaves_nothing(server, number):
     # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
     as_in_a_terminal = ("env", "--default-signal=INT")
@@ -203,7 +203,12 @@ def test_missing_chunks_are_an_error(engine, server):
         engine.retrieve()
 
 
-@pytest.mark.parametrize("step", [("store", 4), ("retrieve",), ("lookups", 2)])
+@pytest.mark.silence
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(("store", 4), marks=pytest.mark.long), ("retrieve",),
+     pytest.param(("lookups", 2), marks=pytest.mark.long)],
+)  # fmt: skip
 def test_a_frozen_server_does_not_count_as_missing_chunks(engine, server, step):
     engine.store(3)
     server.freeze()
@@ -218,6 +223,8 @@ def test_a_frozen_server_does_not_count_as_missing_chunks(engine, server, step):
     server_clear(server)
 
 
+@pytest.mark.silence
+@pytest.mark.long
 def test_client_processes_go_on_after_the_server_was_frozen(server):
     team = Team(plan(server), 2)
     try:

@@ -55,8 +55,11 @@ def test_the_disk_adapter_is_measured_like_any_other(tmp_path):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"isolation": "process"}, {"codec": ["zstd"]}, {"use_odirect": False, "num_workers": 1}],
-    ids=["here", "in a host", "codec", "one buffered worker"],
+    [
+        pytest.param({}, id="here"),
+        pytest.param({"isolation": "process", "codec": ["zstd"]}, id="in a host"),
+        pytest.param({"use_odirect": False, "num_workers": 1}, id="buffered", marks=pytest.mark.long),
+    ],
 )
 def test_every_size_is_measured_verified_and_deleted(tmp_path, more):
     report = measured(entry(tmp_path, **more))
@@ -74,7 +77,11 @@ def test_every_size_is_measured_verified_and_deleted(tmp_path, more):
     assert list(tmp_path.glob("kvstrata-bench-*")) == []
 
 
-@pytest.mark.parametrize("more", [{}, {"type": "disk", "capacity_gb": 0.5}, {"isolation": "process"}])
+@pytest.mark.parametrize(
+    "more",
+    [{"type": "disk", "capacity_gb": 0.5}, pytest.param({"isolation": "process"}, marks=pytest.mark.long)],
+    ids=["disk", "fs in a host"],
+)
 def test_a_burst_is_measured_beside_lookups_and_nothing_stays(tmp_path, more):
     report = measured_burst(entry(tmp_path, **more))
     assert report["notes"] == [] and "32 keys" in report["lookups"]
@@ -104,7 +111,7 @@ def test_records_of_others_stay_and_with_keep_its_own_stay_too(tmp_path):
     assert {path: path.read_bytes() for path in files(tmp_path)} == contents
 
 
-@pytest.mark.parametrize("kind", ["fs", "disk"])
+@pytest.mark.parametrize("kind", ["fs", pytest.param("disk", marks=pytest.mark.long)])
 def test_a_capacity_that_may_evict_records_of_others_is_refused(tmp_path, kind):
     capped = entry(tmp_path, type=kind, capacity_gb=0.5)
     measured(capped, "--keep")
@@ -184,8 +191,14 @@ def group_is_gone(number: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("isolation", ["in_process", "process"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "isolation"),
+    [
+        (signal.SIGINT, "process"),
+        pytest.param(signal.SIGINT, "in_process", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, "process", marks=pytest.mark.long),
+    ],
+)
 def test_an_interrupted_run_leaves_nothing(tmp_path, number, isolation):
     # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
     running = subprocess.Popen(

@@ -68,8 +68,9 @@ def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
     assert "pool" in ctl(server, "status", "--all")
 
 
-@pytest.mark.parametrize("words", [["status", "--watch", "0.1"], ["top", "--every", "0.1"]], ids=" ".join)
-@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize(
+    ("words", "as_json"), [(["status", "--watch", "0.1"], True), (["top", "--every", "0.1"], False)]
+)
 def test_pages_follow_each_other_until_ctrl_c(server: ServerProcess, words: list[str], as_json: bool) -> None:
     more = ["--json"] if as_json else []
     with subprocess.Popen(command(server, *words, *more), stdout=subprocess.PIPE, text=True) as running:

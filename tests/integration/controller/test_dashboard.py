@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import AsyncExitStack
-from urllib.parse import urlsplit
 
 import pytest
 from playwright.async_api import expect
@@ -70,23 +68,6 @@ async def test_changes_show_without_reloading_and_leave_the_focus_alone(visit: V
         await expect(row).to_contain_text("48.0\u00a0GiB")
         await expect(page.get_by_role("row", name="new zone")).to_be_visible()
         await expect(drain).to_be_focused()
-
-
-async def test_dying_instance_is_marked_told_and_counted(visit: Visit) -> None:
-    cluster = Cluster(instance("a-0", 0), instance("b-1", 1))
-    async with served(cluster) as url, visit(f"{url}#/") as page:
-        await expect(page.locator(".tile", has_text="Instances")).to_contain_text("all in sync")
-        cluster.instances["b-1"].update(state="dead", heard_ago_s=31.0)
-        cluster.tell("died", "b-1", silent_s=31.0)
-        await expect(page.locator(".tile", has_text="Instances")).to_contain_text("1 dead")
-        await expect(page.locator("#announce")).to_contain_text("b-1 died")
-        await page.get_by_role("link", name="Events", exact=True).click()
-        await expect(page.locator(".log li").first).to_contain_text("silent 31\u00a0s")
-        await page.get_by_role("link", name="Instances", exact=True).click()
-        row = page.get_by_role("row", name="b-1")
-        await expect(row).to_contain_text("dead")
-        await expect(row.get_by_role("button", name="Drain")).to_have_count(0)
-        await expect(row.get_by_role("button", name="Remove")).to_be_visible()
 
 
 async def test_empty_cluster_says_which_line_starts_an_instance(visit: Visit) -> None:
@@ -173,24 +154,6 @@ async def test_chosen_theme_outlives_a_reload_and_the_system_decides_without_one
         assert await page.evaluate(ground) == dark
         await page.emulate_media(color_scheme="light")
         assert await page.evaluate(ground) == light
-
-
-async def test_lost_connection_says_since_when_and_comes_back(visit: Visit) -> None:
-    cluster = Cluster(instance("a-0", 0))
-    async with AsyncExitStack() as stack, AsyncExitStack() as first:
-        url = await first.enter_async_context(served(cluster))
-        page = await stack.enter_async_context(visit(f"{url}#/instances", unanswered=True))
-        await first.aclose()
-        lost = page.get_by_role("alert")
-        await expect(lost).to_contain_text(re.compile(r"Connection lost at \d\d:\d\d:\d\d"))
-        await expect(page.locator("#connection")).to_contain_text("Disconnected")
-        await expect(page.get_by_role("row", name="a-0")).to_be_visible()
-        assert await page_checks.faults(page) == []
-        async with served(cluster, port=urlsplit(url).port or 0):
-            await expect(page.locator("#connection.live")).to_be_visible()
-            await expect(lost).to_have_count(0)
-            cluster.instances["b-1"] = instance("b-1", 1)
-            await expect(page.get_by_role("row", name="b-1")).to_be_visible()
 
 
 async def test_without_the_stream_the_page_polls(visit: Visit) -> None:

@@ -48,26 +48,6 @@ async def test_instances_of_long_names_that_drain_fit_a_desk(visit: Visit) -> No
         assert await table.evaluate("(box) => box.scrollWidth - box.clientWidth") == 0
 
 
-async def test_remove_is_done_only_when_confirmed(visit: Visit) -> None:
-    cluster = Cluster(instance("a-0", 0), instance("b-1", 1))
-    async with served(cluster) as url, visit(f"{url}#/instances") as page:
-        await page.get_by_role("button", name="Remove b-1").click()
-        dialog = page.get_by_role("alertdialog", name="Remove b-1?")
-        await expect(dialog).to_contain_text("is not let in again until somebody allows it")
-        await dialog.get_by_role("button", name="Cancel").click()
-        assert cluster.requests == []
-        await page.get_by_role("button", name="Remove b-1").click()
-        await dialog.get_by_role("button", name="Remove").click()
-        await expect(page.get_by_role("row", name="b-1")).to_have_count(0)
-        await expect(page.get_by_role("row", name="a-0")).to_be_visible()
-        await page.get_by_role("button", name="Allow b-1").click()
-        await expect(page.get_by_role("button", name="Allow b-1")).to_have_count(0)
-    assert [(method, path) for method, path, _ in cluster.requests] == [
-        ("DELETE", "/v1/instances/b-1"),
-        ("POST", "/v1/instances/b-1/allow"),
-    ]
-
-
 async def test_a_pressed_button_stays_in_its_place_until_it_is_released(visit: Visit) -> None:
     cluster = Cluster(instance("a-0", 0), instance("b-1", 1))
     cluster.removed = ["c-2"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,12 @@ ANSWERS: dict[str, tuple[Says, str]] = {
         "answered",
     ),
 }
+GATE = ("nothing", "deep", "a refusal", "too much")
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize(
+    "name", [name if name in GATE else pytest.param(name, marks=pytest.mark.long) for name in ANSWERS]
+)
 async def test_whatever_a_controller_answers_requests_are_answered(
     liar: Liar, name: str, start: Start, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -117,13 +120,19 @@ async def test_whatever_a_controller_answers_requests_are_answered(
         return bool(row["asks"] and row["engines"] == 2)
 
     await eventually_async("the controller has told its instances", asks)
-    for n in range(3):
-        body = json.dumps({"model": "m", "prompt": list(range(n, n + 200)), "max_tokens": 1})
-        headers = {"content-type": "application/json"}
-        async with session.post(gateway.url + COMPLETIONS, data=body, headers=headers) as response:
+    numbers = itertools.count()
+
+    async def counted() -> bool:
+        """Send one more prompt. On a busy machine any answer may be late, so the outcome may need more of them."""
+        n = next(numbers)
+        body = {"model": "m", "prompt": list(range(n, n + 200)), "max_tokens": 1}
+        async with session.post(gateway.url + COMPLETIONS, json=body) as response:
             assert response.status == 200, await response.text()
-    counts = await page()
-    assert counts[outcome] == counts["asked"] == 3, counts
+        counts = await page()
+        assert counts[outcome] + counts["late"] * (outcome != "late") == counts["asked"], counts
+        return bool(counts[outcome] >= 3)
+
+    await eventually_async(f"three answers count as {outcome}", counted)
 
 
 async def test_kinds_without_sense_are_not_asked_for(

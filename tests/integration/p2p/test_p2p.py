@@ -217,21 +217,6 @@ def test_many_prompts_at_the_same_time_are_all_read_right(cluster: Cluster) -> N
             read(other, tokens)
 
 
-def test_an_owner_that_was_killed_is_a_miss_and_its_place_is_taken_again(cluster: Cluster) -> None:
-    with engines(cluster) as (one, other):
-        tokens = stored_and_known(cluster, one)
-        cluster.servers[0].kill()
-        assert other.hit(tokens) == 0
-        store(other, prompt(2, seed=9))
-        read(other, prompt(2, seed=9))
-        settled(cluster, 1)
-        cluster.servers[0].start()
-        cluster.servers[0].get("/v1/status")
-        one.connect()
-        again = stored_and_known(cluster, one, seed=1)
-        read(other, again)
-
-
 def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goes_on(
     cluster: Cluster,
 ) -> None:
