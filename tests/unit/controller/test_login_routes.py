@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from http.cookies import Morsel, SimpleCookie
+from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.controller.door import LOGIN, Door
-from kvstrata.controller.routes import login
-from kvstrata.process.http import make_base
 from kvstrata.process.http_gate import Access, guard, sized
 from kvstrata.process.http_login import SESSION_S, Logins
+
+if TYPE_CHECKING:
+    import httpx
 
 TOKEN = "t" * 32
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -20,6 +21,11 @@ HTTPS = "https://cache.example.net"
 
 
 def client(url: str = "http://localhost:9000", token: str = TOKEN) -> httpx.AsyncClient:
+    import httpx  # with FastAPI a second, which collection does not pay
+
+    from kvstrata.controller.routes import login
+    from kvstrata.process.http import make_base
+
     settings = ControllerHttpSettings(allowed_hosts=["cache.example.net"])
     logins = Logins(9000)
     access = Access(settings, token, public=[LOGIN], logins=logins)

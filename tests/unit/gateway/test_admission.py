@@ -168,15 +168,6 @@ def test_an_engine_whose_rate_is_not_known_computes_all_that_it_has_before_it_ge
     assert waiting.state is State.ADMITTED
 
 
-def test_an_engine_gets_the_next_request_with_a_first_token_not_with_the_end() -> None:
-    scene = Scene()
-    first, _second = scene.fill()
-    waiting = scene.ask()
-    assert waiting.state is State.WAITING
-    scene.choosing.first_token(choice_of(first))
-    assert waiting.state is State.ADMITTED
-
-
 def test_an_answer_that_comes_whole_keeps_no_one_waiting_until_its_end() -> None:
     scene = Scene()
     for _ in range(2):
@@ -285,17 +276,6 @@ def test_models_wait_for_their_own_engines() -> None:
     assert scene.ask(model="n").state is State.ADMITTED
     scene.fleet.down(one, "a test")
     assert asks[2].failure is not None and asks[2].failure.code == "no_engine"
-
-
-def test_an_engine_that_returns_takes_what_waits() -> None:
-    scene = Scene(engines=2)
-    one, _ = scene.fleet.engines.values()
-    scene.fleet.down(one, "a test")
-    scene.fill()
-    waiting = scene.ask()
-    assert waiting.state is State.WAITING
-    scene.fleet.up(one, {"m": {}})
-    assert choice_of(waiting).engine is one
 
 
 def test_first_tokens_that_come_late_move_the_time_at_which_a_request_is_given_up() -> None:

@@ -64,15 +64,6 @@ def test_prompts_that_share_steps_are_timed_together() -> None:
     assert served.known == [(800, 3.0, 0), (1_000, 0.5, 2)]
 
 
-def test_a_report_that_agrees_changes_nothing() -> None:
-    served = Served()
-    timed = served.begin("1", 100.0)
-    served.answers("1", 101.0)
-    [before] = served.fleet.rates._engines["a"].samples[False]
-    timed.report(1_001)
-    assert list(served.fleet.rates._engines["a"].samples[False]) == [before]
-
-
 def test_a_period_with_a_prompt_that_failed_tells_nothing_and_ends_all_the_same() -> None:
     served = Served()
     timed = served.begin("1", 100.0)
@@ -118,14 +109,6 @@ def test_an_answer_that_comes_whole_times_nothing_beside_those_that_stream() -> 
     for timed in served.timed.values():
         timed.report(1_000)
     assert served.known == [(1_000, 1.0, 0)]
-
-
-def test_an_engine_that_leaves_has_no_period() -> None:
-    served = Served()
-    served.begin("1", 100.0)
-    served.fleet.set_places([])
-    served.fleet.ended(served.engine, "1")
-    assert served.engine.busy is None and not served.fleet.queues
 
 
 class Busy(Served):
@@ -181,14 +164,6 @@ def test_a_period_with_one_cut_is_one_sample() -> None:
     assert busy.known == [(count * 700, 100.0, 0)]
 
 
-def test_what_comes_after_the_last_of_several_cuts_tells_nothing() -> None:
-    busy = Busy()
-    busy.serve(2 * FIRST_TOKENS + 4)
-    busy.answers(str(busy.sent), 999.0)
-    assert busy.engine.busy is None and busy.rates == [1_000.0]
-    assert all(timed.tells for timed in busy.timed.values()), "other gateways may have cut elsewhere"
-
-
 def test_a_prompt_that_fails_spoils_its_piece_and_no_other() -> None:
     busy = Busy()
     busy.serve(2 * FIRST_TOKENS + 1)
@@ -198,16 +173,6 @@ def test_a_prompt_that_fails_spoils_its_piece_and_no_other() -> None:
     assert busy.rates == [1_000.0, 1_000.0], "of three pieces between cuts"
     busy.timed[str(3 * FIRST_TOKENS)].spoil()
     assert busy.rates == [1_000.0]
-
-
-def test_one_that_fails_spoils_a_period_with_one_cut() -> None:
-    busy = Busy()
-    busy.begin("failed", 100.0)
-    busy.timed["failed"].spoil()
-    busy.fleet.ended(busy.engine, "failed")
-    busy.serve(FIRST_TOKENS + 4)
-    busy.answers(str(busy.sent), 200.0)
-    assert busy.engine.busy is None and busy.known == []
 
 
 def test_there_is_no_cut_while_an_older_prompt_waits() -> None:
@@ -221,17 +186,6 @@ def test_there_is_no_cut_while_an_older_prompt_waits() -> None:
     assert [(tokens, seconds) for tokens, seconds, _ in busy.known] == [
         ((busy.sent + 2) * 1_000, busy.sent + 1)
     ]
-
-
-def test_a_piece_is_long_against_the_time_between_first_tokens() -> None:
-    served = Served()
-    served.begin("0", 0.0)
-    for number in range(1, 200):
-        # Sixteen first tokens come with each step of a second.
-        at_s = 1.0 + number // FIRST_TOKENS
-        served.begin(str(number), at_s)
-        served.answers(str(number - 1), at_s)
-    assert served.known == [], "a step is no piece"
 
 
 def test_a_piece_beside_which_an_answer_comes_whole_counts_as_such_an_answer() -> None:

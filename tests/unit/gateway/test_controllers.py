@@ -123,11 +123,6 @@ def test_the_newest_adapter_of_a_name_counts(
     assert directory.adapter(one, 0, lora) == found
 
 
-def test_a_controller_that_tells_no_adapters_is_asked_about_models_only() -> None:
-    one = served("a")
-    assert told(one).adapter(one, 0, "") == "" and told(one).adapter(one, 0, "sql") is None
-
-
 NESTED = st.recursive(
     st.text(max_size=6), lambda inner: inner.map(lambda text: canonical_json(["weights", "", text]).decode())
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.busy_periods import TimedPrompt
 from kvstrata.gateway.engine_link import Address
-from kvstrata.gateway.fleet import EngineState, Fleet, Place, ServingEngine
+from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from tests.harness.amount import amount
 
 
@@ -80,17 +80,6 @@ def test_counts_come_back_to_zero_however_engines_are_divided(seed: int, steps: 
             load = each.load
             assert (load.requests, load.waiting, load.prefill_tokens, load.backlog_tokens) == (0, 0, 0, 0)
             assert each.busy is None
-
-
-def test_the_ranks_of_a_failed_engine_are_all_left_out() -> None:
-    fleet = Fleet(lambda: 0.0, 0.0)
-    [a, b] = fleet.set_places([place("a", 1, 2), place("b", 2)])
-    for engine in (a, b):
-        fleet.up(engine, {"m": {}})
-    assert [one.name for one in fleet.targets("m")] == ["a@0", "a@1", "b"]
-    assert fleet.targets("m", [a.ranks[1]]) == [b]
-    fleet.down(a, "told to")
-    assert fleet.targets("m") == [b] and a.ranks[0].state is EngineState.DOWN
 
 
 async def test_a_limit_that_runs_out_just_now_hinders_no_other() -> None:

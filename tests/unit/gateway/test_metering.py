@@ -104,13 +104,6 @@ def test_prompts_of_messages_are_counted_with_what_was_cached(
     assert dict(tokens) == {"prompt": 2 * whole, "cached": 2 * cached, "completion": 8}
 
 
-def test_text_of_an_answer_is_not_taken_for_its_usage() -> None:
-    now = Now()
-    meters = Meters({}, now)
-    finish(meters, now, [json.dumps({"text": '{"usage": {"prompt_tokens": 5}}'}).encode()], stream=False)
-    assert not meters.series["t", "m", "e"].tokens
-
-
 class Passed(NamedTuple):
     """What a thread has measured."""
 

@@ -231,20 +231,6 @@ def test_without_replays_what_may_be_gone_is_doubtful(seed: int, steps: int) -> 
             assert seen.chains("exact") <= set(publisher.cache.copies), seed
 
 
-def test_a_restarted_engine_is_noticed_by_its_last_batch() -> None:
-    publisher, seen = Publisher(random.Random(1), 1_000), Seen()
-    feed = Feed(seen.caches, replays=True)
-    replayed(feed, publisher)
-    for _ in range(5):
-        feed.published(*publisher.publish())
-    publisher.restart()
-    for _ in range(9):
-        publisher.publish()  # unheard
-    replayed(feed, publisher)
-    assert feed.restarts == 1 and feed.whole
-    assert seen.chains("exact") == set(publisher.cache.copies)
-
-
 def test_a_restarted_engine_that_has_told_nothing_yet_is_noticed() -> None:
     publisher, seen = Publisher(random.Random(2), 1_000), Seen()
     feed = Feed(seen.caches, replays=True)

@@ -262,17 +262,3 @@ def test_a_stem_that_the_text_does_not_have_is_not_remembered(own: dict[str, Own
         assert isinstance(prompt, Chat) and found.ids == tokenizer.ids_of(prompt, parted=False)
         assert not found.stem_chars
         messages.append({"role": "user", "content": text})
-
-
-def test_a_lost_part_makes_the_whole_be_rendered(own: dict[str, OwnTokenizer]) -> None:
-    tokenizer, memory = own["chatml"], Memory(1 << 20)
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    whole = ids_in(tokenizer, body_of(messages), memory)
-    for key in [key for key, entry in memory._entries.items() if not isinstance(entry, tuple)][:2]:
-        del memory._entries[key]
-    again = ids_in(tokenizer, body_of(messages), memory)
-    assert again == whole and not again.stem_chars

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,18 +105,6 @@ def test_the_next_turn_tokenises_its_new_text_only(
     assert "long" in "".join(seen), "tenants share nothing"
 
 
-def test_memory_is_bounded_and_forgets_what_was_not_used() -> None:
-    memory = Memory(3_000)
-    keys = memory.keys(b"", [str(number) for number in range(10)])
-    for key in keys:
-        memory.add(key, array("I", range(100)))
-        memory.find(keys[:1])
-        assert memory.bytes <= 3_000
-    assert [ids is not None for ids in memory.find(keys)] == [True, *[False] * 7, *[True] * 2]
-    memory.resize(0)
-    assert not len(memory) and not memory.bytes
-
-
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 UNKNOWN: list[dict[str, Any]] = [
     {"chat_template": "x"},
@@ -168,28 +155,6 @@ def test_what_may_change_a_prompt_makes_it_unknown(more: dict[str, Any]) -> None
 def test_no_body_fails(value: Any, field: str) -> None:
     for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
         prompt_in(path, json.dumps({**BODY, field: value}).encode())
-
-
-def test_features_name_what_a_prompt_uses() -> None:
-    def features(**more: Any) -> set[str]:
-        found = prompt_in(CHAT, json.dumps({**BODY, **more}).encode())
-        assert found is not None
-        return set(found.features)
-
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    assert features() == {"plain"}
-    assert features(reasoning_effort="low") == {"plain", "options"}
-    assert features(messages=[{"role": "system", "content": "s"}]) == {"plain", "system"}
-    assert features(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]) == {
-        "plain",
-        "calls",
-    }
-    assert features(messages=[{"role": "assistant", "reasoning": "r"}]) == {"plain", "reasoning"}
-    assert features(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}]) == {
-        "plain",
-        "parts",
-    }
-    assert features(tools=[{"type": "function", "function": {"name": "f"}}]) == {"plain", "tools"}
 
 
 def test_a_template_cannot_be_given_other_messages_by_a_request() -> None:

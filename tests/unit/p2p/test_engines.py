@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -49,13 +50,9 @@ async def test_a_python_without_nixl_says_what_to_install(monkeypatch: pytest.Mo
         await engine.open([REGION])
 
 
-@pytest.mark.parametrize(
-    "regions",
-    [[], [REGION] * (MAX_REGIONS + 1), [Region(0, 1)], [Region(1, 0)], [Region(1 << 62, 1 << 62)]],
-    ids=["none", "too many", "no address", "no length", "no memory"],
-)
-async def test_regions_that_cannot_be_are_refused(regions: list[Region]) -> None:
-    for engine in (ucx.UcxEngine(), nixl.NixlEngine()):
+async def test_regions_that_cannot_be_are_refused() -> None:
+    wrong = [[], [REGION] * (MAX_REGIONS + 1), [Region(0, 1)], [Region(1, 0)], [Region(1 << 62, 1 << 62)]]
+    for regions, engine in itertools.product(wrong, (ucx.UcxEngine(), nixl.NixlEngine())):
         with pytest.raises(TransferError, match="regions"):
             await engine.open(regions)
         await engine.close()
