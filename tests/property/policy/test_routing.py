@@ -251,9 +251,8 @@ def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
     return choose(Request(id="r", tokens=tokens), Fleet(engines=[state]), knowledge, NOW_S, policy=TTFT)
 
 
-@pytest.mark.parametrize(
-    ("known", "fields", "cost"),
-    [
+def test_a_cost_of_ours_by_hand() -> None:
+    for known, fields, cost in (
         ([], {}, 10.0),
         ([], {"backlog_tokens": 3_000.0}, 13.0),
         ([], {"backlog_tokens": 3_000.0, "behind_tokens": 4_000}, 14.0),
@@ -261,7 +260,11 @@ def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
         ([], {"kv_tokens": 12_000, "context_tokens": 4_000}, 12.0),
         ([Copy(engine="a", tier="l0", tokens=8_000)], {}, 2.0),
         ([Copy(engine="a", tier="l0", tokens=10_000)], {}, 0.001),
-        ([Copy(engine="a", tier="l0", tokens=8_000, certainty="degraded", age_s=100.0)], {}, 10 - 8 / 2.718281828),
+        (
+            [Copy(engine="a", tier="l0", tokens=8_000, certainty="degraded", age_s=100.0)],
+            {},
+            10 - 8 / 2.718281828,
+        ),
         ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=2.0)], {}, 2.0),
         ([Copy(engine="a", tier="l0", tokens=8_000, certainty="unconfirmed", age_s=2.1)], {}, 10.0),
         ([Copy(engine="a", tier="l0", tokens=8_000, certainty="predicted", ready_at_s=NOW_S + 3)], {}, 5.0),
@@ -270,10 +273,8 @@ def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:
         ([Copy(engine="a", tier="l0", tokens=4_000), Copy(engine="", tier="l2", tokens=8_000)], {}, 2.9),
         ([Copy(engine="a", tier="l0", tokens=7_900), Copy(engine="", tier="l2", tokens=8_000)], {}, 2.1),
         ([Copy(engine="other", tier="l0", tokens=8_000)], {}, 10.0),
-    ],
-)  # fmt: skip
-def test_a_cost_of_ours_by_hand(known: list[Copy], fields: dict[str, Any], cost: float) -> None:
-    assert decide(*known, **fields).cost == pytest.approx(cost)
+    ):
+        assert decide(*known, **fields).cost == pytest.approx(cost)
 
 
 def test_a_request_without_tokens_is_refused() -> None:

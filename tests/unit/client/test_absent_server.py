@@ -29,7 +29,7 @@ def test_one_warning_names_the_place_and_what_to_start(
     with CacheEngine(place, settings={"port": 6001}) as engine:
         eventually("it has looked", lambda: said(caplog))
         for number in range(50):
-            assert engine.lookup(prompt(1, seed=number)).wait(30)
+            assert engine.lookup(prompt(1, seed=number)).wait(120)
             engine.store(prompt(1, seed=number))
         [(level, text)] = said(caplog)
         assert len(caplog.records) == 1

@@ -137,7 +137,7 @@ class Gathers:
     def collect(self) -> None:
         """Read results of jobs, as the I/O thread does, until every job has one."""
         while self.copier._ended:
-            assert select.select([self.copier.event_fd], [], [], 30)[0], "nothing woke the I/O thread"
+            assert select.select([self.copier.event_fd], [], [], 120)[0], "nothing woke the I/O thread"
             self.copier.collect()
 
 

@@ -46,16 +46,18 @@ def read(*layers, chunk_tokens=DEFAULT):
     return read_groups([group(each) for each in layers], chunk_tokens, DEFAULT)
 
 
-@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
-def test_of_full_attention_a_hit_needs_every_block_of_every_chunk(kind):
-    [found] = read(layer(kind))
-    assert found == whole_group(16, 256) == CacheGroup(0, Rule.PREFIX, 16, 16, 16, 0)
-    assert list(found.blocks_of(2)) == list(range(32, 48)) and found.facts() == {}
+def test_of_full_attention_a_hit_needs_every_block_of_every_chunk():
+    for kind in (
+        "FullAttentionSpec",
+        "MLAAttentionSpec",
+    ):
+        [found] = read(layer(kind))
+        assert found == whole_group(16, 256) == CacheGroup(0, Rule.PREFIX, 16, 16, 16, 0)
+        assert list(found.blocks_of(2)) == list(range(32, 48)) and found.facts() == {}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "span", "record_blocks"),
-    [
+def test_of_a_window_a_hit_needs_the_last_chunks_that_it_covers():
+    for tokens, span, record_blocks in (
         (1, 1, 1),
         (16, 1, 1),
         (17, 1, 2),
@@ -65,19 +67,20 @@ def test_of_full_attention_a_hit_needs_every_block_of_every_chunk(kind):
         (512, 2, 16),
         (1024, 4, 16),
         (1025, 5, 16),
-    ],
-)
-@pytest.mark.parametrize("kind", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
-def test_of_a_window_a_hit_needs_the_last_chunks_that_it_covers(kind, tokens, span, record_blocks):
-    name = "sliding_window" if kind == "SlidingWindowSpec" else "attention_chunk_size"
-    _, found = read(full(), layer(kind, **{name: tokens}))
-    assert found == CacheGroup(1, Rule.LAST_WINDOW, 16, 16, record_blocks, span, tokens)
-    assert list(found.blocks_of(1)) == list(range(32 - record_blocks, 32))
-    assert found.facts() == {
-        "rule": ["last_window", tokens],
-        "record_blocks": record_blocks,
-        "needed_chunks": span,
-    }
+    ):
+        for kind in (
+            "SlidingWindowSpec",
+            "ChunkedLocalAttentionSpec",
+        ):
+            name = "sliding_window" if kind == "SlidingWindowSpec" else "attention_chunk_size"
+            _, found = read(full(), layer(kind, **{name: tokens}))
+            assert found == CacheGroup(1, Rule.LAST_WINDOW, 16, 16, record_blocks, span, tokens)
+            assert list(found.blocks_of(1)) == list(range(32 - record_blocks, 32))
+            assert found.facts() == {
+                "rule": ["last_window", tokens],
+                "record_blocks": record_blocks,
+                "needed_chunks": span,
+            }
 
 
 @given(
@@ -109,9 +112,8 @@ def test_of_states_a_hit_needs_the_one_after_its_last_token():
     assert found.facts() == {"rule": ["state_at"], "record_blocks": 1, "needed_chunks": 1}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "chunk_tokens", "found"),
-    [
+def test_a_chunk_is_whole_blocks_of_every_group():
+    for sizes, chunk_tokens, found in (
         ((16,), DEFAULT, 256),
         ((128,), 512, 512),
         ((48,), DEFAULT, 288),
@@ -119,17 +121,14 @@ def test_of_states_a_hit_needs_the_one_after_its_last_token():
         ((16, 48), DEFAULT, 288),
         ((32, 48), 96, 96),
         ((512, 768), DEFAULT, 1536),
-    ],
-)
-def test_a_chunk_is_whole_blocks_of_every_group(sizes, chunk_tokens, found):
-    groups = read(*(full(block_size=size) for size in sizes), chunk_tokens=chunk_tokens)
-    assert {each.chunk_tokens for each in groups} == {found}
-    assert [each.block_tokens for each in groups] == list(sizes)
+    ):
+        groups = read(*(full(block_size=size) for size in sizes), chunk_tokens=chunk_tokens)
+        assert {each.chunk_tokens for each in groups} == {found}
+        assert [each.block_tokens for each in groups] == list(sizes)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "chunk_tokens", "says"),
-    [
+def test_a_configured_chunk_size_that_does_not_suit_is_refused_with_one_that_does():
+    for sizes, chunk_tokens, says in (
         (
             (128,),
             100,
@@ -141,27 +140,27 @@ def test_a_chunk_is_whole_blocks_of_every_group(sizes, chunk_tokens, found):
             "129 tokens is not a multiple of vLLM's block_size of 128 .* set chunk_size to 256",
         ),
         ((32, 48), 64, r"64 tokens is not a multiple of vLLM's block sizes \[32, 48\]; set chunk_size to 96"),
-    ],
-)
-def test_a_configured_chunk_size_that_does_not_suit_is_refused_with_one_that_does(sizes, chunk_tokens, says):
-    with pytest.raises(ConfigError, match=says) as caught:
-        read(*(full(block_size=size) for size in sizes), chunk_tokens=chunk_tokens)
-    assert caught.value.field == "chunk_size"
+    ):
+        with pytest.raises(ConfigError, match=says) as caught:
+            read(*(full(block_size=size) for size in sizes), chunk_tokens=chunk_tokens)
+        assert caught.value.field == "chunk_size"
 
 
-@pytest.mark.parametrize("chunk_tokens", [1056, 500])
-def test_chunks_end_where_vllm_keeps_states(chunk_tokens):
-    with pytest.raises(
-        ConfigError, match="states of this model every 528 tokens; set chunk_size to 528, or"
-    ) as caught:
-        read(full(), states(block_size=528), chunk_tokens=chunk_tokens)
-    assert caught.value.field == "chunk_size"
-    assert [each.chunk_tokens for each in read(states(block_size=528), chunk_tokens=528)] == [528]
+def test_chunks_end_where_vllm_keeps_states():
+    for chunk_tokens in (
+        1056,
+        500,
+    ):
+        with pytest.raises(
+            ConfigError, match="states of this model every 528 tokens; set chunk_size to 528, or"
+        ) as caught:
+            read(full(), states(block_size=528), chunk_tokens=chunk_tokens)
+        assert caught.value.field == "chunk_size"
+        assert [each.chunk_tokens for each in read(states(block_size=528), chunk_tokens=528)] == [528]
 
 
-@pytest.mark.parametrize(
-    ("bad", "says"),
-    [
+def test_layers_that_cannot_be_served_are_refused_with_their_group():
+    for bad, says in (
         (layer("CrossAttentionSpec"), r"kv_cache_groups\[1\]: CrossAttentionSpec is not supported so far"),
         (full(non_causal=True), r"kv_cache_groups\[1\]: attention is not causal"),
         (window(64, non_causal=True), r"kv_cache_groups\[1\]: attention is not causal"),
@@ -171,12 +170,10 @@ def test_chunks_end_where_vllm_keeps_states(chunk_tokens):
             r"\[1\]: .* \(mamba_cache_mode is 'none'\); start vLLM with --enable-prefix-caching",
         ),
         (states("all"), "mamba_cache_mode is 'all'"),
-    ],
-)
-def test_layers_that_cannot_be_served_are_refused_with_their_group(bad, says):
-    with pytest.raises(ConfigError, match=says) as caught:
-        read(full(), bad)
-    assert caught.value.field == "kv_cache_groups"
+    ):
+        with pytest.raises(ConfigError, match=says) as caught:
+            read(full(), bad)
+        assert caught.value.field == "kv_cache_groups"
 
 
 def test_layers_of_one_group_follow_one_rule():

@@ -71,22 +71,19 @@ def expected_addresses(tensor, axis, pieces, block):
     return addresses
 
 
-@pytest.mark.parametrize(
-    ("shape", "order", "axis", "dims", "run_elements"),
-    [
+def test_known_layouts_are_walked_with_the_fewest_runs():
+    for shape, order, axis, dims, run_elements in (
         ((40, 4, 128, 64), None, 0, 0, 4 * 128 * 64),  # CPU
         ((2, 40, 16, 4, 32), None, 1, 1, 16 * 4 * 32),  # FlashAttention, tokens before heads
         ((2, 40, 16, 4, 32), (0, 1, 3, 2, 4), 1, 1, 4 * 16 * 32),  # the same, heads before tokens
         ((40, 2, 16, 4, 32), None, 0, 0, 2 * 16 * 4 * 32),  # FlashInfer
         ((40, 16, 576), None, 0, 0, 16 * 576),  # MLA
         ((40, 4, 16, 64), (1, 0, 2, 3), 0, 1, 16 * 64),  # heads outside blocks
-    ],
-)
-def test_known_layouts_are_walked_with_the_fewest_runs(shape, order, axis, dims, run_elements):
-    tensor = FakeTensor(shape, order)
-    assert find_block_axis("x", tensor, 40, 16) == (axis, 1)
-    runs = layer_runs("x", tensor, 40, 16)
-    assert (len(runs.dims), runs.run_bytes) == (dims, run_elements * 2)
+    ):
+        tensor = FakeTensor(shape, order)
+        assert find_block_axis("x", tensor, 40, 16) == (axis, 1)
+        runs = layer_runs("x", tensor, 40, 16)
+        assert (len(runs.dims), runs.run_bytes) == (dims, run_elements * 2)
 
 
 @given(
@@ -126,15 +123,18 @@ def test_an_axis_of_the_same_size_by_chance_is_told_apart_by_its_stride():
     assert find_block_axis("x", FakeTensor((128, 4, 8, 64)), 64, 16) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("shape", "says"),
-    [((2, 2, 16, 4, 32), "more than one axis"), ((7, 4, 128, 64), "no axis"), ((4, 128, 64), "no axis")],
-)
-def test_a_shape_that_does_not_tell_its_blocks_is_refused_by_name(shape, says):
-    with pytest.raises(ConfigError) as caught:
-        find_block_axis("model.layers.0.self_attn.attn", FakeTensor(shape), 2 if shape[0] == 2 else 40, 16)
-    message = str(caught.value)
-    assert says in message and str(list(shape)) in message and "model.layers.0.self_attn.attn" in message
+def test_a_shape_that_does_not_tell_its_blocks_is_refused_by_name():
+    for shape, says in (
+        ((2, 2, 16, 4, 32), "more than one axis"),
+        ((7, 4, 128, 64), "no axis"),
+        ((4, 128, 64), "no axis"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            find_block_axis(
+                "model.layers.0.self_attn.attn", FakeTensor(shape), 2 if shape[0] == 2 else 40, 16
+            )
+        message = str(caught.value)
+        assert says in message and str(list(shape)) in message and "model.layers.0.self_attn.attn" in message
 
 
 def test_an_expanded_tensor_is_refused():
@@ -163,25 +163,22 @@ def view(tensors, **changes):
     return build_view(tensors, **(options | changes))
 
 
-@pytest.mark.parametrize(
-    ("shape", "blocks", "block_tokens", "fp8"),
-    [
+def test_the_fp8_shape_is_a_fact_only_with_fidelity_fp8():
+    for shape, blocks, block_tokens, fp8 in (
         ((40, 4, 128, 128), 40, 128, [1, 2, 4, 128, 2, 64]),  # CPU: K and V of a head lie together
         ((2, 40, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashAttention
         ((40, 2, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashInfer
         ((40, 64, 576), 40, 64, [1, 4, 1, 64, 1, 576]),  # MLA
         ((40, 16, 16, 64), 40, 16, [1, 16, 16, 16, 1, 64]),  # as many heads as tokens
-    ],
-)
-def test_the_fp8_shape_is_a_fact_only_with_fidelity_fp8(shape, blocks, block_tokens, fp8):
-    tensors = layers(2, shape=shape)
-    options = {"num_blocks": blocks, "group": whole_group(block_tokens, 256)}
-    plain = view(tensors, **options)
-    made = view(tensors, fidelity="fp8", head_size=64, **options)
-    assert made.facts.pop("fp8") == fp8
-    assert made.facts == plain.facts
-    assert math.prod(fp8[1:]) * 2 == plain.facts["section_bytes"]
-    assert made.slice != plain.slice
+    ):
+        tensors = layers(2, shape=shape)
+        options = {"num_blocks": blocks, "group": whole_group(block_tokens, 256)}
+        plain = view(tensors, **options)
+        made = view(tensors, fidelity="fp8", head_size=64, **options)
+        assert made.facts.pop("fp8") == fp8
+        assert made.facts == plain.facts
+        assert math.prod(fp8[1:]) * 2 == plain.facts["section_bytes"]
+        assert made.slice != plain.slice
 
 
 def test_fp8_is_refused_for_kv_that_is_not_of_16_bits():
@@ -376,18 +373,15 @@ def test_ranks_that_share_records_must_hold_alike_layers():
         view(unlike_layers(), heads=shared)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_whatever_changes_the_meaning_of_a_record_changes_the_slice():
+    for changes in (
         {"group": whole_group(64, 256)},
         {"group": whole_group(128, 512)},
         {"dtype": "float16"},
         {"heads": Heads((0, 2), (4, 8), 2)},
         {"heads": Heads((2, 4), (0, 4), 2)},
-    ],
-)
-def test_whatever_changes_the_meaning_of_a_record_changes_the_slice(changes):
-    assert view(layers(2), **changes).slice.digest() != view(layers(2)).slice.digest()
+    ):
+        assert view(layers(2), **changes).slice.digest() != view(layers(2)).slice.digest()
 
 
 def test_physical_order_changes_the_slice_and_place_does_not():

@@ -65,16 +65,13 @@ def test_the_file_of_the_server_serves_the_engine_too(tmp_path):
     assert (settings.port, settings.chunk_size, notes) == (1234, 64, [])
 
 
-@pytest.mark.parametrize(
-    ("value", "host", "port"),
-    [
+def test_the_server_address_is_understood_in_the_forms_that_users_write():
+    for value, host, port in (
         ("tcp://localhost", "localhost", 5555),
         ("tcp://127.0.0.1:7000", "127.0.0.1", 7000),
-    ],
-)
-def test_the_server_address_is_understood_in_the_forms_that_users_write(value, host, port):
-    settings, _ = load_settings({"lmcache.mp.host": value}, {})
-    assert (settings.host, settings.port) == (host, port)
+    ):
+        settings, _ = load_settings({"lmcache.mp.host": value}, {})
+        assert (settings.host, settings.port) == (host, port)
 
 
 def test_another_machine_is_accepted_with_a_note():
@@ -83,9 +80,8 @@ def test_another_machine_is_accepted_with_a_note():
     assert len(notes) == 1 and "this machine" in notes[0]
 
 
-@pytest.mark.parametrize(
-    ("extra", "environment", "says"),
-    [
+def test_names_without_effect_are_logged():
+    for extra, environment, says in (
         ({"lmcache.mp.heartbeat_interval": 10}, {}, "lmcache.mp.heartbeat_interval has no effect"),
         (
             {},
@@ -93,17 +89,14 @@ def test_another_machine_is_accepted_with_a_note():
             "environment: LMCACHE_LOCAL_CPU has no effect: it is a setting of the server",
         ),
         ({}, {"LMCACHE_CHUNKSIZE": "1"}, "unknown variable .did you mean 'LMCACHE_CHUNK_SIZE'"),
-    ],
-)
-def test_names_without_effect_are_logged(extra, environment, says):
-    settings, notes = load_settings(extra, environment)
-    assert settings == ClientSettings()
-    assert len(notes) == 1 and re.search(says, notes[0])
+    ):
+        settings, notes = load_settings(extra, environment)
+        assert settings == ClientSettings()
+        assert len(notes) == 1 and re.search(says, notes[0])
 
 
-@pytest.mark.parametrize(
-    ("extra", "environment", "says"),
-    [
+def test_wrong_names_and_values_say_what_to_change():
+    for extra, environment, says in (
         ({"lmcache.mp.prot": 1}, {}, "lmcache.mp.prot: unknown key .did you mean 'lmcache.mp.port'"),
         ({"lmcache.mp.server_urls": ["a"]}, {}, "lmcache.mp.server_urls: one server per host"),
         ({"kvstrata.chunk_size": "many"}, {}, "kv_connector_extra_config: chunk_size"),
@@ -116,11 +109,9 @@ def test_names_without_effect_are_logged(extra, environment, says):
         ({}, {"LMCACHE_ENABLE_PD": "True"}, "disaggregation is not supported"),
         ({}, {"KVSTRATA_CHUNK_SICE": "1"}, "KVSTRATA_CHUNK_SICE: unknown variable"),
         ({}, {"LMCACHE_CONFIG_FILE": "/nowhere/x.yaml"}, "/nowhere/x.yaml: cannot be read"),
-    ],
-)
-def test_wrong_names_and_values_say_what_to_change(extra, environment, says):
-    with pytest.raises(ConfigError, match=says):
-        load_settings(extra, environment)
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_settings(extra, environment)
 
 
 def test_everything_that_is_wrong_in_any_source_is_said_at_once(tmp_path):
@@ -192,20 +183,17 @@ def test_engines_of_different_fidelity_have_different_identities(folder):
     assert identity_root(exact, RequestIdentity()) != identity_root(rounded, RequestIdentity())
 
 
-@pytest.mark.parametrize(
-    ("rope", "told_apart"),
-    [
+def test_longest_prompt_counts_only_where_it_changes_the_rotary_embedding(folder):
+    for rope, told_apart in (
         ({"rope_type": "longrope"}, True),
         ({"full_attention": {"rope_type": "longrope"}}, True),
         ({"rope_type": "yarn"}, False),
-    ],
-)
-def test_longest_prompt_counts_only_where_it_changes_the_rotary_embedding(folder, rope, told_apart):
-    short, long = (
-        layout(config_of(folder, hf={"rope_parameters": rope}, model_config={"max_model_len": length}))
-        for length in (4_096, 131_072)
-    )
-    assert (short != long) is told_apart
+    ):
+        short, long = (
+            layout(config_of(folder, hf={"rope_parameters": rope}, model_config={"max_model_len": length}))
+            for length in (4_096, 131_072)
+        )
+        assert (short != long) is told_apart
 
 
 def test_same_model_elsewhere_is_the_same_identity(folder, tmp_path):
@@ -223,9 +211,8 @@ def test_retrained_weights_under_the_same_name_are_another_identity(folder):
     assert layout(config_of(folder)) != before
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_what_changes_kv_changes_the_identity(folder):
+    for changes in (
         {"hf": {"rope": {"theta": 1e6}}},
         {"model_config": {"dtype": "torch.float16"}},
         {"model_config": {"quantization": "fp8"}},
@@ -233,26 +220,21 @@ def test_retrained_weights_under_the_same_name_are_another_identity(folder):
         {"load_format": "dummy"},
         {"speculative_config": SimpleNamespace(model="d", method="eagle")},
         {"cache_config": {"calculate_kv_scales": True}},
-    ],
-)
-def test_what_changes_kv_changes_the_identity(folder, changes):
-    assert layout(config_of(folder, **changes)) != layout(config_of(folder))
+    ):
+        assert layout(config_of(folder, **changes)) != layout(config_of(folder))
 
 
-@pytest.mark.parametrize(
-    ("method", "told", "lookahead"),
-    [
+def test_keys_look_as_far_ahead_as_the_draft_layers(folder):
+    for method, told, lookahead in (
         ("eagle", None, 1),
         ("mtp", 3, 3),
         ("draft_model", None, 0),
-    ],
-)
-def test_keys_look_as_far_ahead_as_the_draft_layers(folder, method, told, lookahead):
-    changes = {} if told is None else {"num_prefill_lookahead_tokens": told}
-    speculative = SimpleNamespace(model="d", method=method)
-    made = layout(config_of(folder, speculative_config=speculative, **changes))
-    assert made.lookahead == lookahead
-    assert ("lookahead_tokens" in msgspec.to_builtins(made)) is (lookahead > 0)
+    ):
+        changes = {} if told is None else {"num_prefill_lookahead_tokens": told}
+        speculative = SimpleNamespace(model="d", method=method)
+        made = layout(config_of(folder, speculative_config=speculative, **changes))
+        assert made.lookahead == lookahead
+        assert ("lookahead_tokens" in msgspec.to_builtins(made)) is (lookahead > 0)
 
 
 def test_a_draft_elsewhere_is_the_same_identity_and_a_retrained_one_is_another(folder, tmp_path):

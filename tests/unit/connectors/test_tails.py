@@ -127,38 +127,55 @@ def computed(side, client, n_tokens, **changes):
     return request
 
 
-@pytest.mark.parametrize(("tokens", "stored"), [(3, []), (4, [(0, 1)]), (16, []), (47, [(2, 3)])])
-def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block(tokens, stored):
-    client, side = cache_and_side()
-    request = arrive(side, tokens)
-    tails = [store for store in compute(side, client, request) if store.tail_tokens]
-    assert [(store.tail_tokens // BLOCK) for store in tails] == [blocks for _, blocks in stored]
-    for store, (chunk, blocks) in zip(tails, stored, strict=True):
-        first = chunk * CHUNK // BLOCK
-        assert store.blocks == list(range(1 + first, 1 + first + blocks))
+def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block():
+    for tokens, stored in (
+        (3, []),
+        (4, [(0, 1)]),
+        (16, []),
+        (47, [(2, 3)]),
+    ):
+        client, side = cache_and_side()
+        request = arrive(side, tokens)
+        tails = [store for store in compute(side, client, request) if store.tail_tokens]
+        assert [(store.tail_tokens // BLOCK) for store in tails] == [blocks for _, blocks in stored]
+        for store, (chunk, blocks) in zip(tails, stored, strict=True):
+            first = chunk * CHUNK // BLOCK
+            assert store.blocks == list(range(1 + first, 1 + first + blocks))
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-@pytest.mark.parametrize("tokens", [5, 17, 47, 48])
-def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more(tokens, ahead):
-    client, side = cache_and_side(ahead=ahead)
-    computed(side, client, tokens)
-    again, hit = hit_of(side, tokens)
-    assert hit == min((tokens - ahead) // BLOCK * BLOCK, tokens - 1)
-    if hit:
-        side.allocated(again, [list(range(1, 30))], hit)
-    assert compute(side, client, again, hit) == []
+def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more():
+    for ahead in (
+        0,
+        3,
+    ):
+        for tokens in (
+            5,
+            17,
+            47,
+            48,
+        ):
+            client, side = cache_and_side(ahead=ahead)
+            computed(side, client, tokens)
+            again, hit = hit_of(side, tokens)
+            assert hit == min((tokens - ahead) // BLOCK * BLOCK, tokens - 1)
+            if hit:
+                side.allocated(again, [list(range(1, 30))], hit)
+            assert compute(side, client, again, hit) == []
 
 
-@pytest.mark.parametrize(
-    ("ahead", "same", "hit"), [(0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 35, 32), (1, 37, 36)]
-)
-def test_with_draft_layers_a_hit_needs_the_tokens_behind_it(ahead, same, hit):
+def test_with_draft_layers_a_hit_needs_the_tokens_behind_it():
     """The draft layers' KV at the last position of a record depends on the token behind it."""
-    client, side = cache_and_side(ahead=ahead)
-    computed(side, client, 40)
-    branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])
-    assert ask(side, branch)[0] == hit
+    for ahead, same, hit in (
+        (0, 32, 32),
+        (1, 32, 16),
+        (1, 33, 32),
+        (3, 35, 32),
+        (1, 37, 36),
+    ):
+        client, side = cache_and_side(ahead=ahead)
+        computed(side, client, 40)
+        branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])
+        assert ask(side, branch)[0] == hit
 
 
 def test_with_draft_layers_a_chunk_is_stored_when_the_token_behind_it_is_sampled():

@@ -5,8 +5,6 @@ from __future__ import annotations
 from http.cookies import Morsel, SimpleCookie
 from typing import TYPE_CHECKING
 
-import pytest
-
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.controller.door import LOGIN, Door
 from kvstrata.process.http_gate import Access, guard, sized
@@ -43,23 +41,18 @@ async def logged_in(http: httpx.AsyncClient, **headers: str) -> tuple[httpx.Resp
     return answer, cookie
 
 
-@pytest.mark.parametrize(
-    ("url", "headers", "secure"),
-    [
+async def test_the_cookie_is_shut_off_from_scripts_other_sites_and_plain_http() -> None:
+    for url, headers, secure in (
         ("http://localhost:9000", {"origin": "http://localhost:9000"}, False),
         ("http://localhost:9000", {"origin": HTTPS, "host": "cache.example.net"}, True),
         (HTTPS, {}, True),
         (HTTPS, {"origin": "http://localhost:9000"}, False),
-    ],
-)
-async def test_the_cookie_is_shut_off_from_scripts_other_sites_and_plain_http(
-    url: str, headers: dict[str, str], secure: bool
-) -> None:
-    async with client(url) as http:
-        answer, cookie = await logged_in(http, **headers)
-    assert (cookie.key, cookie["path"], cookie["max-age"]) == ("kvstrata-9000", "/", str(SESSION_S))
-    assert (cookie["httponly"], cookie["samesite"], bool(cookie["secure"])) == (True, "strict", secure)
-    assert len({TOKEN, cookie.value, answer.json()["page_key"]}) == 3
+    ):
+        async with client(url) as http:
+            answer, cookie = await logged_in(http, **headers)
+        assert (cookie.key, cookie["path"], cookie["max-age"]) == ("kvstrata-9000", "/", str(SESSION_S))
+        assert (cookie["httponly"], cookie["samesite"], bool(cookie["secure"])) == (True, "strict", secure)
+        assert len({TOKEN, cookie.value, answer.json()["page_key"]}) == 3
 
 
 async def test_a_link_needs_the_token_and_no_session_is_enough() -> None:
@@ -85,12 +78,17 @@ async def test_a_logout_ends_the_session_and_takes_the_cookie_back() -> None:
         assert (await http.post("/v1/logout", headers=key)).status_code == 401
 
 
-@pytest.mark.parametrize("code", ["", TOKEN[:-1], "ü", "x" * 4_097])
-async def test_a_wrong_code_begins_no_session_and_is_named(code: str) -> None:
-    async with client() as http:
-        answer = await http.post(LOGIN, json={"code": code})
-    assert answer.status_code == (400 if len(code) > 4_096 else 403)
-    assert answer.json()["field"] == "code" and "set-cookie" not in answer.headers
+async def test_a_wrong_code_begins_no_session_and_is_named() -> None:
+    for code in (
+        "",
+        TOKEN[:-1],
+        "ü",
+        "x" * 4_097,
+    ):
+        async with client() as http:
+            answer = await http.post(LOGIN, json={"code": code})
+        assert answer.status_code == (400 if len(code) > 4_096 else 403)
+        assert answer.json()["field"] == "code" and "set-cookie" not in answer.headers
 
 
 async def test_an_open_port_gives_a_link_without_a_code_and_a_unix_socket_none() -> None:

@@ -70,17 +70,14 @@ def test_a_last_batch_that_comes_late_does_not_count_as_lost():
     assert known.get("a").confirmed
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
+def test_an_invalid_batch_is_dropped_and_calls_for_a_full_sync():
+    for bad in (
         events(1, tags=b"1234567"),
         events(1, tier="disk-9"),
         wire.Events("a", CURRENT, 1, [wire.Run(wire.Change.CLEAR, "l1", bytes(8))]),
-    ],
-)
-def test_an_invalid_batch_is_dropped_and_calls_for_a_full_sync(bad):
-    known = in_state("confirmed")
-    assert known.events(bad) is None and not known.get("a").confirmed
+    ):
+        known = in_state("confirmed")
+        assert known.events(bad) is None and not known.get("a").confirmed
 
 
 # --- full syncs ---------------------------------------------------------------------------------------------------
@@ -92,22 +89,19 @@ def begun() -> tuple[KnownMembers, Member]:
     return known, member
 
 
-@pytest.mark.parametrize(
-    ("wrong", "field"),
-    [
+def test_a_wrong_part_is_refused_and_changes_nothing():
+    for wrong, field in (
         (part(0, 3), "sync"),
         (part(0, 2, tier="disk-9"), "tier"),
         (part(0, 2, tags=b"1234567"), "tags"),
         (part(0, 2, crc=0), "crc"),
         (part(1 << 30, 2), "index"),
-    ],
-)
-def test_a_wrong_part_is_refused_and_changes_nothing(wrong, field):
-    known, member = begun()
-    with pytest.raises(KvstrataError) as denied:
-        known.sync_part(wrong, 1.0)
-    assert (denied.value.code, denied.value.field) == ("bad_sync", field)
-    assert member.sync is not None and member.sync.parts == 0 and not member.sync.tags
+    ):
+        known, member = begun()
+        with pytest.raises(KvstrataError) as denied:
+            known.sync_part(wrong, 1.0)
+        assert (denied.value.code, denied.value.field) == ("bad_sync", field)
+        assert member.sync is not None and member.sync.parts == 0 and not member.sync.tags
 
 
 def test_parts_that_arrive_ahead_of_a_missing_one_are_bounded():
@@ -118,15 +112,19 @@ def test_parts_that_arrive_ahead_of_a_missing_one_are_bounded():
         known.sync_part(part(MAX_PARTS_AHEAD + 1, 2), 1.0)
 
 
-@pytest.mark.parametrize(("parts", "count", "sent"), [(1, 1, []), (1, 2, [0]), (0, 0, [0])])
-def test_an_end_with_wrong_counts_does_not_end_the_full_sync(parts, count, sent):
-    known, member = begun()
-    for index in sent:
-        known.sync_part(part(index, 2), 1.0)
-    with pytest.raises(KvstrataError) as denied:
-        known.sync_end(end(parts, count, 2), 1.0)
-    assert (denied.value.code, denied.value.retryable) == ("bad_sync", True)
-    assert member.sync is None and not member.confirmed and member.synced_number == 1
+def test_an_end_with_wrong_counts_does_not_end_the_full_sync():
+    for parts, count, sent in (
+        (1, 1, []),
+        (1, 2, [0]),
+        (0, 0, [0]),
+    ):
+        known, member = begun()
+        for index in sent:
+            known.sync_part(part(index, 2), 1.0)
+        with pytest.raises(KvstrataError) as denied:
+            known.sync_end(end(parts, count, 2), 1.0)
+        assert (denied.value.code, denied.value.retryable) == ("bad_sync", True)
+        assert member.sync is None and not member.confirmed and member.synced_number == 1
 
 
 def test_a_full_sync_that_has_ended_cannot_begin_again_but_its_end_may_be_repeated():

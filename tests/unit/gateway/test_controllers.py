@@ -66,19 +66,16 @@ def test_a_kind_is_found_by_the_model_unless_there_is_one_only() -> None:
     assert directory.kind(directory.instances["b"], ["served"]) is None
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived() -> None:
+    for wrong in (
         KvKind(LayoutIdentity(model="m", kv_dtype="x", chunk_tokens=0), [SLICE]),
         KvKind(LayoutIdentity(model="m", kv_dtype="x", chunk_tokens=16, lookahead_tokens=-1), [SLICE]),
         KvKind(LAYOUT, []),
         KvKind(LAYOUT, [b"short"]),
         KvKind(LAYOUT, [SLICE], [7]),
-    ],
-)
-def test_nothing_is_asked_for_a_kind_whose_keys_cannot_be_derived(wrong: KvKind) -> None:
-    directory = told(served("a", kinds=(0, 5, -1)), kinds=[wrong])
-    assert directory.kind(directory.instances["a"], ["m"]) is None
+    ):
+        directory = told(served("a", kinds=(0, 5, -1)), kinds=[wrong])
+        assert directory.kind(directory.instances["a"], ["m"]) is None
 
 
 def test_tags_are_those_of_the_engines_own_keys() -> None:
@@ -96,9 +93,8 @@ REPLACED = canonical_json(["weights", "7", ""]).decode()
 REPLACED_NEW = canonical_json(["weights", "7", NEW]).decode()
 
 
-@pytest.mark.parametrize(
-    ("adapters", "at", "lora", "found"),
-    [
+def test_the_newest_adapter_of_a_name_counts() -> None:
+    for adapters, at, lora, found in (
         ([NEW, OLD], [0, 1], "sql", NEW),
         ([NEW, OLD], [1, 0], "sql", OLD),
         ([NEW], [0], "other", None),
@@ -113,14 +109,10 @@ REPLACED_NEW = canonical_json(["weights", "7", NEW]).decode()
             "sql",
             None,
         ),
-    ],
-)
-def test_the_newest_adapter_of_a_name_counts(
-    adapters: list[str], at: list[int], lora: str, found: str | None
-) -> None:
-    one = Served("a", [0], [], True, True, [], [], [at])
-    directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], adapters), 0.0)
-    assert directory.adapter(one, 0, lora) == found
+    ):
+        one = Served("a", [0], [], True, True, [], [], [at])
+        directory = Directory(GatewayHeard(1, 1, 2_000, [KvKind(LAYOUT, [SLICE])], [one], adapters), 0.0)
+        assert directory.adapter(one, 0, lora) == found
 
 
 NESTED = st.recursive(
@@ -186,14 +178,18 @@ def test_garbage_is_no_message(frame: bytes) -> None:
             pass
 
 
-@pytest.mark.parametrize(
-    "row", [["a", -1, 2, 0], ["a", 1, "2", 0], ["a", 1], [5, 1, 1, 0], ["a", 1, 1, -1]], ids=str
-)
-def test_an_answer_of_another_form_is_refused(row: list[Any]) -> None:
-    frame = encode(HoldingsReply(1, 1, [Holding("a", 1, 1)]))
-    assert ANSWERS.decode(frame)
-    with pytest.raises(BAD_FRAME):
-        ANSWERS.decode(msgspec.msgpack.encode(["holdings", 1, 1, [row]]))
+def test_an_answer_of_another_form_is_refused() -> None:
+    for row in (
+        ["a", -1, 2, 0],
+        ["a", 1, "2", 0],
+        ["a", 1],
+        [5, 1, 1, 0],
+        ["a", 1, 1, -1],
+    ):
+        frame = encode(HoldingsReply(1, 1, [Holding("a", 1, 1)]))
+        assert ANSWERS.decode(frame)
+        with pytest.raises(BAD_FRAME):
+            ANSWERS.decode(msgspec.msgpack.encode(["holdings", 1, 1, [row]]))
 
 
 def test_a_controller_that_fails_is_tried_now_and_then_until_it_answers() -> None:

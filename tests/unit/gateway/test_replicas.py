@@ -70,8 +70,7 @@ class Scene:
         """An engine reads the first n tokens from a peer; returns to whom copies have been ordered so far."""
         read = Read(Prompt(tokens), KIND, RequestIdentity(tenant="t"), n, source, lacking)
         self.replicas.read("gw", read, LIFE_S)
-        for _ in range(50):
-            await asyncio.sleep(0.002)
+        await self.supervisor.idle()
         return [order.to for order in self.links[1].orders]
 
 

@@ -256,9 +256,8 @@ def stored(names: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+def test_garbage_is_counted_and_makes_the_rest_doubtful() -> None:
+    for body in (
         b"",
         b"\xc1",
         msgspec.msgpack.encode({"ts": 1}),
@@ -269,15 +268,13 @@ def stored(names: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
         msgspec.msgpack.encode([1.0, [stored([1], [1] * 4, extra_keys=[])]]),
         msgspec.msgpack.encode([1.0, [stored([1], [1] * 4, block_size=0)]]),
         b"\x91" * 5_000,
-    ],
-)
-def test_garbage_is_counted_and_makes_the_rest_doubtful(body: bytes) -> None:
-    seen = Seen()
-    feed = Feed(seen.caches, replays=False)
-    feed.published(0, msgspec.msgpack.encode([1.0, [stored([9], [5] * 4)]]))
-    assert not feed.published(1, body)
-    assert feed.malformed == 1 and feed.gaps == 1 and seen.caches.missed_s > float("-inf")
-    assert not seen.blocks.slots.get("exact") and seen.blocks.slots["doubtful"]
+    ):
+        seen = Seen()
+        feed = Feed(seen.caches, replays=False)
+        feed.published(0, msgspec.msgpack.encode([1.0, [stored([9], [5] * 4)]]))
+        assert not feed.published(1, body)
+        assert feed.malformed == 1 and feed.gaps == 1 and seen.caches.missed_s > float("-inf")
+        assert not seen.blocks.slots.get("exact") and seen.blocks.slots["doubtful"]
 
 
 def test_an_engine_cannot_fill_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,19 +387,16 @@ def sources() -> Iterator[tuple[dict[str, Any], str, list[Source]]]:
     yield ranks, "h", [Source(f"tcp://h:{port}") for port in (6_009, 6_010, 6_011)]
 
 
-@pytest.mark.parametrize(("answer", "host", "wanted"), list(sources()))
-def test_events_are_heard_at_the_engines_own_host(
-    answer: dict[str, Any], host: str, wanted: list[Source]
-) -> None:
-    assert sources_in(msgspec.json.encode(answer), host) == wanted
+def test_events_are_heard_at_the_engines_own_host() -> None:
+    for answer, host, wanted in list(sources()):
+        assert sources_in(msgspec.json.encode(answer), host) == wanted
 
 
 ON = b'{"enable_kv_cache_events": true, "endpoint": "tcp://*:1"}'
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_sources_that_cannot_be_heard_are_told() -> None:
+    for answer in (
         b"",
         b"[]",
         b'{"0": 1}',
@@ -412,11 +406,9 @@ ON = b'{"enable_kv_cache_events": true, "endpoint": "tcp://*:1"}'
         b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:99999"}}',
         b'{"0": ' + ON + b', "1": {}}',
         b"{" + b", ".join(b'"%d": %s' % (rank, ON) for rank in range(1_025)) + b"}",
-    ],
-)
-def test_sources_that_cannot_be_heard_are_told(answer: bytes) -> None:
-    with pytest.raises(ValueError, match="event"):
-        sources_in(answer, "h")
+    ):
+        with pytest.raises(ValueError, match="event"):
+            sources_in(answer, "h")
 
 
 def test_ranks_publish_at_ports_in_a_row() -> None:

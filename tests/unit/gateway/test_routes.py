@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,9 +62,8 @@ def test_a_response_that_an_engine_stores_is_not_repeated(body: dict[str, Any]) 
     assert read.repeatable == (body.get("store") is False and not body.get("background"))
 
 
-@pytest.mark.parametrize(
-    ("path", "found"),
-    [
+def test_paths_of_stored_responses() -> None:
+    for path, found in (
         ("/v1/responses/resp_1", "resp_1"),
         ("/v1/responses/resp_1/cancel", "resp_1"),
         ("/v1/responses/", ""),
@@ -73,10 +71,8 @@ def test_a_response_that_an_engine_stores_is_not_repeated(body: dict[str, Any]) 
         ("/v1/responses/../x", ""),
         ("/v1/responses/resp_1\n", ""),
         ("/v1/responses", ""),
-    ],
-)
-def test_paths_of_stored_responses(path: str, found: str) -> None:
-    assert response_of(path) == found
+    ):
+        assert response_of(path) == found
 
 
 def test_the_id_of_a_response_is_found_at_its_beginning_only() -> None:
@@ -140,9 +136,8 @@ def test_headers_of_a_connection_end_at_the_gateway() -> None:
     assert down == [(b"content-type", b"t"), (b"x-request-id", b"ours")]
 
 
-@pytest.mark.parametrize(
-    ("params", "tenant"),
-    [
+def test_a_request_names_its_tenant_as_it_does_for_the_connector() -> None:
+    for params, tenant in (
         ({"kvstrata.tenant": "blue"}, "blue"),
         ({"kvstrata.tenant": "x" * 300}, "x" * 257),
         ({"kvstrata.tenant": 7}, ""),
@@ -150,15 +145,13 @@ def test_headers_of_a_connection_end_at_the_gateway() -> None:
         (["kvstrata.tenant"], ""),
         (None, ""),
         (7, ""),
-    ],
-)
-def test_a_request_names_its_tenant_as_it_does_for_the_connector(params: object, tenant: str) -> None:
-    body = {"model": "m", "prompt": "p", "kv_transfer_params": params}
-    found = asked("/v1/completions", ROUTES["/v1/completions"], json.dumps(body).encode())
-    plain = asked("/v1/completions", ROUTES["/v1/completions"], b'{"model": "m", "prompt": "p"}')
-    assert isinstance(found, Asked) and isinstance(plain, Asked)
-    assert found.kv_tenant == tenant
-    assert (found.context == plain.context) == (not tenant)
+    ):
+        body = {"model": "m", "prompt": "p", "kv_transfer_params": params}
+        found = asked("/v1/completions", ROUTES["/v1/completions"], json.dumps(body).encode())
+        plain = asked("/v1/completions", ROUTES["/v1/completions"], b'{"model": "m", "prompt": "p"}')
+        assert isinstance(found, Asked) and isinstance(plain, Asked)
+        assert found.kv_tenant == tenant
+        assert (found.context == plain.context) == (not tenant)
 
 
 def test_a_hostile_form_is_read_in_one_pass() -> None:

@@ -128,10 +128,10 @@ UNKNOWN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("more", UNKNOWN, ids=str)
-def test_what_may_change_a_prompt_makes_it_unknown(more: dict[str, Any]) -> None:
-    assert isinstance(prompt_in(CHAT, json.dumps(BODY).encode()), Chat)
-    assert prompt_in(CHAT, json.dumps({**BODY, **more}).encode()) is None
+def test_what_may_change_a_prompt_makes_it_unknown() -> None:
+    for more in UNKNOWN:
+        assert isinstance(prompt_in(CHAT, json.dumps(BODY).encode()), Chat)
+        assert prompt_in(CHAT, json.dumps({**BODY, **more}).encode()) is None
 
 
 @given(
@@ -234,7 +234,7 @@ async def test_a_request_goes_on_when_its_time_is_over(
     tokenizer, go_on = own["byte_level"], threading.Event()
     tokens = service(tokenizer, None, deadline_ms=300)
     plain = tokenizer._batch
-    monkeypatch.setattr(tokenizer, "_batch", lambda texts: go_on.wait(30) and plain(texts))
+    monkeypatch.setattr(tokenizer, "_batch", lambda texts: go_on.wait(120) and plain(texts))
     assert (await tokens.of(CHAT, json.dumps(BODY).encode(), "m", "")).ids is None
     assert tokens.counts["m", "late"] == 1
     assert not len(tokens.memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,26 +34,19 @@ class Book:
         return [one.instance for one in self.book.in_order(owners, now_s)]
 
 
-@pytest.mark.parametrize(
-    ("owners", "under_way", "order"),
-    [
-        pytest.param(
-            [owner("a"), owner("b")], {"a": 63 * MB}, ["a", "b"], id="a little load changes nothing"
-        ),
-        pytest.param([owner("a", 5), owner("b", 10)], {}, ["b", "a"], id="the longer beginning"),
-        pytest.param([owner("a", 79), owner("b", 80)], {}, ["a", "b"], id="nearly as long is as good"),
-        pytest.param([owner("a", confirmed=False), owner("b")], {}, ["b", "a"], id="confirmed first"),
-        pytest.param([owner("a", 0), owner("b")], {}, ["b"], id="nothing there"),
-    ],
-)
-def test_owners_are_asked_by_length_then_trust_then_our_own_load(
-    owners: list[Owner], under_way: dict[str, int], order: list[str]
-) -> None:
-    book = Book()
-    for one in owners:
-        book.book.read(one.instance, 1 << 30)  # no slow start
-    book.under_way = under_way
-    assert book.order(*owners) == order
+def test_owners_are_asked_by_length_then_trust_then_our_own_load() -> None:
+    for what, owners, under_way, order in (
+        ("a little load changes nothing", [owner("a"), owner("b")], {"a": 63 * MB}, ["a", "b"]),
+        ("the longer beginning", [owner("a", 5), owner("b", 10)], {}, ["b", "a"]),
+        ("nearly as long is as good", [owner("a", 79), owner("b", 80)], {}, ["a", "b"]),
+        ("confirmed first", [owner("a", confirmed=False), owner("b")], {}, ["b", "a"]),
+        ("nothing there", [owner("a", 0), owner("b")], {}, ["b"]),
+    ):
+        book = Book()
+        for one in owners:
+            book.book.read(one.instance, 1 << 30)  # no slow start
+        book.under_way = under_way
+        assert book.order(*owners) == order, what
 
 
 def test_reads_of_a_hot_chunk_spread_over_its_owners() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 
@@ -14,7 +13,7 @@ from kvstrata.p2p import reopening
 from kvstrata.p2p.engines.base import Region
 from kvstrata.p2p.engines.links import Devices, allowed_devices
 from kvstrata.p2p.reopening import LIMITS, Cause, Limits, PeerEngine, ReopenPolicy
-from kvstrata.testing.strategies import WAIT_S
+from tests.harness.waiting import until
 
 ETH0, ETH1 = "eth0 10.0.0.1", "eth1 10.0.1.1"
 PAUSE_S = LIMITS.first_pause_s
@@ -108,18 +107,17 @@ def test_peers_that_can_never_be_read_cause_a_reopening_every_ten_minutes_at_mos
     assert len(opened) < 24 * 6 + 10
 
 
-@pytest.mark.parametrize(
-    ("setting", "allows", "refuses"),
-    [
+def test_devices_are_those_that_ucx_may_use() -> None:
+    for setting, allows, refuses in (
         ("", ["eth0", "mlx5_0:1"], []),
         ("all", ["eth0", "mlx5_0:1"], []),
         ("eth0, mlx5_0:1", ["eth0", "mlx5_0:1"], ["eth1", "mlx5_0:2"]),
         ("^docker0,eth1", ["eth0"], ["docker0", "eth1"]),
-    ],
-)
-def test_devices_are_those_that_ucx_may_use(setting: str, allows: list[str], refuses: list[str]) -> None:
-    allowed = allowed_devices(setting)
-    assert [allowed(name) for name in (*allows, *refuses)] == [True] * len(allows) + [False] * len(refuses)
+    ):
+        allowed = allowed_devices(setting)
+        assert [allowed(name) for name in (*allows, *refuses)] == [True] * len(allows) + [False] * len(
+            refuses
+        )
 
 
 # -- engines --------------------------------------------------------------------------------------------------
@@ -172,12 +170,6 @@ class Rig:
     def use(self, *devices: str) -> None:
         self.usable = set(devices)
         self.engines.look_now()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 @pytest.fixture
