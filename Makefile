@@ -72,7 +72,7 @@ demo: setup  ## show the main job end to end, with real vLLM where that is small
 ##@ Before a commit
 # The environment of vLLM is fetched while the C++ tests are compiled. Tests of silence run last, one at a time.
 test: MARKED := not long and
-test: setup  ## run the tests that guard each change (twenty minutes), with real vLLM where that is installed or small
+test: setup  ## the gate of each change (twenty minutes), with real vLLM where that is installed or small
 #+ ARGS="-k name": for pytest; ARGS="-n0 -k name": one test at a time, in pytest's own process
 #+ WORKERS=3, JOBS=2: test processes, compilers
 test-all: export KVSTRATA_TESTS := all
