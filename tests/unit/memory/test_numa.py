@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import array
 import platform
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,13 +110,6 @@ def test_huge_pages_that_nobody_touches_ahead_cannot_be_placed() -> None:
         ConfigError, match=r"l1\.prefault_threads: 0 with l1\.use_hugepages.*prefault_threads to 1"
     ):
         plan(load(ServerSettings, flags={"l1": l1}), {})
-
-
-@pytest.fixture
-def settings() -> Iterator[SegmentSettings]:
-    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
-    yield SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
-    shutil.rmtree(root)
 
 
 def opened(settings: SegmentSettings, wanted: Placement) -> Segment:

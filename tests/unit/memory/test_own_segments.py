@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +20,6 @@ SIZE = OwnSize(16 * MIB, 16 * MIB)
 RECORD_BYTES = 16 << 10
 """As short as records have to be for a pool of this size to have all of its entries in use."""
 IDENTITY = bytes(range(32))
-
-
-@pytest.fixture
-def settings() -> Iterator[SegmentSettings]:
-    with tempfile.TemporaryDirectory(prefix="kv-", dir="/dev/shm") as folder:
-        root = Path(folder)
-        yield SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
 
 
 @pytest.fixture

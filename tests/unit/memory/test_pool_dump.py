@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,6 @@ IDENTITY = hashlib.sha256(b"identity").digest()
 TENANT = 7
 SESSION, GROUP = b"s" * 16, b"g" * 16
 HOT_BYTES = 64
-
-
-@pytest.fixture
-def settings() -> Iterator[SegmentSettings]:
-    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
-    yield SegmentSettings(
-        socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB, entry_capacity=64
-    )
-    shutil.rmtree(root)
 
 
 @pytest.fixture

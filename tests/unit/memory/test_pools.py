@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,18 +31,6 @@ LOCK = (
     "import os, sys; from kvstrata.memory import linux; "
     "assert linux.share_byte(os.open(sys.argv[1], os.O_RDWR), int(sys.argv[2])); print(flush=True); sys.stdin.read()"
 )
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
-    yield root
-    shutil.rmtree(root)
-
-
-@pytest.fixture
-def settings(root: Path) -> SegmentSettings:
-    return SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
 
 
 @pytest.fixture

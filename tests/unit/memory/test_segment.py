@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +19,6 @@ from kvstrata.memory.memory_limit import HugePages, MemoryLimit, huge_pages
 from kvstrata.memory.segment import Segment, SegmentSettings
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def settings() -> Iterator[SegmentSettings]:
-    root = Path(tempfile.mkdtemp(prefix="kv-", dir="/dev/shm"))
-    yield SegmentSettings(socket_dir=root / "sockets", directory=root / "segment", extents_bytes=4 * MIB)
-    shutil.rmtree(root)
 
 
 def reopen(settings: SegmentSettings, **change: object) -> Segment:

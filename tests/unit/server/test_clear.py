@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.rpc.wire import ClearScope
-from kvstrata.types import KEY_BYTES, RequestIdentity
+from kvstrata.types import KEY_BYTES
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
 
-SESSION, GROUP = b"s" * 16, b"g" * 16
-
-
-@pytest.fixture
-def server() -> Iterator[InstanceInProcess]:
-    server = InstanceInProcess()
-    server.attach(SESSION, GROUP)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def identity(server: InstanceInProcess) -> wire.IdentifyReply:
-    [reply] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
-    assert isinstance(reply, wire.IdentifyReply)
-    return reply
+SESSION = b"s" * 16
 
 
 def keys_of(server: InstanceInProcess, identity: wire.IdentifyReply, n_chunks: int = 4) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +18,10 @@ from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.commands import CommandTable
 from kvstrata.server.l2.fetch import FetchOutcome
-from kvstrata.types import RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part
 
-SESSION, GROUP = b"s" * 16, b"g" * 16
-
-
-@pytest.fixture
-def server() -> Iterator[InstanceInProcess]:
-    server = InstanceInProcess()
-    server.attach(SESSION, GROUP)
-    yield server
-    server.close()
+SESSION = b"s" * 16
 
 
 async def no_resync(freeze_ms: int) -> None:
@@ -57,9 +47,9 @@ def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
     return Actions(**{**parts, **others})
 
 
-def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(server: InstanceInProcess) -> None:
-    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
-    assert isinstance(identity, wire.IdentifyReply)
+def test_a_pull_counts_the_chunks_that_are_there_when_it_ends(
+    server: InstanceInProcess, identity: wire.IdentifyReply
+) -> None:
     chain = chain_of(identity.root, 4)
     server.store(SESSION, 2, identity, chain[:64])
     keys = storage_keys(identity.root, chain, part().digest())

@@ -13,28 +13,12 @@ from kvstrata.rpc import wire
 from kvstrata.rpc.wire import ClearScope
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.fetch import FetchOutcome
-from kvstrata.types import RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of
 
-SESSION, GROUP = b"s" * 16, b"g" * 16
+SESSION = b"s" * 16
 LONG = 1_100
 """Chunks of a prompt so long that its lookup runs on the lane."""
-
-
-@pytest.fixture
-def server() -> Iterator[InstanceInProcess]:
-    server = InstanceInProcess()
-    server.attach(SESSION, GROUP)
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def identity(server: InstanceInProcess) -> wire.IdentifyReply:
-    [reply] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
-    assert isinstance(reply, wire.IdentifyReply)
-    return reply
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -20,16 +19,8 @@ from kvstrata.server.requests import boundary, running
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of
 
-SESSION, GROUP = b"a session".ljust(16, b"."), b"a group".ljust(16, b".")
+SESSION = b"s" * 16
 BLUE, GREEN = frozenset({"blue"}), frozenset({"green"})
-
-
-@pytest.fixture
-def server() -> Any:
-    made = InstanceInProcess()
-    made.attach(SESSION, GROUP)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -87,10 +78,8 @@ def test_prewarms_of_one_token_leave_room_for_those_of_another(server: InstanceI
 
 
 def test_a_process_with_too_many_running_requests_may_still_give_back(
-    server: InstanceInProcess, monkeypatch: pytest.MonkeyPatch
+    server: InstanceInProcess, identity: wire.IdentifyReply, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, wire.RequestIdentity())))
-    assert isinstance(identity, wire.IdentifyReply)
     chain = chain_of(identity.root, 1)
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.store(SESSION, 2, identity, chain)

@@ -85,17 +85,14 @@ def test_a_minutes_evictions_are_one_line_and_a_minute_without_any_is_none(
     server.close()
 
 
-def test_a_process_that_ends_with_leases_is_said_with_what_it_held(caplog: pytest.LogCaptureFixture) -> None:
-    server = InstanceInProcess()
+def test_a_process_that_ends_with_leases_is_said_with_what_it_held(
+    server: InstanceInProcess, identity: wire.IdentifyReply, caplog: pytest.LogCaptureFixture
+) -> None:
     session = b"s" * 16
-    server.attach(session, b"g" * 16)
-    [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))
-    assert isinstance(identity, wire.IdentifyReply)
     chain = chain_of(identity.root, 2)
     server.store(session, 2, identity, chain)
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.feed(wire.encode(wire.Lookup(session, 4, 1000, identity.identity_id, "r", groups)))
     server.gone(session)
-    server.close()
     [line] = caplog.messages
     assert line.startswith("process_gone pid=") and " leases=1 reservations=0 " in line
