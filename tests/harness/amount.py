@@ -10,7 +10,8 @@ import random
 from typing import TypeVar
 
 T = TypeVar("T")
-ALL = os.environ.get("KVSTRATA_TESTS") == "all"
+VARIABLE = "KVSTRATA_TESTS"
+ALL = os.environ.get(VARIABLE) == "all"
 
 
 def amount(gate: T, everything: T) -> T:
