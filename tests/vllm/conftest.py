@@ -143,11 +143,13 @@ def rig_of(
     """
     extra = server.connector_config(**(extra or {}))
     rig = Rig(server, VllmProcess(model, folder, extra=extra, options=OPTIONS | options))
-    if attached:
-        until(rig.connected, "attaching")
-        rig.vllm.generate(
-            [5, 6, 7]
-        )  # the first request waits for a step in which the worker reports its weights
+    try:
+        if attached:
+            until(rig.connected, "attaching")
+            rig.vllm.generate([5, 6, 7])  # the first request waits for the worker's report of its weights
+    except BaseException:
+        rig.vllm.close()
+        raise
     return rig
 
 
