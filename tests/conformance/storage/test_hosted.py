@@ -36,6 +36,7 @@ from tests.oracles import codec as oracle
 GB = 1 << 30
 
 
+@pytest.mark.long
 class TestFsHosted(HostedContract):
     def make_medium(self, folder: Path) -> Folder:
         return Folder(folder / "a base with spaces")
@@ -110,6 +111,7 @@ async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or
             os.kill(pid, 0)
 
 
+@pytest.mark.long
 async def test_an_adapter_and_its_codecs_count_the_same_in_a_host_as_in_process(tmp_path: Path) -> None:
     entry = {"type": "disk", "base_path": str(tmp_path / "log"), "capacity_gb": 0.1, "codec": ["zstd"]}
     in_host = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000)
@@ -126,6 +128,7 @@ async def test_an_adapter_and_its_codecs_count_the_same_in_a_host_as_in_process(
     assert (in_host.stats(), in_host.numbers()) == ({}, {}), "the child has ended"
 
 
+@pytest.mark.long
 async def test_a_host_encodes_records_as_fp8_once_it_knows_that_their_engine_accepted_it(
     tmp_path: Path,
 ) -> None:

@@ -11,6 +11,7 @@ from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.testing.strategies import IDENTITY
 from kvstrata.types import MissReason
 from tests.fault.server.tier_rig import Rig, Start
+from tests.harness.amount import amount
 from tests.harness.l1 import CLOCK, L1, LATER_S, RECORD, chain
 from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until
@@ -90,7 +91,7 @@ def random_prompt(rng: random.Random, name: str) -> Prompt:
     return prompt
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(amount(10, 40)))
 async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(
     start: Start, l1: L1, seed: int
 ) -> None:
@@ -108,7 +109,7 @@ async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(
     assert prompt.leased(l1) == n
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(amount(5, 20)))
 async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(
     start: Start, l1: L1, seed: int
 ) -> None:

@@ -15,7 +15,6 @@ from kvstrata import failpoints
 from kvstrata.errors import StorageError
 from kvstrata.policy.store import EvictAhead, StorePolicy
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.stack import Layer, Stack
 from kvstrata.testing.faults import Fault, FaultPlan
 from kvstrata.testing.strategies import IDENTITY
 from tests.fault.server.fs_tiers import OpenTier, Puts
@@ -33,18 +32,6 @@ async def test_every_committed_chunk_reaches_every_adapter(l1: L1, tier: OpenTie
     assert puts.counts("fs-0") == puts.counts("fs-1") == {"stored": 12}
     assert puts.skipped == []
     assert puts.backlog_bytes == 0
-    await puts.controller.stop(0)
-
-
-async def test_a_chunk_committed_again_is_counted_as_existing(l1: L1, tier: OpenTier) -> None:
-    one = await tier()
-    puts = Puts(l1, one)
-    keys = l1.store(chain("a", 3))
-    puts.controller.committed(keys)
-    await puts.controller.idle()
-    puts.controller.committed(keys)
-    await puts.controller.idle()
-    assert puts.counts() == {"stored": 3, "exists": 3}
     await puts.controller.stop(0)
 
 
@@ -226,23 +213,6 @@ async def test_a_failed_put_is_skipped_with_its_reason_and_later_ones_go_on(
     await puts.controller.stop(0)
 
 
-async def test_an_unguarded_adapter_that_raises_does_not_stop_the_controller(l1: L1, tier: OpenTier) -> None:
-    one = await tier(plan=(plan := FaultPlan(0)))
-    one.configured = Stack(
-        "fs-0", StorePolicy.THROUGH, [Layer("deadline", one.guard), Layer("metrics", one.faults)]
-    )
-    puts = Puts(l1, one)
-    first, second = l1.store(chain("a", 2))
-    plan.schedule(*[Fault.RAISE] * 4)
-    for _ in range(4):
-        puts.controller.committed([first])
-        await puts.controller.idle()
-    puts.controller.committed([second])
-    await puts.controller.idle()
-    assert puts.counts() == {"skipped:adapter_error": 4, "stored": 1}
-    await puts.controller.stop(0)
-
-
 async def test_a_hung_adapter_costs_the_other_nothing(l1: L1, tier: OpenTier) -> None:
     plan = FaultPlan(0, rate=1.0, only=[Fault.HANG])
     hung, good = await tier(plan=plan), await tier()
@@ -318,17 +288,6 @@ async def test_on_evict_puts_chunks_before_they_leave(l1: L1, tier: OpenTier) ->
     for key in l1_keys:
         assert key in one.records or l1.has(key)
     assert max(one.faults.stored.values()) == 1, "a chunk is put once"
-    await puts.controller.stop(0)
-
-
-async def test_on_evict_counts_chunks_that_left_before_their_put(l1: L1, tier: OpenTier) -> None:
-    one = await tier(StorePolicy.ON_EVICT)
-    puts = Puts(l1, one)
-    [key] = l1.store(chain("a", 1))
-    puts.controller.committed([key])
-    l1.lose([key])
-    puts.controller.evicted([key])
-    assert puts.skipped == [(key, "evicted")]
     await puts.controller.stop(0)
 
 

@@ -18,9 +18,8 @@ from kvstrata.errors import (
 )
 from kvstrata.server.l2 import tier_control
 from kvstrata.server.l2.fetch import FetchOutcome
-from kvstrata.storage.entry import configure_tier
 from tests.fault.server.tier_rig import Start
-from tests.harness.l1 import L1, L1_BYTES, LATER_S, chain
+from tests.harness.l1 import L1, LATER_S, chain
 from tests.harness.shelf import SHELVES, entry
 from tests.harness.waiting import until
 
@@ -49,29 +48,7 @@ async def test_with_backfill_an_added_adapter_is_offered_the_chunks_in_l1(start:
     assert rig.store.stats_of(name)["outcomes"] == {"stored": 40}, "the backfill never exceeds the backlog"
 
 
-@pytest.mark.parametrize("policy", ["through", "on_evict", "second_touch"])
-async def test_the_policy_takes_effect_at_once(start: Start, l1: L1, policy: str) -> None:
-    rig = start()
-    keys = chain("a", 48)  # above the watermark at which on_evict begins
-    await rig.put(keys[:40])
-    await rig.add("a", policy=policy)
-    await rig.put(keys[40:])
-    if policy == "through":
-        assert set(SHELVES["a"].records) == set(keys[40:])
-    elif policy == "on_evict":
-        assert (
-            SHELVES["a"].records.keys()
-            == set(l1.pool.victims_preview(L1_BYTES)) & SHELVES["a"].records.keys()
-        )
-        assert set(SHELVES["a"].records) & set(keys[:40]), "older chunks are put before they leave"
-    else:
-        assert not rig.store.wants_touches or not SHELVES["a"].records
-        rig.store.touched(keys[:2])
-        rig.store.touched(keys[:2])
-        await rig.store.idle()
-        assert set(SHELVES["a"].records) == set(keys[:2])
-
-
+@pytest.mark.long
 async def test_the_position_decides_who_is_asked_first(start: Start, l1: L1) -> None:
     rig = start()
     await rig.add("far")
@@ -88,48 +65,17 @@ async def test_the_position_decides_who_is_asked_first(start: Start, l1: L1) -> 
     assert SHELVES["far"].asked["load"] == SHELVES["farthest"].asked["load"] == 0
 
 
-async def test_without_l2_a_fetch_answers_from_l1(start: Start, l1: L1) -> None:
-    rig = start()
-    assert not rig.adapters.take_loads
-    name = await rig.add("a")
-    assert rig.adapters.take_loads
-    await rig.control.drain(name, loads=True, wait_s=LATER_S)
-    assert rig.adapters.take_loads
-    await rig.control.drain(name, loads=False, wait_s=LATER_S)
-    assert not rig.adapters.take_loads
-
-
-@pytest.mark.parametrize(
-    ("wrong", "field"),
-    [
-        ({"type": "fs"}, "adapter.base_path"),
-        ({"type": "fs", "base_path": "/x", "polcy": "through"}, "adapter.polcy"),
-        ({"type": "sf", "base_path": "/x"}, "adapter.type"),
-        ({}, "adapter.type"),
-        ({"type": "plugin", "module_path": "no.such", "class_name": "X"}, "adapter"),
-        ({**entry("a"), "policy": "thru"}, "adapter.policy"),
-        ({**entry("a"), "deadline_ms": 0}, "adapter.deadline_ms"),
-    ],
-)
-async def test_a_wrong_entry_names_the_field_and_changes_nothing(
-    start: Start, wrong: dict[str, Any], field: str
-) -> None:
+async def test_a_wrong_entry_or_position_names_the_field_and_changes_nothing(start: Start) -> None:
     rig = start()
     await rig.add("there")
-    with pytest.raises(ConfigError) as raised:
-        await rig.control.add(wrong, position=None, backfill=False)
-    assert raised.value.field == field and field in raised.value.message
-    assert rig.names() == ["plugin-0"]
-    assert len(rig.store.stats()["adapters"]) == len(rig.prefetch.stats()["adapters"]) == 1
-
-
-@pytest.mark.parametrize("position", [-1, 2, 1 << 40])
-async def test_an_impossible_position_is_refused(start: Start, position: int) -> None:
-    rig = start()
-    await rig.add("there")
-    with pytest.raises(BadRequest, match=f"position: must be from 0 to 1, the end, found {position}"):
-        await rig.add("a", position=position)
+    with pytest.raises(ConfigError) as wrong:
+        await rig.control.add({"type": "fs", "base_path": "/x", "polcy": ""}, position=None, backfill=False)
+    assert wrong.value.field == "adapter.polcy" and "adapter.polcy" in wrong.value.message
+    for position in (-1, 2):
+        with pytest.raises(BadRequest, match=f"position: must be from 0 to 1, the end, found {position}"):
+            await rig.add("a", position=position)
     assert rig.names() == ["plugin-0"] and not SHELVES["a"].opened
+    assert len(rig.store.stats()["adapters"]) == len(rig.prefetch.stats()["adapters"]) == 1
 
 
 async def test_an_adapter_that_cannot_be_opened_changes_nothing(start: Start) -> None:
@@ -143,6 +89,7 @@ async def test_an_adapter_that_cannot_be_opened_changes_nothing(start: Start) ->
     assert rig.names() == [] and not rig.adapters.take_loads
 
 
+@pytest.mark.long
 async def test_an_adapter_that_hangs_in_open_is_answered_and_closed_when_it_ends(start: Start) -> None:
     rig = start(open_s=0.02)
     SHELVES["a"].shut("open")
@@ -156,6 +103,7 @@ async def test_an_adapter_that_hangs_in_open_is_answered_and_closed_when_it_ends
     assert rig.names() == ["plugin-1"]
 
 
+@pytest.mark.long
 async def test_a_slow_constructor_keeps_no_other_request_waiting(start: Start) -> None:
     rig = start()
     SHELVES["a"].may_be_made.clear()
@@ -166,6 +114,7 @@ async def test_a_slow_constructor_keeps_no_other_request_waiting(start: Start) -
     assert await adding == "plugin-0"
 
 
+@pytest.mark.long
 async def test_opened_and_opening_adapters_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_control, "MAX_L2_ADAPTERS", 2)
     rig = start(open_s=0.02)
@@ -182,6 +131,7 @@ async def test_opened_and_opening_adapters_are_bounded(start: Start, monkeypatch
     await rig.add("c")
 
 
+@pytest.mark.long
 async def test_an_entry_that_is_not_admitted_is_neither_made_nor_opened(start: Start) -> None:
     rig = start()
 
@@ -194,6 +144,7 @@ async def test_an_entry_that_is_not_admitted_is_neither_made_nor_opened(start: S
     assert not SHELVES["a"].making and not SHELVES["a"].opened and rig.names() == []
 
 
+@pytest.mark.long
 async def test_an_adapter_of_the_settings_comes_back_by_its_name(start: Start) -> None:
     rig = start()
     rig.control.rows.of_settings("plugin-7", entry("a"))
@@ -210,9 +161,3 @@ async def test_an_adapter_of_the_settings_comes_back_by_its_name(start: Start) -
             await rig.control.add(guess, position=None, backfill=False)
     with pytest.raises(BadRequest, match=r"no adapter 'plugin-9' \(they have: plugin-7, plugin-8\)"):
         await rig.control.add("plugin-9", position=None, backfill=False)
-
-
-def test_entries_are_numbered_and_named_by_the_caller() -> None:
-    with pytest.raises(ConfigError, match=r"^here\.base_path: "):
-        configure_tier({"type": "fs"}, 3, path="here")
-    assert configure_tier({"type": "fs", "base_path": "/x"}, 3, path="here").name == "fs-3"

@@ -40,6 +40,7 @@ async def test_a_drained_adapter_gets_the_waiting_chunks_and_no_new_ones(start: 
     assert (await rig.fetch(waited)).n_chunks == 10, "a drained tier still answers lookups"
 
 
+@pytest.mark.long
 async def test_chunks_that_the_full_backlog_skipped_are_not_put_to_a_draining_adapter(
     start: Start, l1: L1
 ) -> None:
@@ -60,6 +61,7 @@ async def test_chunks_that_the_full_backlog_skipped_are_not_put_to_a_draining_ad
     assert stored.isdisjoint(key for key, _ in rig.skipped)
 
 
+@pytest.mark.long
 async def test_an_adapter_drained_without_loads_is_asked_for_nothing(start: Start, l1: L1) -> None:
     rig = start()
     one, other = await rig.add("a"), await rig.add("b")
@@ -75,6 +77,7 @@ async def test_an_adapter_drained_without_loads_is_asked_for_nothing(start: Star
     assert rig.states() == {one: "drained", other: "active"}
 
 
+@pytest.mark.long
 async def test_draining_ends_by_itself_without_a_waiting_request(start: Start, l1: L1) -> None:
     rig = start()
     name = await rig.add("a")
@@ -87,6 +90,7 @@ async def test_draining_ends_by_itself_without_a_waiting_request(start: Start, l
     await until(lambda: rig.states() == {name: "drained"})
 
 
+@pytest.mark.long
 async def test_a_backfill_that_cannot_begin_is_logged(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +104,7 @@ async def test_a_backfill_that_cannot_begin_is_logged(
     await until(lambda: "adapter_task_failed" in caplog.text)
 
 
+@pytest.mark.long
 async def test_draining_ends_a_backfill(start: Start, l1: L1) -> None:
     rig = start()
     await rig.put(chain("a", 40))
@@ -134,6 +139,7 @@ async def test_a_resumed_adapter_is_used_as_before(start: Start, l1: L1, loads: 
     assert row is not None and row["state"] == "drained", "a resumed tier can be drained again"
 
 
+@pytest.mark.long
 async def test_a_resume_ends_a_drain_for_which_a_request_waits(start: Start, l1: L1) -> None:
     rig = start()
     name = await rig.add("a")
@@ -155,6 +161,7 @@ async def test_a_resume_ends_a_drain_for_which_a_request_waits(start: Start, l1:
     assert rig.states() == {name: "active"}, "the ended drain changes nothing later"
 
 
+@pytest.mark.long
 async def test_an_adapter_resumed_with_backfill_is_offered_the_chunks_in_l1(start: Start, l1: L1) -> None:
     rig = start()
     name = await rig.add("a")
@@ -168,6 +175,7 @@ async def test_an_adapter_resumed_with_backfill_is_offered_the_chunks_in_l1(star
     await until(lambda: rig.store.stats_of(name)["outcomes"].get("exists") == 20)
 
 
+@pytest.mark.long
 async def test_an_unknown_adapter_or_one_being_removed_is_not_resumed(start: Start) -> None:
     rig = start(close_s=60.0)
     name = await rig.add("a")

@@ -34,6 +34,7 @@ async def test_a_removed_adapter_gets_the_waiting_chunks_and_keeps_its_records(s
     assert (await rig.fetch(keys)).n_chunks == 10, "added again, the tier still has its records"
 
 
+@pytest.mark.long
 async def test_chunks_not_put_by_the_deadline_of_a_removal_are_skipped_with_a_reason(
     start: Start, l1: L1
 ) -> None:
@@ -78,6 +79,7 @@ async def test_a_hung_adapter_is_removed_and_its_stuck_bytes_counted_until_it_dr
     assert rig.forgotten == [near] and SHELVES["a"].closed == 1
 
 
+@pytest.mark.long
 async def test_a_chunk_found_in_a_removed_adapter_is_loaded_from_another_or_misses(
     start: Start, l1: L1
 ) -> None:
@@ -101,6 +103,7 @@ async def test_a_chunk_found_in_a_removed_adapter_is_loaded_from_another_or_miss
     await rig.prefetch.idle()
 
 
+@pytest.mark.long
 async def test_a_lookup_that_waits_for_exists_of_a_removed_adapter_misses(start: Start, l1: L1) -> None:
     rig = start()
     name = await rig.add("a")
@@ -119,6 +122,7 @@ async def test_a_lookup_that_waits_for_exists_of_a_removed_adapter_misses(start:
     assert SHELVES["a"].asked["load"] == 0
 
 
+@pytest.mark.long
 async def test_a_lookup_does_not_ask_an_adapter_that_left_since_it_began(start: Start, l1: L1) -> None:
     rig = start()
     _, far = await rig.add("a"), await rig.add("b")
@@ -135,6 +139,7 @@ async def test_a_lookup_does_not_ask_an_adapter_that_left_since_it_began(start: 
     assert SHELVES["b"].asked["exists"] == 0
 
 
+@pytest.mark.long
 async def test_a_lookup_that_waits_at_the_gate_of_a_removed_adapter_goes_on(start: Start, l1: L1) -> None:
     rig = start()
     name = await rig.add("a")
@@ -154,6 +159,7 @@ async def test_a_lookup_that_waits_at_the_gate_of_a_removed_adapter_goes_on(star
     await removing
 
 
+@pytest.mark.long
 async def test_a_lookup_admitted_as_its_adapter_leaves_loads_nothing(
     start: Start, l1: L1, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +183,7 @@ async def test_a_lookup_admitted_as_its_adapter_leaves_loads_nothing(
     assert SHELVES["a"].asked["load"] == 0 and gate.loading_bytes == 0
 
 
+@pytest.mark.long
 async def test_loads_under_way_end_well_within_the_time_of_a_removal(start: Start, l1: L1) -> None:
     rig = start()
     name = await rig.add("a")

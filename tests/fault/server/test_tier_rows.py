@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from kvstrata.config.secrets import SECRET_LEFT_OUT, shown
 from kvstrata.storage.entry import configure_tier
 from tests.fault.server.tier_rig import Start
@@ -83,20 +81,17 @@ def test_an_entry_is_shown_without_its_secrets() -> None:
     assert given["password"] == "hunter2"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[(name, "hunter2") for name in (
-            "secret_access_key", "aws_session_token", "sse_customer_key_base64", "account_key", "sas_key",
-            "azure_storage_account_key", "azure_storage_sas_key", "client_secret", "service_account_key",
-            "google_service_account_key", "bearer_token", "service_account", "headers", "an_option_of_the_next_version",
-        )],
+def test_no_secret_of_an_object_store_is_shown() -> None:
+    """A text under a name that nobody knows is a secret, and so is the password of an address."""
+    for name, value in (
+        ("secret_access_key", "hunter2"),
+        ("an_option_of_the_next_version", "hunter2"),
         ("proxy_url", "http://me:hunter2@proxy:3128"),
         ("endpoint", "https://:hunter2@host"),
-    ],
-)  # fmt: skip
-def test_no_secret_of_an_object_store_is_shown(name: str, value: str) -> None:
-    public, left_out = shown({"type": "object_store", "url": "s3://bucket/kv", name: value, "max_retries": 3})
-    assert left_out == [name] and "hunter2" not in str(public)
+    ):
+        public, left_out = shown(
+            {"type": "object_store", "url": "s3://bucket/kv", name: value, "max_retries": 3}
+        )
+        assert left_out == [name] and "hunter2" not in str(public)
     for url in ("http://proxy:3128", "s3://bucket/a:b@c", "https://me@host"):
         assert shown({"proxy_url": url, "key_prefix": "kv:"}) == ({"proxy_url": url, "key_prefix": "kv:"}, [])

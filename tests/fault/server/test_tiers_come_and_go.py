@@ -13,12 +13,13 @@ from kvstrata.errors import (
     BadRequest,
 )
 from tests.fault.server.tier_rig import Start
+from tests.harness.amount import amount
 from tests.harness.l1 import L1, LATER_S, chain
 from tests.harness.shelf import SHELVES
 from tests.harness.waiting import until
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(amount(2, 8)))
 async def test_whatever_comes_and_goes_every_chunk_is_put_or_skipped_and_nothing_is_left(
     start: Start, l1: L1, seed: int
 ) -> None:

@@ -260,28 +260,14 @@ def work(engine: CacheEngine) -> None:
                 engine.check_load(tokens, result, sync=True)
 
 
-OPERATIONS = [
-    "hello",
-    "identify",
-    "ping",
-    "lookup",
-    "release",
-    "reserve",
-    "commit",
-    "cancel",
-    "quiesced",
-    "corrupt",
+OPERATIONS = (
+    *("hello", "identify", "ping", "lookup", "release", "reserve", "commit", "cancel", "quiesced", "corrupt"),
     "attach",
-]
-GATE = [
-    "identify.received",
-    "lookup.done",
-    "release.done",
-    "reserve.done",
-    "commit.done",
-    "quiesced.done",
+)
+GATE = (
+    *("identify.received", "lookup.done", "release.done", "reserve.done", "commit.done", "quiesced.done"),
     "attach.accepted",
-]
+)
 """The points at which `make test` kills a server."""
 
 

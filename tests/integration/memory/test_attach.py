@@ -31,6 +31,7 @@ from tests.harness.attach_scene import (
 )
 from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.attach_worker import FACTS, make_request
+from tests.harness.cases import case
 from tests.harness.child import HANG_S, Child, ChildError
 
 pytestmark = pytest.mark.integration
@@ -92,66 +93,66 @@ PART = make_request(session=b"x" * 16).slice
 assert PART is not None
 
 
-@pytest.mark.parametrize(
-    ("message", "fds", "code", "field"),
-    [
-        (b"\xc1", ["self"], "bad_request", "request"),
-        (b"\x91" * 5000, ["self"], "bad_request", "request"),
-        (NESTED_FACTS, ["self"], "bad_request", "request"),
-        (NESTED_UNKNOWN, ["self"], "bad_request", "request"),
-        (MANY_FACTS, ["self"], "bad_request", "request"),
-        (GOOD_REQUEST[:-7], ["self"], "bad_request", "request"),
-        (GOOD_REQUEST + b"x", ["self"], "bad_request", "request"),
-        (b"x" * 66_000, ["self"], "bad_request", "message"),
-        (encoded_request(protocol=PROTOCOL_VERSION + 1), ["self"], "wrong_version", "protocol"),
-        (msgspec.msgpack.encode({"protocol": 0}), ["self"], "wrong_version", "protocol"),
-        (GOOD_REQUEST, [], "bad_request", "pidfd"),
-        (GOOD_REQUEST, ["self", "self"], "bad_request", "pidfd"),
-        (GOOD_REQUEST, ["self"] * 9, "bad_request", "pidfd"),
-        (GOOD_REQUEST, ["null"], "bad_request", "pidfd"),
-        (GOOD_REQUEST, ["thread"], "bad_request", "pidfd"),
-        (GOOD_REQUEST, ["parent"], "not_permitted", "pidfd"),
-        (encoded_request(session=NO_SESSION), ["self"], "bad_request", "session"),
-        (encoded_request(group=NO_SESSION), ["self"], "bad_request", "group"),
-        (encoded_request(slice=None), ["self"], "bad_request", "slice"),
-        (encoded_request(slice=None, facts=None), ["self"], "bad_request", "slice"),
-        (encoded_request(facts=None), ["self"], "bad_request", "facts"),
-        (encoded_request(role=Role.SCHEDULER, slice=PART, facts=FACTS), ["self"], "bad_request", "slice"),
-        (encoded_request(facts={"payload_bytes": 1}), ["self"], "bad_request", "slice.layout"),
-        *(
-            (encoded_request(facts={**FACTS, SPAN_FACT: span}), ["self"], "bad_request", f"facts.{SPAN_FACT}")
-            for span in (True, 0, -1, 2**40, MAX_SPAN_CHUNKS + 1, "x", None, 1.0, [1])
-        ),
-        (encoded_request(layers=(2, 2)), ["self"], "bad_request", "slice.layers"),
-        (encoded_request(engine_slices=0), ["self"], "bad_request", "request"),
-        (encoded_request(model="refused"), ["self"], "refused", "layout.model"),
-    ],
-    ids=lambda value: value[:12].hex() if isinstance(value, bytes) else str(value),
-)
+BAD_REQUESTS: list[tuple[bytes, list[str], str, str]] = [
+    (b"\xc1", ["self"], "bad_request", "request"),
+    (b"\x91" * 5000, ["self"], "bad_request", "request"),
+    (NESTED_FACTS, ["self"], "bad_request", "request"),
+    (NESTED_UNKNOWN, ["self"], "bad_request", "request"),
+    (MANY_FACTS, ["self"], "bad_request", "request"),
+    (GOOD_REQUEST[:-7], ["self"], "bad_request", "request"),
+    (GOOD_REQUEST + b"x", ["self"], "bad_request", "request"),
+    (b"x" * 66_000, ["self"], "bad_request", "message"),
+    (encoded_request(protocol=PROTOCOL_VERSION + 1), ["self"], "wrong_version", "protocol"),
+    (msgspec.msgpack.encode({"protocol": 0}), ["self"], "wrong_version", "protocol"),
+    (GOOD_REQUEST, [], "bad_request", "pidfd"),
+    (GOOD_REQUEST, ["self", "self"], "bad_request", "pidfd"),
+    (GOOD_REQUEST, ["self"] * 9, "bad_request", "pidfd"),
+    (GOOD_REQUEST, ["null"], "bad_request", "pidfd"),
+    (GOOD_REQUEST, ["thread"], "bad_request", "pidfd"),
+    (GOOD_REQUEST, ["parent"], "not_permitted", "pidfd"),
+    (encoded_request(session=NO_SESSION), ["self"], "bad_request", "session"),
+    (encoded_request(group=NO_SESSION), ["self"], "bad_request", "group"),
+    (encoded_request(slice=None), ["self"], "bad_request", "slice"),
+    (encoded_request(slice=None, facts=None), ["self"], "bad_request", "slice"),
+    (encoded_request(facts=None), ["self"], "bad_request", "facts"),
+    (encoded_request(role=Role.SCHEDULER, slice=PART, facts=FACTS), ["self"], "bad_request", "slice"),
+    (encoded_request(facts={"payload_bytes": 1}), ["self"], "bad_request", "slice.layout"),
+    *(
+        (encoded_request(facts={**FACTS, SPAN_FACT: span}), ["self"], "bad_request", f"facts.{SPAN_FACT}")
+        for span in (True, 0, -1, 2**40, MAX_SPAN_CHUNKS + 1, "x", None, 1.0, [1])
+    ),
+    (encoded_request(layers=(2, 2)), ["self"], "bad_request", "slice.layers"),
+    (encoded_request(engine_slices=0), ["self"], "bad_request", "request"),
+    (encoded_request(model="refused"), ["self"], "refused", "layout.model"),
+]
+"""Message, descriptors beside it, and the code and field of the refusal."""
+
+
 def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(
-    place: Place, log: Path, worker: Child, message: bytes, fds: list[str], code: str, field: str
+    place: Place, log: Path, worker: Child
 ) -> None:
     with AttachServerChild(place, log=log, refused_model="refused") as server:
         before = server.ask("open_files")
-        reply = raw_reply(worker, place, [message], fds)
-        assert (reply.code, reply.field) == (code, field), reply.message
-        assert reply.message
-        until(lambda: server.ask("open_files") == before)
-        assert rows_of(server) == {}
-        assert server.ask("stats")["refused"] == {code: 1}
+        for message, fds, code, field in BAD_REQUESTS:
+            with case(message[:60], fds):
+                told = server.ask("stats")["refused"].get(code, 0)
+                reply = raw_reply(worker, place, [message], fds)
+                assert (reply.code, reply.field) == (code, field), reply.message
+                assert reply.message
+                until(lambda: server.ask("open_files") == before)
+                assert rows_of(server) == {}
+                assert server.ask("stats")["refused"][code] == told + 1
         attach(worker, place, session_name("good"))
 
 
-@pytest.mark.parametrize("after", [b"locked", b"lock", b"", GOOD_REQUEST])
 def test_a_row_whose_lock_nobody_holds_is_never_announced(
-    server: AttachServerChild, place: Place, worker: Child, after: bytes
+    server: AttachServerChild, place: Place, worker: Child
 ) -> None:
-    if after:
+    for after in (b"locked", b"lock", GOOD_REQUEST):
         assert raw_reply(worker, place, [GOOD_REQUEST, after], ["self"]).code == "bad_request"
-    else:
-        assert (
-            raw_reply(worker, place, [GOOD_REQUEST], ["self"]).code == ""
-        )  # the worker closes instead of taking the lock
+    assert raw_reply(worker, place, [GOOD_REQUEST], ["self"]).code == "", (
+        "it closes instead of taking the lock"
+    )
     until(lambda: rows_of(server) == {})
     assert server.events == []
 
@@ -181,6 +182,7 @@ def test_other_facts_for_the_same_slice_are_refused_with_the_fact_and_both_value
         attach(other, place, session_name("four"), facts=other_facts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "field"), [({"model": "n"}, "layout.model"), ({"engine_slices": 2}, "engine_slices")]
 )
@@ -207,6 +209,7 @@ def test_another_process_cannot_take_the_session_of_a_living_one(
     assert attach(worker, place, session_name("one")) == row
 
 
+@pytest.mark.long
 def test_a_session_that_attaches_again_must_send_the_same_request(
     server: AttachServerChild, place: Place, worker: Child
 ) -> None:
@@ -256,6 +259,7 @@ def test_a_client_trusts_no_socket_directory_of_another_uid(
     assert caught.value.code == "bad_config" and "65534" in caught.value.message
 
 
+@pytest.mark.long
 def test_an_attach_is_refused_while_all_rows_are_taken_and_a_goodbye_frees_one(
     server: AttachServerChild, place: Place, worker: Child
 ) -> None:
@@ -281,6 +285,7 @@ def test_silent_connections_keep_nobody_out(place: Place, log: Path, worker: Chi
         until(lambda: server.ask("stats")["pending"] == 0)
 
 
+@pytest.mark.long
 def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
     place: Place, log: Path, worker: Child
 ) -> None:
@@ -321,6 +326,7 @@ def test_an_unfinished_handshake_is_ended_after_its_time_limit(
         assert server.event("attached")["pid"] == worker.pid
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(
     place: Place, log: Path, worker: Child, lives: bool

@@ -63,6 +63,7 @@ def test_worker_in_other_namespaces_attaches_maps_and_is_seen_to_die(
         assert pool_bytes(server, "reserved") == 0
 
 
+@pytest.mark.long
 def test_server_restart_finds_the_lock_of_a_worker_in_other_namespaces(
     place: Place, log: Path, contained: Child
 ) -> None:
@@ -101,6 +102,7 @@ def test_server_and_worker_in_sibling_containers(place: Place, log: Path, contai
         assert pool_bytes(second, "quarantined") == 0
 
 
+@pytest.mark.long
 def test_pidfd_of_another_invisible_process_is_told_from_the_peers(
     place: Place, log: Path, contained: Child
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_stopping_server_tells_its_processes(
     assert not (place.socket_dir / "attach.sock").exists()
 
 
+@pytest.mark.long
 def test_without_a_server_attach_is_unavailable_and_leaves_nothing(place: Place, worker: Child) -> None:
     with pytest.raises(ChildError, match="unavailable"):
         attach(worker, place, session_name("one"))
@@ -180,7 +181,7 @@ def test_the_next_server_frees_extents_of_dead_processes_before_it_listens(
         assert pool_bytes(second, "quarantined") == 0
 
 
-@pytest.mark.parametrize("attach_again", [False, True])
+@pytest.mark.parametrize("attach_again", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_next_server_notices_when_a_process_of_the_last_one_dies(
     place: Place, worker: Child, log: Path, attach_again: bool
 ) -> None:
@@ -241,6 +242,7 @@ def test_extents_that_a_dead_processs_device_may_write_are_kept_until_an_admin_c
             third.ask("validate")
 
 
+@pytest.mark.long
 def test_only_extents_of_registered_memory_are_stranded(place: Place, log: Path) -> None:
     with contextlib.ExitStack() as servers:
         second, _ = server_restarted_after_unseen_death(place, log, servers)
@@ -248,7 +250,7 @@ def test_only_extents_of_registered_memory_are_stranded(place: Place, log: Path)
         assert (second.ask("stranded"), pool_bytes(second, "quarantined")) == ([], 0)
 
 
-@pytest.mark.parametrize("end", ["kill", "goodbye"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("goodbye", marks=pytest.mark.long)])
 def test_a_death_or_goodbye_that_the_server_sees_strands_nothing(place: Place, log: Path, end: str) -> None:
     with AttachServerChild(place, log=log) as first, new_worker(log) as worker:
         row = attach(worker, place, session_name("one"), registers_memory=True)
@@ -263,6 +265,7 @@ def test_a_death_or_goodbye_that_the_server_sees_strands_nothing(place: Place, l
             assert (second.ask("stranded"), pool_bytes(second, "quarantined")) == ([], 0)
 
 
+@pytest.mark.long
 def test_another_process_cannot_take_a_session_from_before_the_restart(
     place: Place, worker: Child, log: Path
 ) -> None:
@@ -277,6 +280,7 @@ def test_another_process_cannot_take_a_session_from_before_the_restart(
         assert attach(worker, place, session_name("one")) == row
 
 
+@pytest.mark.long
 def test_a_session_that_fails_to_attach_again_loses_nothing(place: Place, log: Path) -> None:
     with AttachServerChild(place, log=log) as first, new_worker(log) as worker:
         row = attach(worker, place, b64(b"raw".ljust(16, b".")))
@@ -293,6 +297,7 @@ def test_a_session_that_fails_to_attach_again_loses_nothing(place: Place, log: P
             until(lambda: rows_of(second) == {})
 
 
+@pytest.mark.long
 def test_processes_of_a_replaced_segment_attach_to_the_new_one(
     place: Place, worker: Child, log: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_no_process_that_maps_the_pool_has_it_in_its_core_dump(tmp_path: Path) -
             )
 
 
+@pytest.mark.long
 def test_a_setting_puts_the_pool_into_the_servers_core_dump(tmp_path: Path) -> None:
     environment = {**os.environ, "KVSTRATA_L1_CORE_DUMP": "true"}
     with ServerProcess(

@@ -150,7 +150,13 @@ def two_pools_made_at_once() -> None:
 SCENES = [a_pool_that_lost_its_room, a_restart_without_room, two_pools_made_at_once]
 
 
-@pytest.mark.parametrize("scene", [scene.__name__ for scene in SCENES])
+@pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param(scene.__name__, marks=() if scene is a_pool_that_lost_its_room else pytest.mark.long)
+        for scene in SCENES
+    ],
+)
 def test_a_full_dev_shm_kills_no_process(scene: str, tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -20,7 +20,8 @@ from kvstrata.memory.holder import MAX_CONNECTIONS
 from tests.harness import namespaces
 from tests.harness.attach_scene import attach, b64, new_worker, reserve, rows_of, session_name
 from tests.harness.attach_server import AttachServerChild, Place
-from tests.harness.child import HANG_S, Child, ChildEnded
+from tests.harness.cases import case
+from tests.harness.child import HANG_S, Child
 from tests.harness.open_files import open_files
 from tests.harness.signals import send
 
@@ -107,11 +108,6 @@ def test_new_descriptors_replace_the_old(path: Path, tmp_path: Path) -> None:
     assert held_words(path) == WORDS
 
 
-def test_new_holder_is_empty(path: Path) -> None:
-    holder_client.start(path)
-    assert holder_client.fetch(path) == []
-
-
 def test_holder_ends_when_told(path: Path) -> None:
     holder_client.start(path)
     with ending(path):
@@ -150,6 +146,8 @@ def test_the_holder_maps_no_heavy_library(path: Path) -> None:
         assert heavy not in libraries
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_absent_and_stopped_holders_are_unreachable(path: Path) -> None:
     with pytest.raises(holder_client.HolderUnreachable):
         holder_client.fetch(path)
@@ -164,26 +162,29 @@ def test_absent_and_stopped_holders_are_unreachable(path: Path) -> None:
     assert holder_client.fetch(path) == []
 
 
-@pytest.mark.parametrize(
-    ("message", "fd_count"),
-    [(b"", 3), (b"put", 0), (b"put", 2), (b"put", 4), (b"get", 3), (b"nonsense", 1), (b"x" * 5000, 0)],
-)
-def test_the_holder_survives_bad_messages(path: Path, tmp_path: Path, message: bytes, fd_count: int) -> None:
+def test_the_holder_survives_bad_messages(path: Path, tmp_path: Path) -> None:
     with Child("tests.integration.memory.holder_starter", log=tmp_path / "log") as starter:
         starter.ask("keep", path=str(path), words=WORDS, start=True)
     pid = holder_pid(path)
     before = files_without_sockets(pid)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock, open(os.devnull) as null:
-        sock.settimeout(HANG_S)
-        sock.connect(os.fspath(path))
-        linux.send(sock, message, [null.fileno()] * fd_count)
-        received = linux.receive(sock, 100, 8)
-        linux.close_all(received.fds)
-        assert received.data != b"ok"
-    assert held_words(path) == WORDS
-    assert files_without_sockets(pid) == before
+    bad = ((b"", 3), (b"put", 0), (b"put", 2), (b"put", 4), (b"get", 3), (b"nonsense", 1), (b"x" * 5000, 0))
+    for message, fd_count in bad:
+        with (
+            case(message[:10], fd_count),
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock,
+            open(os.devnull) as null,
+        ):
+            sock.settimeout(HANG_S)
+            sock.connect(os.fspath(path))
+            linux.send(sock, message, [null.fileno()] * fd_count)
+            received = linux.receive(sock, 100, 8)
+            linux.close_all(received.fds)
+            assert received.data != b"ok"
+            assert held_words(path) == WORDS
+            assert files_without_sockets(pid) == before
 
 
+@pytest.mark.long
 def test_silent_peers_do_not_keep_others_out(path: Path) -> None:
     holder_client.start(path)
     silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(MAX_CONNECTIONS)]
@@ -201,6 +202,7 @@ def test_silent_peers_do_not_keep_others_out(path: Path) -> None:
             sock.close()
 
 
+@pytest.mark.long
 def test_holder_that_cannot_start_is_an_error_with_the_reason(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,16 +267,7 @@ def test_warm_restart_where_shm_is_too_small(place: Place, tmp_path: Path) -> No
 
 
 @needs_namespaces
-def test_second_server_on_a_held_segment_is_refused(place: Place, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with AttachServerChild(place, log=log, under=SMALL_SHM) as server:
-        with pytest.raises(ChildEnded, match=r"SegmentError: .* in use by server process"):
-            AttachServerChild(place, log=log, under=SMALL_SHM)
-        server.ask("validate")
-
-
-@needs_namespaces
-@pytest.mark.parametrize("adopted", [False, True])
+@pytest.mark.parametrize("adopted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_descriptors_from_the_holder_do_not_carry_the_servers_lock(
     place: Place, tmp_path: Path, adopted: bool
 ) -> None:
@@ -291,6 +284,7 @@ def test_descriptors_from_the_holder_do_not_carry_the_servers_lock(
         linux.close_all(fds)
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_dead_holder_is_replaced_by_a_new_one_with_a_new_segment(place: Place, tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -303,6 +297,7 @@ def test_dead_holder_is_replaced_by_a_new_one_with_a_new_segment(place: Place, t
         assert "no holder answers" in second.start["reason"]
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_held_segment_of_another_size_is_replaced(place: Place, tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -316,6 +311,7 @@ def test_held_segment_of_another_size_is_replaced(place: Place, tmp_path: Path) 
         assert third.start["adopted"]
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_held_segment_is_adopted_even_where_files_would_fit_now(place: Place, tmp_path: Path) -> None:
     log = tmp_path / "log"
@@ -330,6 +326,7 @@ def test_held_segment_is_adopted_even_where_files_would_fit_now(place: Place, tm
         holder_client.fetch(place.socket_dir / "holder.sock")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_a_held_segment_cannot_be_resized(place: Place, tmp_path: Path) -> None:
     with AttachServerChild(place, log=tmp_path / "log", under=SMALL_SHM):

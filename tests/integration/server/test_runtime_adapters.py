@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, prompt
+from tests.harness.cache_engine import CHUNK_TOKENS
 from tests.harness.server_process import ServerProcess
 
 pytestmark = [
@@ -130,49 +130,6 @@ def refused(server: ServerProcess, adapter: Any, *says: str, code: int = 403, **
     assert status == code and all(text in answer["message"] for text in says), answer
     assert KEY[:20] not in json.dumps(answer)
     assert listed(server) == []
-
-
-@pytest.mark.parametrize(
-    "secret",
-    [
-        {"password_file": "KEY"},
-        {"password_env": "MY_SECRET"},
-        {"PASSWORD_FILE": "KEY"},
-        {"codec": [{"name": "aes-gcm", "key_file": "KEY"}]},
-        {"tls_enable": True, "tls_cert_file": "KEY"},
-    ],
-    ids=str,
-)
-def test_no_setting_allows_a_field_that_names_the_place_of_a_secret(tmp_path, fake_redis, key_file, secret):
-    secret = json.loads(json.dumps(secret).replace("KEY", str(key_file)))
-    hosts = json.dumps([f"127.0.0.1:{fake_redis.port}"])
-    with serving(tmp_path, KVSTRATA_L2_RUNTIME_TYPES="[resp]", KVSTRATA_L2_RUNTIME_HOSTS=hosts) as server:
-        refused(
-            server,
-            {"type": "redis", "host": "127.0.0.1", "port": fake_redis.port, **secret},
-            "names the place of a secret",
-        )
-    assert fake_redis.heard == b""
-
-
-def test_no_kv_is_sent_to_a_host_that_the_settings_do_not_name(tmp_path, fake_redis):
-    at = f"127.0.0.1:{fake_redis.port}"
-    with (
-        serving(
-            tmp_path, KVSTRATA_L2_RUNTIME_TYPES="[resp]", KVSTRATA_L2_RUNTIME_HOSTS="['127.0.0.1:1']"
-        ) as server,
-        CacheEngine(server.socket_dir) as engine,
-    ):
-        engine.connect()
-        engine.stored(prompt(2))
-        for place in (
-            {"host": "127.0.0.1", "port": fake_redis.port},
-            {"url": f"redis://{at}"},
-            {"startup_nodes": ["127.0.0.1:1", at], "cluster_mode": True},
-            {"sentinels": at, "sentinel_master": "any"},
-        ):
-            refused(server, {"type": "resp", **place}, f"'{at}'", "l2.runtime.hosts: add", backfill=True)
-    assert fake_redis.heard == b""
 
 
 def test_an_added_directory_lies_below_a_root_and_is_empty_or_ours(tmp_path, key_file):

@@ -214,47 +214,6 @@ def metrics(server: ServerProcess) -> str:
         return answer.read().decode()
 
 
-@pytest.mark.long
-def test_wrong_requests_name_what_is_wrong_and_change_nothing(server, tmp_path):
-    add(server, fs(tmp_path / "l2"))
-    taken = fs(tmp_path / "l2")
-    for body, wanted, says in (
-        ({"adapter": {"type": "fs"}}, 400, "adapter.base_path: must be a non-empty string"),
-        ({"adapter": fs(tmp_path / "x", capacity=1)}, 400, "adapter.capacity: unknown field"),
-        ({"adapter": {"type": "mooncake"}}, 400, "adapter.type: unknown adapter 'mooncake'"),
-        ({"adapter": "fs-0"}, 400, "adapter: the settings have no adapter 'fs-0' (they have: none)"),
-        ({"adapter": taken}, 422, "base_path"),
-        ({"adapter": fs(Path("/proc/nowhere"))}, 403, "adapter.base_path: '/proc/nowhere' lies below none"),
-        ({"adapter": fs(tmp_path / "x"), "position": -1}, 400, "position: "),
-        ({"adapter": fs(tmp_path / "x"), "position": 2}, 400, "position: must be from 0 to 1"),
-        ({"adapter": fs(tmp_path / "x"), "position": "first"}, 400, "position: "),
-        ({"adapter": fs(tmp_path / "x"), "backfil": True}, 400, "backfil: "),
-        ({}, 400, "adapter: "),
-        (b"{", 400, ""),
-    ):
-        status_code, answer = http(server, "POST", "/v1/l2/adapters", body)
-        assert (status_code, says in answer["message"]) == (wanted, True), answer
-    for method, path, body, wanted, says in (
-        ("DELETE", "/v1/l2/adapters/fs-9", None, 404, "no adapter 'fs-9'; there are: fs-0"),
-        ("DELETE", "/v1/l2/adapters/fs-0?wait_s=-1", None, 400, "wait_s: "),
-        ("DELETE", "/v1/l2/adapters/fs-0?wait_s=nan", None, 400, "wait_s: "),
-        ("POST", "/v1/l2/adapters/fs-9/drain", {}, 404, "no adapter 'fs-9'"),
-        ("POST", "/v1/l2/adapters/fs-0/drain", {"wait_s": 1e9}, 400, "wait_s: "),
-        ("POST", "/v1/l2/adapters/fs-0/drain", {"load": False}, 400, "load: "),
-        ("POST", "/v1/l2/adapters/fs-9/resume", {}, 404, "no adapter 'fs-9'"),
-        ("POST", "/v1/l2/adapters/fs-0/resume", {"loads": True}, 400, "loads: "),
-    ):
-        status_code, answer = http(server, method, path, body)
-        assert (status_code, says in answer["message"]) == (wanted, True), answer
-    for method, path in (("GET", ""), ("POST", ""), ("POST", "/fs-0/drain"), ("DELETE", "/fs-0")):
-        assert http(server, method, f"/v1/l2/adapters{path}", token="wrong")[0] == 401
-    wrong = ctl(server, "l2", "add", "{")
-    assert wrong.returncode == 2 and "JSON: neither JSON" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert "fs-9" in ctl(server, "l2", "remove", "fs-9").stderr
-    assert "must be seconds from 0 to 600" in ctl(server, "l2", "drain", "fs-0", "--wait-s", "soon").stderr
-    assert [(row["name"], row["state"]) for row in rows(server)] == [("fs-0", "active")]
-
-
 def acknowledged(server: ServerProcess, name: str) -> int:
     """Chunks that an adapter said it has."""
     outcomes = by_name(server, name)["puts"]["outcomes"]
