@@ -9,15 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.types import canonical_json
 from tests.harness.amount import amount
-from tests.harness.scheduler_side import (
-    BLOCK,
-    Clock,
-    FakeClient,
-    GuardedSide,
-    make_request,
-    make_side,
-    step,
-)
+from tests.harness.scheduler_side import BLOCK, Clock, FakeClient, GuardedSide, make_request, make_side, step
 
 
 class Scheduling(RuleBasedStateMachine):

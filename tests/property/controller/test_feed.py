@@ -9,15 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.controller.feed import (
-    FORGET_S,
-    LOOK_S,
-    MAX_CHANGES,
-    MAX_CHANGES_BYTES,
-    MAX_EVENTS,
-    Feed,
-    State,
-)
+from kvstrata.controller.feed import FORGET_S, LOOK_S, MAX_CHANGES, MAX_CHANGES_BYTES, MAX_EVENTS, Feed, State
 from tests.harness.amount import amount
 from tests.oracles.live import apply
 
@@ -181,16 +173,7 @@ def test_events_come_once_with_the_look_after_them() -> None:
 
 
 def test_a_reader_that_names_an_unknown_look_gets_the_whole_state() -> None:
-    for name in (
-        "",
-        "7",
-        "8-1",
-        "7-x",
-        "7-١",
-        "7--1",
-        "-",
-        "7-" + "9" * 40,
-    ):
+    for name in ("", "7", "8-1", "7-x", "7-١", "7--1", "-", "7-" + "9" * 40):
         world = World(rows(1, 0))
         world.after(rows(1, 1))
         world.after(rows(1, 2))
@@ -201,10 +184,7 @@ def test_a_reader_that_names_an_unknown_look_gets_the_whole_state() -> None:
 
 
 def test_a_reader_that_names_a_future_look_gets_the_whole_state() -> None:
-    for number in (
-        3,
-        4_000,
-    ):
+    for number in (3, 4_000):
         world = World(rows(1, 0))
         world.after(rows(1, 1))
         world.after(rows(1, 2))

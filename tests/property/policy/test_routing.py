@@ -19,9 +19,7 @@ from kvstrata.policy.routing.ttft import Ttft
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0
-MAKES = st.sampled_from(
-    [make() for make in POLICIES.values()] + [GUIDE, Dynamo(router_temperature=0.5)],
-)
+MAKES = st.sampled_from([make() for make in POLICIES.values()] + [GUIDE, Dynamo(router_temperature=0.5)])
 NAMES = [f"engine-{number}" for number in range(7)]
 TIERS = ("l1", "l2", "peer")
 TTFT = Ttft()
@@ -29,10 +27,7 @@ TTFT = Ttft()
 paths = st.dictionaries(
     st.sampled_from(TIERS),
     st.builds(
-        LoadPath,
-        latency_s=st.floats(0, 2),
-        tokens_s=st.floats(100, 1e6),
-        queued_tokens=st.integers(0, 10**6),
+        LoadPath, latency_s=st.floats(0, 2), tokens_s=st.floats(100, 1e6), queued_tokens=st.integers(0, 10**6)
     ),
 )
 copies = st.builds(

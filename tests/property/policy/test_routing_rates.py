@@ -191,13 +191,7 @@ def test_samples_of_whole_answers_count_only_as_long_as_there_are_no_others(
 
 
 def test_a_sample_that_says_nothing_is_not_kept() -> None:
-    for tokens, seconds in (
-        (0, 1.0),
-        (5, 0.0),
-        (5, -1.0),
-        (5, math.inf),
-        (5, math.nan),
-    ):
+    for tokens, seconds in ((0, 1.0), (5, 0.0), (5, -1.0), (5, math.inf), (5, math.nan)):
         rates = Rates(1.0)
         assert not rates.observe("a", tokens, seconds, 0)
         assert rates.samples("a") == 0

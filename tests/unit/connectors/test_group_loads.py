@@ -9,16 +9,7 @@ from hypothesis import strategies as st
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK
 from kvstrata.types import EXTENT
-from tests.harness.scheduler_side import (
-    BLOCK,
-    CHUNK,
-    SLICES,
-    FakeClient,
-    GuardedSide,
-    arrive,
-    ask,
-    step,
-)
+from tests.harness.scheduler_side import BLOCK, CHUNK, SLICES, FakeClient, GuardedSide, arrive, ask, step
 from tests.unit.connectors.groups_double import FULL, STATES, make_grouped, table_of, window_group
 
 WINDOW = window_group(16)

@@ -47,10 +47,7 @@ def read(*layers, chunk_tokens=DEFAULT):
 
 
 def test_of_full_attention_a_hit_needs_every_block_of_every_chunk():
-    for kind in (
-        "FullAttentionSpec",
-        "MLAAttentionSpec",
-    ):
+    for kind in ("FullAttentionSpec", "MLAAttentionSpec"):
         [found] = read(layer(kind))
         assert found == whole_group(16, 256) == CacheGroup(0, Rule.PREFIX, 16, 16, 16, 0)
         assert list(found.blocks_of(2)) == list(range(32, 48)) and found.facts() == {}
@@ -68,10 +65,7 @@ def test_of_a_window_a_hit_needs_the_last_chunks_that_it_covers():
         (1024, 4, 16),
         (1025, 5, 16),
     ):
-        for kind in (
-            "SlidingWindowSpec",
-            "ChunkedLocalAttentionSpec",
-        ):
+        for kind in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec"):
             name = "sliding_window" if kind == "SlidingWindowSpec" else "attention_chunk_size"
             _, found = read(full(), layer(kind, **{name: tokens}))
             assert found == CacheGroup(1, Rule.LAST_WINDOW, 16, 16, record_blocks, span, tokens)
@@ -147,10 +141,7 @@ def test_a_configured_chunk_size_that_does_not_suit_is_refused_with_one_that_doe
 
 
 def test_chunks_end_where_vllm_keeps_states():
-    for chunk_tokens in (
-        1056,
-        500,
-    ):
+    for chunk_tokens in (1056, 500):
         with pytest.raises(
             ConfigError, match="states of this model every 528 tokens; set chunk_size to 528, or"
         ) as caught:

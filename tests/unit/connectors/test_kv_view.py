@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, whole_group
-from kvstrata.connectors.vllm.kv_view import (
-    Heads,
-    build_view,
-    heads_of,
-    natural_order,
-)
+from kvstrata.connectors.vllm.kv_view import Heads, build_view, heads_of, natural_order
 from kvstrata.connectors.vllm.layer_kinds import LayerKind
 from kvstrata.connectors.vllm.layer_runs import find_block_axis, layer_runs
 from kvstrata.errors import ConfigError
@@ -154,12 +149,7 @@ def layers(count, **kwargs):
 
 
 def view(tensors, **changes):
-    options = {
-        "num_blocks": 40,
-        "group": whole_group(128, 256),
-        "heads": HEADS,
-        "dtype": "bfloat16",
-    }
+    options = {"num_blocks": 40, "group": whole_group(128, 256), "heads": HEADS, "dtype": "bfloat16"}
     return build_view(tensors, **(options | changes))
 
 

@@ -91,12 +91,7 @@ QUANTISED = {
 
 
 def test_backends_that_keep_k_then_v_for_each_head_and_token_mean_the_same():
-    for backend in (
-        "FLASH_ATTN",
-        "FLASHINFER",
-        "TRITON_ATTN",
-        "FLEX_ATTENTION",
-    ):
+    for backend in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"):
         assert kind_of(spec(), module(backend)) == kind_of(spec(), module())
         assert kind_of(spec(), module(backend)).axes == ("kv_heads", "tokens", "k+v")
 

@@ -16,22 +16,14 @@ def test_engines_whose_prefixes_vllm_caches_may_use_the_cache():
 
 
 def test_pooling_that_needs_every_token_loads_nothing():
-    for sequence, token in (
-        ("MEAN", None),
-        ("CLS", None),
-        (None, "STEP"),
-    ):
+    for sequence, token in (("MEAN", None), ("CLS", None), (None, "STEP")):
         pooler = SimpleNamespace(seq_pooling_type=sequence, tok_pooling_type=token)
         reason = no_reuse_reason(config(is_prefix_caching_supported=False, pooler_config=pooler))
         assert f"with {sequence or token} pooling" in reason
 
 
 def test_images_are_numbered_only_when_neither_cache_of_vllm_needs_their_content():
-    for processor_gb, prefix_caching, counted in (
-        (0, False, True),
-        (4, False, False),
-        (0, True, False),
-    ):
+    for processor_gb, prefix_caching, counted in ((0, False, True), (4, False, False), (0, True, False)):
         config = SimpleNamespace(
             model_config=SimpleNamespace(
                 multimodal_config=SimpleNamespace(mm_processor_cache_gb=processor_gb)
@@ -48,18 +40,11 @@ def feature(identifier):
 
 
 def test_a_hash_of_an_images_content_is_shared_by_all_engines():
-    for identifier in (
-        "0" * 64,
-        "adapter:" + "a1" * 32,
-    ):
+    for identifier in ("0" * 64, "adapter:" + "a1" * 32):
         assert media_items([feature(identifier)], "one") == media_items([feature(identifier)], "other")
 
 
 def test_a_requesters_name_for_an_image_is_valid_in_one_run_of_one_engine():
-    for identifier in (
-        "img-1",
-        "F" * 64,
-        "0" * 63,
-    ):
+    for identifier in ("img-1", "F" * 64, "0" * 63):
         first, again, other = (media_items([feature(identifier)], engine) for engine in ("one", "one", "two"))
         assert first == again != other

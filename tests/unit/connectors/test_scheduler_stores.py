@@ -65,13 +65,7 @@ def test_loaded_chunks_are_not_stored_again():
 
 
 def test_a_request_may_limit_how_many_of_its_tokens_are_stored():
-    for limit, chunks in (
-        (0, 0),
-        (7, 0),
-        (17, 2),
-        (1000, 5),
-        (-4, 0),
-    ):
+    for limit, chunks in ((0, 0), (7, 0), (17, 2), (1000, 5), (-4, 0)):
         side = make_side()
         request = arrive(side, 40, kv_transfer_params={"lmcache.max_offload_tokens": limit})
         stores = step(side, [(request, 0, 40)]).stores

@@ -225,11 +225,7 @@ def test_what_changes_kv_changes_the_identity(folder):
 
 
 def test_keys_look_as_far_ahead_as_the_draft_layers(folder):
-    for method, told, lookahead in (
-        ("eagle", None, 1),
-        ("mtp", 3, 3),
-        ("draft_model", None, 0),
-    ):
+    for method, told, lookahead in (("eagle", None, 1), ("mtp", 3, 3), ("draft_model", None, 0)):
         changes = {} if told is None else {"num_prefill_lookahead_tokens": told}
         speculative = SimpleNamespace(model="d", method=method)
         made = layout(config_of(folder, speculative_config=speculative, **changes))

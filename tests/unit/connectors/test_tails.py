@@ -13,16 +13,7 @@ from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.keys import ChunkHasher, batch
 from kvstrata.types import EXTENT, LeaseName, MissReason
-from tests.harness.scheduler_side import (
-    SLICES,
-    FakeCall,
-    FakeClient,
-    arrive,
-    ask,
-    hit_of,
-    make_side,
-    step,
-)
+from tests.harness.scheduler_side import SLICES, FakeCall, FakeClient, arrive, ask, hit_of, make_side, step
 from tests.unit.connectors.groups_double import FULL, window_group
 
 BLOCK, CHUNK = 4, 16
@@ -128,12 +119,7 @@ def computed(side, client, n_tokens, **changes):
 
 
 def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block():
-    for tokens, stored in (
-        (3, []),
-        (4, [(0, 1)]),
-        (16, []),
-        (47, [(2, 3)]),
-    ):
+    for tokens, stored in ((3, []), (4, [(0, 1)]), (16, []), (47, [(2, 3)])):
         client, side = cache_and_side()
         request = arrive(side, tokens)
         tails = [store for store in compute(side, client, request) if store.tail_tokens]
@@ -144,16 +130,8 @@ def test_the_tail_of_a_prompt_is_stored_with_its_last_whole_block():
 
 
 def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more():
-    for ahead in (
-        0,
-        3,
-    ):
-        for tokens in (
-            5,
-            17,
-            47,
-            48,
-        ):
+    for ahead in (0, 3):
+        for tokens in (5, 17, 47, 48):
             client, side = cache_and_side(ahead=ahead)
             computed(side, client, tokens)
             again, hit = hit_of(side, tokens)
@@ -165,13 +143,7 @@ def test_the_same_prompt_hits_its_last_whole_block_and_stores_nothing_more():
 
 def test_with_draft_layers_a_hit_needs_the_tokens_behind_it():
     """The draft layers' KV at the last position of a record depends on the token behind it."""
-    for ahead, same, hit in (
-        (0, 32, 32),
-        (1, 32, 16),
-        (1, 33, 32),
-        (3, 35, 32),
-        (1, 37, 36),
-    ):
+    for ahead, same, hit in ((0, 32, 32), (1, 32, 16), (1, 33, 32), (3, 35, 32), (1, 37, 36)):
         client, side = cache_and_side(ahead=ahead)
         computed(side, client, 40)
         branch = arrive(side, 40, all_token_ids=[*range(same), *range(100, 140 - same)])

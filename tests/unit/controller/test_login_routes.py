@@ -79,12 +79,7 @@ async def test_a_logout_ends_the_session_and_takes_the_cookie_back() -> None:
 
 
 async def test_a_wrong_code_begins_no_session_and_is_named() -> None:
-    for code in (
-        "",
-        TOKEN[:-1],
-        "ü",
-        "x" * 4_097,
-    ):
+    for code in ("", TOKEN[:-1], "ü", "x" * 4_097):
         async with client() as http:
             answer = await http.post(LOGIN, json={"code": code})
         assert answer.status_code == (400 if len(code) > 4_096 else 403)

@@ -113,11 +113,7 @@ def test_parts_that_arrive_ahead_of_a_missing_one_are_bounded():
 
 
 def test_an_end_with_wrong_counts_does_not_end_the_full_sync():
-    for parts, count, sent in (
-        (1, 1, []),
-        (1, 2, [0]),
-        (0, 0, [0]),
-    ):
+    for parts, count, sent in ((1, 1, []), (1, 2, [0]), (0, 0, [0])):
         known, member = begun()
         for index in sent:
             known.sync_part(part(index, 2), 1.0)

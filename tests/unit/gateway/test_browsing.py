@@ -112,12 +112,7 @@ async def test_the_token_logs_in_too_and_nothing_else_does() -> None:
 
 
 async def test_other_methods_are_refused_and_end_the_connection() -> None:
-    for method, path in (
-        ("POST", INDEX),
-        ("GET", LOGIN),
-        ("GET", LOGOUT),
-        ("DELETE", LINK),
-    ):
+    for method, path in (("POST", INDEX), ("GET", LOGIN), ("GET", LOGOUT), ("DELETE", LINK)):
         status, headers, _ = await Port().ask(method, path, PROVEN)
         assert (status, headers["connection"]) == (405, "close")
 

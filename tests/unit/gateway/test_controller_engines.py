@@ -30,13 +30,7 @@ def test_hosts_are_allowed_by_network_and_by_name() -> None:
 
 
 def test_what_is_neither_network_nor_name_is_refused_by_its_field() -> None:
-    for entry in (
-        "10.0.0.0/33",
-        "10.0.0.1/8",
-        "1.2.3",
-        "a/8",
-        "10.0.0.256",
-    ):
+    for entry in ("10.0.0.0/33", "10.0.0.1/8", "1.2.3", "a/8", "10.0.0.256"):
         with pytest.raises(ConfigError, match=r"allowed\[1\]: '") as refused:
             Allowed(["10.0.0.0/8", entry], FIELD)
         assert refused.value.field == f"{FIELD}[1]"

@@ -179,13 +179,7 @@ def test_garbage_is_no_message(frame: bytes) -> None:
 
 
 def test_an_answer_of_another_form_is_refused() -> None:
-    for row in (
-        ["a", -1, 2, 0],
-        ["a", 1, "2", 0],
-        ["a", 1],
-        [5, 1, 1, 0],
-        ["a", 1, 1, -1],
-    ):
+    for row in (["a", -1, 2, 0], ["a", 1, "2", 0], ["a", 1], [5, 1, 1, 0], ["a", 1, 1, -1]):
         frame = encode(HoldingsReply(1, 1, [Holding("a", 1, 1)]))
         assert ANSWERS.decode(frame)
         with pytest.raises(BAD_FRAME):

@@ -433,10 +433,7 @@ def test_what_an_engine_only_reports_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_name_of_a_block_has_a_bound() -> None:
     for length, sound in ((32, True), (64, True), (65, False), (1 << 20, False)):
-        event = {
-            "type": "BlockRemoved",
-            "block_hashes": [bytes(length)],
-        }
+        event = {"type": "BlockRemoved", "block_hashes": [bytes(length)]}
         payload = msgspec.msgpack.encode([0.0, [event]])
         if sound:
             assert len(decoded(payload).events) == 1

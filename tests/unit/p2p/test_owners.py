@@ -5,14 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.p2p.owners import (
-    MB,
-    DirectoryCache,
-    OwnerBook,
-    OwnerLimits,
-    Pacer,
-    question_of,
-)
+from kvstrata.p2p.owners import MB, DirectoryCache, OwnerBook, OwnerLimits, Pacer, question_of
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.testing.strategies import key_of
 

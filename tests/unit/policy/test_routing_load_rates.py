@@ -65,11 +65,5 @@ def test_engines_and_tiers_are_apart_and_others_stand_in() -> None:
 
 
 def test_what_says_nothing_is_left_out() -> None:
-    for tokens, seconds in (
-        (0, 1.0),
-        (-5, 1.0),
-        (5, 0.0),
-        (5, -1.0),
-        (5, math.nan),
-    ):
+    for tokens, seconds in ((0, 1.0), (-5, 1.0), (5, 0.0), (5, -1.0), (5, math.nan)):
         assert not LoadRates().observe("a", "l1", tokens, seconds)
