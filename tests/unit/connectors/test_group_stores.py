@@ -116,17 +116,6 @@ def test_windows_in_the_answer_are_stored_with_the_answer():
     assert {end for end in range(CHUNK, 41, CHUNK) if seen_from(end, 4) <= stored} == {16, 24, 32, 40}
 
 
-@pytest.mark.parametrize(("gone", "left"), [(28, [8, 9]), (36, [])])
-def test_of_a_window_no_chunk_with_a_block_that_vllm_has_freed_is_stored(gone, left):
-    side, pool = make_grouped(FULL, window_group(16))
-    request = arrive(side, 40)
-    tables = table_of(40, 100), table_of(40, WINDOW_BLOCKS, gone=gone)
-    stores = step(side, [(request, 0, 40)], tables={request.request_id: tables}).stores
-    blocks = [block for store in stores if store.group for block in store.blocks]
-    assert blocks == [WINDOW_BLOCKS + at for at in left]
-    assert pool.pinned == dict.fromkeys(blocks, 1)
-
-
 def test_windows_of_a_hit_are_not_stored_again_and_those_after_it_are():
     client = FakeClient(hits=3)
     client.whole = 3

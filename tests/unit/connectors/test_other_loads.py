@@ -77,14 +77,6 @@ def test_an_asynchronous_load_has_ended_when_its_request_is_scheduled():
     assert stored_chunks(plan) == CHUNKS and not plan.others_load
 
 
-def test_a_load_of_ours_is_not_taken_for_one_of_another_connector():
-    _, side, request = scene(TOKENS, hits=2)
-    tokens, _ = ask(side, request)
-    side.allocated(request, TABLE, tokens)
-    plan = step(side, [(request, tokens, TOKENS - tokens)])
-    assert plan.loads and not plan.others_load and stored_chunks(plan) == CHUNKS - 2
-
-
 def test_a_hit_that_another_connector_serves_is_no_hit_of_ours_and_is_not_stored_again():
     client, side, request = scene(TOKENS, hits=2)
     assert ask(side, request)[0] == LOADED

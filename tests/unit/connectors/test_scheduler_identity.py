@@ -20,7 +20,6 @@ from tests.harness.scheduler_side import (
     make_request,
     make_side,
     media,
-    scene,
     step,
 )
 
@@ -74,19 +73,6 @@ def test_kv_computed_before_a_reset_is_never_stored_under_the_new_identity(how):
     assert step(side).stores == [] and client.leases == []
 
 
-def test_chunks_that_wait_for_a_load_at_a_reset_are_not_stored_when_the_request_ends():
-    side = make_side(FakeClient(hits=3), world_size=2)
-    (other, request), loads = (make_request(40), make_request(80)), []
-    side.on_new_request(other)
-    side.allocated(other, [list(range(50, 70))], ask(side, other)[0])
-    side.on_new_request(request)
-    loads.append(step(side, [(request, 0, 80)]))
-    side.reset(engine_empty=False)
-    assert side.finished(request, [list(range(1, 30))]) is False
-    side.heard([WorkerReport(loads[0].step)] * 2, [], [])
-    assert step(side).stores == []
-
-
 def test_a_request_that_ended_before_the_reset_is_stored_under_the_old_identity():
     side = make_side(FakeClient(hits=3), world_size=2)
     other, request, same = make_request(40), make_request(80), make_request(80)
@@ -137,16 +123,6 @@ def test_blocks_that_vllm_kept_over_the_reset_are_not_stored(may_load):
     request = arrive(side, 84)
     ask(side, request, computed=BLOCK)
     assert len(step(side, [(request, BLOCK, 80)]).stores) == 1
-
-
-def test_requests_that_the_reset_preempted_are_computed_and_stored_in_the_very_next_step():
-    _, side, request = scene(84)
-    ask(side, request)
-    (old,) = step(side, [(request, 0, 84)]).stores
-    side.reset(engine_empty=True)
-    ask(side, request)
-    (store,) = step(side, [(request, 0, 84)], preempted=[request.request_id]).stores
-    assert len(store.chain) == len(old.chain) and store.identity != old.identity
 
 
 class Workers:

@@ -121,13 +121,6 @@ def test_all_lookups_of_a_step_together_wait_no_longer_than_one_alone():
     assert {ask(side, request) for request in requests} == {(39, False)}
 
 
-def test_asking_often_about_one_request_sends_one_lookup_and_holds_one_lease():
-    client, side, request = scene(100, hits=5)
-    for _ in range(50):
-        assert ask(side, request) == (40, False)
-    assert len(client.calls) == 1 and len(client.leases) == 1
-
-
 def test_without_a_server_every_request_is_a_miss_until_the_server_is_back():
     clock, client = Clock(), FakeClient(hits=5)
     client.connected = False

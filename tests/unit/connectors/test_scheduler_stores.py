@@ -7,8 +7,6 @@ import pytest
 from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.connectors.vllm.store_table import AWAITED_S, UNCONFIRMED_STEPS
 from tests.harness.scheduler_side import (
-    BLOCK,
-    CHUNK,
     Clock,
     FakeClient,
     arrive,
@@ -21,19 +19,6 @@ from tests.harness.scheduler_side import (
 )
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
-
-
-def test_each_chunk_is_stored_once_in_the_step_that_completes_it():
-    _, side, request = scene(43)
-    ask(side, request)
-    table = {request.request_id: list(range(201, 212))}
-    computed, seen = 0, []
-    for tokens in (10, 3, 3, 20, 7):
-        plan = step(side, [(request, computed, tokens)], tables=table)
-        computed += tokens
-        seen += [block for store in plan.stores for block in store.blocks]
-        assert len(seen) == computed // CHUNK * (CHUNK // BLOCK)
-    assert seen == list(range(201, 211))
 
 
 def test_generated_chunks_are_stored_only_when_asked_for():
@@ -54,14 +39,6 @@ def test_tokens_computed_before_they_are_sampled_are_not_stored():
     assert step(side, [(request, 15, 4)]).stores == []
     request.all_token_ids.extend([7, 8])
     assert len(step(side, [(request, 17, 1)]).stores) == 1
-
-
-def test_loaded_chunks_are_not_stored_again():
-    _, side, request = scene(40, hits=3)
-    tokens, _ = ask(side, request)
-    side.allocated(request, [list(range(1, 20))], tokens)
-    (store,) = step(side, [(request, 24, 16)]).stores
-    assert store.blocks == list(range(7, 11))
 
 
 def test_a_request_may_limit_how_many_of_its_tokens_are_stored():
@@ -93,14 +70,6 @@ def test_blocks_are_kept_until_every_worker_has_gathered_them():
     (store,) = step(side, [(request, 0, 40)]).stores
     side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
     assert side.finished(request, [list(range(1, 11))]) is True
-
-
-def test_dropped_stores_are_planned_again():
-    _, side, request = scene(40)
-    (store,) = step(side, [(request, 0, 24)]).stores
-    side.heard([WorkerReport(1, dropped=[store.store_id])], [], [])
-    (again,) = step(side, [(request, 24, 16)]).stores
-    assert again.blocks[:6] == store.blocks
 
 
 def test_with_several_workers_nothing_is_stored_on_top_of_an_unconfirmed_load():

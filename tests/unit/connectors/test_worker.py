@@ -7,18 +7,11 @@ from functools import partial
 import pytest
 
 from kvstrata.client.handles import StoreOutcome
-from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, StepPlan
+from kvstrata.connectors.vllm.metadata import StepPlan
 from kvstrata.connectors.vllm.worker import SLEEP_WAIT_S
 from tests.unit.connectors.worker_double import OTHER, load_of, step, store_of
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
-
-
-def test_a_worker_loads_the_extents_of_its_own_slice(fake, side):
-    step(side, StepPlan(1, loads=[load_of()]))
-    (_, items, _) = fake.loads[0]
-    assert [item.offset_bytes for item in items] == [1, 101]
-    assert [list(item.block_ids) for item in items] == [[SKIP_BLOCK, 4], [5, 6]]
 
 
 def test_a_load_without_extents_for_this_slice_names_empty_extents(fake, side):
@@ -120,16 +113,6 @@ def test_blocks_are_reported_as_read_once_before_the_server_has_confirmed_the_st
     fake.stores[0][2].done.set()
     report, _, _, _ = step(side, StepPlan(4))
     assert (report.gathered, report.stored) == ([], [(1, 0b11)])
-
-
-def test_blocks_of_a_finished_request_are_freed_once_no_store_reads_them(fake, side):
-    step(side, StepPlan(1, stores=[store_of(1)]))
-    _, sent, _, _ = step(side, StepPlan(2, awaited={"r", "done-before"}))
-    assert sent == {"done-before"}
-    fake.stores[0][2].gathered.set()
-    _, sent, _, _ = step(side, StepPlan(3))
-    assert sent == {"r"}
-    assert step(side, StepPlan(4))[1] == set()
 
 
 def test_a_step_that_computes_nothing_is_complete_without_a_call_to_begin_its_stores(fake, side):

@@ -151,19 +151,6 @@ def test_a_period_that_never_ends_is_timed_in_pieces_between_cuts() -> None:
     assert busy.rates == [500.0, 1_000.0, 1_000.0, 1_000.0]
 
 
-def test_a_period_with_one_cut_is_one_sample() -> None:
-    busy = Busy()
-    busy.serve(FIRST_TOKENS + 4)
-    busy.timed["1"].report(700)
-    busy.answers(str(busy.sent), 200.0)
-    count = busy.sent + 1
-    assert busy.known == [(count * 1_000, 100.0, 0)]
-    for number in range(count):
-        if number != 1:
-            busy.timed[str(number)].report(700)
-    assert busy.known == [(count * 700, 100.0, 0)]
-
-
 def test_a_prompt_that_fails_spoils_its_piece_and_no_other() -> None:
     busy = Busy()
     busy.serve(2 * FIRST_TOKENS + 1)

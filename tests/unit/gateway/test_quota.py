@@ -37,13 +37,6 @@ def test_the_answer_puts_its_own_numbers_in_place_of_the_estimate() -> None:
     assert quota.take(limits(), 100, 15.0) == 100 + 120, "answers count by their average"
 
 
-def test_a_request_beyond_the_burst_comes_in_when_nothing_else_is_used() -> None:
-    quota = Quota(0.0)
-    assert quota.take(limits(), 5_000, 0.0) == 5_000
-    assert isinstance(quota.take(limits(), 1, 40.0), Failure)
-    assert quota.take(limits(), 5_000, 50.0) == 5_000
-
-
 def test_new_settings_keep_what_was_used() -> None:
     tenant = Tenant(limits(), 0.0)
     assert tenant.take(900, 0.0) == 900

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvstrata.gateway.residency import blocks as blocks_module
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.caches import Caches
-from kvstrata.gateway.residency.feed import Feed, Phase
+from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.prompt import Prompt, keys_of, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
 from kvstrata.native.registry import Registry
@@ -231,17 +231,6 @@ def test_without_replays_what_may_be_gone_is_doubtful(seed: int, steps: int) -> 
             assert seen.chains("exact") <= set(publisher.cache.copies), seed
 
 
-def test_a_restarted_engine_that_has_told_nothing_yet_is_noticed() -> None:
-    publisher, seen = Publisher(random.Random(2), 1_000), Seen()
-    feed = Feed(seen.caches, replays=True)
-    replayed(feed, publisher)
-    for _ in range(5):
-        feed.published(*publisher.publish())
-    publisher.restart()
-    replayed(feed, publisher)
-    assert feed.restarts == 1 and not len(seen.blocks) and feed.phase is Phase.IN_ORDER
-
-
 def stored(names: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
     return {
         "type": "BlockStored",
@@ -331,47 +320,42 @@ def test_media_are_apart_and_a_restart_leaves_the_servers_chunks_doubtful() -> N
     assert not len(seen.caches.of["l1"])
 
 
-def test_a_denied_block_that_was_computed_again_is_gone_with_its_next_removal() -> None:
+TWO = [1] * 4 + [2] * 4
+STORED = msgspec.msgpack.encode([1.0, [stored([1, 2], TWO)]])
+REMOVED = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1, 2]}]])
+
+
+def after(*batches: bytes) -> tuple[Seen, Prompt]:
+    """What is known after these batches, and the prompt of the two blocks."""
     seen = Seen()
-    prompt = Prompt([1] * 4 + [2] * 4)
-    event = msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])
-    removed = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1, 2]}]])
-    seen.caches.apply(decoded(event))
-    seen.caches.apply(decoded(event))  # by the request that found nothing: a removal was not heard
+    for body in batches:
+        seen.caches.apply(decoded(body))
+    return seen, Prompt(TWO)
+
+
+def test_a_denied_block_that_was_computed_again_is_gone_with_its_next_removal() -> None:
+    seen, prompt = after(STORED, STORED)  # again by the request that found nothing: a removal was not heard
     seen.blocks.denied(prompt.keys(SIZE))
     assert held(seen, prompt) == 2
-    seen.caches.apply(decoded(removed))
+    seen.caches.apply(decoded(REMOVED))
     assert held(seen, prompt) == 0
 
 
 def test_a_block_that_was_evicted_and_computed_between_choice_and_answer_stays() -> None:
-    seen = Seen()
-    prompt = Prompt([1] * 4 + [2] * 4)
-    event = msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])
-    removed = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1, 2]}]])
-    for body in (event, removed, event):
-        seen.caches.apply(decoded(body))
+    seen, prompt = after(STORED, REMOVED, STORED)
     seen.blocks.denied(prompt.keys(SIZE))
     assert held(seen, prompt) == 2
 
 
-def test_a_doubtful_block_that_is_denied_is_gone() -> None:
-    seen = Seen()
-    prompt = Prompt([1] * 4 + [2] * 4)
-    seen.caches.apply(decoded(msgspec.msgpack.encode([1.0, [stored([1, 2], [1] * 4 + [2] * 4)]])))
-    seen.caches.doubt()
-    assert held(seen, prompt) == 2
-    seen.blocks.denied(prompt.keys(SIZE))
-    assert held(seen, prompt) == 0 and not len(seen.blocks)
-
-
-def test_what_an_engine_reports_is_known_but_doubtful() -> None:
-    seen = Seen()
-    prompt = Prompt([1] * 4 + [2] * 4)
-    seen.blocks.told(prompt.keys(SIZE))
-    assert held(seen, prompt) == 2 and list(seen.blocks.slots) == ["doubtful"]
-    seen.blocks.denied(prompt.keys(SIZE))
-    assert held(seen, prompt) == 0
+def test_doubtful_blocks_and_those_that_an_engine_only_reports_are_gone_when_they_are_denied() -> None:
+    lost, prompt = after(STORED)
+    lost.caches.doubt()
+    reported, _ = after()
+    reported.blocks.told(prompt.keys(SIZE))
+    for seen in (lost, reported):
+        assert held(seen, prompt) == 2 and list(seen.blocks.slots) == ["doubtful"]
+        seen.blocks.denied(prompt.keys(SIZE))
+        assert held(seen, prompt) == 0 and not len(seen.blocks)
 
 
 def sources() -> Iterator[tuple[dict[str, Any], str, list[Source]]]:

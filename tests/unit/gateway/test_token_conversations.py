@@ -145,29 +145,6 @@ def test_turns_have_the_ids_of_their_whole_text(
         compare(messages)
 
 
-def test_what_a_template_does_decides_which_rules_it_has(own: dict[str, OwnTokenizer]) -> None:
-    def proved(name: str, *, parted: bool = False) -> dict[str, frozenset[str]]:
-        found = own[name].tails
-        assert found is not None
-        return {rule: features for (rule, form), features in found.proved.items() if form is parted}
-
-    def risky(name: str) -> frozenset[str]:
-        found = own[name].tails
-        assert found is not None
-        return found.risky[False]
-
-    assert proved("chatml")["any"] >= {"plain", "system", "tools", "calls", "reasoning", "options", "parts"}
-    thinking = proved("thinking")
-    assert "any" not in thinking, "a further question takes the reasoning away"
-    assert thinking["query"] >= {"plain", "calls", "reasoning"}
-    assert thinking["same"] >= {"plain", "calls", "reasoning"}
-    assert risky("thinking") == {"<result>"}
-    assert not proved("counted")
-    assert risky("hasty") == {"hurry"}, "contents are drawn from the template's own words too"
-    assert not risky("chatml")
-    assert proved("parted", parted=True)["any"] >= {"plain", "system", "parts"}
-
-
 def test_a_template_that_shows_the_time_has_no_rules() -> None:
     template = ChatTemplate("{{ strftime_now('%d') if messages[0].content == 'when' }}" + made.CHATML, {})
     found = tails.Tails(template, "<|im_start|>")
@@ -223,18 +200,6 @@ def test_steps_of_an_agent_begin_where_the_last_ended(own: dict[str, OwnTokenize
     assert not ids_in(tokenizer, body_of(messages, tools=[TOOL]), memory).stem_chars, "the reasoning goes"
 
 
-def test_a_conversation_with_a_risky_word_is_rendered_whole(own: dict[str, OwnTokenizer]) -> None:
-    tokenizer = own["thinking"]
-    for text, goes in (("fine", True), ("<result>", False)):
-        for at in range(3):
-            memory, texts = Memory(1 << 20), ["a", "b", "c"]
-            texts[at] = text
-            messages = [{"role": "user", "content": one} for one in texts[:2]]
-            ids_in(tokenizer, body_of(messages), memory)
-            messages.append({"role": "user", "content": texts[2]})
-            assert bool(ids_in(tokenizer, body_of(messages), memory).stem_chars) is goes
-
-
 def test_another_tool_or_option_begins_anew(own: dict[str, OwnTokenizer]) -> None:
     tokenizer, memory = own["chatml"], Memory(1 << 20)
     messages = [
@@ -250,15 +215,3 @@ def test_another_tool_or_option_begins_anew(own: dict[str, OwnTokenizer]) -> Non
     ):
         assert not ids_in(tokenizer, body_of(messages, **more), memory).stem_chars, more
         assert ids_in(tokenizer, body_of(messages, **more), memory).stem_chars, more
-
-
-def test_a_stem_that_the_text_does_not_have_is_not_remembered(own: dict[str, OwnTokenizer]) -> None:
-    tokenizer, memory = own["joined"], Memory(1 << 20)
-    assert tokenizer.tails is not None and ("any", False) in tokenizer.tails.proved
-    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    for text in "cd":
-        found = ids_in(tokenizer, body_of(messages), memory)
-        prompt = prompt_in(CHAT, body_of(messages))
-        assert isinstance(prompt, Chat) and found.ids == tokenizer.ids_of(prompt, parted=False)
-        assert not found.stem_chars
-        messages.append({"role": "user", "content": text})

@@ -68,27 +68,6 @@ CASES = [
         [80 + 100 + 6, 120 + 100],
     ),
     Case(
-        "dynamo: credit beyond the prefill is lost",
-        Dynamo(overlap_score_credit=2.0),
-        [engine("a"), engine("b")],
-        [copy("a", "l0", 1_600)],
-        [0 + 100, 100 + 100],
-    ),
-    Case(
-        "dynamo: no credit at all",
-        Dynamo(),
-        [engine("a", prefill_tokens=160, context_tokens=320), engine("b")],
-        [],
-        [110 + 120, 100 + 100],
-    ),
-    Case(
-        "lmetric: uncached tokens times batch",
-        Lmetric(),
-        [engine("a", requests=4), engine("b", requests=1)],
-        [copy("a", "l0", 1_200)],
-        [400 * 5, 1_600 * 2],
-    ),
-    Case(
         "lmetric: with queued prefills",
         Lmetric(count_queued=True),
         [engine("a", requests=4, prefill_tokens=100), engine("b", requests=1)],
@@ -117,13 +96,6 @@ CASES = [
         [-1.0, -0.0],
     ),
     Case(
-        "llmd: one that is not, does not",
-        Llmd(prefix_weight=1, queue_weight=0, kv_weight=0, affinity_threshold=0.8, peak_prefill_tokens_s=100),
-        [engine("a", inflight_tokens=1_800), engine("b")],
-        [copy("a", "l0", 1_600)],
-        [-1.0, -0.0 + EXCLUDED],
-    ),
-    Case(
         "smg: holders of the longest prefix; wait and KV pressure",
         Smg(),
         [engine("a", backlog_tokens=1_000, kv_usage=0.5), engine("b", generated_tokens_s=500.0, backlog_tokens=100)],
@@ -146,13 +118,6 @@ CASES = [
         [0.0, 0.0],  # The mean is 33; the limit max(36.3, 65).
     ),
     Case(
-        "smg: one with as much is not",
-        Smg(),
-        [engine("a", requests=64), engine("b", requests=0)],
-        [copy("a", "l0", 1_600)],
-        [0.0, NOT_PREFERRED],  # The mean is 32; the limit max(35.2, 64).
-    ),
-    Case(
         "mooncake: own, or a transfer of the difference",
         MooncakeConductor(),
         [engine("a", backlog_tokens=3_000), engine("b", paths=PATHS), engine("c")],
@@ -160,14 +125,6 @@ CASES = [
         # a: 3 + .4.  b: .1 + 1000/10000 + .4.  c has no path: 1.6.
         [3.4, 0.6, 1.6],
     ),
-    Case(
-        "mooncake: below the threshold an engine computes",
-        MooncakeConductor(balancing_threshold=2.0),
-        [engine("a", backlog_tokens=3_000), engine("b", paths=PATHS)],
-        [copy("a", "l0", 1_200), copy("b", "l0", 600)],
-        [3.4, 1.0],
-    ),
-    Case("least_loaded: requests", LeastLoaded(), [engine("a", requests=3), engine("b", requests=1)], [], [3, 1]),
     Case(
         "least_loaded: seconds of the queue",
         LeastLoaded(by="seconds"),

@@ -36,15 +36,6 @@ def test_prompts_that_one_engine_computes_at_once_count_their_time_once():
     assert (savings.computed.seconds, savings.computed.chunks) == (11.0, 8)
 
 
-def test_two_engines_that_compute_at_once_count_both():
-    savings, one, other = Savings(), EngineUse(), EngineUse()
-    savings.looked_up(one, layout(), 4, 0, key(1), 0.0)
-    savings.looked_up(other, layout(), 4, 0, key(2), 0.0)
-    savings.committed(one, [key(1)], 10.0)
-    savings.committed(other, [key(2)], 10.0)
-    assert (savings.computed.seconds, savings.computed.chunks) == (20.0, 8)
-
-
 def test_a_prompt_that_was_given_up_counts_nothing():
     savings, engine = Savings(), EngineUse()
     savings.looked_up(engine, layout(), 4, 0, key(1), 0.0)
