@@ -102,10 +102,12 @@ class Host:
         return int(status), bytes(body)
 
 
-async def test_engines_are_told_when_they_come_and_when_their_socket_goes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    host = Host(monkeypatch)
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    return Host(monkeypatch)
+
+
+async def test_engines_are_told_when_they_come_and_when_their_socket_goes(host: Host) -> None:
     host.listens(8000)
     host.engine(8000)
     await host.engines.look(1)
@@ -122,10 +124,9 @@ async def test_engines_are_told_when_they_come_and_when_their_socket_goes(
 
 
 async def test_strangers_ports_that_are_taken_and_shared_ones_are_never_asked(
-    monkeypatch: pytest.MonkeyPatch,
+    host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, stranger = os.getuid(), os.getuid() + 1
-    host = Host(monkeypatch)
     host.taken = {8001}
     for port, uids in {8000: {stranger}, 8001: {own}, 8002: {own, stranger}, 8003: {0}, 9000: {own}}.items():
         host.listens(port, frozenset(uids))
@@ -150,10 +151,7 @@ NO_ENGINES: Mapping[str, Answers] = {
 
 
 @pytest.mark.parametrize("what", NO_ENGINES)
-async def test_what_is_no_engine_is_asked_again_after_a_minute(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    host = Host(monkeypatch)
+async def test_what_is_no_engine_is_asked_again_after_a_minute(host: Host, what: str) -> None:
     host.listens(8000)
     host.answers = dict(NO_ENGINES[what])
     for _ in range(3):
@@ -167,9 +165,8 @@ async def test_what_is_no_engine_is_asked_again_after_a_minute(
 
 @pytest.mark.parametrize("answer", [Unreachable("refused"), TimeoutError(), (503, b"")])
 async def test_who_does_not_answer_yet_is_asked_soon_then_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch, answer: Any
+    host: Host, answer: Any
 ) -> None:
-    host = Host(monkeypatch)
     host.listens(8000)
     host.answers[8000, "/version"] = answer
     times: list[float] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, T
 from kvstrata.gateway.tokens.source import MISTAKES, Tokens
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.gateway.tokens.verifying import Verdict
 from tests.harness import tokenizer_folder as made
 from tests.harness.waiting import eventually_async
 
@@ -191,10 +192,25 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, files: dict[str
     assert refused.value.field == "tokens.tokenizers[0].path"
 
 
-def service(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **more: Any) -> Tokens:
-    """A service before one engine that agrees on these features; None: on all."""
-    from kvstrata.gateway.tokens.verifying import Verdict
+Serve = Callable[..., Tokens]
 
+
+@pytest.fixture
+async def service(own: dict[str, OwnTokenizer]) -> AsyncIterator[Serve]:
+    """Makes services that end with the test."""
+    made: list[Tokens] = []
+
+    def serve(features: set[tuple[str, bool]] | None = None, **more: Any) -> Tokens:
+        made.append(served(own["byte_level"], features, **{"deadline_ms": 10_000, **more}))
+        return made[-1]
+
+    yield serve
+    for one in made:
+        await one.close()
+
+
+def served(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **more: Any) -> Tokens:
+    """A service before one engine that agrees on these features; None: on all."""
     fleet = Fleet(lambda: 0.0, 0.0)
     [engine] = fleet.set_places([Place("e", Address("h", 1, False))])
     fleet.up(engine, {"m": {"id": "m"}, "a": {"id": "a", "parent": "m"}})
@@ -204,11 +220,12 @@ def service(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **m
     return tokens
 
 
-async def test_ids_are_given_for_what_each_engine_agrees_on_only(own: dict[str, OwnTokenizer]) -> None:
+async def test_ids_are_given_for_what_each_engine_agrees_on_only(
+    service: Serve, own: dict[str, OwnTokenizer]
+) -> None:
     body = json.dumps(BODY).encode()
     tokenizer = own["byte_level"]
-    patient = {"deadline_ms": 10_000}
-    tokens = service(tokenizer, None, **patient)
+    tokens = service()
     expected = tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert (await tokens.of(CHAT, body, "m", "")).ids == expected
     assert (await tokens.of(CHAT, body, "a", "")).ids == expected, "an adapter has its model's tokenizer"
@@ -216,23 +233,20 @@ async def test_ids_are_given_for_what_each_engine_agrees_on_only(own: dict[str, 
     assert (await tokens.of("/v1/responses", body, "m", "")).ids is None
     tokens._fleet.engines["e"].generation += 1
     assert (await tokens.of(CHAT, body, "m", "")).ids is None, "an engine that came back is another one"
-    assert (await service(tokenizer, {("completion", False)}, **patient).of(CHAT, body, "m", "")).ids is None
-    assert (await service(tokenizer, {("plain", True)}, **patient).of(CHAT, body, "m", "")).ids is None, (
-        "ChatML takes text"
-    )
+    assert (await service({("completion", False)}).of(CHAT, body, "m", "")).ids is None
+    assert (await service({("plain", True)}).of(CHAT, body, "m", "")).ids is None, "ChatML takes text"
     assert dict(tokens.counts) == {
         ("m", "tokenizer"): 2, ("other", "unknown_model"): 1, ("m", "unsupported"): 1, ("m", "unverified"): 1
     }  # fmt: skip
-    await tokens.close()
 
 
 async def test_a_request_goes_on_when_its_time_is_over(
-    own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
+    service: Serve, own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import threading
 
     tokenizer, go_on = own["byte_level"], threading.Event()
-    tokens = service(tokenizer, None, deadline_ms=300)
+    tokens = service(deadline_ms=300)
     plain = tokenizer._batch
     monkeypatch.setattr(tokenizer, "_batch", lambda texts: go_on.wait(120) and plain(texts))
     assert (await tokens.of(CHAT, json.dumps(BODY).encode(), "m", "")).ids is None
@@ -245,11 +259,10 @@ async def test_a_request_goes_on_when_its_time_is_over(
 
     await eventually_async("the end of the work", done)
     assert len(tokens.memory), "work that was begun helps the next turn"
-    await tokens.close()
 
 
-async def test_a_model_whose_ids_are_wrong_again_and_again_is_degraded(own: dict[str, OwnTokenizer]) -> None:
-    tokens = service(own["byte_level"], None, deadline_ms=10_000)
+async def test_a_model_whose_ids_are_wrong_again_and_again_is_degraded(service: Serve) -> None:
+    tokens = service()
     body = json.dumps(BODY).encode()
     for _ in range(MISTAKES - 1):
         tokens.reported("m", "e", 5, 6)
@@ -260,15 +273,13 @@ async def test_a_model_whose_ids_are_wrong_again_and_again_is_degraded(own: dict
     assert (await tokens.of(CHAT, body, "m", "")).ids is None and tokens.counts["m", "degraded"] == 1
     tokens.set(tokens.settings, tokens.tokenizers)
     assert not tokens.degraded and (await tokens.of(CHAT, body, "m", "")).ids is not None
-    await tokens.close()
 
 
-async def test_few_wrong_lengths_among_many_degrade_nothing(own: dict[str, OwnTokenizer]) -> None:
-    tokens = service(own["byte_level"], None)
+async def test_few_wrong_lengths_among_many_degrade_nothing(service: Serve) -> None:
+    tokens = service()
     for number in range(2_000):
         tokens.reported("m", "e", 5, 6 if number % 500 == 499 else 5)
     assert not tokens.degraded and tokens.mistakes["m", "e"] == 4
-    await tokens.close()
 
 
 PASSED = frozenset((CHAT, COMPLETIONS))
@@ -281,46 +292,35 @@ def passing(tokens: Tokens, model: str = "m", taken: frozenset[str] = PASSED) ->
     return tokens
 
 
-async def test_ids_are_put_beside_the_text_of_a_chat_without_parameters_of_its_own(
-    own: dict[str, OwnTokenizer],
-) -> None:
-    tokens = passing(service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True))
+async def test_ids_are_put_beside_the_text_of_a_chat_without_parameters_of_its_own(service: Serve) -> None:
+    tokens = passing(service(pass_ids=True))
     known = await tokens.of(CHAT, b"  " + json.dumps(BODY).encode(), "m", "")
     assert known.ids is not None
     assert json.loads(known.body) == {**BODY, "kv_transfer_params": {"prompt_token_ids": list(known.ids)}}
     own_ones = {**BODY, "kv_transfer_params": {"x": 1}}
     assert (await tokens.of(CHAT, json.dumps(own_ones).encode(), "m", "")).body == b""
-    await tokens.close()
 
 
-async def test_ids_take_the_place_of_a_completions_text_unless_it_is_shown(
-    own: dict[str, OwnTokenizer],
-) -> None:
-    tokens = passing(service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True))
+async def test_ids_take_the_place_of_a_completions_text_unless_it_is_shown(service: Serve) -> None:
+    tokens = passing(service(pass_ids=True))
     body = {"n": 1, "prompt": "x y", "é": ["prompt", 1.50], "stream": False}
     known = await tokens.of(COMPLETIONS, json.dumps(body).encode(), "m", "")
     assert known.ids and json.loads(known.body) == {**body, "prompt": list(known.ids)}
     for shown in ({"echo": True}, {"prompt_logprobs": 0}):
         shows = await tokens.of(COMPLETIONS, json.dumps({**body, **shown}).encode(), "m", "")
         assert shows.ids == known.ids and shows.body == b""
-    await tokens.close()
 
 
-async def test_ids_go_on_only_where_each_engine_that_takes_some_takes_them(
-    own: dict[str, OwnTokenizer],
-) -> None:
-    only_chats = passing(
-        service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True), taken=frozenset({CHAT})
-    )
+async def test_ids_go_on_only_where_each_engine_that_takes_some_takes_them(service: Serve) -> None:
+    only_chats = passing(service(pass_ids=True), taken=frozenset({CHAT}))
     assert (await only_chats.of(COMPLETIONS, b'{"prompt": "x"}', "m", "")).body == b""
     assert (await only_chats.of(CHAT, json.dumps(BODY).encode(), "m", "")).body
-    await only_chats.close()
 
 
 async def test_ids_that_an_engine_rendered_are_passed_on_too(
-    own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
+    service: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = service(own["byte_level"], None, deadline_ms=10_000, pass_ids=True, render=True)
+    tokens = service(pass_ids=True, render=True)
     tokens._fleet.engines["e"].models["z"] = {"id": "z"}
     passing(tokens, "z")
 
@@ -333,11 +333,10 @@ async def test_ids_that_an_engine_rendered_are_passed_on_too(
     assert known.how == "render" and list(known.ids or []) == [7, 8]
     assert json.loads(known.body)["kv_transfer_params"] == {"prompt_token_ids": [7, 8]}
     assert tokens.takes_ids(tokens._fleet.serving("z")[0], "z")
-    await tokens.close()
 
 
 async def test_a_wrong_tail_is_noticed_counted_and_ends_tails(
-    own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
+    service: Serve, own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import random
 
@@ -347,7 +346,7 @@ async def test_a_wrong_tail_is_noticed_counted_and_ends_tails(
     assert tokenizer.tails is not None
     tokenizer.tails.prove(random.Random(1))
     monkeypatch.setattr(source, "TAIL_CHECK", 2)
-    tokens = service(tokenizer, None, deadline_ms=10_000)
+    tokens = service()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
     async def turn() -> Any:
@@ -370,16 +369,17 @@ async def test_a_wrong_tail_is_noticed_counted_and_ends_tails(
     await eventually_async("the comparison with the whole", noticed)
     assert tokens.mistakes == {("m", source.TAIL): 1} and not tokenizer.tails.proved
     assert not (await turn()).by_tail
-    await tokens.close()
 
 
-async def test_ids_that_go_to_an_engine_are_never_made_by_a_tail(own: dict[str, OwnTokenizer]) -> None:
+async def test_ids_that_go_to_an_engine_are_never_made_by_a_tail(
+    service: Serve, own: dict[str, OwnTokenizer]
+) -> None:
     import random
 
     tokenizer = own["byte_level"]
     assert tokenizer.tails is not None
     tokenizer.tails.prove(random.Random(1))
-    tokens = service(tokenizer, None, deadline_ms=10_000, pass_ids=True)
+    tokens = service(pass_ids=True)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
     async def turn() -> Any:
@@ -391,4 +391,3 @@ async def test_ids_that_go_to_an_engine_are_never_made_by_a_tail(own: dict[str, 
     passing(tokens, "m")
     known = await turn()
     assert known.body and known.ids and not known.by_tail
-    await tokens.close()
