@@ -9,35 +9,13 @@ import pytest
 
 from kvstrata.client import identities
 from kvstrata.client.identities import Declared, Identity, IdentityTable
-from kvstrata.client.requests import LAST_REPEAT_S, Kind, Pending, RequestTable
+from kvstrata.client.requests import LAST_REPEAT_S, Kind, Pending
 from kvstrata.errors import Refused, Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LayoutIdentity, RequestIdentity
+from tests.unit.client.link_double import EPOCH, Link
 
-EPOCH = 7
 LAYOUT = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16)
-
-
-class Link:
-    """Stands for the client's link to a server: always connected, and its requests are sent by `send_due`."""
-
-    def __init__(self) -> None:
-        self.table = RequestTable()
-        self.session, self.epoch, self.connected = bytes(16), EPOCH, True
-
-    def ask(self, pending: Pending) -> None:
-        self.table.add(pending)
-
-    def post(self, call: object) -> None:
-        """Do nothing: the tests declare identities themselves."""
-
-    def send_due(self, now_s: float = 0.0) -> list[int]:
-        """Send the requests that are due; return their numbers."""
-        numbers = []
-        for pending, frame in self.table.to_send(now_s):
-            numbers.append(wire.decode_request(frame).seq)
-            self.table.sent(pending, now_s)
-        return numbers
 
 
 class Asking:

@@ -7,37 +7,18 @@ import pytest
 from kvstrata.client.handles import LookupCall
 from kvstrata.client.identities import IdentityTable
 from kvstrata.client.lookups import LiveLookups, Lookups
-from kvstrata.client.requests import Pending, RequestTable
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, LeaseName, MissReason, RequestIdentity
+from tests.unit.client.link_double import EPOCH, SESSION, Link
 
-EPOCH, N_CHUNKS = 7, 4
-SESSION = bytes(16)
-
-
-class Link:
-    """Stands for the client's link to a server: always connected; what it should run later, it runs at once."""
-
-    def __init__(self) -> None:
-        self.table = RequestTable()
-        self.session, self.epoch, self.connected, self.accepts = SESSION, EPOCH, True, True
-        self.settled: list[wire.Cancel] = []
-
-    def ask(self, pending: Pending) -> None:
-        self.table.add(pending)
-
-    def post(self, call) -> None:
-        call()
-
-    def settle(self, message) -> None:
-        self.settled.append(message(0, 0))
+N_CHUNKS = 4
 
 
 class Server:
     """Answers the identity and then the lookup of one client."""
 
     def __init__(self) -> None:
-        self.link = Link()
+        self.link = Link(runs_posted=True)
         self.live = LiveLookups(self.link)
         self.identities = IdentityTable(
             self.link, LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16), (bytes(32),)
@@ -45,22 +26,15 @@ class Server:
         self.identity = self.identities.identity(RequestIdentity())
         self.lookups = Lookups(self.link, self.live, self.identities, 60_000)
 
-    def sent(self) -> list[wire.AnyRequest]:
-        messages = []
-        for pending, frame in self.link.table.to_send(0.0):
-            messages.append(wire.decode_request(frame))
-            self.link.table.sent(pending, 0.0)
-        return messages
-
     def answers(self, n_chunks: int, extents: bytes, reason: str) -> LookupCall:
         """A lookup of N_CHUNKS chunks that gets this answer."""
         call = self.lookups.begin(self.identity, bytes(N_CHUNKS * KEY_BYTES), "request", b"", None)
-        (asked,) = self.sent()
+        (asked,) = self.link.said()
         if isinstance(asked, wire.Identify):
             self.link.table.reply(
                 wire.IdentifyReply(asked.seq, EPOCH, 5, self.identity.root, [bytes(32)], True)
             )
-            (asked,) = self.sent()
+            (asked,) = self.link.said()
         assert isinstance(asked, wire.Lookup)
         self.link.table.reply(wire.LookupReply(asked.seq, EPOCH, n_chunks, extents, n_chunks, 0, reason))
         return call

@@ -12,6 +12,7 @@ from kvstrata.client.requests import LAST_REPEAT_S, Kind, Pending, RequestTable
 from kvstrata.errors import Unavailable
 from kvstrata.rpc import wire
 from kvstrata.types import LeaseName
+from tests.unit.client import link_double
 
 SESSION = bytes(16)
 
@@ -138,24 +139,15 @@ def test_leases_of_a_newer_epoch_wait_until_the_client_has_attached_to_it(queue,
 
 
 def test_a_refused_release_is_sent_again(released):
-    class Connected(Link):
-        def ask(self, pending):
-            self.table.add(pending)
-
-        def said(self, now_s: float) -> wire.Release:
-            [(pending, frame)] = self.table.to_send(now_s)
-            self.table.sent(pending, now_s)
-            return wire.decode_request(frame)
-
-    link = Connected()
+    link = link_double.Link()
     queue = ReleaseQueue(link, CopyLedger(), released.extend)
     give(queue, [lease(1)])
-    first = link.said(0.0)
+    [first] = link.said()
     link.table.reply(
         wire.Error(first.seq, 7, "refused", "1024 requests of this session are running", "seq", True)
     )
     assert released == []
-    again = link.said(LAST_REPEAT_S)
+    [again] = link.said(LAST_REPEAT_S)
     assert again.leases == first.leases and again.seq > first.seq
     link.table.reply(wire.Ok(again.seq, 7, 1))
     assert released == [lease(1)]

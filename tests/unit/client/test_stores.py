@@ -10,7 +10,7 @@ from kvstrata.client.batches import StoreRequest
 from kvstrata.client.copies import Copier, CopyLedger
 from kvstrata.client.handles import StoreJob, StoreOutcome
 from kvstrata.client.identities import Declared, Identity
-from kvstrata.client.requests import Kind, Pending, RequestTable
+from kvstrata.client.requests import Kind
 from kvstrata.client.stores import BATCHES_IN_FLIGHT, StoreQueue
 from kvstrata.errors import Unavailable
 from kvstrata.measure.blocks import PagedBlocks
@@ -18,29 +18,9 @@ from kvstrata.native.copying import CopyEngine
 from kvstrata.native.record import record_bytes
 from kvstrata.rpc import wire
 from kvstrata.types import EXTENT, KEY_BYTES, LayoutIdentity, RequestIdentity
+from tests.unit.client.link_double import EPOCH, Link
 
-EPOCH = 7
 CHUNKS = 2
-
-
-class Link:
-    """A connection that works."""
-
-    def __init__(self) -> None:
-        self.table = RequestTable()
-        self.session, self.epoch, self.usable = bytes(16), EPOCH, True
-        self.now_s = 0.0
-
-    def ask(self, pending: Pending) -> None:
-        self.table.add(pending)
-
-    def said(self) -> list[wire.AnyRequest]:
-        """Send what is due; returns every request that was sent since, without repeats."""
-        messages = []
-        for pending, frame in self.table.to_send(self.now_s):
-            messages.append(wire.decode_request(frame))
-            self.table.sent(pending, self.now_s)
-        return messages
 
 
 class Stores:
