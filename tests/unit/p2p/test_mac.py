@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator
 
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.clock import SystemClock
 from kvstrata.errors import BadRequest, ClusterFailure
 from kvstrata.native.record import verify_record
-from kvstrata.p2p import mac, serving
+from kvstrata.p2p import mac as mac_module
+from kvstrata.p2p import serving
 from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.mac import MAC_KEY_BYTES, parts_of, tag_of, tags_of
-from kvstrata.p2p.serving import PeerLeases, PeerServer
-from kvstrata.rpc.cluster_wire import PeerLease, PeerLeased, PeerRelease, PeerReleased
-from kvstrata.rpc.zmq_link import AskLink, Links
-from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.p2p.serving import PeerLeases
+from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
 from kvstrata.types import EXTENT
 from tests.harness.l1 import L1, RECORD, chain
+from tests.unit.p2p.conftest import Owner
 
 LONG_S = 120.0
 KEY = bytes(range(MAC_KEY_BYTES))
@@ -42,7 +40,7 @@ def test_a_tag_is_aes_gcms_of_the_extent_and_the_record(records: list[bytes], pi
     buffers = [ctypes.create_string_buffer(record, len(record)) for record in records]
     extents = [EXTENT.pack(7 * n, len(record), n, 3, 0) for n, record in enumerate(records)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mac, "_PIECE_BYTES", piece)
+        patch.setattr(mac_module, "_PIECE_BYTES", piece)
         found = all_tags(list(zip(extents, map(ctypes.addressof, buffers), strict=True)))
     expected = [
         AESGCM(KEY).encrypt(n.to_bytes(12, "little"), b"", extent + record)
@@ -55,11 +53,6 @@ def test_a_record_of_another_generation_in_the_same_place_has_another_tag() -> N
     record = ctypes.create_string_buffer(100)
     one, other = (tag_of(KEY, 0, EXTENT.pack(0, 100, 1, n, 0), ctypes.addressof(record)) for n in (1, 2))
     assert one != other
-
-
-@pytest.fixture
-def l1() -> L1:
-    return L1()
 
 
 def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_ended(l1: L1) -> None:
@@ -101,31 +94,9 @@ def test_a_reader_gets_macs_of_its_own_leases_records_alone(l1: L1) -> None:
     l1.nothing_in_use()
 
 
-class Owner:
-    """The real socket over a real pool, with MACs or without."""
-
-    def __init__(self, l1: L1, *, mac: bool) -> None:
-        server = ZmqServer(asyncio.get_running_loop())
-        port = server.bind_tcp("localhost", 0, curve=None, insecure=False)
-        self.peers = PeerServer(
-            {SHARED: l1.pool}, SystemClock(), server, instance_id="owner", incarnation=7, share=1 / 4,
-            engine="ucx", metadata=lambda: b"metadata", mac=mac,
-        )  # fmt: skip
-        self.peers.start()
-        self.links = Links(asyncio.get_running_loop())
-        self.link: AskLink = self.links.ask(f"tcp://127.0.0.1:{port}")
-
-    async def lease(self, keys: list[bytes]) -> PeerLeased:
-        return await self.link.ask(PeerLease(0, "reader", b"".join(keys), 1, 60_000), PeerLeased, LONG_S)
-
-
-@pytest.fixture(params=[True])
-async def owner(l1: L1, request: pytest.FixtureRequest) -> AsyncIterator[Owner]:
-    made = Owner(l1, mac=request.param)
-    yield made
-    made.links.close()
-    await made.peers.close()
-    l1.nothing_in_use()
+@pytest.fixture
+def mac() -> bool:
+    return True
 
 
 async def test_the_answer_to_a_release_has_the_tags_of_the_records_that_were_read(
@@ -189,7 +160,7 @@ async def test_an_impossible_request_for_tags_is_refused_and_releases_nothing(l1
     assert (await owner.link.ask(PeerRelease(0, leased.lease), PeerReleased, LONG_S)).stood
 
 
-@pytest.mark.parametrize("owner", [False], indirect=True)
+@pytest.mark.parametrize("mac", [False])
 async def test_an_owner_without_macs_says_which_setting_it_lacks(l1: L1, owner: Owner) -> None:
     leased = await owner.lease(l1.store(chain("a", 1)))
     with pytest.raises(
@@ -214,7 +185,7 @@ async def test_tags_take_no_more_memory_than_a_queue_and_the_reader_is_told(
 @given(st.integers(1, 5_000), st.integers(1, 9))
 def test_each_record_is_in_one_part_and_no_thread_gets_two(count: int, threads: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mac, "THREADS", threads)
+        patch.setattr(mac_module, "THREADS", threads)
         parts = parts_of(count)
     assert [number for part in parts for number in part] == list(range(count))
     assert 0 < len(parts) <= threads

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import AsyncIterator
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from kvstrata.clock import SystemClock
 from kvstrata.errors import ClusterFailure, Refused
 from kvstrata.native.pool import Pool
 from kvstrata.p2p import serving
 from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.lent import ABSENT, LIMIT
-from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases, PeerServer
+from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases
 from kvstrata.rpc.cluster_wire import (
     ANSWERS,
     CLUSTER_PROTOCOL_VERSION,
@@ -31,28 +29,14 @@ from kvstrata.rpc.cluster_wire import (
     PeerWelcome,
     encode,
 )
-from kvstrata.rpc.zmq_link import AskLink, Links
-from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.rpc.zmq_link import AskLink
 from kvstrata.types import FORMAT_VERSION, Extent, unpack_extents
 from tests.harness.l1 import L1, L1_BYTES, RECORD, chain
 from tests.harness.waiting import until
+from tests.unit.p2p.conftest import Owner
 
 LONG_S = 120.0
 QUARTER = L1_BYTES // 4
-
-
-class Clock(SystemClock):
-    """Stands still until it is told."""
-
-    now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def l1() -> L1:
-    return L1()
 
 
 @pytest.fixture
@@ -281,37 +265,6 @@ def test_what_may_be_lent_of_a_pool_follows_its_limit() -> None:
 
 def _memory(l1: L1, extent: Extent) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * extent.length_bytes).from_address(l1.pool.extents_address + extent.offset_bytes)
-
-
-class Owner:
-    """The real socket over a real pool."""
-
-    def __init__(self, l1: L1) -> None:
-        server = ZmqServer(asyncio.get_running_loop())
-        port = server.bind_tcp("localhost", 0, curve=None, insecure=False)
-        self.endpoint = f"tcp://127.0.0.1:{port}"
-        self.clock = Clock()
-        self.metadata = b"how to get there"
-        self.peers = PeerServer(
-            {SHARED: l1.pool}, self.clock, server, instance_id="owner", incarnation=7, share=1 / 4,
-            engine="ucx", metadata=lambda: self.metadata,
-        )  # fmt: skip
-        self.peers.start()
-
-
-@pytest.fixture
-async def owner(l1: L1) -> AsyncIterator[Owner]:
-    owner = Owner(l1)
-    yield owner
-    await owner.peers.close()
-    assert l1.pool.stats()["leases"] == 0
-
-
-@pytest.fixture
-async def link(owner: Owner) -> AsyncIterator[AskLink]:
-    links = Links(asyncio.get_running_loop())
-    yield links.ask(owner.endpoint)
-    links.close()
 
 
 def hello(**other: object) -> PeerHello:
