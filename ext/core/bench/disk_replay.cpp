@@ -29,7 +29,7 @@
 #include "disk/log.h"
 #include "hash/crc32c.h"
 #include "record/record.h"
-#include "support/sparse_files.h"
+#include "sparse_files.h"
 
 using namespace kvstrata;
 

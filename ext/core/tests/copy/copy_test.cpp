@@ -136,25 +136,6 @@ std::vector<Shape> unlike() {
 
 }  // namespace
 
-TEST(gather_stores_the_blocks_in_order_packed_and_sealed) {
-  unsigned seed = 1;
-  for (const Shape& shape : shapes()) {
-    for (const std::size_t sections : {1u, 3u}) {
-      const Engine engine(sections, 9, shape.dims, shape.run, shape.stride, ++seed);
-      for (const std::vector<std::uint32_t>& ids :
-           {std::vector<std::uint32_t>{0}, {8, 0, 3}, {5, 5}}) {
-        const Bytes record = gathered(engine, ids);
-        const Bytes expected = engine.packed(ids);
-        const std::size_t header = record_header_bytes(static_cast<std::uint32_t>(sections));
-        CHECK_EQ(record.size(), header + expected.size());
-        CHECK(std::memcmp(record.data() + header, expected.data(), expected.size()) == 0);
-        const Digest key = spec().key;
-        CHECK_OK(verify_record(record.data(), record.size(), &key));
-      }
-    }
-  }
-}
-
 TEST(scatter_restores_exactly_the_blocks_and_nothing_else) {
   unsigned seed = 100;
   for (const Shape& shape : shapes()) {
@@ -206,30 +187,6 @@ TEST(sections_of_unlike_blocks_follow_each_other_in_the_record) {
     CHECK(status.code() == StatusCode::kCorrupt);
     CHECK_EQ(status.detail(2), static_cast<std::int64_t>(bad));
   }
-}
-
-TEST(a_record_whose_sections_have_the_lengths_in_another_order_is_refused) {
-  const Shape wide{{}, 600, 600};
-  const Shape narrow{{}, 200, 200};
-  Engine engine({wide, narrow}, 4, 7);
-  const Engine other({narrow, wide}, 4, 7);
-  const std::vector<std::uint32_t> ids = {1, 2};
-  const Bytes record = gathered(other, ids);
-  const Bytes before = engine.memory;
-  const Status status = scatter_record(*engine.plan, ids, record.data(), record.size(), spec());
-  CHECK(status.code() == StatusCode::kIncompatible);
-  CHECK_EQ(status.detail(2), 0);
-  CHECK(engine.memory == before);
-}
-
-TEST(blocks_can_move_to_other_places) {
-  Engine engine(4, 6, {}, 2048, 2048, 5);
-  const std::vector<std::uint32_t> from = {0, 1};
-  const std::vector<std::uint32_t> to = {5, 3};
-  const Bytes record = gathered(engine, from);
-  const Bytes expected = engine.packed(from);
-  CHECK_OK(scatter_record(*engine.plan, to, record.data(), record.size(), spec()));
-  CHECK(engine.packed(to) == expected);
 }
 
 TEST(a_skipped_block_is_verified_but_written_nowhere) {

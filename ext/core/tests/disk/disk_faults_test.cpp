@@ -13,7 +13,6 @@
 
 #include "support/check.h"
 #include "support/disk_log_fixture.h"
-#include "support/failing_files.h"
 #include "support/hooked_files.h"
 #include "support/volatile_files.h"
 
@@ -23,14 +22,14 @@ using namespace kvstrata::testing;
 namespace {
 
 TEST(puts_that_find_no_room_use_up_no_segment_numbers) {
-  FailingFiles files(posix_files());
+  HookedFiles files;
   Disk disk;
   disk.files = &files;
   disk.open();
-  files.fail_all(FileCall::kAllocate, ENOSPC);
+  files.fail_all("allocate", ENOSPC);
   for (int key = 1; key < 20; ++key)
     CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
-  files.heal(FileCall::kAllocate);
+  files.heal("allocate");
   disk.put(1, 5);
   CHECK(!read_file(disk.options.folder + "/00000000.seg").empty());
   // Numbers of files that belong to somebody else are left out.
@@ -94,7 +93,7 @@ TEST(a_log_that_cannot_be_read_is_refused_and_nothing_in_it_changes) {
 // -- what fails and works again later
 
 TEST(capacity_comes_back_when_a_file_that_could_not_be_removed_goes) {
-  FailingFiles files(posix_files());
+  HookedFiles files;
   Disk disk;
   disk.files = &files;
   disk.open();
@@ -103,7 +102,7 @@ TEST(capacity_comes_back_when_a_file_that_could_not_be_removed_goes) {
   disk.options.segment_bytes = 64 * 1024;  // what is there goes, it is not used again
   disk.open();
   const std::uint64_t records = disk.log->usage().records;
-  files.fail_all(FileCall::kUnlink, EACCES);
+  files.fail_all("unlink", EACCES);
   int key = 400;
   while (disk.put({key}) == std::vector({PutStatus::kStored}))
     ++key;
@@ -111,7 +110,7 @@ TEST(capacity_comes_back_when_a_file_that_could_not_be_removed_goes) {
     CHECK(disk.put({other}) == std::vector({PutStatus::kFailed}));
   CHECK(disk.log->usage().records > records / 2);  // not one segment a put
   CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
-  files.heal(FileCall::kUnlink);
+  files.heal("unlink");
   disk.put(key, key + 200);
   CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
   CHECK(disk.count("segments_bytes") == disk.bytes_on_medium());
@@ -120,17 +119,17 @@ TEST(capacity_comes_back_when_a_file_that_could_not_be_removed_goes) {
 }
 
 TEST(a_log_whose_file_cannot_be_removed_opens_and_shrinks_later) {
-  FailingFiles files(posix_files());
+  HookedFiles files;
   Disk disk;
   disk.files = &files;
   disk.open();
   disk.put(1, 400);
   disk.log.reset();
   disk.options.capacity_bytes /= 2;
-  files.fail_all(FileCall::kUnlink, EACCES);
+  files.fail_all("unlink", EACCES);
   disk.open();
   CHECK(disk.present(399));
-  files.heal(FileCall::kUnlink);
+  files.heal("unlink");
   for (int key = 400; key < 600; ++key)
     (void)disk.put({key});
   CHECK(disk.present(599));
@@ -138,18 +137,18 @@ TEST(a_log_whose_file_cannot_be_removed_opens_and_shrinks_later) {
 }
 
 TEST(what_is_left_of_a_segment_that_could_not_be_made_counts_until_it_goes) {
-  FailingFiles files(posix_files());
+  HookedFiles files;
   Disk disk;
   disk.files = &files;
   disk.open();
-  files.fail_all(FileCall::kUnlink, EACCES);
-  files.fail_all(FileCall::kSyncFolder, EIO);
+  files.fail_all("unlink", EACCES);
+  files.fail_all("sync_folder", EIO);
   for (int key = 1; key < 100; ++key) {
     CHECK(disk.put({key}) == std::vector({PutStatus::kFailed}));
     CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
   }
-  files.heal(FileCall::kUnlink);
-  files.heal(FileCall::kSyncFolder);
+  files.heal("unlink");
+  files.heal("sync_folder");
   disk.put(1, 400);
   CHECK(disk.count("segments_bytes") == disk.bytes_on_medium());
   CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
@@ -158,18 +157,18 @@ TEST(what_is_left_of_a_segment_that_could_not_be_made_counts_until_it_goes) {
 // A medium that cannot reserve space: the write of a frame fails, and so does that of the frame
 // that is skipped.
 TEST(a_medium_that_was_full_takes_puts_again) {
-  FailingFiles files(posix_files());
+  HookedFiles files;
   Disk disk;
   disk.files = &files;
   disk.open();
   disk.put(1, 10);
-  files.fail_all(FileCall::kWrite, ENOSPC);
+  files.fail_all("write", ENOSPC);
   for (int key = 10; key < 20; ++key)
     CHECK(disk.put({key}) == std::vector({PutStatus::kThrottled}));
   for (int key = 1; key < 20; ++key)
     CHECK(disk.load(key) == (key < 10 ? LoadStatus::kLoaded : LoadStatus::kAbsent));
   CHECK_EQ(disk.count("read_only"), 0u);
-  files.heal(FileCall::kWrite);
+  files.heal("write");
   disk.put(10, 20);
   disk.remove({3});
   disk.reopen();

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "disk/log.h"
+#include "support/amount.h"
 #include "support/check.h"
 #include "support/disk_log_fixture.h"
 #include "support/power_loss.h"
@@ -107,7 +108,7 @@ void check_cut_frame_stays_away(bool dies) {
   constexpr std::uint32_t kLong = 16 * 1024;  // does not fit into a segment behind a short one
   constexpr std::uint32_t kShort = 8 * 1024;
   unsigned torn = 0;
-  for (std::uint64_t seed = 1; seed <= 200; ++seed) {
+  for (std::uint64_t seed = 1; seed <= amount(100U, 200U); ++seed) {
     auto files = std::make_unique<VolatileFiles>();
     CHECK_OK(files->make_folder(kPowerLossFolder));
     files->settle();

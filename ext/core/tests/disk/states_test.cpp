@@ -1,6 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Every cell of the disk log's state tables, and what the lists of segments are in each state.
+// What the lists of a disk log's segments are in each state.
 #include "disk/states.h"
 
 #include <algorithm>
@@ -16,53 +16,6 @@ using namespace kvstrata;
 using namespace kvstrata::disk;
 
 namespace {
-
-// A row is a state, a letter is the state after the event of its column, a dot an event that cannot
-// happen there.
-template <typename State, std::size_t kStates, typename Event, std::size_t kEvents>
-void check_cells(const Machine<State, kStates, Event, kEvents>& machine, const std::string& letters,
-                 const std::array<const char*, kStates>& rows) {
-  for (std::size_t from = 0; from < kStates; ++from) {
-    std::string row;
-    for (std::size_t event = 0; event < kEvents; ++event) {
-      const auto state = static_cast<State>(from);
-      const auto happened = static_cast<Event>(event);
-      row += machine.can(state, happened)
-                 ? letters.at(static_cast<std::size_t>(machine.after(state, happened)))
-                 : '.';
-    }
-    CHECK_EQ(row, std::string(rows[from]));
-  }
-}
-
-// Events: created chosen filled table_written retire pins_gone renewed failed dropped foreign_file
-// file_gone.
-TEST(a_segment_moves_as_its_table_says) {
-  check_cells(kSegmentMachine, "-FAULRDX",
-              {
-                  "F........X.",  // absent
-                  ".A..D......",  // Free
-                  "..U........",  // Active
-                  "...LR......",  // fUll
-                  "....R......",  // Listed
-                  "...RRD.....",  // Retiring
-                  "......FRX..",  // Drained
-                  ".........X-",  // foreign
-              });
-}
-
-// Events: opened no_room room sync_failed close.
-TEST(a_log_changes_its_mode_as_its_table_says) {
-  check_cells(kLogMachine, "-OSRTX",
-              {
-                  "O..RT",  // opening
-                  ".SORT",  // Open
-                  ".SORT",  // Starved
-                  "RRRRX",  // Read-only
-                  ".TTXT",  // sTopping
-                  ".XXXX",  // stopping, and read-only
-              });
-}
 
 struct Lists {
   Lists() : segments(shared) {

@@ -108,28 +108,6 @@ TEST(copy_moves_exactly_its_bytes_at_every_length_and_alignment) {
   });
 }
 
-TEST(long_runs_equal_the_definition) {
-  std::mt19937_64 random(3);
-  const auto bytes = noise(1 << 19, 4);
-  std::vector<unsigned char> out(bytes.size() + 128);
-  for (int round = 0; round < 40; ++round) {
-    const std::size_t at = random() % 200;
-    const std::size_t n = random() % (bytes.size() - at);
-    const std::size_t to = random() % 64;
-    const auto start = static_cast<std::uint32_t>(random());
-    const std::uint32_t expected = bitwise(bytes.data() + at, n, start);
-    for_every_path([&] {
-      CHECK_EQ(crc32c(bytes.data() + at, n, start), expected);
-      for (const StoreHint hint : {StoreHint::kStream, StoreHint::kCached}) {
-        std::memset(out.data(), kGuard, out.size());
-        CHECK_EQ(copy_crc32c(out.data() + to, bytes.data() + at, n, start, hint), expected);
-        CHECK(std::memcmp(out.data() + to, bytes.data() + at, n) == 0);
-        CHECK_EQ(out[to + n], kGuard);
-      }
-    });
-  }
-}
-
 TEST(crc_of_parts_composes) {
   const auto bytes = noise(10'000, 5);
   for_every_path([&] {
@@ -141,15 +119,6 @@ TEST(crc_of_parts_composes) {
       CHECK_EQ(crc32c_combine(a, b, bytes.size() - cut), whole);
     }
   });
-}
-
-TEST(combine_takes_lengths_beyond_32_bits) {
-  // Appending 2^33 zero bytes in one step equals appending 2^32 of them twice.
-  const std::uint32_t start = 0x12345678u;
-  const std::uint32_t once = crc32c_combine(start, 0, std::uint64_t{1} << 33);
-  const std::uint32_t half = crc32c_combine(start, 0, std::uint64_t{1} << 32);
-  CHECK_EQ(crc32c_combine(half, 0, std::uint64_t{1} << 32), once);
-  CHECK(once != half);
 }
 
 TEST(a_list_of_runs_equals_one_contiguous_string) {
@@ -191,12 +160,4 @@ TEST(a_list_of_runs_equals_one_contiguous_string) {
       }
     });
   }
-}
-
-TEST(a_list_without_bytes_changes_nothing) {
-  for_every_path([] {
-    const CopyRun nowhere{nullptr, nullptr};
-    CHECK_EQ(copy_crc32c_runs(&nowhere, 1, 0, 77, StoreHint::kStream), 77u);
-    CHECK_EQ(copy_crc32c_runs(nullptr, 0, 5, 77, StoreHint::kCached), 77u);
-  });
 }

@@ -217,15 +217,6 @@ TEST(what_was_taken_runs_to_its_end_while_the_lanes_close) {
   CHECK_EQ(runs.load(), 300);
 }
 
-TEST(lanes_that_never_worked_are_idle_once_stopped) {
-  auto lanes = lanes_of(4);
-  CHECK(!lanes->idle());
-  lanes->stop();
-  CHECK(lanes->idle());
-  pollfd ready{lanes->event_fd(), POLLIN, 0};
-  CHECK_EQ(poll(&ready, 1, 0), 1);
-}
-
 TEST(a_forked_child_can_let_go_of_them) {
   auto lanes = lanes_of(2);
   Gate gate;
@@ -285,15 +276,4 @@ TEST(many_threads_may_submit_and_each_job_is_done_once) {
   CHECK_EQ(refused.load(), 0);
   CHECK_EQ(all.size(), static_cast<std::size_t>(kThreads * kJobs));
   CHECK_EQ(runs.load(), kThreads * kJobs * 10 / 4);
-}
-
-TEST(impossible_numbers_of_workers_are_refused_by_name) {
-  std::unique_ptr<Lanes> lanes;
-  for (const std::uint32_t workers : {0U, 257U}) {
-    const Status status = Lanes::create({.name = "x", .common_workers = workers}, &lanes);
-    CHECK_EQ(status.code(), StatusCode::kBadArgument);
-    CHECK_EQ(status.detail(0), workers);
-  }
-  CHECK_EQ(Lanes::create({.name = "x", .own_workers = {0, 0, 300, 0}}, &lanes).detail(2), 2);
-  CHECK_EQ(Lanes::create({.name = "x", .queue_limit = 0}, &lanes).code(), StatusCode::kBadArgument);
 }

@@ -46,44 +46,6 @@ std::vector<std::uint8_t> packed(const std::vector<Key>& keys) {
 
 }  // namespace
 
-TEST(an_index_takes_128_bytes_per_entry_and_at_most_16_for_its_bucket_lines) {
-  const IndexLayout layout = IndexLayout::of(1'000'000);
-  CHECK(layout.file_bytes >= 128'000'000);
-  CHECK(layout.file_bytes <= 144'000'000 + 128 * 1024);
-}
-
-TEST(linked_keys_are_found_and_unlinked_ones_are_not) {
-  constexpr std::uint32_t kCount = 500;
-  Memory index(kCount);
-  for (std::uint32_t i = 0; i < kCount; ++i)
-    index.put(i, make_key(i));
-  for (std::uint32_t i = 0; i < kCount; ++i)
-    CHECK_EQ(index.view.find(make_key(i)), i);
-  for (std::uint32_t i = 0; i < kCount; i += 2)
-    index.take(i, make_key(i));
-  for (std::uint32_t i = 0; i < kCount; ++i) {
-    CHECK_EQ(index.view.find(make_key(i)), i % 2 == 0 ? kNoEntry : i);
-  }
-}
-
-TEST(find_batch_agrees_with_find) {
-  constexpr std::uint32_t kCount = 300;
-  Memory index(kCount);
-  for (std::uint32_t i = 0; i < kCount; i += 3)
-    index.put(i, make_key(i));
-  for (std::size_t n : {0, 1, 15, 16, 17, 300}) {
-    std::vector<Key> keys;
-    for (std::uint32_t i = 0; i < n; ++i)
-      keys.push_back(make_key(i));
-    std::vector<std::uint32_t> found(n);
-    std::vector<std::uint64_t> beside(kCount);
-    index.view.find_batch(packed(keys).data(), n, found.data(), beside.data(),
-                          sizeof(std::uint64_t));
-    for (std::uint32_t i = 0; i < n; ++i)
-      CHECK_EQ(found[i], i % 3 == 0 ? i : kNoEntry);
-  }
-}
-
 TEST(confirmed_guesses_agree_with_find_batch_whatever_was_guessed) {
   constexpr std::uint32_t kCount = 300;
   Memory index(kCount);
@@ -185,20 +147,6 @@ TEST(lines_overflow_into_the_next_ones_up_to_a_bound) {
     }
   }
   CHECK_EQ(index.view.probe_length(home), 0);
-}
-
-TEST(a_full_index_finds_every_key) {
-  constexpr std::uint32_t kCount = 200'000;
-  Memory index(kCount);
-  for (std::uint32_t i = 0; i < kCount; ++i)
-    index.put(i, make_key(i));
-  for (std::uint32_t i = 0; i < kCount; ++i)
-    CHECK_EQ(index.view.find(make_key(i)), i);
-  std::uint32_t longest = 0;
-  for (std::uint64_t line = 0; line < index.view.bucket_lines(); ++line) {
-    longest = std::max(longest, index.view.probe_length(line));
-  }
-  CHECK(longest <= 4);
 }
 
 TEST(a_reader_survives_any_bytes) {

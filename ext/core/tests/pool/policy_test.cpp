@@ -38,47 +38,6 @@ const char* const kEvicting[] = {"LRU", "ARC", "S3FIFO"};
 
 }  // namespace
 
-TEST(an_unknown_policy_is_none) {
-  std::vector<EntryLocal> entries(1);
-  CHECK(make_policy("lru", entries.data()) == nullptr);
-  CHECK(make_policy("", entries.data()) == nullptr);
-  for (const char* name : {"LRU", "ARC", "S3FIFO", "noop"}) {
-    CHECK_EQ(std::string(make_policy(name, entries.data())->name()), name);
-  }
-}
-
-TEST(noop_has_no_victim) {
-  Fixture f("noop");
-  f.insert(1, 1);
-  CHECK(!f.policy->evicts());
-  CHECK_EQ(f.policy->victim(0), kNoEntry);
-  CHECK_EQ(f.policy->count(0), 1);
-  f.policy->remove(1, 1, false);
-  CHECK_EQ(f.policy->count(0), 0);
-}
-
-TEST(lru_evicts_in_order_of_last_use) {
-  Fixture f("LRU");
-  std::list<std::uint32_t> order;  // coldest first
-  std::mt19937 random(1);
-  for (std::uint32_t i = 0; i < 200; ++i) {
-    f.insert(i, i);
-    order.push_back(i);
-  }
-  for (int step = 0; step < 1000; ++step) {
-    auto at = order.begin();
-    std::advance(at, random() % order.size());
-    const std::uint32_t entry = *at;
-    order.erase(at);
-    order.push_back(entry);
-    f.policy->touch(entry);
-    if (step % 7 == 0) {
-      CHECK_EQ(f.evict(), order.front());
-      order.pop_front();
-    }
-  }
-}
-
 TEST(victims_are_of_the_class_that_was_asked) {
   for (const char* name : kEvicting) {
     Fixture f(name);

@@ -240,38 +240,6 @@ TEST(events_tell_what_happened_and_are_bounded) {
   CHECK(f.pool->take_events(&lost).empty());
 }
 
-TEST(a_closed_pool_refuses) {
-  Fixture f;
-  f.pool->close();
-  f.pool->close();
-  std::uint8_t id[16] = {};
-  std::uint32_t row = 0;
-  CHECK_EQ(f.pool->claim_row(id, id, 1, false, &row).code(), StatusCode::kClosed);
-  CHECK_EQ(f.pool->validate().code(), StatusCode::kClosed);
-  CHECK_EQ(f.peek(chain(1, 1)), 0);
-}
-
-TEST(create_takes_fresh_files_only) {
-  Fixture f;
-  std::shared_ptr<Pool> second;
-  CHECK_EQ(Pool::create(f.files.index, f.files.extents, f.options, &second).code(),
-           StatusCode::kExists);
-  PoolOptions bad = f.options;
-  Files files;
-  bad.policy = "MRU";
-  CHECK_EQ(Pool::create(files.index, files.extents, bad, &second).code(), StatusCode::kBadArgument);
-  bad = f.options;
-  bad.extents_bytes = 5000;
-  CHECK_EQ(Pool::create(files.index, files.extents, bad, &second).code(), StatusCode::kBadArgument);
-  bad = f.options;
-  bad.entry_capacity = 0;
-  CHECK_EQ(Pool::create(files.index, files.extents, bad, &second).code(), StatusCode::kBadArgument);
-  FormatMismatch mismatch;
-  CHECK_EQ(Pool::adopt(files.index, files.extents, f.options, &second, &mismatch).code(),
-           StatusCode::kIncompatible);
-  CHECK_EQ(std::string(mismatch.field), "index_file_bytes");
-}
-
 TEST(prefault_covers_the_pool_and_stops_on_close) {
   Fixture f(4096);
   CHECK_OK(f.pool->prefault_start(2));

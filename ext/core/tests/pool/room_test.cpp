@@ -90,16 +90,6 @@ TEST(a_full_pool_that_is_in_use_says_so) {
   CHECK_EQ(first(f.reserve(chain(50, 1), a).outcomes), ReserveOutcome::kReserved);
 }
 
-TEST(noop_refuses_instead_of_evicting) {
-  Fixture f(16, "noop");
-  for (std::uint64_t p = 0; p < 16; ++p)
-    f.store(chain(p, 1));
-  CHECK_EQ(first(f.reserve(chain(50, 1)).outcomes), ReserveOutcome::kPoolPinned);
-  CHECK_EQ(first(f.reserve(chain(51, 1), 0, nullptr, 3 * kRecordBytes).outcomes),
-           ReserveOutcome::kPoolPinned);
-  CHECK_EQ(copy(f.pool->stats().evicted_entries), 0);
-}
-
 TEST(a_tenant_over_its_quota_makes_room_from_its_own) {
   Fixture f(64);
   f.pool->set_quota(7, 4 * kRecordBytes);
@@ -120,29 +110,6 @@ TEST(a_tenant_over_its_quota_makes_room_from_its_own) {
   f.store(chain(101, 1), 0, kRecordBytes, 1);
   CHECK_EQ(f.peek(chain(100, 2)), 1);
   CHECK_OK(f.pool->validate());
-}
-
-TEST(the_newest_data_survives_with_one_size_and_with_two) {
-  for (const int sizes : {1, 2}) {
-    for (const char* policy : {"LRU", "S3FIFO", "ARC"}) {
-      // 72 prompts of 8 chunks, three times the pool in all.
-      const std::uint64_t bytes[2] = {kRecordBytes, sizes == 1 ? kRecordBytes : 5 * 4096};
-      const std::uint64_t total = 36 * 8 * (bytes[0] + bytes[1]);
-      Fixture f(total / 3 / kRecordBytes, policy, 1024);
-      for (std::uint64_t p = 0; p < 72; ++p)
-        f.store(chain(p, 8), 0, bytes[p % 2]);
-      CHECK_OK(f.pool->validate());
-      std::uint64_t newest_all_present = 0;
-      while (newest_all_present < 72 && f.peek(chain(71 - newest_all_present, 8)) == 8)
-        ++newest_all_present;
-      // A third of the prompts fits; a slab's worth may be under way between the sizes.
-      if (newest_all_present < (sizes == 1 ? 23u : 20u)) {
-        std::fprintf(stderr, "%s, %d sizes: newest %d\n", policy, sizes,
-                     static_cast<int>(newest_all_present));
-      }
-      CHECK(newest_all_present >= (sizes == 1 ? 23u : 20u));
-    }
-  }
 }
 
 TEST(a_size_that_comes_late_gets_its_share) {

@@ -1,4 +1,4 @@
-// Every cell of the two tables of pool/states.h: as written there, and as a pool behaves.
+// What each operation does in each state of pool/states.h.
 #include "pool/states.h"
 
 #include <string>
@@ -10,36 +10,6 @@ using namespace kvstrata;
 using namespace kvstrata::testing;
 
 namespace {
-
-// One letter a cell: the first of the state that follows, '.' where the event cannot happen.
-template <typename State, std::size_t kStates, typename Event, std::size_t kEvents>
-std::string letters(const Machine<State, kStates, Event, kEvents>& machine, Event event) {
-  std::string text;
-  for (std::size_t i = 0; i < kStates; ++i) {
-    const auto state = static_cast<State>(i);
-    text += machine.can(state, event)
-                ? machine.states[static_cast<std::size_t>(machine.after(state, event))].name[0]
-                : '.';
-  }
-  return text;
-}
-
-template <typename State, std::size_t kStates, typename Event, std::size_t kEvents>
-void check_reached(const Machine<State, kStates, Event, kEvents>& machine, State first) {
-  std::vector<bool> reached(kStates, false);
-  reached[static_cast<std::size_t>(first)] = true;
-  for (std::size_t round = 0; round < kStates; ++round) {
-    for (std::size_t from = 0; from < kStates; ++from) {
-      for (std::size_t event = 0; event < kEvents && reached[from]; ++event) {
-        const auto state = static_cast<State>(from);
-        if (!machine.can(state, static_cast<Event>(event))) continue;
-        reached[static_cast<std::size_t>(machine.after(state, static_cast<Event>(event)))] = true;
-      }
-    }
-  }
-  for (std::size_t state = 0; state < kStates; ++state)
-    CHECK(reached[state]);
-}
 
 // A pool with one entry of the key chain(1, 1) in this state. A QUARANTINED one is held by `hold`.
 struct OneEntry : Fixture {
@@ -126,39 +96,6 @@ const Operation kOperations[] = {
 };
 
 }  // namespace
-
-TEST(every_cell_of_an_entrys_table) {
-  using enum EntryEvent;
-  // FREE, RESERVED, READY (both R), UNVERIFIED, QUARANTINED.
-  const std::pair<EntryEvent, const char*> expected[] = {
-      {kReserve, "R...."}, {kCommit, ".R..."}, {kAbort, ".F..."},      {kAbortInUse, ".Q..."},
-      {kEvict, "..FF."},   {kDrop, "..FF."},   {kDropInUse, "..QQ."},  {kVerify, "...R."},
-      {kUnused, "....F"},  {kAdopt, "..UU."},  {kAdoptInUse, ".QQQQ"}, {kAdoptUnused, "FFFFF"},
-  };
-  CHECK_EQ(std::size(expected), kEntryEventCount);
-  for (std::size_t i = 0; i < kEntryEventCount; ++i) {
-    CHECK_EQ(static_cast<std::size_t>(expected[i].first), i);
-    CHECK_EQ(letters(kEntryMachine, expected[i].first), std::string(expected[i].second));
-  }
-  CHECK(kEntryMachine.after(EntryState::kFree, kReserve) == EntryState::kReserved);
-  CHECK(kEntryMachine.after(EntryState::kReserved, kCommit) == EntryState::kReady);
-  CHECK(kEntryMachine.after(EntryState::kUnverified, kVerify) == EntryState::kReady);
-  check_reached(kEntryMachine, EntryState::kFree);
-}
-
-TEST(every_cell_of_a_rows_table) {
-  using enum RowEvent;
-  const std::pair<RowEvent, const char*> expected[] = {
-      {kClaim, "CCOS"},  {kQuiesce, ".CCC"}, {kGone, ".UUU"},
-      {kStrand, "..SS"}, {kAdopt, "UOOO"},   {kAdoptUnsound, "UUUU"},
-  };
-  CHECK_EQ(std::size(expected), kRowEventCount);
-  for (std::size_t i = 0; i < kRowEventCount; ++i) {
-    CHECK_EQ(static_cast<std::size_t>(expected[i].first), i);
-    CHECK_EQ(letters(kRowMachine, expected[i].first), std::string(expected[i].second));
-  }
-  check_reached(kRowMachine, RowState::kUnclaimed);
-}
 
 TEST(every_operation_in_every_state_of_an_entry) {
   for (const Operation& operation : kOperations) {

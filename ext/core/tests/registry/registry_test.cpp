@@ -107,15 +107,6 @@ void sweep_all(Registry& registry) {
   }
 }
 
-TEST(every_slot_may_hold_one_tag) {
-  const auto registry = make(256 << 20, kMaxSlots);
-  for (std::uint32_t slot = 0; slot < kMaxSlots; ++slot)
-    CHECK_EQ(admit(*registry, open(*registry), {mixed(1)}), 1u);
-  CHECK_EQ(holders_of(*registry, mixed(1)).size(), std::size_t{kMaxSlots});
-  CHECK_EQ(evict(*registry, 7, {mixed(1)}), 1u);
-  CHECK_EQ(holders_of(*registry, mixed(1)).size(), std::size_t{kMaxSlots} - 1);
-}
-
 TEST(what_was_admitted_is_found_whatever_grows_meanwhile) {
   const auto registry = make();
   const Slot one = open(*registry);
@@ -138,32 +129,6 @@ TEST(what_was_admitted_is_found_whatever_grows_meanwhile) {
   CHECK_EQ(registry->usage().placements, kMany / 2);
   for (std::uint64_t number = 0; number < kMany; number += 7)
     CHECK_EQ(holders_of(*registry, crowded(number)).size(), number / 10'000 % 2);
-}
-
-TEST(tags_with_as_many_holders_as_lie_in_cells_of_their_own_are_not_refused) {
-  const auto registry = make();
-  const std::vector<Tag> tags = crowded_tags(0, 100'000);
-  for (int i = 0; i < 4; ++i)
-    CHECK_EQ(admit(*registry, open(*registry), tags), tags.size());
-  CHECK_EQ(registry->usage().refused, 0u);
-  CHECK_EQ(registry->usage().shared_tags, 0u);
-  for (std::size_t at = 0; at < tags.size(); at += 7)
-    CHECK_EQ(holders_of(*registry, tags[at]).size(), 4u);
-}
-
-TEST(a_table_that_is_emptied_gives_its_segments_to_the_next_ones) {
-  const auto registry = make();
-  std::uint64_t bytes = 0;
-  for (std::uint64_t round = 0; round < 4; ++round) {
-    const Slot slot = open(*registry);
-    CHECK_EQ(admit(*registry, slot, crowded_tags(round << 32, (round << 32) + 300'000)), 300'000u);
-    if (round == 0) bytes = registry->usage().bytes;
-    CHECK(registry->retire(slot).ok());
-    sweep_all(*registry);
-    CHECK_EQ(registry->usage().placements, 0u);
-    CHECK_EQ(registry->usage().slots, 0u);
-  }
-  CHECK(registry->usage().bytes <= bytes + (4 << 20));
 }
 
 TEST(a_tag_that_all_hold_is_one_and_shrinks_again) {
@@ -288,28 +253,6 @@ TEST(holders_of_one_tag_in_several_lines_are_all_found_whichever_goes) {
     CHECK(holders_of(*registry, tag) == std::vector<Slot>{slots[2]});
     CHECK(!RegistryProbe::says_more(*registry, tag));
   }
-}
-
-TEST(a_partition_that_is_empty_finds_nothing_of_another_one) {
-  const auto registry = make();
-  const Tag tag = Tag{1} << (64 - kTagBits);
-  CHECK_EQ(admit(*registry, open(*registry), {tag}), 1u);
-  CHECK_EQ(holders_of(*registry, tag).size(), 1u);
-  for (Tag partition = 1; partition < kRegistryPartitions; ++partition)
-    CHECK_EQ(holders_of(*registry, tag | partition << 54).size(), 0u);
-}
-
-TEST(a_slot_comes_back_only_after_a_whole_pass) {
-  const auto registry = make(64 << 20, 1);
-  const Slot slot = open(*registry);
-  admit(*registry, slot, tags_of(0, 10'000));
-  CHECK(registry->retire(slot).ok());
-  CHECK_EQ(registry->open_slot(0, 0), kNoSlot);
-  int steps = 0;
-  for (; registry->open_slot(0, 0) == kNoSlot; ++steps)
-    CHECK(registry->sweep(1) != 0);
-  CHECK(steps >= 1000);
-  CHECK_EQ(registry->usage().placements, 0u);
 }
 
 TEST(a_slot_retired_in_the_middle_of_a_pass_waits_for_the_next) {

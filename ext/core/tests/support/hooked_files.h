@@ -2,21 +2,43 @@
 //
 // A file layer that lets a test look at each call before and after it reaches the real one: to fail
 // it, to hold it up, or to kill the process there.
+//
+//     HookedFiles files(posix_files());
+//     files.fail_all("sync", EIO);  // until files.heal("sync")
+//
+// A call that fails this way changes nothing, with two exceptions, which are those of files.h: of a
+// write the first half is written, in whole blocks; and what was written before a sync that failed
+// may be lost at a power cut whatever is synced later, where the layer below can lose things
+// (UnsyncedLoss).
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "files/files.h"
 
 namespace kvstrata::testing {
 
+// A file of a layer that models what a power cut leaves.
+class UnsyncedLoss {
+ public:
+  virtual ~UnsyncedLoss() = default;
+  // A sync failed: no later one makes what was written until now durable.
+  virtual void lose_unsynced() noexcept = 0;
+};
+
 class HookedFiles final : public FileLayer {
  public:
-  // `call` is one of open, create, read, write, sync, truncate, access_time, rename, unlink,
-  // make_folder, sync_folder, stat, list. Called by several threads at a time.
+  // `call` is one of open, create, read, write, sync, allocate, truncate, access_time, rename,
+  // unlink, make_folder, sync_folder, stat, list. Called by several threads at a time.
   using Before = std::function<Status(const std::string& call, const std::string& path)>;
   using After = std::function<void(const std::string& call, const std::string& path)>;
 
@@ -26,6 +48,15 @@ class HookedFiles final : public FileLayer {
   After after = [](const std::string&, const std::string&) {};
   std::function<void(const std::string& path, FileStat* stat)> see_stat = [](const std::string&,
                                                                              FileStat*) {};
+
+  void fail_all(const std::string& call, int error) {
+    const std::lock_guard lock(mutex_);
+    failing_[call] = error;
+  }
+  void heal(const std::string& call) {
+    const std::lock_guard lock(mutex_);
+    failing_.erase(call);
+  }
 
   Status open(const std::string& path, FileMode mode, bool direct,
               std::unique_ptr<File>* out) noexcept override {
@@ -79,12 +110,20 @@ class HookedFiles final : public FileLayer {
       return layer_.hooked("read", path_, [&] { return file_->read(parts, offset); });
     }
     Status write(std::span<const WritePart> parts, std::uint64_t offset) noexcept override {
+      if (const auto failed = layer_.failure("write")) {
+        KVSTRATA_RETURN_IF_ERROR(write_half(parts, offset));
+        return *failed;
+      }
       return layer_.hooked("write", path_, [&] { return file_->write(parts, offset); });
     }
     Status sync() noexcept override {
+      if (layer_.failure("sync"))
+        if (auto* const losing = dynamic_cast<UnsyncedLoss*>(file_.get())) losing->lose_unsynced();
       return layer_.hooked("sync", path_, [&] { return file_->sync(); });
     }
-    Status allocate(std::uint64_t length) noexcept override { return file_->allocate(length); }
+    Status allocate(std::uint64_t length) noexcept override {
+      return layer_.hooked("allocate", path_, [&] { return file_->allocate(length); });
+    }
     Status truncate(std::uint64_t length) noexcept override {
       return layer_.hooked("truncate", path_, [&] { return file_->truncate(length); });
     }
@@ -95,6 +134,20 @@ class HookedFiles final : public FileLayer {
     bool direct() const noexcept override { return file_->direct(); }
 
    private:
+    Status write_half(std::span<const WritePart> parts, std::uint64_t offset) noexcept {
+      std::uint64_t length = 0;
+      for (const WritePart& part : parts)
+        length += part.length;
+      std::uint64_t left = length / 2 / kFileBlockBytes * kFileBlockBytes;
+      std::vector<WritePart> half;
+      for (const WritePart& part : parts) {
+        if (left == 0) break;
+        half.push_back({part.bytes, std::min<std::size_t>(part.length, left)});
+        left -= half.back().length;
+      }
+      return half.empty() ? Status() : file_->write(half, offset);
+    }
+
     HookedFiles& layer_;
     std::string path_;
     std::unique_ptr<File> file_;
@@ -102,13 +155,23 @@ class HookedFiles final : public FileLayer {
 
   template <typename Call>
   Status hooked(const char* name, const std::string& path, Call call) {
+    if (const auto failed = failure(name)) return *failed;
     KVSTRATA_RETURN_IF_ERROR(before(name, path));
     const Status status = call();
     after(name, path);
     return status;
   }
 
+  std::optional<Status> failure(const std::string& call) {
+    const std::lock_guard lock(mutex_);
+    const auto found = failing_.find(call);
+    if (found == failing_.end()) return std::nullopt;
+    return Status(StatusCode::kOsError, "injected", found->second);
+  }
+
   FileLayer& inner_;
+  std::mutex mutex_;
+  std::map<std::string, int> failing_;
 };
 
 }  // namespace kvstrata::testing

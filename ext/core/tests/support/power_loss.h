@@ -76,6 +76,7 @@ struct PowerLossOptions {
   bool found_is_durable = true;
 
   std::uint64_t first_seed = 1;
+  // Everything; the gate tells about a quarter of it (support/amount.h).
   unsigned whole_seeds = 2;       // of these every step is the last one once, up to
   unsigned max_steps = 150;       // so many
   unsigned random_stories = 100;  // of other seeds, each stopped at one step

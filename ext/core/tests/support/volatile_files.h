@@ -48,7 +48,7 @@
 #include <vector>
 
 #include "files/files.h"
-#include "support/failing_files.h"
+#include "support/hooked_files.h"
 
 namespace kvstrata::testing {
 
