@@ -50,7 +50,7 @@ class Cluster:
         flags: tuple[str, ...] = (),
         flags_of: Sequence[tuple[str, ...]] = (),
         settings: dict[str, str] | None = None,
-        controller_flags: tuple[str, ...] = ("--heartbeat-s", "1", "--dead-after-s", "5"),
+        controller_flags: tuple[str, ...] = ("--heartbeat-s", "1"),
         network: Network | None = None,
     ) -> None:
         self._network = network

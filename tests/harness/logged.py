@@ -50,8 +50,8 @@ class Logged(Spawned):
             weakref.finalize(self, self._wakes.close)
         return {VARIABLE: self._wakes.getsockname()}
 
-    def expect(self, *words: str, count: int = 1) -> str:
-        """Wait until `count` lines of the log, over all starts, contain all these words; return the latest of them.
+    def expect(self, event: str, *parts: str, count: int = 1) -> str:
+        """Wait until `count` lines of the log, over all starts, have the word `event` and all `parts`; return the last.
 
         Raises AssertionError with the end of the log after HANG_S, or when the process has ended without the line.
         """
@@ -63,10 +63,16 @@ class Logged(Spawned):
                 while True:
                     self._wakes.recv(1)
             text = self.log.read_text(errors="replace")
-            lines = [line for line in text.splitlines() if all(word in line for word in words)]
+            lines = [
+                line
+                for line in text.splitlines()
+                if event in line.split() and all(part in line for part in parts)
+            ]
             if len(lines) >= count:
                 return lines[-1]
             if ended or time.monotonic() > ends_s:
                 why = "it has ended" if ended else f"not within {HANG_S:.0f} s"
-                raise AssertionError(f"{len(lines)} of {count} lines with {words}: {why}\n{text[-4000:]}")
+                raise AssertionError(
+                    f"{len(lines)} of {count} lines with {event} {parts}: {why}\n{text[-4000:]}"
+                )
             select.select([self._wakes], [], [], LOOK_S)

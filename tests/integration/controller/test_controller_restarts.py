@@ -114,7 +114,7 @@ def ignored(controller: ControllerProcess, damage: str) -> None:
     told = controller.ask("/v1/cluster")
     assert told["snapshot"]["ignored"] == 1 and told["snapshot"]["ignored_reason"], damage
     assert told["instances"]["restored"] == 0 and told["directory"]["placements"] == 0, damage
-    eventually("the log says so", lambda: "snapshot_ignored" in controller.log.read_text())
+    controller.expect("snapshot_ignored")
     assert "kvstrata_controller_snapshots_ignored_total 1.0" in controller.text("/metrics"), damage
     controller.kill()
 

@@ -49,8 +49,7 @@ def test_a_forged_registration_is_refused_counted_and_logged_and_the_rightful_in
     assert (owner.instance, owner.n_keys, owner.peer_endpoint) == ("a", 10, a.peer)
     assert owner.peer_key == a.public_key.decode()
     assert re.search(r'kvstrata_controller\w+\{code="wrong_key"\} 3', controller.text("/metrics"))
-    says = "registration_refused instance=a"
-    eventually("the log says so", lambda: says in controller.log.read_text())
+    controller.expect("registration_refused", "instance=a")
 
 
 def test_no_message_in_the_name_of_an_instance_counts_without_its_key(controller, instance, stranger):

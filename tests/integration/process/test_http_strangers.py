@@ -15,7 +15,6 @@ import pytest
 
 from kvstrata.cli import asking
 from tests.harness import own_commands
-from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerFailed, ServerProcess
@@ -228,7 +227,7 @@ def test_insecure_opens_the_port_and_the_log_says_so_at_each_start(tmp_path: Pat
             server.start()
             assert send(port_of(server), {}, CLEAR)[0] == 200
             assert send(port_of(server), {"host": "evil.example"}, CLEAR)[0] == 403
-            eventually("it says so", lambda n=starts: server.log.read_text().count("http_port_open") == n)
+            server.expect("http_port_open", count=starts)
             server.stop()
 
 
@@ -237,7 +236,7 @@ def test_insecure_opens_a_controller_and_the_log_says_so_at_each_start(tmp_path:
         for starts in (1, 2):
             assert controller.ask("/v1/instances", token="")["instances"] == []
             assert send(port_of(controller), {"host": "evil.example"}, request="GET /v1/cluster")[0] == 403
-            eventually("it says so", lambda n=starts: controller.log.read_text().count("http_port_open") == n)
+            controller.expect("http_port_open", count=starts)
             assert controller.dashboard_link() == f"{controller.url}/"
             controller.stop()
             controller.start()

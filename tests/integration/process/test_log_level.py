@@ -60,10 +60,10 @@ def test_an_adapter_host_follows_the_level_of_its_server(tmp_path: Path) -> None
         assert change("DEBUG") == "debug"
         eventually("details of the adapter in the log", details)
         server.signal(signal.SIGHUP)
-        assert "changed=log_level" in eventually("the line", lambda: line(server.log, "reloaded"))
+        assert "changed=log_level" in server.expect("reloaded")
         assert ctl("--url", server.url, "log-level").split() == ["level", "info"]
         assert change("warning") == "warning"
-        eventually("the line", lambda: "level=warning was=info" in server.log.read_text())
+        server.expect("log_level_changed", "level=warning was=info")
         known = details()
         settings.write_text("log_level: debug\n")
         server.signal(signal.SIGHUP)

@@ -33,11 +33,6 @@ def lines(log: Path, event: str) -> list[str]:
     return [line for line in log.read_text().splitlines() if event in line.split()]
 
 
-def said(log: Path, event: str, count: int = 1) -> str:
-    """The newest of `count` lines of an event, once it is there."""
-    return eventually(f"{event} in the log", lambda: len(found := lines(log, event)) >= count and found[-1])
-
-
 class Config:
     """A server's configuration file and token files, which a test changes while the server runs."""
 
@@ -80,10 +75,10 @@ def server(request: pytest.FixtureRequest, tmp_path: Path, config: Config) -> It
 def test_no_asking_signal_ends_a_server(server: ServerProcess) -> None:
     for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP):
         server.signal(number)
-    assert "signal=SIGUSR2" in said(server.log, "signal_ignored")
-    page = said(server.log, "section=pool")
+    assert "signal=SIGUSR2" in server.expect("signal_ignored")
+    page = server.expect("section=pool")
     assert json.loads(page.partition("section=pool ")[2])["extents_bytes"] == server.ready["l1_bytes"]
-    assert said(server.log, "reloaded").endswith("reloaded changed=nothing needs_restart=nothing")
+    assert server.expect("reloaded").endswith("reloaded changed=nothing needs_restart=nothing")
     assert read(f"{server.url}/healthz")
     assert server.stop() == 0
     assert all(len(line) < 5_000 for line in server.log.read_text().splitlines())
@@ -104,7 +99,7 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
         l2={"quotas_gb": {"green": 1}, "drain_s": 1},
     )
     server.signal(signal.SIGHUP)
-    assert said(server.log, "reloaded").partition("reloaded ")[2] == (
+    assert server.expect("reloaded").partition("reloaded ")[2] == (
         "changed=http.token_file,l2.drain_s,l2.quotas_gb,log_level,quotas_gb,security.tenants_file "
         "needs_restart=p2p.keep"
     )
@@ -135,11 +130,11 @@ def test_a_bad_file_changes_nothing_and_is_said(server: ServerProcess, config: C
     for count, wrong in enumerate(("not: [yaml", "l1: {size_gb: none}\n", "log_levle: debug\n"), 1):
         config.path.write_text(wrong)
         server.signal(signal.SIGHUP)
-        assert str(config.path) in said(server.log, "reload_failed", count)
+        assert str(config.path) in server.expect("reload_failed", count=count)
         assert status(server, OLD)["instance"]["ready"], "the token did not change either"
     config.write(log_level="debug")
     server.signal(signal.SIGHUP)
-    assert "changed=http.token_file,log_level" in said(server.log, "reloaded")
+    assert "changed=http.token_file,log_level" in server.expect("reloaded")
 
 
 def test_a_controller_reloads_its_token_and_says_its_status(tmp_path: Path, config: Config) -> None:
@@ -151,9 +146,9 @@ def test_a_controller_reloads_its_token_and_says_its_status(tmp_path: Path, conf
         config.write(max_instances=7)
         for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             controller.signal(number)
-        line = said(controller.log, "reloaded")
+        line = controller.expect("reloaded")
         assert line.endswith("changed=http.token_file needs_restart=max_instances")
-        assert said(controller.log, "status") and said(controller.log, "signal_ignored")
+        assert controller.expect("status") and controller.expect("signal_ignored")
         with pytest.raises(urllib.error.HTTPError):
             controller.ask("/v1/cluster", token=OLD)
         assert controller.ask("/v1/cluster", token=NEW)
