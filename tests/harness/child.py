@@ -20,8 +20,8 @@ from typing import Any, Self
 from tests.harness.signals import send
 
 ROOT = Path(__file__).resolve().parents[2]
-HANG_S = 60.0
-"""A child that has sent nothing for this time has failed."""
+HANG_S = 180.0
+"""A child that has sent nothing for this time has failed; the child itself waits 120 s for an event at most."""
 
 
 class ChildError(Exception):

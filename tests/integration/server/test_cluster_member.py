@@ -22,7 +22,7 @@ from tests.harness.server_process import ServerFailed, ServerProcess
 
 pytestmark = pytest.mark.integration
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "2")
 
 

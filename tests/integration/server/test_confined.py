@@ -43,7 +43,7 @@ def confined(tmp_path: Path) -> Any:
         [*host.under, "sh", "-c", "touch /not-here 2>&1; grep -E 'CapEff|NoNewPrivs' /proc/self/status"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     ).stdout
     assert "Read-only file system" in seen, seen
     assert "CapEff:\t0000000000000000" in seen and "NoNewPrivs:\t1" in seen, seen
@@ -66,7 +66,7 @@ class Traced:
 def traced(tmp_path: Path) -> Path:
     """A file for a trace. Tests that need it may skip in CI too: strace is a tool of the system, which may lack it."""
     try:
-        done = subprocess.run(["strace", "-f", "true"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["strace", "-f", "true"], capture_output=True, text=True, timeout=300)
     except FileNotFoundError:
         pytest.skip("needs strace; to install: apt-get install strace")
     if done.returncode != 0:

@@ -96,8 +96,8 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
 def renewed(server: ServerProcess, name: str) -> str:
     """Do what the advice of the line says; return the tier's new name."""
     ctl = [sys.executable, "-m", "kvstrata", "ctl", "--url", server.url, "--json", "l2"]
-    subprocess.run([*ctl, "remove", name], check=True, capture_output=True, timeout=60)
-    added = subprocess.run([*ctl, "add", name], check=True, capture_output=True, timeout=60)
+    subprocess.run([*ctl, "remove", name], check=True, capture_output=True, timeout=300)
+    added = subprocess.run([*ctl, "add", name], check=True, capture_output=True, timeout=300)
     return str(json.loads(added.stdout)["name"])
 
 
@@ -115,7 +115,7 @@ def test_a_directory_that_is_read_only_or_hidden_comes_back_by_itself(
 
     def inside(*command: str) -> None:
         entered = ["nsenter", "--target", str(server.pid), "--mount", *command, str(folder)]
-        subprocess.run(entered, check=True, capture_output=True, timeout=60)
+        subprocess.run(entered, check=True, capture_output=True, timeout=300)
 
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 4)

@@ -18,14 +18,13 @@ import pytest
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, MissReason, unpack_extents
 from tests.harness.http_read import read
-from tests.harness.rpc_client import RECORD_BYTES, RpcClient, chain_of, new_prompt
+from tests.harness.rpc_client import HANG_S, RECORD_BYTES, RpcClient, chain_of, new_prompt
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
 NO_L2: tuple[str, ...] = ("--l2-adapter", "none")
 PATIENT_MS = 20_000
-METRICS_S = 10.0
 REMEMBERED_KEYS = 32_768
 """`MAX_KEYS` of policy/misses.py; more absent keys than these are not remembered one by one."""
 
@@ -194,7 +193,7 @@ def counted(server: ServerProcess, client: RpcClient, reason: str) -> tuple[int,
     name = re.compile(
         rf'^kvstrata_first_misses(?:_total)?{{[^}}]*reason="{reason}"[^}}]*}} (\d+)', re.MULTILINE
     )
-    ends_s = time.monotonic() + METRICS_S
+    ends_s = time.monotonic() + HANG_S
     while True:
         found = name.search(read(f"{server.url}/metrics").decode())
         of_metrics = int(found[1]) if found else 0

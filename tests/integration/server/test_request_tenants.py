@@ -17,7 +17,7 @@ from kvstrata.cli.asking import Ask, ask
 from kvstrata.errors import KvstrataError, NotPermitted
 from kvstrata.rpc import wire
 from tests.harness.http_read import read
-from tests.harness.rpc_client import RECORD_BYTES, RpcClient, RpcError, chain_of, until
+from tests.harness.rpc_client import RpcClient, RpcError, chain_of, until
 from tests.harness.server_process import ServerProcess
 from tests.harness.tenants import BLUE
 
@@ -139,22 +139,6 @@ def test_explain_and_status_go_by_the_tenant_of_the_request(server, engine):
         assert blue.explain("of blue")["lookups"][0]["hits"]["l1"] == CHUNKS
         assert blue.explain("of green") == {**blue.explain("nobody"), "request_id": "of green"}
         assert [row["tenant"] for row in blue.status()["tenants"]] == ["blue"]
-
-
-@pytest.mark.long
-def test_a_quota_counts_what_an_engine_stores_for_its_tenant(server, engine):
-    green = engine.identify(tenant="green", salt="quota")
-    theirs = chain_of(green.root, CHUNKS)
-    engine.store(green, theirs)
-    quota_bytes = int(0.015625 * (1 << 30))
-    for number in range(2 * quota_bytes // RECORD_BYTES // 50 + 1):
-        blue = engine.identify(tenant="blue", salt=f"quota {number}")
-        engine.store(blue, chain_of(blue.root, 50))
-        rows = {row["tenant"]: row["bytes"] for row in engine.status()["tenants"]}
-        assert rows["blue"] <= quota_bytes
-    assert rows["blue"] > quota_bytes // 2
-    assert hits(engine, green, theirs) == CHUNKS
-    until(engine, puts_have_ended)
 
 
 def test_l2_is_cleared_of_one_tenant_over_all_tiers_also_after_a_kill_and_without_its_engine(server):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
+from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
 
@@ -66,7 +66,7 @@ def test_the_oldest_waiting_lease_goes_and_a_claimed_one_stays(server, old, new,
         new.client.release([refused.lease], group=True)
     eventually("the oldest goes back", lambda: old.ask("revoked") == [0] and leased_bytes(server) < full)
     kept = new.lookup(prompt(n_chunks, 4))
-    assert kept.wait(30) and kept.claim()
+    assert kept.wait(PATIENCE_S) and kept.claim()
     assert kept.result.n_chunks == n_chunks
     # The second lease is asked back next, in vain, since it is claimed; then the third.
     for _ in range(2):

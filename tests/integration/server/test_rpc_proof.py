@@ -255,7 +255,7 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
                 [*OTHER_USER, sys.executable, "-c", connect, str(server.socket_dir / name), str(int(kind))],
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=300,
                 check=False,
             )
             assert "PermissionError" in ran.stderr, (oct(mode), name, ran.stderr)
@@ -273,7 +273,7 @@ def test_a_long_frame_over_tcp_without_keys_closes_its_connection_and_no_other(s
     hello = wire.Hello(wire.NO_SESSION, 1, wire.PROTOCOL_VERSION)
     observer.ask(hello, wire.HelloReply)
     sender.send_frames(bytes(MAX_UNPROVEN_BYTES + 1))
-    for _ in range(60):  # libzmq connects again, after it has dropped what waited for the old connection
+    for _ in range(240):  # libzmq connects again, after it has dropped what waited for the old connection
         sender.send(hello)
         with contextlib.suppress(TimeoutError):
             assert isinstance(sender.receive(timeout_s=0.5), wire.HelloReply)
@@ -336,7 +336,7 @@ def test_another_process_cannot_attach_as_a_session_that_it_knows(
         [sys.executable, "-c", script, str(server.socket_dir), victim.session.hex(), victim.group.hex()],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[3],
         check=False,
     )
@@ -361,7 +361,7 @@ def test_one_process_cannot_take_all_rows(tmp_path: Path) -> None:
         )
         subprocess.run(
             [sys.executable, "-c", attach_elsewhere, str(server.socket_dir)],
-            timeout=60,
+            timeout=300,
             cwd=Path(__file__).parents[3],
             check=True,
         )

@@ -41,7 +41,7 @@ url, token, body = sys.argv[1:]
 request = urllib.request.Request(url + "/v1/l2/adapters", body.encode(), {"Content-Type": "application/json"})
 request.add_header("Authorization", "Bearer " + token)
 try:
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         print(json.dumps([answer.status, json.load(answer)]))
 except urllib.error.HTTPError as error:
     print(json.dumps([error.code, json.load(error)]))
@@ -111,7 +111,7 @@ def tried(server: ServerProcess, adapter: Any, **more: Any) -> tuple[int, dict[s
         capture_output=True,
         text=True,
         cwd="/",
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     status, answer = json.loads(done.stdout)
@@ -121,7 +121,7 @@ def tried(server: ServerProcess, adapter: Any, **more: Any) -> tuple[int, dict[s
 def listed(server: ServerProcess) -> list[Any]:
     url = f"http://127.0.0.1:{server.ready['http_port']}/v1/l2/adapters"
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return list(json.load(answer)["adapters"])
 
 

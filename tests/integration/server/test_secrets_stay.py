@@ -74,7 +74,7 @@ def asked(server: ServerProcess, path: str, body: Any = None, method: str = "") 
     request.add_header("Authorization", f"Bearer {TOKEN}")
     request.add_header("Content-Type", "application/json")
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as error:
         return str(error.read().decode())
@@ -142,7 +142,7 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
         capture_output=True,
         text=True,
         env=environment,
-        timeout=60,
+        timeout=300,
     )
     assert checked.returncode == 0, checked.stderr
     seen["--check"] = checked.stdout + checked.stderr

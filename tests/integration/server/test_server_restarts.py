@@ -150,7 +150,7 @@ def run_server(*flags: str, environment: dict[str, str] | None = None) -> subpro
         [sys.executable, "-m", "kvstrata.cli.server", *flags],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env=environment,
         check=False,
     )
@@ -229,7 +229,7 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
         env={**os.environ, "KVSTRATA_L1_SEGMENT_DIR": str(server.segment_dir)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == 70

@@ -151,7 +151,7 @@ def test_another_user_can_neither_join_nor_ask_where_chunks_are_nor_read_as_a_pe
             env={**os.environ, "XDG_RUNTIME_DIR": str(theirs)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert ran.stdout == "0 of 12 were answered\n", ran.stderr

@@ -13,7 +13,7 @@ import pytest
 
 from kvstrata.client import LookupResult
 from kvstrata.types import MissReason
-from tests.harness.cache_engine import CHUNK_TOKENS, eventually, prompt
+from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, eventually, prompt
 from tests.harness.engine_groups import SPAN, Groups, open_groups
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
@@ -139,7 +139,7 @@ def test_explain_names_the_slice_that_ended_the_hit(server: ServerProcess, group
         call = engine.client.lookup(
             engine.identity(), engine.hasher(prompt(n_chunks, seed)), request_id=name, deadline_ms=10_000
         )
-        assert call.wait(30)
+        assert call.wait(PATIENCE_S)
         if call.result.lease:
             engine.client.release([call.result.lease], group=True)
         [lookup] = server.get(f"/v1/explain/{name}")["lookups"]
@@ -165,7 +165,7 @@ def test_a_server_that_stops_in_the_middle_of_a_load_costs_the_deadline_and_its_
     server._environment |= {"KVSTRATA_TESTING": "1", "KVSTRATA_FAILPOINTS": "load.read=stop"}
     start_empty(server, groups)
     call = groups.whole.lookup(prompt(8), deadline_ms=1_000)
-    assert call.wait(30), "the lookup never ended"
+    assert call.wait(PATIENCE_S), "the lookup never ended"
     assert (call.result.n_chunks, call.result.lease) == (0, None)
     eventually("the server stops while it loads", server.halted)
     server.thaw()

