@@ -18,15 +18,14 @@ from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, Chat, conversation_i
 from kvstrata.gateway.tokens.template import ChatTemplate
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from tests.harness import tokenizer_folder as made
+from tests.harness.amount import amount
 
 TEMPLATES = {
     "chatml": made.CHATML,
     "thinking": made.THINKING,
-    "counted": made.COUNTED,
     "hasty": made.HASTY,
-    "joined": made.JOINED,
     "parted": made.PARTED.replace("</s>", "<|im_end|>"),
-}
+} | amount({}, {"counted": made.COUNTED, "joined": made.JOINED})
 AGREED = frozenset((feature, parted) for feature in FEATURES for parted in (False, True))
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"b": {}, "a": {}}}}
 
@@ -109,7 +108,7 @@ ROUNDS = st.one_of(
     edit=st.none() | st.tuples(st.integers(0, 8), CONTENTS),
     kept=st.sampled_from([2_000, 1 << 20]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=amount(15, 25), deadline=None)
 def test_turns_have_the_ids_of_their_whole_text(
     own: dict[str, OwnTokenizer],
     template: str,
