@@ -160,7 +160,7 @@ def test_a_stop_says_what_it_waits_for_and_what_it_gave_up(tmp_path: Path) -> No
     inner = {"type": "fs", "base_path": str(tmp_path / "bad"), "capacity_gb": 1}
     hang = {"type": "fault_inject", "inner": inner, "rate": 1.0, "seed": 1, "faults": ["hang"]}
     flags = ("--l2-adapter", json.dumps(hang | {"deadline_ms": 60_000}))
-    environment = {**os.environ, "KVSTRATA_L2_DRAIN_S": "1.5"}
+    environment = {**os.environ, "KVSTRATA_L2_DRAIN_S": "1.5", "KVSTRATA_PATIENCE": "1"}
     with ServerProcess(
         tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2="embedded", flags=flags, environment=environment
     ) as server:
@@ -204,6 +204,7 @@ class Small(lifecycle.Process):
     reload = page = None
 
 lifecycle.CLOSING_S = 1.5
+os.environ["KVSTRATA_PATIENCE"] = "1"  # each of its parts ends at once or never
 set_up("info")
 sys.exit(lifecycle.run(Small("small")))
 """
