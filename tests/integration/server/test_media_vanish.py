@@ -43,11 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 def said(server: ServerProcess, event: str) -> str:
     """The only line of an event, once it is there."""
-
-    def found() -> list[str]:
-        return [line for line in server.log.read_text().splitlines() if f" {event} " in line]
-
-    [line] = eventually(f"{event} in the log", found)
+    line = server.expect(event)
+    assert server.log.read_text().count(f" {event} ") == 1
     return line
 
 

@@ -62,7 +62,7 @@ def test_a_server_without_the_key_of_its_id_is_refused_until_an_admin_lets_the_i
         key = tmp_path / "rightful" / "state" / "kvstrata" / "members" / "ours.key"
         assert stat.S_IMODE(key.stat().st_mode) == 0o600
         other.start()
-        until(lambda: "controller_refuses code=wrong_key" in other.log.read_text())
+        other.expect("controller_refuses", "code=wrong_key")
         rightful.kill()
         rightful.start()
         until(lambda: live(controller).get("pid") == rightful.pid)

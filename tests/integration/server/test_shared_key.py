@@ -219,7 +219,7 @@ def test_another_user_cannot_be_the_controller_while_the_real_one_is_down(
             )
         try:
             until(lambda: "ready" in (theirs / "log").read_text())
-            until(lambda: "controller_has_other_keys" in ours.log.read_text())
+            ours.expect("controller_has_other_keys")
             told = json.loads(read(f"{controller.url}/v1/cluster", token="t" * 32))
             assert all(one["received"] == 0 for one in told["sockets"].values())
             assert told["sockets"]["reply"]["refused_handshakes"] > 0
@@ -284,14 +284,14 @@ def test_insecure_opens_a_cluster_and_both_logs_say_so_at_each_start(tmp_path: P
             controller.stop()
             controller.start()
         b.start()  # without --insecure it believes no controller that anybody could be
-        until(lambda: "controller_has_other_keys" in b.log.read_text())
+        b.expect("controller_has_other_keys")
         assert not cluster_of(b)["member"]
-        until(lambda: "or runs with --insecure" in b.log.read_text())
+        b.expect("controller_has_other_keys", "or runs with --insecure")
         controller.kill()
         with ControllerProcess(tmp_path / "closed", flags=QUICK) as closed:
             with ClusterInstance(closed.ports["reply"], "c") as c:
                 c.register()
             with server(tmp_path / "d", closed.ports["reply"], "d", "--insecure") as d:
                 d.start()
-                until(lambda: "controller_has_other_keys" in d.log.read_text())
+                d.expect("controller_has_other_keys")
                 assert "this instance was started with --insecure" in d.log.read_text()
