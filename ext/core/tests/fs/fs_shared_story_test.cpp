@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "fs/shared/connector.h"
+#include "support/amount.h"
 #include "support/check.h"
 #include "support/fs_records.h"
 #include "support/hooked_files.h"
@@ -241,7 +242,7 @@ class Story {
 
 TEST(the_cap_holds_and_nothing_acknowledged_is_lost_whoever_dies_or_stands_still) {
   std::uint64_t first = 1;
-  std::uint64_t count = 12;
+  auto count = amount<std::uint64_t>(3, 12);
   if (const char* const seed = std::getenv("KVSTRATA_SHARED_STORY")) {
     first = std::strtoull(seed, nullptr, 10);
     count = 1;
