@@ -429,8 +429,8 @@ Status IndexReader::open(int index_fd, IndexReader* out, FormatMismatch* mismatc
   KVSTRATA_RETURN_IF_ERROR(IndexView::check(mapping.address(), bytes, &layout, mismatch));
   out->view_ = IndexView(mapping.address(), layout);
   out->mapping_ = std::move(mapping);
-  out->heartbeat_limit_ns_ = static_cast<std::uint64_t>(
-      patience(std::chrono::nanoseconds(kHeartbeatLimitNs)).count());
+  out->heartbeat_limit_ns_ =
+      static_cast<std::uint64_t>(patience(std::chrono::nanoseconds(kHeartbeatLimitNs)).count());
   return Status();
 }
 

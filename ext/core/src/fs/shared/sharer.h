@@ -30,7 +30,8 @@ namespace kvstrata {
 struct FsSharedTimes {
   std::chrono::nanoseconds lease = patience(std::chrono::seconds(3));
   std::chrono::nanoseconds beat = std::chrono::milliseconds(500);
-  std::chrono::nanoseconds put_wait = patience(std::chrono::seconds(1));  // for a grant, or for space
+  std::chrono::nanoseconds put_wait =
+      patience(std::chrono::seconds(1));  // for a grant, or for space
   // Monotonic nanoseconds of this host.
   std::function<std::int64_t()> clock = [] {
     return std::chrono::steady_clock::now().time_since_epoch().count();

@@ -1,0 +1,172 @@
+"""The comparison of routing policies: what the oracle knows, what a killed engine costs, Dynamo's own choice."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import route_dynamo
+from benchmarks.route_gateway import Death, Outside, Run
+from benchmarks.route_loads import Asked
+from benchmarks.route_oracle import Oracle, first_token_ps
+from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.testing.engine_sim.engine import SimEngine
+from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
+from kvstrata.testing.engine_sim.kv_events import KVEventBatch
+from kvstrata.testing.engine_sim.requests import SimRequest
+
+MODEL = EngineModel(kv_blocks=512, max_model_tokens=4_096)
+SHORT = st.tuples(st.integers(0, 200), st.integers(0, 3), st.integers(1, 1_500), st.integers(1, 40))
+"""Milliseconds since the request before, the family that its prompt is of, and the lengths of prompt and answer."""
+
+
+def request(name: str, family: int, prompt_tokens: int, answer_tokens: int = 20) -> SimRequest:
+    """The prompts of a family are parts of one sequence."""
+    tokens = [family * 10_000 + number for number in range(prompt_tokens)]
+    return SimRequest(name, tokens, answer=bytes(answer_tokens))
+
+
+def busy(load: list[tuple[int, int, int, int]]) -> tuple[SimEngine, int]:
+    """An engine that got a load, and the time of the last request."""
+    engine, at_ps = SimEngine(MODEL), 0
+    for number, (gap_ms, family, prompt_tokens, answer_tokens) in enumerate(load):
+        at_ps += gap_ms * PS_PER_S // 1_000
+        engine.submit(request(str(number), family, prompt_tokens, answer_tokens), at_ps)
+    return engine, at_ps
+
+
+@given(st.lists(SHORT, max_size=12), SHORT)
+def test_the_oracle_foresees_the_first_token_of_a_request_that_is_the_last(
+    load: list[tuple[int, int, int, int]], last: tuple[int, int, int, int]
+) -> None:
+    engine, at_ps = busy(load)
+    at_ps += last[0] * PS_PER_S // 1_000
+    asked = request("last", *last[1:])
+    engine.advance(at_ps)
+    foreseen_ps = first_token_ps(engine, asked, at_ps)
+    assert foreseen_ps is not None
+    assert first_token_ps(engine, asked, at_ps, foreseen_ps) == foreseen_ps
+    assert first_token_ps(engine, asked, at_ps, foreseen_ps - 1) is None
+    engine.submit(asked, at_ps)
+    engine.advance(1 << 100)
+    assert asked.first_token_ps == foreseen_ps
+
+
+def test_the_oracle_weighs_a_cache_against_a_queue() -> None:
+    holder, other = SimEngine(MODEL), SimEngine(MODEL)
+    holder.submit(request("before", 1, 2_000), 0)
+    for engine in (holder, other):
+        engine.advance(PS_PER_S)
+    engines = {"holder": holder, "other": other}
+    oracle = Oracle()
+    assert oracle.engine_for(engines, request("next", 1, 2_100), PS_PER_S) == "holder"
+    for number in range(3):
+        holder.submit(request(f"queue-{number}", 2 + number, 2_000), PS_PER_S)
+    assert oracle.engine_for(engines, request("next", 1, 2_100), PS_PER_S) == "other"
+
+
+class InTurn(Outside):
+    """Takes one engine after the other, and writes down which were there."""
+
+    name = "in_turn"
+
+    def __init__(self) -> None:
+        self.turns = itertools.count()
+        self.seen: list[tuple[int, list[str]]] = []
+        self.told: list[str] = []
+        self.under_way: set[str] = set()
+
+    def engine_for(self, engines: Mapping[str, SimEngine], request: SimRequest, at_ps: int) -> str:
+        names = sorted(engines)
+        self.seen.append((at_ps, names))
+        self.under_way.add(request.name)
+        return names[next(self.turns) % len(names)]
+
+    def gone(self, engine: str) -> None:
+        self.told.append(f"{engine} gone")
+
+    def back(self, engine: str) -> None:
+        self.told.append(f"{engine} back")
+
+    def ended(self, request: SimRequest) -> None:
+        self.under_way.remove(request.name)
+
+
+LOAD = [Asked(0.02 * n, [n % 5 * 1_000 + k for k in range(800)], b"x" * 30, f"s{n}", 0) for n in range(100)]
+DEATH = Death("engine-0", 0.665, 1.4)
+"""Just after it has got a request."""
+ENGINES = {f"engine-{number}": MODEL for number in range(3)}
+
+
+def test_the_requests_of_a_killed_engine_are_served_by_others_until_it_is_back() -> None:
+    chosen = InTurn()
+    run = Run(chosen, ENGINES, deaths=[DEATH])
+    results = run.serve(LOAD)
+    assert len(results) == len(LOAD)
+    assert chosen.told == ["engine-0 gone", "engine-0 back"]
+    assert not chosen.under_way
+    assert len(chosen.seen) > len(LOAD), "somebody waited there for a first token"
+    for at_ps, names in chosen.seen:
+        dead = DEATH.at_s <= at_ps / PS_PER_S < DEATH.back_s
+        assert ("engine-0" in names) != dead
+    assert any("engine-0" in names for at_ps, names in chosen.seen if at_ps / PS_PER_S > DEATH.back_s)
+
+
+def test_after_a_killed_engine_has_come_back_all_counts_are_zero() -> None:
+    run = Run(POLICIES["ttft"](), ENGINES, deaths=[DEATH])
+    results = run.serve(LOAD)
+    assert len(results) == len(LOAD)
+    assert all(result.ttft_s > 0 for result in results)
+    for engine in run.fleet.engines.values():
+        assert (engine.load.requests, engine.load.waiting, engine.load.context_tokens) == (0, 0, 0)
+
+
+@pytest.fixture
+def dynamo() -> Iterator[route_dynamo.Dynamo]:
+    """Dynamo with two workers."""
+    cache = Path(os.environ.get("KVSTRATA_CACHE", "~/.cache/kvstrata")).expanduser()
+    if not (cache / f"ai-dynamo-runtime-{route_dynamo.VERSION}" / "whole").exists():
+        pytest.skip("ai-dynamo-runtime is not in the cache folder; `make bench BENCH=route_fleet` fetches it")
+    chosen = route_dynamo.Dynamo(route_dynamo.service_type(), {})
+    chosen.begin(["a", "b"])
+    yield chosen
+    chosen.finish()
+
+
+def computed_at(chosen: route_dynamo.Dynamo, name: str, prompt: SimRequest) -> None:
+    """Tell that an engine has computed a prompt."""
+    engine = SimEngine(MODEL)
+    engine.submit(prompt, 0)
+    engine.advance(10 * PS_PER_S)
+    for at_ps, events in engine.take_events():
+        chosen.event(name, msgspec.msgpack.encode(KVEventBatch(at_ps / PS_PER_S, events, 0)))
+
+
+def test_dynamo_chooses_by_the_events_and_by_what_it_was_told(dynamo: route_dynamo.Dynamo) -> None:
+    engines: dict[str, SimEngine] = {}  # it looks at none
+    computed_at(dynamo, "b", request("before", 1, 1_600))
+    first = request("1", 1, 1_700)
+    assert dynamo.engine_for(engines, first, 0) == "b"
+    queued = [request(f"queue-{number}", 2 + number, 1_600) for number in range(4)]
+    taken = [dynamo.engine_for(engines, one, 0) for one in queued]
+    assert taken.count("a") >= 2, "b has a request already"
+    for one in (first, *queued):
+        dynamo.first_token(one)
+        dynamo.ended(one)
+    assert dynamo.engine_for(engines, request("2", 1, 1_700), 0) == "b"
+
+
+def test_dynamo_sends_nothing_to_a_worker_that_is_gone(dynamo: route_dynamo.Dynamo) -> None:
+    engines: dict[str, SimEngine] = {}
+    computed_at(dynamo, "b", request("before", 1, 1_600))
+    dynamo.gone("b")
+    assert dynamo.engine_for(engines, request("1", 1, 1_700), 0) == "a"
+    dynamo.back("b")
+    assert dynamo.engine_for(engines, request("2", 2, 1_700), 0) == "b", "a has a request"
