@@ -224,7 +224,7 @@ def by_name(server: ServerProcess, name: str) -> dict[str, Any]:
     return next(row for row in rows(server) if row["name"] == name)
 
 
-@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_no_acknowledged_chunk_is_lost_while_adapters_come_and_go(server, tmp_path, killed):
     """One adapter stays; the others are added, drained and removed under stores and lookups."""
     keep = fs(tmp_path / "keep")

@@ -236,6 +236,7 @@ def test_the_next_server_adopts_the_pool_and_starts_its_own_host(start: Callable
         assert reply.l1_chunks == len(chain) // KEY_BYTES
 
 
+@pytest.mark.long
 def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopted(tmp_path: Path) -> None:
     with HostedServer(tmp_path) as server:
         server.order("open", "outlive")
