@@ -56,6 +56,7 @@ def test_a_gap_in_the_events_calls_for_a_full_sync(controller, instance):
     assert a.heartbeat() == []
 
 
+@pytest.mark.silence
 def test_the_loss_of_the_last_batch_is_noticed_by_a_heartbeat(controller, instance):
     a = instance("a").join({})
     a.admit(tags_of([0]))
