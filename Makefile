@@ -10,9 +10,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV_PYTHON := .venv/bin/python
 JOBS ?= $(shell nproc)
-# More than cores, since tests of processes wait for timers. A worker gets a file at a time, so fixtures of a module are
+# More than cores, since tests of processes wait. A worker gets a file at a time, so fixtures of a module are
 # made once.
-WORKERS ?= $(shell echo $$(($(JOBS) + ($(JOBS) + 1) / 2)))
+WORKERS ?= $(shell echo $$((2 * $(JOBS))))
 PYTEST ?= $(VENV_PYTHON) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Builds and checks of wheels need no environment of this clone.
 WHEEL_PYTHON = $(or $(wildcard $(VENV_PYTHON)),python3)

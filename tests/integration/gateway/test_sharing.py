@@ -135,6 +135,8 @@ async def test_a_gateway_knows_the_queues_of_the_other_and_they_come_to_zero(
         await at_rest(gateway, session)
 
 
+@pytest.mark.long
+@pytest.mark.silence
 async def test_requests_of_a_killed_gateway_end_and_delay_nobody(
     scene: Scene, session: aiohttp.ClientSession
 ) -> None:
@@ -149,6 +151,7 @@ async def test_requests_of_a_killed_gateway_end_and_delay_nobody(
     await at_rest(second, session)
 
 
+@pytest.mark.silence
 async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(
     scene: Scene, session: aiohttp.ClientSession
 ) -> None:

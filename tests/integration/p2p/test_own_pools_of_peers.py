@@ -379,6 +379,8 @@ def test_memory_that_is_lent_does_not_move_until_it_is_given_back(cluster: Clust
         eventually("the memory has moved", lambda: row_of(cluster, 0)["used_bytes"] <= MIB)
 
 
+@pytest.mark.long
+@pytest.mark.silence
 def test_memory_lent_to_a_reader_that_is_stopped_moves_once_its_lease_has_expired(tmp_path: Path) -> None:
     with (
         cluster_of(tmp_path, KVSTRATA_FAILPOINTS="load.reserved=stop") as cluster,

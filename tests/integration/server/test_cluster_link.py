@@ -99,6 +99,7 @@ def test_a_part_that_is_temporarily_refused_is_sent_again(controller, server, cl
     assert parts.count(0) >= 3
 
 
+@pytest.mark.silence
 def test_a_frozen_sync_refuses_stores_until_it_ends(controller, server, client):
     synced(controller)
     freeze(controller)

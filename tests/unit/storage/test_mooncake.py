@@ -286,6 +286,7 @@ async def test_an_unreachable_server_is_named(
             await adapter_of(configure(**fields)).open(lent_context(lambda key: None))
 
 
+@pytest.mark.usefixtures("patience_of_production")
 async def test_a_silent_master_is_named(package: Callable[[str], Path]) -> None:
     package(RECORDER)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -24,6 +24,7 @@ def made(**fields: Any) -> RespSettings:
     return adapter.settings
 
 
+@pytest.mark.usefixtures("patience_of_production")
 def test_the_smallest_entry_has_the_defaults() -> None:
     settings = made(host="redis.example")
     assert settings.servers.addresses == (Address("redis.example", 6379),)
@@ -32,6 +33,7 @@ def test_the_smallest_entry_has_the_defaults() -> None:
     assert settings.request_timeout_s == 5.0
 
 
+@pytest.mark.usefixtures("patience_of_production")
 def test_every_field_that_users_know_is_read() -> None:
     settings = made(
         host="10.0.0.1",
