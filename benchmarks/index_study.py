@@ -37,7 +37,6 @@ from benchmarks.run import RESULTS, merge
 from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
 from tests.tools import fetch_wheels
 
-WHEELS = ("rocksdict==0.3.29", "lmdb==3.0.0")
 REQUESTS = sized(6000, 150)
 BLOCKS_EACH = sized(4000, 100)
 REPEATS = sized(3, 1)
@@ -109,7 +108,7 @@ def row(name: str, visits: list[Visit], runs: list[dict[str, Any]]) -> dict[str,
 def study(trace: list[TraceRequest], what: str) -> list[dict[str, Any]]:
     """Measure the figures on one trace; each has the rows of all engines. Raises NotHere."""
     try:
-        environment = fetch_wheels.environment(WHEELS)
+        environment = fetch_wheels.environment(fetch_wheels.INDEXES)
     except fetch_wheels.Unavailable as error:
         raise NotHere(str(error)) from None
     visits = visits_of(trace)

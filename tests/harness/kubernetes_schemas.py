@@ -12,8 +12,6 @@ import pytest
 
 from tests.tools import fetch_wheels
 
-VALIDATOR = ("kubernetes-validate==1.37.0", "importlib-resources==6.5.2")
-"""Its other requirements are among those of moto."""
 UNKNOWN = frozenset(("InferencePool",))
 """Kinds that are no part of Kubernetes."""
 _CODE = (
@@ -25,7 +23,7 @@ _CODE = (
 def check(objects: Iterable[dict[str, Any]]) -> None:
     """Assert that Kubernetes knows these objects and all of their fields. Skips the test if the package is missing."""
     try:
-        environment = fetch_wheels.environment(VALIDATOR)
+        environment = fetch_wheels.environment(fetch_wheels.KUBERNETES)
     except fetch_wheels.Unavailable as error:
         pytest.skip(str(error))
     ran = subprocess.run(

@@ -21,7 +21,7 @@ from tests.harness import child
 from tests.harness.daemon import Daemon, Unavailable
 from tests.tools import fetch_debian, fetch_wheels
 
-REQUIREMENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
+[REQUIREMENT] = fetch_wheels.MOONCAKE
 LIBRARIES = ("libcurl4", "libibverbs1", "libnuma1")
 INSTALL = f"to install: pip install {REQUIREMENT} && sudo apt-get install -y {' '.join(LIBRARIES)}"
 
@@ -38,7 +38,7 @@ PUBLISHED = (
 def ensure() -> Path:
     """Return the folder with the package `mooncake`; fetch it on the first call. Raises Unavailable."""
     try:
-        folder = fetch_wheels.ensure([REQUIREMENT])
+        folder = fetch_wheels.ensure(fetch_wheels.MOONCAKE)
     except fetch_wheels.Unavailable as error:
         raise Unavailable(f"{error}; {INSTALL}") from None
     (folder / "mooncake" / "mooncake_master").chmod(0o755)

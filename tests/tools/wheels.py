@@ -15,7 +15,6 @@ Without names both take every Python 3.11 to 3.13 of this machine; a Python need
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import shutil
 import subprocess
@@ -26,8 +25,8 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.tools import fetch_wheels, provision
-from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
+from tests.tools import fetch_wheels, locked, provision
+from tests.tools.provision import ROOT, StepFailed, Steps
 from tests.tools.setup_env import BUILD_TOOLS, SUPPORTED_MINORS
 
 DIST = ROOT / "dist"
@@ -75,24 +74,18 @@ def pythons(wished: list[str]) -> dict[str, str]:
 
 def tool_environment(steps: Steps, tag: str, python: str) -> Path:
     """The interpreter of the tool environment, made on the first call."""
-    key = hashlib.sha256(" ".join([tag, *TOOLS]).encode()).hexdigest()[:8]
-    folder = provision.cache_root() / "wheel-tools" / f"{tag}-{key}"
+    folder = provision.cache_root() / "wheel-tools" / f"{tag}-{locked.digest_of('wheel-build')}"
     made = folder / "bin" / "python"
     complete = folder / ".complete"
     with provision.exclusive(folder.with_name(folder.name + ".lock"), "waiting for another build of wheels"):
         if not complete.exists():
-            shutil.rmtree(folder, ignore_errors=True)
             with steps.step(f"fetch what builds wheels for {tag}"):
-                steps.run([python, "-m", "venv", folder])
-                steps.run(
-                    [made, "-m", "pip", "install", "--quiet", *TOOLS],
-                    attempts=DOWNLOAD_ATTEMPTS,
-                    environment=provision.download_environment(),
-                )
+                locked.make_environment(steps, folder, python)
+                locked.install(steps, locked.lock_path("wheel-build"), python=made)
             complete.touch()
         [site] = folder.glob("lib/python*/site-packages")
         try:
-            (site / "kvstrata-ucx.pth").write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX, python=made)}\n")
+            (site / "kvstrata-ucx.pth").write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
         except fetch_wheels.Unavailable as error:
             print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
     return made
@@ -146,22 +139,15 @@ def check(steps: Steps, wished: list[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="kvstrata-wheel-") as name:
             folder = Path(name)
             with steps.step(f"install {wheels[tag].name}"):
-                steps.run([found[tag], "-m", "venv", folder])
-                install_into(steps, folder / "bin" / "python", wheels[tag], [])
+                python = locked.make_environment(steps, folder, found[tag])
+                locked.install(steps, locked.lock_path("test"), python=python)
+                locked.install_files(steps, [wheels[tag]], python=python)
             empty = folder / "empty"
             empty.mkdir()
             environment = {"PATH": str(empty), "HOME": str(folder), "LANG": "C.UTF-8"}
             with steps.step(f"{tag}: a server without a compiler, store, load, SIGKILL, restart, load"):
                 demo = [folder / "bin" / "python", "-m", "tests.tools.demo", "--act", "1"]
                 print(steps.run(demo, environment=environment))
-
-
-def install_into(steps: Steps, python: Path, wheel: Path, options: list[str]) -> None:
-    steps.run(
-        [python, "-m", "pip", "install", "--quiet", "--only-binary=:all:", *options, wheel],
-        attempts=DOWNLOAD_ATTEMPTS,
-        environment=provision.download_environment(),
-    )
 
 
 def main() -> int:

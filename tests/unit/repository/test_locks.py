@@ -1,10 +1,11 @@
-"""`requirements/*.lock` pin what pyproject.toml declares, and setup and image install nothing else."""
+"""`requirements/*.lock` pin what is declared, and files with other hashes are not installed."""
 
 from __future__ import annotations
 
+import hashlib
 import re
-import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.tools import setup_env, supply
+from tests.tools import locked, provision, setup_env, supply
 
 ROOT = Path(__file__).resolve().parents[3]
 MACHINES = [
@@ -51,7 +52,7 @@ def pins(name: str, machine: dict[str, str]) -> dict[str, Version]:
     return found
 
 
-@pytest.mark.parametrize("name", supply.SHIPPED)
+@pytest.mark.parametrize("name", [*supply.SHIPPED, "fetched", "gpu-pack", "vllm"])
 def test_a_lock_pins_what_is_declared_on_every_python(name: str) -> None:
     for machine in MACHINES:
         pinned = pins(name, machine)
@@ -64,7 +65,7 @@ def test_a_lock_pins_what_is_declared_on_every_python(name: str) -> None:
                 assert version is not None and requirement.specifier.contains(version), problem
 
 
-@pytest.mark.parametrize("name", supply.SHIPPED)
+@pytest.mark.parametrize("name", [*supply.SHIPPED, *supply.OF_TESTS])
 def test_each_package_has_hashes_and_no_line_names_a_registry(name: str) -> None:
     for requirement, hashes in entries(name):
         assert requirement.url is None
@@ -124,31 +125,33 @@ def test_an_audit_without_answers_is_no_clean_audit(
     assert said in capfd.readouterr().err
 
 
-def test_pip_refuses_a_file_whose_hash_is_not_in_the_lock(tmp_path: Path) -> None:
-    """The very option that setup and image use, with a package made here."""
-    import zipfile
-
+@pytest.mark.parametrize("with_uv", [True, False])
+def test_a_file_whose_hash_is_not_in_the_lock_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_uv: bool
+) -> None:
+    steps = provision.Steps(tmp_path / "steps.log")
+    tools = locked.installer(steps)
+    assert tools.uv is not None
     wheel = tmp_path / "locked_thing-1.0-py3-none-any.whl"
+    kind = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("locked_thing.py", "")
         archive.writestr(
             "locked_thing-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: locked-thing\nVersion: 1.0\n"
         )
-        archive.writestr(
-            "locked_thing-1.0.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
+        archive.writestr("locked_thing-1.0.dist-info/WHEEL", kind)
         archive.writestr("locked_thing-1.0.dist-info/RECORD", "")
-    lock = tmp_path / "a.lock"
-    lock.write_text(f"locked-thing==1.0 --hash=sha256:{'0' * 64}\n")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--no-index", "--find-links", tmp_path),
-            *("--target", tmp_path / "out", "--require-hashes", "--requirement", lock),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
-    assert not (tmp_path / "out").exists()
+    for tool in ("PIP", "UV"):
+        monkeypatch.setenv(f"{tool}_NO_INDEX", "1")
+        monkeypatch.setenv(f"{tool}_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(provision, "pause", lambda _: None)
+    if not with_uv:
+        monkeypatch.setattr(locked, "installer", lambda _: locked.Installer(tools.python, None))
+    with pytest.raises(provision.StepFailed, match="DO NOT MATCH THE HASHES"):
+        locked.install(steps, f"locked-thing==1.0 --hash=sha256:{'0' * 64}\n", target=tmp_path / "other")
+    assert not list(tmp_path.glob("other/*.py"))
+    if with_uv:
+        assert "Hash mismatch" in (tmp_path / "steps.log").read_text()
+    right = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    locked.install(steps, f"locked-thing==1.0 --hash=sha256:{right}\n", target=tmp_path / "right")
+    assert (tmp_path / "right" / "locked_thing.py").exists()

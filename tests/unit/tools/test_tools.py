@@ -111,23 +111,6 @@ def test_too_little_disk_or_memory_stops_the_setup_and_says_so(monkeypatch: pyte
     assert "0.5 GiB are available" in memory
 
 
-def test_vllm_requirements_lose_extras_and_torch_and_nothing_else() -> None:
-    needed = vllm_env.needed_requirements(
-        [
-            "numpy",
-            "torch==2.13.0+cpu; platform_machine == 'x86_64'",
-            "torchaudio",
-            "torchvision",
-            "intel-openmp==2024.2.1; platform_machine == 'x86_64'",
-            "pandas; extra == 'bench'",
-            "six>=1.16.0; python_version > '3.11'",
-        ]
-    )
-    assert needed[:2] == ["numpy", "six>=1.16.0; python_version > '3.11'"]
-    assert needed[-1] == vllm_env.TORCH_REQUIREMENT
-    assert any(requirement.startswith("pyzmq") for requirement in needed)
-
-
 def test_an_unfinished_vllm_environment_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
