@@ -21,6 +21,7 @@ import filecmp
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -102,10 +103,13 @@ class BuildNative(build_ext):
         lib = Path(self.build_lib)
         named = {module.name: module for module in MODULES}
         jobs = int(self.parallel or jobs_wanted())
-        failed = make_modules(
-            builder, MODULES, jobs, lambda name: lib.absolute() / self.get_ext_filename(name)
-        )
-        kernels = make_kernels(builder, werror=WERROR)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            # One process for half a minute, while the modules are compiled on all cores.
+            making = beside.submit(make_kernels, builder, werror=WERROR)
+            failed = make_modules(
+                builder, MODULES, jobs, lambda name: lib.absolute() / self.get_ext_filename(name)
+            )
+            kernels = making.result()
         placed = {NATIVE / FATBIN: kernels} if kernels else {}
         for name in named.keys() - failed:
             filename = Path(self.get_ext_filename(name))

@@ -25,7 +25,7 @@ from make.modules import (
     own_flags,
     python_flags,
 )
-from make.steps import Builder, BuildFailed, compile_step
+from make.steps import Builder, BuildFailed, common_of, compile_step
 
 
 def compile_for_make(words: list[str]) -> None:
@@ -33,7 +33,8 @@ def compile_for_make(words: list[str]) -> None:
     source = words[words.index("-c") + 1]
     flags = [word for word in words if word not in ("-c", "-o", product, source)]
     builder = Builder(links=False)
-    names = builder.make(compile_step(source, product, flags, Path.cwd()))
+    common = common_of("ext/make/common.h", flags)
+    names = builder.make(compile_step(source, product, flags, Path.cwd(), common))
     escaped = [name.replace(" ", "\\ ") for name in names]
     # An empty rule for each header, so that make does not fail when a header was deleted.
     rules = "".join(f"{name}:\n" for name in escaped[1:])

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shlex
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +27,14 @@ from make.steps import (
     Builder,
     BuildFailed,
     Step,
+    common_of,
     compile_step,
     compiler,
     environment_flags,
     run_tool,
     version_of,
 )
+from make.translator import Translator
 
 CORE_INCLUDES = ["-Iext/core/src", "-Iext/core/include"]
 WERROR = os.environ.get("KVSTRATA_WERROR") == "1"
@@ -41,6 +44,8 @@ GENERATED_WARNINGS = ["-Wall", "-Wno-unused-function", "-Wno-sign-compare"]
 # No -march: the code targets the baseline CPU of the platform's ABI. Functions that need more have a target attribute
 # of their own and are chosen at run time. -UNDEBUG keeps assertions.
 CXX_FLAGS = ["-std=c++20", "-O3", "-g1", "-fPIC", "-UNDEBUG", "-fvisibility=hidden", "-pthread"]
+# Generated code converts arguments and calls the core, so -O3 gains nothing there and takes 1.5 times as long.
+GENERATED_FLAGS = [*(flag if flag != "-O3" else "-O1" for flag in CXX_FLAGS), "-fwrapv"]
 OBJECTS = "build/native/objects"
 GENERATED = "build/native/generated"
 LIBRARY = "build/native/libkvstrata_core.a"
@@ -85,15 +90,27 @@ def own_flags() -> list[str]:
     return [*CXX_FLAGS, *WARNINGS, *CORE_INCLUDES, *environment_flags("CPPFLAGS", "CXXFLAGS")]
 
 
+def python_folders() -> list[str]:
+    paths = sysconfig.get_paths()
+    return [f"-I{folder}" for folder in dict.fromkeys([paths["include"], paths["platinclude"]])]
+
+
 def python_flags(module: Module, *, generated: bool) -> list[str]:
     """The flags for a source of an extension module. Of the flags of `setuptools` only -fwrapv matters: generated code
     relies on signed integers that wrap.
     """
-    paths = sysconfig.get_paths()
-    folders = ["ext/cython", *module.includes, *dict.fromkeys([paths["include"], paths["platinclude"]])]
-    warnings = GENERATED_WARNINGS if generated else WARNINGS
-    flags = [*CXX_FLAGS, "-fwrapv", *warnings, *CORE_INCLUDES, *(f"-I{folder}" for folder in folders)]
-    return [*flags, *environment_flags("CPPFLAGS", "CXXFLAGS")]
+    language = [*GENERATED_FLAGS, *GENERATED_WARNINGS] if generated else [*CXX_FLAGS, "-fwrapv", *WARNINGS]
+    folders = ["-Iext/cython", *(f"-I{folder}" for folder in module.includes), *python_folders()]
+    return [*language, *CORE_INCLUDES, *folders, *environment_flags("CPPFLAGS", "CXXFLAGS")]
+
+
+def compile_own(source: str, flags: Sequence[str]) -> Step:
+    return compile_step(source, object_of(source), flags, common=common_of("ext/make/common.h", flags))
+
+
+def compile_generated(source: str, flags: Sequence[str]) -> Step:
+    common = common_of("ext/make/common_python.h", flags, *python_folders())
+    return compile_step(source, object_of(source), flags, common=common)
 
 
 @lru_cache
@@ -110,8 +127,15 @@ def without_places(generated: Path) -> None:
     generated.write_text(re.sub(r'"[^"\n]*/Cython/Includes/', '"', text))
 
 
-def translate_step(module: Module) -> Step:
+def translate_step(module: Module, translator: Translator) -> Step:
     """The step that translates a module's Cython source to C++."""
+
+    def run(command: Sequence[str], folder: Path) -> str:
+        succeeded, output = translator.run(command[3:])
+        if not succeeded:
+            raise BuildFailed(f"{shlex.join(command)}\n{output}")
+        return output
+
     version, place = cython_place()
     source, product = module.sources[0], f"{GENERATED}/{module.name.rpartition('.')[2]}.cpp"
     command = [sys.executable, "-m", "cython", "-3", "--cplus", "-M", "-X", "show_performance_hints=False"]
@@ -125,6 +149,7 @@ def translate_step(module: Module) -> Step:
         tool_version=version,
         files_kept=lambda name: not os.path.normpath(ROOT / name).startswith(place),
         finish=without_places,
+        run=run,
     )
 
 
@@ -163,23 +188,34 @@ def link(builder: Builder, inputs: Sequence[str], target: Path, flags: Sequence[
     return True
 
 
-def all_of(pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Runs all tasks and returns their results. If a task fails, cancels the tasks that have not begun and raises the
-    error.
-    """
-    futures: list[Future[Any]] = [pool.submit(task) for task in tasks]
+@contextlib.contextmanager
+def cancelled_on_failure(futures: list[Future[Any]]) -> Iterator[None]:
+    """If the body fails, tasks that have not begun are cancelled."""
     try:
-        return [future.result() for future in futures]
+        yield
     except BaseException:
         for future in futures:
             future.cancel()
         raise
 
 
+def all_of(pool: ThreadPoolExecutor, tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Runs all tasks and returns their results. If a task fails, cancels the tasks that have not begun and raises the
+    error.
+    """
+    futures: list[Future[Any]] = [pool.submit(task) for task in tasks]
+    with cancelled_on_failure(futures):
+        return [future.result() for future in futures]
+
+
+def core_steps() -> list[Step]:
+    sources = sorted(core_sources(), key=size_of, reverse=True)
+    return [compile_own(source, own_flags()) for source in sources]
+
+
 def make_core(builder: Builder, pool: ThreadPoolExecutor) -> str:
     """Builds the core library and returns its path, relative to the tree."""
-    sources = sorted(core_sources(), key=size_of, reverse=True)
-    steps = [compile_step(source, object_of(source), own_flags()) for source in sources]
+    steps = core_steps()
     all_of(pool, [partial(builder.make, step) for step in steps])
     return archive(builder, sorted(step.product for step in steps))
 
@@ -187,40 +223,41 @@ def make_core(builder: Builder, pool: ThreadPoolExecutor) -> str:
 def make_modules(
     builder: Builder, modules: Sequence[Module], jobs: int, target_of: Callable[[str], Path]
 ) -> set[str]:
-    """Builds all modules, each at `target_of(name)`; returns the names of the optional modules that failed to build."""
+    """Builds all modules, each at `target_of(name)`; returns the names of the optional modules that failed to build.
+
+    Modules are translated one after the other while sources are compiled.
+    """
+    failed: dict[str, str] = {}
+    objects: dict[Module, list[str]] = {}
+    largest = sorted(modules, key=lambda module: size_of(module.sources[0]), reverse=True)
+
+    def compile_of(module: Module, step: Step) -> None:
+        try:
+            builder.make(step)
+        except BuildFailed as error:
+            if not module.optional:
+                raise
+            failed[module.name] = str(error)
+
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        translations = [translate_step(module) for module in modules]
-        order = sorted(translations, key=lambda step: size_of(step.sources[0]), reverse=True)
-        all_of(pool, [partial(builder.make, step) for step in order])
-
-        compilations: dict[Module, list[Step]] = {}
-        for module, translation in zip(modules, translations, strict=True):
-            sources = [(translation.product, True), *((source, False) for source in module.sources[1:])]
-            compilations[module] = [
-                compile_step(source, object_of(source), python_flags(module, generated=generated))
-                for source, generated in sources
-            ]
-        failed: dict[str, str] = {}
-
-        def compile_of(module: Module, step: Step) -> None:
-            try:
-                builder.make(step)
-            except BuildFailed as error:
-                if not module.optional:
-                    raise
-                failed[module.name] = str(error)
-
-        tasks = [(module, step) for module, steps in compilations.items() for step in steps]
-        tasks.sort(key=lambda task: size_of(task[1].sources[0]), reverse=True)
-        pending = [pool.submit(compile_of, module, step) for module, step in tasks]
-        library = make_core(builder, pool)
-        for future in pending:
-            future.result()
+        core = core_steps()
+        pending = [pool.submit(builder.make, step) for step in core]
+        with contextlib.closing(Translator(ROOT)) as translator, cancelled_on_failure(pending):
+            for module in largest:
+                translation = translate_step(module, translator)
+                builder.make(translation)
+                steps = [compile_generated(translation.product, python_flags(module, generated=True))]
+                own = python_flags(module, generated=False)
+                steps += [compile_own(source, own) for source in module.sources[1:]]
+                objects[module] = [step.product for step in steps]
+                pending += [pool.submit(compile_of, module, step) for step in steps]
+            for future in pending:
+                future.result()
+        library = archive(builder, sorted(step.product for step in core))
 
         def link_of(module: Module) -> None:
             if module.name not in failed:
-                inputs = [*(step.product for step in compilations[module]), library]
-                link(builder, inputs, target_of(module.name), ["-shared"])
+                link(builder, [*objects[module], library], target_of(module.name), ["-shared"])
 
         all_of(pool, [partial(link_of, module) for module in modules])
     for name, message in failed.items():

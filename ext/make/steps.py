@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -83,6 +84,10 @@ class Step:
     """
     finish: Callable[[Path], None] | None = None
     """Changes the product before it is kept."""
+    prepare: Callable[[], None] | None = None
+    """Runs before the command."""
+    run: Callable[[Sequence[str], Path], str] = run_tool
+    """Runs the command in a folder, and returns its output; raises BuildFailed."""
 
     def recipe(self, cache: Cache) -> str:
         # The path of the tool is left out: `tool_version` identifies the tool.
@@ -124,7 +129,9 @@ class Builder:
             product.unlink(missing_ok=True)  # it may be a link into the cache
             stamp.unlink(missing_ok=True)
             self.say(step.shown)
-            output = run_tool(step.command, step.folder)
+            if step.prepare is not None:
+                step.prepare()
+            output = step.run(step.command, step.folder)
             if step.finish is not None:
                 step.finish(product)
             self.ran.append(step.product)
@@ -183,10 +190,52 @@ def place(source: Path, target: Path, *, link: bool) -> None:
     partial.rename(target)
 
 
-def compile_step(source: str, product: str, flags: Sequence[str], folder: Path = ROOT) -> Step:
+@dataclass(frozen=True)
+class Common:
+    """A header of system headers that goes before each source with some flags, and is compiled once for all of them.
+
+    GCC takes the compiled header in the place of the text if it is there, which saves 0.6 s of a source's 1.4 s. It is
+    not part of the cache: 70 MB, and made in 3 s when the first source with these flags is compiled.
+    """
+
+    header: str
+    """Relative to the tree."""
+    flags: tuple[str, ...]
+
+    def placed(self) -> Path:
+        """The header's copy, beside which the compiled header lies. Its path depends on its content and the flags."""
+        text = (ROOT / self.header).read_text()
+        key = digest_of_text(version_of(*compiler()), *self.flags, self.header, text)[:16]
+        copy = ROOT / "build" / "native" / "headers" / key / "common.h"
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            partial = copy.with_name(f"partial-{os.getpid()}-{threading.get_ident()}")
+            partial.write_text(f'#include "{os.path.relpath(ROOT / self.header, copy.parent)}"\n')
+            partial.rename(copy)
+        return copy
+
+    def compile(self) -> None:
+        """Threads and processes may call this at once; one compiles, the others wait. Without success text is read."""
+        copy = self.placed()
+        compiled = copy.with_name("common.h.gch")
+        if compiled.exists():
+            return
+        with open(copy.with_name(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not compiled.exists():
+                partial = compiled.with_name("partial.gch")
+                with contextlib.suppress(BuildFailed):
+                    run_tool([*compiler(), *self.flags, "-x", "c++-header", str(copy), "-o", str(partial)])
+                    partial.rename(compiled)
+
+
+def compile_step(
+    source: str, product: str, flags: Sequence[str], folder: Path = ROOT, common: Common | None = None
+) -> Step:
     """The step that compiles a C++ source to an object. The object does not depend on the path of the tree."""
     depfile = product + ".d"
-    command = [*compiler(), *flags, f"-ffile-prefix-map={ROOT}=.", "-MD", "-MF", depfile]
+    first = ["-include", os.path.relpath(common.placed(), folder)] if common else []
+    command = [*compiler(), *first, *flags, f"-ffile-prefix-map={ROOT}=.", "-MD", "-MF", depfile]
     return Step(
         shown=f"compiling {source}",
         command=[*command, "-c", source, "-o", product],
@@ -195,4 +244,12 @@ def compile_step(source: str, product: str, flags: Sequence[str], folder: Path =
         depfile=depfile,
         folder=folder,
         tool_version=version_of(*compiler()),
+        prepare=common.compile if common else None,
     )
+
+
+def common_of(header: str, flags: Sequence[str], *includes: str) -> Common | None:
+    """The header `header` with those of `flags` that matter to it; None if another header has to come first."""
+    if "-include" in flags:
+        return None
+    return Common(header, (*(flag for flag in flags if not flag.startswith("-I")), *includes))
