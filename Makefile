@@ -61,13 +61,17 @@ setup setup-packages setup-built:
 	fi; \
 	"$$python" tests/tools/setup_env.py $(SETUP_ONLY)
 
-demo: setup  ## show the main job end to end, with real vLLM where that is small to get
+# vLLM is fetched and its model made while the modules are compiled; the demo itself says why it has none.
+demo: DEMO_VLLM := $(VENV_PYTHON) tests/harness/vllm_env.py --model $(or $(MODEL),160m) >/dev/null
+demo: setup-packages  ## show the main job end to end, with real vLLM where that is small to get
 #+ VLLM=1: with vLLM in any case
 #+ MODEL=gemma3, gpt-oss, mistral, llama4 or qwen3-next: a small model of that family
 #+ REMOTE=mooncake, redis or s3: two servers that share such a tier
 #+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
 #+ GATEWAY=1: a gateway before two engines; a killed engine's conversation goes on at the other one
-	@$(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
+	@$(if $(VLLM),export KVSTRATA_VLLM=$(VLLM);) [ "$$KVSTRATA_VLLM" = 0 ] || $(DEMO_VLLM) & $(MAKE) setup; done=$$?; \
+	    wait; [ $$done = 0 ] || exit $$done; \
+	    $(if $(VLLM),KVSTRATA_VLLM=$(VLLM)) $(VENV_PYTHON) -m tests.tools.demo $(ARGS)
 
 ##@ Before a commit
 # The environment of vLLM is fetched while the C++ tests are compiled. Tests of silence run last, one at a time.

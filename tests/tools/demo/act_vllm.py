@@ -10,7 +10,7 @@ from typing import Any
 from tests.harness import vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
-from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, PROMPT_TOKENS, begin_vllm, prompts
+from tests.tools.demo.prompts import HIT_TOKENS, NEW_TOKENS, PROMPT_TOKENS, begin_all, prompts
 from tests.tools.demo.servers import (
     CHUNK_TOKENS,
     L1_MB,
@@ -62,18 +62,15 @@ def act_2(folder: Path, table: Table, size: str) -> None:
                 f"  {CASES_2[case]}: first token after {result['ttft_s']:.3f} s, {cached} tokens from a cache"
             )
 
-        def begin(name: str) -> VllmProcess:
-            return stack.enter_context(begin_vllm(size, folder / name, server, warm_up))
-
-        first = begin("vllm-1")
+        folders = [folder / "vllm-1", folder / "vllm-2"]
+        first, second = stack.enter_context(begin_all(size, folders, server, warm_up))
+        n_sessions = sessions(server) // 2
         cold = first.generate(prompt, max_tokens=NEW_TOKENS)
         expected = cold["tokens"]
         row(0, cold, 0, 0)
         row(1, first.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
         wait_for(lambda: all_stored(server), "the prompt was not stored")
-        n_sessions = sessions(server)
         first.quit()
-        second = begin("vllm-2")
         row(2, second.generate(prompt, max_tokens=NEW_TOKENS), HIT_TOKENS)
         server.kill()
         server.start()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.harness import vllm_model
 from tests.harness.server_process import ServerProcess
 from tests.harness.vllm_run import VllmProcess
+from tests.tools import provision
 from tests.tools.demo.servers import CHUNK_TOKENS
 from tests.tools.demo.table import say
 
 MODEL, PROMPT_TOKENS, NEW_TOKENS = "160m", 3_000, 16
 HIT_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
+ENGINE_BYTES = 4 << 30
 
 
 def prompts() -> tuple[list[int], list[int]]:
@@ -38,3 +41,22 @@ def begin_vllm(
         say(f"  vLLM started in {vllm.start_s:.0f} s")
         vllm.generate(warm_up, max_tokens=4)
         yield vllm
+
+
+@contextlib.contextmanager
+def begin_all(
+    name: str, folders: Sequence[Path], server: ServerProcess, warm_up: list[int]
+) -> Iterator[list[VllmProcess]]:
+    """One such vLLM for each folder. They start at the same time if there is memory for that."""
+    at_once = len(folders) if provision.available_memory_bytes() >= ENGINE_BYTES * len(folders) else 1
+    with contextlib.ExitStack() as stack:
+
+        def enter(folder: Path) -> VllmProcess:
+            begun = begin_vllm(name, folder, server, warm_up)
+            vllm = begun.__enter__()
+            stack.push(begun.__exit__)
+            return vllm
+
+        with ThreadPoolExecutor(at_once) as pool:
+            engines = list(pool.map(enter, folders))
+        yield engines
