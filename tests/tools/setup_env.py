@@ -271,7 +271,8 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
         done.pop("native", None)
         finished("ucx")
     if "native" in due(wanted, done):
-        with steps.step("compile the native modules"):
+        sources = sum(path.suffix in (".cpp", ".cu", ".pyx") for path in native_sources())
+        with steps.step(f"compile the native modules ({sources} sources)"):
             output = steps.run([VENV_PYTHON, "setup.py", "build_ext", "--inplace"], environment=environment)
         for line in output.splitlines():
             if line.startswith(("cuda:", "ucx:")):
