@@ -252,4 +252,10 @@ def common_of(header: str, flags: Sequence[str], *includes: str) -> Common | Non
     """The header `header` with those of `flags` that matter to it; None if another header has to come first."""
     if "-include" in flags:
         return None
-    return Common(header, (*(flag for flag in flags if not flag.startswith("-I")), *includes))
+    before = ["", *flags]
+    kept = [
+        flag
+        for flag, previous in zip(flags, before, strict=False)
+        if not flag.startswith(("-I", "-isystem")) and previous != "-isystem"
+    ]
+    return Common(header, (*kept, *includes))

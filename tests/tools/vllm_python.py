@@ -77,7 +77,7 @@ def cpu(version: str) -> Path:
 
 def python_only(version: str) -> Path:
     """The folder with vLLM's Python of this version. Raises Unavailable."""
-    folder = provision.cache_root() / f"vllm-{version}-python"
+    folder = fetch_wheels.folder_of(fetch_wheels.VLLM_FOR_GPUS)
 
     def make(steps: Steps) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
