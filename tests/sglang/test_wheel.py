@@ -19,7 +19,7 @@ from tests.sglang import engine_child
 from tests.sglang.engine_child import PAGE_TOKENS
 from tests.tools import sglang_python
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.long, pytest.mark.sglang]
 
 TIMEOUT_S = 2.0
 NAMES = [f"{number:064x}" for number in range(1, 7)]
