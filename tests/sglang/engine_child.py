@@ -325,11 +325,6 @@ if __name__ == "__main__":
     import msgspec
     import torch
 
-    # torchvision's kernels are for another build of torch; its Python asks for the names of two of them.
-    for kernel in ("nms", "qnms"):
-        torch.library.define(
-            f"torchvision::{kernel}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        )
     logging.basicConfig(level=logging.INFO)
     from sglang.srt.runtime_context import get_context
 
