@@ -88,7 +88,8 @@ test test-all:
 	    case "$$beside $$alone" in "0 5" | "5 0") exit 0 ;; esac; exit $$((beside ? beside : alone))  # 5: no test
 
 test-fast: setup test-native  ## the tests that need no process, vLLM or GPU (a minute)
-	@$(PYTEST) -m "fast and not long and not silence" $(ARGS)
+	@$(PYTEST) -n $(JOBS) -m "fast and not long and not silence" \
+	    $(addprefix tests/,conformance fuzz model property unit) $(ARGS)
 
 families: setup test-vllm-env  ## serve a small model of each family with real vLLM, and compare tokens and hits
 #+ MODEL=gemma3: only this one; ARGS="--lengths 5 --seed 7"

@@ -41,6 +41,7 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 METADATA = ROOT / "build" / "metadata"
 STAMP = VENV / ".kvstrata-setup.json"
+UCX_LINK = VENV / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "kvstrata-ucx.pth"
 BUILD_VARIABLES = (
     *("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "KVSTRATA_WERROR"),
     *("KVSTRATA_CUDA", "CUDA_HOME", "KVSTRATA_UCX"),
@@ -219,6 +220,8 @@ def main() -> int:
             done.pop("native", None)
         if not METADATA.exists():
             done.pop("install", None)
+        if UCX_LINK.exists() and not Path(UCX_LINK.read_text().strip()).is_dir():
+            done.pop("ucx", None)  # somebody has deleted the cache folder
         if only == "packages":
             wanted = {step: wanted[step] for step in ("environment", "packages")}
         elif only == "built" and "native" in done:
@@ -297,12 +300,11 @@ def bring_up_to_date(steps: Steps, wanted: dict[str, str], done: dict[str, str])
 
 def provide_ucx() -> None:
     """Lets .venv see UCX's headers and libraries in the cache folder. Without them one engine is not built."""
-    link = VENV / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "kvstrata-ucx.pth"
-    link.unlink(missing_ok=True)
+    UCX_LINK.unlink(missing_ok=True)
     if os.environ.get("KVSTRATA_UCX") == "off":
         return
     try:
-        link.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
+        UCX_LINK.write_text(f"{fetch_wheels.ensure(fetch_wheels.UCX)}\n")
     except fetch_wheels.Unavailable as error:
         print(f"             ucx: {str(error).splitlines()[0]}", file=sys.stderr)
 
