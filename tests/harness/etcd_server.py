@@ -117,6 +117,16 @@ class EtcdServer(Daemon):
                  perm={"permType": "READWRITE", "key": _base64(prefix), "range_end": _base64(end)})  # fmt: skip
         self.ask("auth/user/grant", user=user, role=user)
 
+    def controllers_settings(self, folder: Path, ttl_s: int) -> str:
+        """Add a user for controllers; returns their settings as YAML. The password is written into `folder`."""
+        password = folder / "etcd-password"
+        password.touch(0o600)
+        password.write_text("of the controllers")
+        self.add_user("kv", "of the controllers")
+        self.grant("kv", "kvstrata/")
+        fields = {"endpoints": [self.address], "ttl_s": ttl_s, "user": "kv", "password_file": str(password)}
+        return json.dumps({"etcd": fields})
+
     def take_rights(self, user: str) -> None:
         """Undo `grant`."""
         self.ask("auth/role/delete", role=user)

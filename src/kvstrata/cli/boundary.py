@@ -4,6 +4,7 @@
 2. The line says what is wrong and what to change. After a defect of ours it names the place instead.
 3. Characters that the output's encoding lacks are spelled in ASCII.
 4. Standard output is flushed here, so that output that could not be written is an error and never lost in silence.
+5. No request to this machine goes through a proxy: it would carry tokens and passwords to another machine.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _SPELLED = {
     "→": "->", "≤": "<=", "≥": ">=", "×": "x", "µ": "u", "…": "...", "–": "-", "·": "-",
     "─": "-", "━": "-", "│": "|", "█": "#", "░": ".",
 }  # fmt: skip
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+_THIS_MACHINE = "localhost,127.0.0.1,::1,[::1]"
+"""What urllib, httpx, gRPC and obstore's client leave alone when `no_proxy` names it."""
 MOST_PLACES = 6
 """Innermost calls that the line about a defect names."""
 
@@ -78,6 +82,7 @@ def guarded(name: str) -> Callable[[Callable[[Sequence[str] | None], int]], Comm
 
 def _run(name: str, main: Callable[[], int]) -> int:
     _prepare_streams()
+    _bypass_proxies()
     try:
         status = main()
     except SystemExit as ended:  # argparse has said why
@@ -189,6 +194,15 @@ def _prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=SPELLING)
+
+
+def _bypass_proxies() -> None:
+    """Name this machine in `no_proxy`, if the environment names a proxy."""
+    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        return
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    if given != "*":
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{given},{_THIS_MACHINE}".strip(",")
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:

@@ -351,6 +351,13 @@ def check(settings: EtcdSettings, *, insecure: bool) -> None:
                 field="etcd.endpoints",
             )
     etcd.check_credentials(settings)
+    if settings.endpoints and not (settings.user or settings.cert_file or insecure):
+        raise ConfigError(
+            "etcd.user: is missing: whoever reaches an etcd without users can remove instances and lead the cluster, "
+            "also another user of this machine; name a user of etcd and etcd.password_file, or a client certificate "
+            "(etcd.cert_file), or allow it with --insecure",
+            field="etcd.user",
+        )
 
 
 def _number(value: bytes) -> int:

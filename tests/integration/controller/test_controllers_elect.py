@@ -43,7 +43,7 @@ def etcd_in(folder: Path) -> Iterator[EtcdServer]:
 @contextlib.contextmanager
 def two_controllers(etcd: EtcdServer, folder: Path) -> Iterator[dict[str, ControllerProcess]]:
     config = folder / "controller.yaml"
-    config.write_text(f"etcd:\n  endpoints: ['{etcd.address}']\n  ttl_s: {ETCD['ttl_s']}\n")
+    config.write_text(etcd.controllers_settings(folder, ETCD["ttl_s"]))
     made = {
         name: ControllerProcess(folder / name, flags=("--name", name, "--config", str(config)))
         for name in ("one", "two")
@@ -294,6 +294,8 @@ def test_wrong_settings_stop_the_start(tmp_path, capsys) -> None:
             "etcd.ca_file: none: cannot be read",
         ),
         (("--config", "etcd: {endpoints: ['127.0.0.1:1'], user: kv}"), "etcd.password_file: is missing"),
+        (("--etcd", "127.0.0.1:1"), "etcd.user: is missing"),
+        (("--etcd", "https://127.0.0.1:1"), "etcd.user: is missing"),
     ):
         if flags[0] == "--config":
             config = tmp_path / "controller.yaml"

@@ -138,7 +138,7 @@ async def test_page_of_a_follower_names_the_leader_and_finds_chunks_without_it(
     with contextlib.ExitStack() as stack:
         etcd = stack.enter_context(EtcdServer(tmp_path / "etcd"))
         config = tmp_path / "controller.yaml"
-        config.write_text(f"etcd:\n  endpoints: ['{etcd.address}']\n  ttl_s: 2\n")
+        config.write_text(etcd.controllers_settings(tmp_path, 2))
         flags = (*PATIENT, "--config", str(config))
         leader, follower = (
             stack.enter_context(ControllerProcess(tmp_path / name, flags=(*flags, "--name", name)))

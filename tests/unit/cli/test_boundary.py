@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import socket
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -89,3 +90,17 @@ def test_the_path_in_an_error_may_be_any_bytes(tmp_path: Path, capsys: pytest.Ca
 
     assert main() == Exit.FAILED
     assert "\\udcff: No such file or directory" in capsys.readouterr().err
+
+
+def test_no_request_to_this_machine_goes_through_a_proxy(monkeypatch, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.setblocking(False)
+        for name in ("http_proxy", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("NO_PROXY", "somewhere.example")
+        monkeypatch.delenv("no_proxy", raising=False)
+        for host in ("127.0.0.1", "localhost", "[::1]"):
+            assert cli.main(["ctl", "status", "--url", f"http://{host}:9"]) == Exit.FAILED
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+        assert "somewhere.example" in os.environ["no_proxy"]

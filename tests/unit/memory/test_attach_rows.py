@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstrata.errors import NotPermitted
 from kvstrata.memory import linux
 from kvstrata.memory.attach import rows as attach_rows
 from kvstrata.memory.attach.row import Owner, SessionRow
@@ -23,16 +24,17 @@ SECRET = bytes(32)
 
 
 class Pool:
-    """One row."""
+    """It gives out the row that the test names."""
 
     def __init__(self) -> None:
         self.freed = threading.Event()
+        self.row = 1
 
     def rows(self) -> list:
         return []
 
     def claim_row(self, session: bytes, group: bytes, pid: int, registers_memory: bool) -> int:
-        return 1
+        return self.row
 
     def row_gone(self, row: int) -> None:
         self.freed.set()
@@ -43,6 +45,7 @@ class Hooks:
         self.said: list[str] = []
 
     def on_attached(self, session: SessionRow) -> None:
+        self.tenants = session.tenants
         self.said.append(f"attached {session.session[:1].decode()}")
 
     def on_detached(self, session: SessionRow) -> None:
@@ -74,7 +77,9 @@ def locks(monkeypatch: pytest.MonkeyPatch) -> Locks:
     return locks
 
 
-def claim(rows: Rows, name: bytes, speaker: Speaker) -> Owner:
+def claim(
+    rows: Rows, name: bytes, speaker: Speaker, tenants: frozenset[str] | None = None, token: str = ""
+) -> Owner:
     request = attach_wire.AttachRequest(
         protocol=wire.PROTOCOL_VERSION,
         session=name * 16,
@@ -82,8 +87,9 @@ def claim(rows: Rows, name: bytes, speaker: Speaker) -> Owner:
         role=Role.SCHEDULER,
         layout=layout(),
         engine_slices=1,
+        token=token,
     )
-    return rows.claim(request, None, os.eventfd(0, os.EFD_CLOEXEC), speaker)
+    return rows.claim(request, tenants, os.eventfd(0, os.EFD_CLOEXEC), speaker)
 
 
 @pytest.fixture
@@ -130,5 +136,39 @@ async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(
     assert hooks.said == ["attached a"]
     rows.lost(owner, later)
     assert hooks.said == ["attached a", "detached a"]
+    rows.forget_owners()
+    await rows.ended()
+
+
+async def test_a_session_that_attaches_again_has_the_tenants_of_the_token_that_it_shows(
+    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    hooks = Hooks()
+    rows = Rows(Pool(), -1, hooks, 1.0, lane)
+    await rows.start()
+    locks.locker = PID
+    both, narrower = frozenset({"blue", "azure"}), frozenset({"blue"})
+    for tenants, token in ((both, "first"), (narrower, "first"), (frozenset({"green"}), "second")):
+        rows.locked(claim(rows, b"a", Speaker(), tenants, token), SECRET)
+        assert hooks.tenants == tenants
+    rows.forget_owners()
+    await rows.ended()
+
+
+async def test_processes_of_an_engine_attach_again_one_by_one_after_their_token_opens_other_tenants(
+    locks: Locks, lane: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    pool, hooks = Pool(), Hooks()
+    rows = Rows(pool, -1, hooks, 1.0, lane)
+    await rows.start()
+    locks.locker = PID
+    for name in (b"a", b"b"):
+        rows.locked(claim(rows, name, Speaker(), frozenset({"blue", "azure"}), "token"), SECRET)
+        pool.row += 1
+    for name in (b"a", b"b"):
+        rows.locked(claim(rows, name, Speaker(), frozenset({"blue"}), "token"), SECRET)
+        assert hooks.tenants == {"blue"}
+    with pytest.raises(NotPermitted, match="group: its processes may use other tenants"):
+        claim(rows, b"c", Speaker(), frozenset({"green"}), "another")
     rows.forget_owners()
     await rows.ended()

@@ -141,6 +141,8 @@ class Rows:
         if not owner.is_process(speaker.credentials, pidfd):
             raise NotPermitted("session: it belongs to another living process", field="session")
         check_resumed(request, owner.request)
+        # Its token may be another, or open other tenants since the file was read again.
+        owner.row.seen = msgspec.structs.replace(owner.row.seen, tenants=tenants)
         earlier, owner.speaker = owner.speaker, speaker
         if earlier is not None:
             earlier.let_go(ok=False)
@@ -180,10 +182,11 @@ class Rows:
         ]
 
     def _check_tenants(self, request: AttachRequest, tenants: frozenset[str] | None) -> None:
-        """Raises NotPermitted unless the other processes of the group may use the same tenants."""
+        """Raises NotPermitted unless the other processes of the group may use the same tenants, or did until the file
+        of tokens was read again."""
         for name, owner in self._owners.items():
             same_group = owner.request.group == request.group and name != request.session
-            if same_group and owner.row.seen.tenants != tenants:
+            if same_group and owner.row.seen.tenants != tenants and owner.request.token != request.token:
                 raise NotPermitted(
                     "group: its processes may use other tenants; give all processes of an engine the same token",
                     field="group",
