@@ -136,7 +136,6 @@ HEAVY = {
     "torch": ("connectors.",),
     "vllm": ("connectors.vllm",),
     "sglang": ("connectors.sglang.",),
-    "tensorrt_llm": ("connectors.tensorrt_llm.",),
     "zmq": ("rpc.zmq_", "testing.engine_sim.zmq_", "gateway.residency.zmq_"),
     "rich": ("cli.live", "cli.page_"),
     "shtab": ("cli.completion",),

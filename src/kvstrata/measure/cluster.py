@@ -253,13 +253,13 @@ class SimulatedCluster:
         times_ms: list[float] = []
         looking = asyncio.create_task(self._look(lookups_per_s, tags, times_ms), name="lookups")
         started_s = loop.time()
-        sent, at = 0, 0
-        while (now_s := loop.time()) - started_s < seconds:
-            due = int(keys_per_s * (now_s - started_s)) // batch
-            while sent < due and self._instances[at].try_tell(batch):
+        sent, at, past_s = 0, 0, 0.0
+        while past_s < seconds:
+            await asyncio.sleep(TICK_S if sent >= int(keys_per_s * past_s) // batch else 0)
+            past_s = min(loop.time() - started_s, seconds)
+            while sent < int(keys_per_s * past_s) // batch and self._instances[at].try_tell(batch):
                 sent += 1
                 at = (at + 1) % len(self._instances)
-            await asyncio.sleep(TICK_S if sent >= due else 0)
         sent_s = loop.time()
         for number, one in enumerate(self._instances):
             if one.newest:
