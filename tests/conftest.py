@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 
 from kvstrata import text
-from tests.harness import amount, mooncake, own_commands, vllm_env, vllm_model
+from tests.harness import mooncake, own_commands, vllm_env, vllm_model
 from tests.harness.amount import ALL
 from tests.harness.forks import Forks
 from tests.harness.promtool import Promtool
@@ -130,7 +130,6 @@ def patience_of_production(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _commands_are_forked() -> Iterator[None]:
     """Each command would else import for a second, and the tests start a thousand of them."""
-    os.environ.pop(amount.VARIABLE, None)  # a server refuses variables that it does not know
     own_commands.forks = Forks()
     yield
     own_commands.forks.close()

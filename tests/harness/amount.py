@@ -1,4 +1,4 @@
-"""How much of a test runs: `make test` is the gate, `make test-all` runs everything (`KVSTRATA_TESTS=all`).
+"""How much of a test runs: `make test` is the gate, `make test-all` runs everything (`ALL_TESTS=1`).
 
 A whole test that only `make test-all` runs has the marker `long`.
 """
@@ -10,8 +10,7 @@ import random
 from typing import TypeVar
 
 T = TypeVar("T")
-VARIABLE = "KVSTRATA_TESTS"
-ALL = os.environ.get(VARIABLE) == "all"
+ALL = os.environ.get("ALL_TESTS") == "1"
 
 
 def amount(gate: T, everything: T) -> T:
