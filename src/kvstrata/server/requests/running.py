@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from kvstrata import failpoints
 from kvstrata.errors import DeadlineExceeded, InternalError, KvstrataError, Refused
 from kvstrata.observability.metrics import ServerCounters
+from kvstrata.patience import patience
 from kvstrata.policy.processes import Owner
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Address, Call, Effect, Sessions
@@ -174,7 +175,7 @@ class Running:
     async def _run(
         self, call: Call, work: Coroutine[Any, Any, KeptOutcome], deadline_s: float, started_s: float
     ) -> None:
-        overdue = self._loop.call_later(deadline_s + GRACE_S, self._expire, call)
+        overdue = self._loop.call_later(deadline_s + patience(GRACE_S), self._expire, call)
         effect: Effect | None = None
         frame = b""
         try:
