@@ -41,6 +41,11 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             *server_notes(os.environ, ClientSettings.__struct_fields__),
             *pod_link_notes(os.environ),
         ]
+        if settings.l1.eviction_policy == "noop":
+            notes.append(
+                "l1.eviction_policy is noop: nothing leaves L1, so once it is full every further store is refused; LRU "
+                "evicts what was used longest ago"
+            )
         if flags.check:
             lacking: list[str] = []
             planned = plan(settings, os.environ, lacking)

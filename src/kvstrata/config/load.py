@@ -209,14 +209,23 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
-    """Find the first infinity, not-a-number or lone surrogate in nested values: (path, demand on the value, value).
+    """Find the first infinity, not-a-number or text that cannot be used in nested values: (path, demand, value).
 
-    YAML and JSON can spell these; no setting accepts them.
+    YAML and JSON can spell these; no setting accepts them.  Text must suit the locale too, since it may be a path.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return path, "must be a finite number", value
     if isinstance(value, str) and SURROGATE.search(value):
         return path, "must be valid Unicode text, without lone surrogates", value
+    if isinstance(value, str):
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError as error:
+            return (
+                path,
+                f"must be text that the locale can spell ({error.encoding}); start with LC_ALL=C.UTF-8",
+                value,
+            )
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if isinstance(key, str) and SURROGATE.search(key):

@@ -36,9 +36,9 @@ SHOWN = frozenset({
     "types", "url", "urls", "user", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
-    "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint", "s3_num_io_threads",
-    "s3_prefer_http2", "sentinel_master", "sentinels", "serde", "startup_nodes", "tls_server_name", "type",
-    "username",
+    "config_class_name", "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint",
+    "s3_num_io_threads", "s3_prefer_http2", "sentinel_master", "sentinels", "serde", "startup_nodes", "tls_server_name",
+    "type", "username",
     # options of Mooncake's setup
     "global_segment_size", "ipc_socket_path", "local_buffer_size", "local_hostname", "master_server_addr",
     "metadata_server", "protocol", "rdma_devices", "ssd_offload_path", "tenant_id",

@@ -13,9 +13,12 @@ needed, since a server without tiers starts 10 ms sooner without it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -142,7 +145,14 @@ def find(kind: str, where: str) -> FoundType:
         if advice := medium.refusal():
             raise ConfigError(f"{where}: {kind!r:.80} is not supported: {advice}", field=where)
         return FoundType(medium, reference)
-    others = {point.name: point.value for point in entry_points(group=GROUP)}
+    others: dict[str, str] = {}
+    for point in entry_points(group=GROUP):
+        value = others.setdefault(point.name, point.value)
+        if point.name == kind and value != point.value:
+            raise ConfigError(
+                f"{where}: {kind!r:.80} names two plugins, {value} and {point.value}; uninstall one of their packages",
+                field=where,
+            )
     if kind in others:
         return FoundType(INSTALLED, f"{__name__}:INSTALLED", others[kind])
     if not own:
@@ -199,6 +209,28 @@ def _named(reference: str) -> Any:
     return EntryPoint("", reference, GROUP).load()
 
 
+@contextlib.contextmanager
+def plugin_boundary(path: str, source: str) -> Iterator[None]:
+    """Run a third party's code, which may raise anything, leave the interpreter, print or fork.
+
+    What it prints goes to standard error, since standard output is the command's.  A child that it forks ends here, and
+    never runs on as a second server.  Raises ConfigError.
+    """
+    pid = os.getpid()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # the plugin boundary
+        raise ConfigError(
+            f"{path}: {source} cannot be made: {type(error).__name__}: {scrubbed(error)}", field=path
+        ) from error
+    finally:
+        if os.getpid() != pid:
+            os._exit(0)
+
+
 def checked(made: object, path: str, source: str) -> StorageAdapter:
     """Return `made`, which a third party's code has made, if it is an adapter. Raises ConfigError otherwise."""
     if not isinstance(made, StorageAdapter):
@@ -219,16 +251,8 @@ class InstalledConfig(msgspec.Struct, frozen=True):
 
 def _prepare_installed(config: InstalledConfig, place: Place, name: str) -> Make:
     def make() -> StorageAdapter:
-        try:
-            made = _named(config.point)(config.fields, place.path)
-        except ConfigError:
-            raise
-        except Exception as error:  # the plugin boundary
-            raise ConfigError(
-                f"{place.path}: plugin {config.point} cannot be made: {type(error).__name__}: {scrubbed(error)}",
-                field=place.path,
-            ) from error
-        return checked(made, place.path, config.point)
+        with plugin_boundary(place.path, f"plugin {config.point}"):
+            return checked(_named(config.point)(config.fields, place.path), place.path, config.point)
 
     return make
 

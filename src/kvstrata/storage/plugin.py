@@ -8,10 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import ConfigError
 from kvstrata.storage.base import StorageAdapter
-from kvstrata.storage.catalogue import Make, Medium, checked
+from kvstrata.storage.catalogue import Make, Medium, checked, plugin_boundary
 from kvstrata.storage.structs import Place
 
 
@@ -27,21 +25,24 @@ class PluginConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="Keyword arguments of the class.",
         ),
     ] = {}
+    config_class_name: Annotated[
+        Any, Meta(description="Refused: it names a class that was written for LMCache.")
+    ] = None
 
 
 def _prepare(config: PluginConfig, place: Place, name: str) -> Make:
+    if config.config_class_name is not None:
+        advice = (
+            "classes for LMCache do not fit: write a StorageAdapter (docs/writing-an-adapter.md), which gets "
+            "adapter_params as keyword arguments, and remove the field"
+        )
+        raise place.refused("config_class_name", config.config_class_name, advice)
     path, source = place.path, f"{config.module_path}.{config.class_name}"
 
     def make() -> StorageAdapter:
-        try:
-            made = getattr(importlib.import_module(config.module_path), config.class_name)(
-                **config.adapter_params
-            )
-        except Exception as error:  # the plugin boundary
-            raise ConfigError(
-                f"{path}: {source} cannot be made: {type(error).__name__}: {scrubbed(error)}", field=path
-            ) from error
-        return checked(made, path, source)
+        with plugin_boundary(path, source):
+            make_one = getattr(importlib.import_module(config.module_path), config.class_name)
+            return checked(make_one(**config.adapter_params), path, source)
 
     return make
 

@@ -46,6 +46,23 @@ def test_every_note_is_printed() -> None:
     assert any("KVSTRATA_PORT" in note for note in notes)
 
 
+def test_a_pool_that_never_evicts_is_told() -> None:
+    status, said = check("--eviction-policy", "noop", "--l2-adapter", "none")
+    assert status == 0 and any("every further store is refused" in line for line in said)
+
+
+def test_a_path_that_the_locale_cannot_spell_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text('l2_adapters: [{type: fs, base_path: "/data/\\u00e9"}]\n')
+    old_c = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    status, said = check("--config", str(file), **old_c)
+    assert status == 2
+    assert said == [
+        f"{file}: l2_adapters[0].base_path: must be text that the locale can spell (ascii); start with LC_ALL=C.UTF-8, "
+        "found '/data/\\xe9'"
+    ]
+
+
 def test_a_controller_prints_its_notes_too() -> None:
     status, said = check(command="controller", KVSTRATA_CONTROLLER_PORT="tcp://10.0.0.1:80")
     assert status == 0

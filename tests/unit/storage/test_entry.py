@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,14 @@ def test_faults_are_refused_outside_an_environment_for_tests(
         make_adapter({"type": "fault_inject", "inner": FS}, 0)
 
 
+def test_a_plugin_for_lmcache_is_refused_with_what_to_do() -> None:
+    entry = {"type": "plugin", "module_path": "a", "class_name": "A", "config_class_name": "B"}
+    with pytest.raises(
+        ConfigError, match=r"\.config_class_name: 'B' is not .* classes for LMCache do not fit"
+    ):
+        configure_tier(entry, 0)
+
+
 def test_a_class_of_another_package_is_an_adapter() -> None:
     entry = {
         "type": "plugin",
@@ -242,6 +251,43 @@ def test_a_plugin_that_cannot_be_made_stops_the_start(change: dict[str, object],
     }
     with pytest.raises(ConfigError, match=rf"l2_adapters\[0\]: .*{message}"):
         make_adapter(entry, 0)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("raise SystemExit(3)", "cannot be made: SystemExit: 3"),
+        ("import os; os.fork(); raise ValueError('no')", "cannot be made: ValueError: no"),
+        ("import os; os.fork(); raise SystemExit(3)", "cannot be made: SystemExit: 3"),
+        ("import os; os.fork(); print('hello')", "made a int"),
+    ],
+)
+def test_a_plugin_that_exits_forks_or_prints_is_an_error_of_its_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: str,
+    says: str,
+) -> None:
+    name = f"plugin_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(f"{code}\nMade = int\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    ours = os.getpid()
+    with pytest.raises(ConfigError, match=says):
+        make_adapter({"type": "plugin", "module_path": name, "class_name": "Made"}, 0)
+    if os.getpid() != ours:
+        os._exit(7)  # a child of the plugin that runs on
+    if "fork" in code:
+        assert os.waitpid(-1, 0)[1] == 0
+    assert capfd.readouterr().out == ""
+
+
+def test_two_plugins_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [point("twice", "from_fields"), point("twice", "other"), point("once", "other")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    with pytest.raises(ConfigError, match=r"'twice' names two plugins, .*from_fields and .*other; uninstall"):
+        configure_tier({"type": "twice"}, 0)
+    assert configure_tier({"type": "once"}, 0).name == "once-0"
 
 
 def point(name: str, attribute: str) -> importlib.metadata.EntryPoint:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import LoadOutcome, LoadStatus, PutOutcome, PutStatus
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.storage.lanes import Lane
@@ -180,6 +180,14 @@ async def test_a_call_that_mooncake_refuses_is_an_error_with_its_name(
     with pytest.raises(StorageError, match=what):
         await adapter.open(lent_context(lambda key: None))
     await adapter.close()
+
+
+def test_the_numbers_of_replicas_are_no_options_of_setup_as_in_entries_for_lmcache() -> None:
+    settings = adapter_of(configure(replica_num="2", nof_replica_num=0)).settings
+    assert settings.replicate == {"replica_num": 2, "nof_replica_num": 0}
+    assert not {"replica_num", "nof_replica_num"} & settings.setup.keys()
+    with pytest.raises(ConfigError, match=r"replica_num: must be a whole number from 0, found 'two'"):
+        configure(replica_num="two")
 
 
 def test_an_unknown_option_close_to_one_of_mooncakes_is_passed_on_with_a_warning(

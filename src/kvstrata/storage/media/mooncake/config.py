@@ -30,6 +30,8 @@ NEARLY = 0.8
 """An unknown field at least this similar to one of ours counts as misspelt; less similar fields are passed on."""
 
 
+REPLICAS = frozenset({"replica_num", "nof_replica_num"})
+"""Options of ReplicateConfig that LMCache's entries have beside those of `setup`."""
 RUNTIME_KEYS = frozenset(SETUP_KEYS) - {
     "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port",
 }  # fmt: skip
@@ -48,7 +50,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
         dict[str, Any],
         Meta(
             description="Every other field is an option of Mooncake's `setup`, which requires `local_hostname` and "
-            "`metadata_server`."
+            "`metadata_server`. `replica_num` and `nof_replica_num` count as options of `replicate`."
         ),
     ]
     preregister_l1_memory: Annotated[
@@ -67,8 +69,16 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
     wrong = AllWrong()
+    setup = {key: value for key, value in config.setup.items() if key not in REPLICAS}
+    replicate = dict(config.replicate or {})
+    for key in config.setup.keys() & REPLICAS:
+        with wrong:
+            text = str(config.setup[key])
+            if not text.isdecimal():
+                raise place.wrong(key, config.setup[key], "must be a whole number from 0")
+            replicate.setdefault(key, int(text))
     ours = [field for field in config.__struct_fields__ if field != "setup"]
-    for key, value in config.setup.items():
+    for key, value in setup.items():
         if key not in SETUP_KEYS:
             if hint := nearest(key, (*ours, *COMMON), cutoff=NEARLY):
                 wrong.add(place.hidden(key, f"unknown field, and not an option of Mooncake{hint}"))
@@ -79,12 +89,12 @@ def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
             must = "must be a string, a number, true or false, like all options of Mooncake"
             wrong.add(place.wrong(key, value, must))
     for key in ("local_hostname", "metadata_server"):
-        if key not in config.setup:
+        if key not in setup:
             wrong.add(place.wrong(key, None, "must be given, since Mooncake's setup requires it"))
     wrong.tell()
     settings = MooncakeSettings(
-        setup=config.setup,
-        replicate=config.replicate or {},
+        setup=setup,
+        replicate=replicate,
         preregister=config.preregister_l1_memory,
         num_workers=config.num_workers,
         per_op_workers=config.per_op_workers,
