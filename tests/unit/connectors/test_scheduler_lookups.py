@@ -33,6 +33,21 @@ def test_a_prompt_with_nothing_stored_is_a_miss_without_a_message():
     assert client.calls == []
 
 
+@pytest.mark.parametrize("params", [{"lmcache.skip_load": True}, {"lmcache.skip_load": True, "more": 1}])
+def test_a_request_may_ask_for_no_load_and_is_stored_all_the_same(params):
+    client = FakeClient(hits=5)
+    side = make_side(client)
+    request = arrive(side, 40, kv_transfer_params=params)
+    assert ask(side, request) == (0, False) and client.calls == []
+    assert sum(len(store.chain) // 32 for store in step(side, [(request, 0, 40)]).stores) == 5
+
+
+@pytest.mark.parametrize("params", [None, {"lmcache.skip_load": False}, {"lmcache.skip_load": "yes"}, "text"])
+def test_any_other_request_is_loaded(params):
+    side = make_side(FakeClient(hits=5))
+    assert ask(side, arrive(side, 50, kv_transfer_params=params)) == (40, False)
+
+
 def test_the_promise_is_what_the_cache_adds_and_never_the_whole_prompt():
     for n_tokens, chunks, computed, promised in (
         (100, 12, 0, 96),

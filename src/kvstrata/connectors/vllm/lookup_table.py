@@ -102,6 +102,8 @@ MACHINE = Machine(
         LookupState.MISS: {LookupEvent.FORGOTTEN: LookupState.NEW},
     },
 )
+SKIP_LOAD = "lmcache.skip_load"
+"""True in a request's `kv_transfer_params`: nothing is loaded for it, and what it computes is stored."""
 
 
 class Tracked:
@@ -179,8 +181,9 @@ class Tracked:
         """An asynchronous load is under way: vLLM itself keeps the blocks until the load is reported."""
         self.loaded_chunks: dict[int, int] = {}
         """Block id → chunk of the last load, to find the chunks of blocks that failed."""
-        self.no_load = False
-        """A load of this request failed: the rest of it is computed."""
+        params = request.kv_transfer_params
+        self.no_load = isinstance(params, dict) and params.get(SKIP_LOAD) is True
+        """The request asks for no load, or a load of it failed: the rest of it is computed."""
         self.next_store = 0
         """All chunks before this one are stored, being stored, or were loaded."""
         self.windows_next = 0

@@ -136,7 +136,7 @@ class SchedulerSide:
     def on_new_request(self, request: Any) -> None:
         """Begin to hash a new request and, if the queue is short, look it up already."""
         tracked = self._lookups.track(request)
-        if tracked.skipped or not self._may_load:
+        if tracked.skipped or tracked.no_load or not self._may_load:
             return
         if (
             request.skip_reading_prefix_cache
