@@ -13,6 +13,8 @@ from kvstrata.config.lmcache.keys import (
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
     CONNECTOR_EXTRA_PREFIXES,
+    EXTRA_KEYS,
+    EXTRA_PREFIXES,
     VARIABLE_PREFIXES,
     VARIABLES,
 )
@@ -22,8 +24,11 @@ _INTRO = f"""# Coming from LMCache
 Generated from the code by `make docs`; to change it, change the tables in `src/kvstrata/config/lmcache`. The names are
 those of LMCache {VERSION}, its program and its documentation, read on {READ_ON}.
 
-1. `kvstrata migrate LMCACHE_FILE… > kvstrata.yaml` prints a configuration for server and engines, with a comment for
-   each line. It exits with status 1 if something has no counterpart, which a comment then says.
+1. `kvstrata migrate FILE… > kvstrata.yaml` prints a configuration for the server and engines of one deployment, with a
+   comment for each line. FILE is the file in `LMCACHE_CONFIG_FILE`, or what sets `LMCACHE_…` variables or contains that
+   file: an env file, a script, a compose file, a manifest of Kubernetes; variables win over files, as in LMCache. The
+   exit status is 1 if something has no counterpart, which a comment then says. `kvstrata doctor` tells which names of
+   its own environment have no effect.
 2. `kvstrata names install` installs the commands `lmcache server …` and `lmcache_controller …` beside `lmcache-server`
    and `lmcache-controller`, where LMCache's own are not installed. They belong to no package, so installing or removing
    kvstrata or LMCache never takes LMCache's commands away. Where LMCache is installed, they run LMCache.
@@ -42,10 +47,25 @@ What happens to a name:
 | translated | accepted; the log names our setting |
 | noted | accepted without effect; the log says why |
 | replaced | a flag: an error that says what to use; a server's setting given to an engine: a warning that says where |
-| refused | an error that says what to do |
+| refused | nothing here corresponds to it. A flag: an error that says what to do; an engine's setting: a warning |
 
-An unknown flag or key is an error; an unknown `LMCACHE_…` variable is a warning. `--blend*` stands for all other names
-that begin so.
+An unknown flag is an error, and so is an unknown key of our own file; an unknown key of LMCache's file or an unknown
+`LMCACHE_…` variable is a warning. `--blend*` stands for all other names that begin so. To an engine, quoted numbers,
+`1`, `"True"` and empty variables mean what they mean to LMCache.
+
+Flags of a server that mean more together, or with a value:
+
+- `--l1-size-gb` and `--eviction-policy`, which `lmcache server` requires, without `--l2-adapter`: no L2, as there.
+  Without one of the two, a server makes its embedded disk tier.
+- `--eviction-policy noop --l2-store-policy skip_l1`: LRU. Chunks are put to L2 when they are stored, and leave L1 when
+  their room is needed.
+- `--eviction-policy noop` alone is kept: once L1 is full, every further store is refused.
+- `--eviction-policy IsolatedLRU`: LRU, with quotas by `kvstrata ctl quota` or `quotas_gb`. A tenant without a quota
+  shares L1 with all others.
+- `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: type `fs`, in a folder of its own below that path.
+- `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.
+
+Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept.
 """
 
 
@@ -57,6 +77,7 @@ def coming_from_lmcache() -> str:
         ("`lmcache_controller` flags", CONTROLLER_FLAGS, {}),
         ("`kv_connector_extra_config`", CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES),
         ("`LMCACHE_CONFIG_FILE` keys and `LMCACHE_<KEY>` variables", CLIENT_KEYS, CLIENT_KEY_PREFIXES),
+        ("Keys of `extra_config` that make no field of an adapter", EXTRA_KEYS, EXTRA_PREFIXES),
         ("Other variables", VARIABLES, VARIABLE_PREFIXES),
     ):
         rows = [*table.items(), *((f"{name}*", entry) for name, entry in prefixes.items())]
@@ -78,7 +99,7 @@ def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
 
 
 def _says(entry: Name) -> str:
-    harmless = f"{_codes(entry.harmless)}: noted; else: " if entry.harmless else ""
+    harmless = f"{_codes(tuple(entry.harmless))}: noted; else: " if entry.harmless else ""
     target = f"`{entry.target}`" if entry.target else ""
     return harmless + "; ".join(filter(None, (target, entry.say)))
 

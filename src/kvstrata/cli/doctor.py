@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.doctor_gpu import check_gpus
-from kvstrata.cli.doctor_vllm import check_model, check_vllm
+from kvstrata.cli.doctor_vllm import check_engine_settings, check_model, check_vllm
 from kvstrata.cli.finding import Finding
 from kvstrata.config.command_line import server_settings
 from kvstrata.errors import KvstrataError
@@ -81,6 +81,7 @@ CHECKS: Sequence[Callable[[], Finding | list[Finding]]] = (
     check_numa,
     check_limits,
     check_vllm,
+    check_engine_settings,
     check_gpus,
 )
 """What is looked at whatever the settings are."""

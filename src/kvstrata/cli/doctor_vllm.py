@@ -10,6 +10,7 @@ import os
 from kvstrata.cli.ctl_pool import size
 from kvstrata.cli.finding import Finding
 from kvstrata.config.secrets import scrubbed
+from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.compat.contract import TESTED, is_tested
 from kvstrata.errors import KvstrataError
 
@@ -29,6 +30,17 @@ def check_vllm() -> Finding:
             return Finding("vllm", "warn", f"{package} {version}", advice)
         return Finding("vllm", "ok", f"{package} {version}")
     return Finding("vllm", "ok", "not installed in this Python; only engines need it")
+
+
+def check_engine_settings() -> list[Finding]:
+    """Read what an engine with this environment would read: the variables, and the file of LMCache or of ours."""
+    name = "engine settings"
+    try:
+        _, notes = load_settings({}, os.environ)
+    except KvstrataError as error:
+        return [Finding(name, "fail", line, "correct it") for line in error.lines]
+    advice = "`kvstrata migrate FILE` says what LMCache's names are here"
+    return [Finding(name, "warn", note, advice) for note in notes] or [Finding(name, "ok", "all have effect")]
 
 
 def check_model(path: str, l1_bytes: int) -> list[Finding]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from kvstrata import __version__
 from kvstrata.config.lmcache.fates import Fate, Name, find, hint
-from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
+from kvstrata.config.lmcache.flags import BUFFER_ONLY, CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
+from kvstrata.config.lmcache.remote_url import entry_of_ours
 from kvstrata.config.load import put
 from kvstrata.config.secrets import secrets_in
 from kvstrata.errors import ConfigError
@@ -247,7 +248,22 @@ def _number(text: str) -> int | float | str:
 
 def parse_server_flags(arguments: Sequence[str]) -> Flags:
     """Parse the server's command line. Raises nothing: `wrong` of the answer is for `load`."""
-    return _parse(server_parser(), arguments, SERVER_FLAGS, FLAG_PREFIXES)
+    flags = _parse(server_parser(), arguments, SERVER_FLAGS, FLAG_PREFIXES)
+    l1 = flags.settings.get("l1", {})
+    policy = str(l1.get("eviction_policy")).lower()
+    if policy == "isolatedlru":
+        l1["eviction_policy"] = "LRU"
+        flags.notes.append(
+            "--eviction-policy IsolatedLRU is taken as LRU: `kvstrata ctl quota` and quotas_gb say how much of L1 a "
+            "tenant may have; a tenant without a quota shares L1 with all others, where LMCache keeps nothing of it"
+        )
+    elif policy == "noop" and any(word.rpartition("=")[2] == BUFFER_ONLY for word in arguments):
+        l1["eviction_policy"] = "LRU"
+        flags.notes.append(
+            f"--eviction-policy noop with --l2-store-policy {BUFFER_ONLY} is taken as LRU: nothing is put to L2 twice, "
+            "and stores are never refused because L1 is full of chunks that are in L2"
+        )
+    return flags
 
 
 def parse_controller_flags(arguments: Sequence[str]) -> Flags:
@@ -288,10 +304,12 @@ def _parse(
     for name, value in parsed.items():
         if name == "l2_adapters":
             try:
-                settings[name] = adapters_from_json(value)
+                entries = [entry_of_ours(one) for one in adapters_from_json(value)]
             except ConfigError as error:
                 wrong.append(error)
                 continue
+            settings[name] = [entry for entry, _ in entries]
+            found.notes.extend(f"--l2-adapter: {note}" for _, note in entries if note)
             exposed = [
                 f"l2_adapters[{i}].{field}"
                 for i, adapter in enumerate(settings[name])
@@ -377,7 +395,7 @@ def _sort_out(
         elif entry.fate is Fate.TRANSLATED:
             _take(name, entry, words, found)
         elif entry.fate is Fate.NOTED or not entry.asks(" ".join(words) if words else True):
-            found.notes.append(f"{name} has no effect: {entry.say}")
+            found.notes.append(f"{name} has no effect: {entry.note(' '.join(words))}")
         else:
             new = f" (set {entry.target})" if entry.target else ""
             found.wrong.append(ConfigError(f"command line: {name}: {entry.say}{new}", field=name))

@@ -6,14 +6,15 @@
 - file: the YAML in `KVSTRATA_CONFIG_FILE` or `LMCACHE_CONFIG_FILE`.
 
 Server and engine may share one file and one environment: settings of the server are ignored here.  Every name that has
-no effect here is logged once; an unknown or refused name stops the start with advice, an unknown variable does not.
+no effect here is logged once.  An unknown name stops the start with advice, except in a file or variable for LMCache.
+Text of a number or truth value is accepted as LMCache accepts it, since env files and shell variables have such values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,7 +22,7 @@ import yaml
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import bare_type
-from kvstrata.config.lmcache.fates import translate
+from kvstrata.config.lmcache.fates import meant, translate
 from kvstrata.config.lmcache.keys import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
@@ -63,9 +64,10 @@ def load_settings(
     notes: list[str] = []
     merged: dict[str, Any] = {}
     wrong: list[ConfigError] = []
-    path = next((environment[name] for name in FILE_VARIABLES if environment.get(name)), "")
+    ours, theirs = (meant(environment.get(name)) or "" for name in FILE_VARIABLES)
+    path = ours or theirs
     for source, read in (
-        (path, partial(_from_file, path)),
+        (path, partial(_from_file, path, bool(ours))),
         ("environment", partial(_from_environment, environment)),
         (option, partial(_from_extra, extra, option)),
     ):
@@ -100,11 +102,19 @@ def load_settings(
     return settings, notes
 
 
-def _from_file(path: str, notes: list[str]) -> Layer:
+def _from_file(path: str, strict: bool, notes: list[str]) -> Layer:
     if not path:
         return {}, NO_NAMES
     values = {key: value for key, value in read_yaml(path).items() if key not in _SERVER_TOP}
-    settings, said = translate(values, source=path, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=OWN)
+    settings, said = translate(
+        values,
+        source=path,
+        table=CLIENT_KEYS,
+        prefixes=CLIENT_KEY_PREFIXES,
+        kinds=OWN,
+        own=OWN,
+        strict=strict,
+    )
     notes.extend(said)
     return settings, NO_NAMES
 
@@ -117,6 +127,7 @@ def _from_environment(environment: Mapping[str, str], notes: list[str]) -> Layer
         source="environment",
         table=CLIENT_KEYS,
         prefixes=CLIENT_KEY_PREFIXES,
+        kinds=OWN,
         own=OWN,
         names=names,
     )
@@ -137,22 +148,20 @@ def _from_extra(extra: Mapping[str, Any], source: str, notes: list[str]) -> Laye
             plain[key.split(".", 1)[1]] = value
         else:
             plain[key] = value
-    settings, said = translate(plain, source=source, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=OWN)
-    notes.extend(said)
-    over, said = translate(
-        mp, source=source, table=CONNECTOR_EXTRA, prefixes=CONNECTOR_EXTRA_PREFIXES, own=()
+    settings, said = translate(
+        plain, source=source, table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, kinds=OWN, own=OWN
     )
     notes.extend(said)
-    for key in ("port", "save_decode_cache"):
-        # Deployments pass these values through shell variables, so strings are common.
-        if isinstance(over.get(key), str):
-            over[key] = _parse(key, over[key], f"lmcache.mp.{key}")
+    over, said = translate(
+        mp, source=source, table=CONNECTOR_EXTRA, prefixes=CONNECTOR_EXTRA_PREFIXES, kinds=OWN
+    )
+    notes.extend(said)
     return settings | over, {key: f"lmcache.mp.{key}" for key in over}
 
 
 def _parse(key: str, text: str, name: str) -> Any:
-    """The value of a variable's text: unchanged for settings of type str, else read as YAML."""
-    if OWN.get(key) is str:
+    """The value of a variable's text: for a setting that is a list, read as YAML."""
+    if get_origin(OWN.get(key)) is not list:
         return text
     try:
         return yaml.safe_load(text)

@@ -37,7 +37,7 @@ _ADVICE = {
     "entries_full": "every entry of L1's index is in use; raise l1.entries",
     "quota": "its tenant is at its quota; raise quotas_gb",
     "too_large": "the record is larger than L1; raise l1.size_gb",
-    "pool_pinned": "all of L1 is in use; raise l1.size_gb",
+    "pool_pinned": "all of L1 is in use, or l1.eviction_policy is noop; raise l1.size_gb",
 }
 
 

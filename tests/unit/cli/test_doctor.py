@@ -66,6 +66,23 @@ def test_a_bad_state_has_a_line_with_a_remedy(
     assert says in f"{found.found} {found.advice}" and found.advice
 
 
+def test_what_an_engine_would_read_is_looked_at(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lmcache.yaml"
+    file.write_text("local_device: cpu\n")
+    for environment, state, says in (
+        ({}, "ok", "all have effect"),
+        ({"LMCACHE_CONFIG_FILE": str(file)}, "warn", "lmcache.yaml: local_device has no effect"),
+        ({"LMCACHE_CHUNK_SIZE": "many"}, "fail", "LMCACHE_CHUNK_SIZE: must be a whole number"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            found = report(*flags)["engine settings"]
+        assert found.state == state and says in found.found, found
+
+
 def test_a_folder_in_memory_is_no_place_for_a_tier(flags: tuple[str, ...]) -> None:
     memory = {"type": "disk", "base_path": "/dev/shm/kv-doctor", "capacity_gb": 1}
     found = report(*flags, "--l2-adapter", json.dumps(memory))["disk-1 folder"]

@@ -107,7 +107,7 @@ def test_the_choice_of_vector_instructions_must_be_one_of_ours():
         (["--l2-adapter", "[]"], r"l2_adapters\[0\]: must be a JSON object"),
         (["extra"], "unrecognized arguments: extra"),
         (["--blend-ratio", "1"], "blending is not supported"),
-        (["--l2-store-policy", "skip_l1"], "policy"),
+        (["--l2-store-policy", "other"], "policy"),
     ],
 )
 def test_a_wrong_flag_says_what_to_change(arguments, says):
@@ -181,9 +181,14 @@ def test_server_examples_load(file):
     "file", sorted((ROOT / "configs").glob("connector*.yaml")), ids=lambda file: file.name
 )
 def test_connector_examples_load(file):
-    own = {field for field, _ in loading.leaves(ClientSettings)}
+    own = dict(loading.leaves(ClientSettings))
     settings, _ = translate(
-        loading.read_yaml(file), source=str(file), table=CLIENT_KEYS, prefixes=CLIENT_KEY_PREFIXES, own=own
+        loading.read_yaml(file),
+        source=str(file),
+        table=CLIENT_KEYS,
+        prefixes=CLIENT_KEY_PREFIXES,
+        kinds=own,
+        own=own,
     )
     loading.convert(ClientSettings, settings, str(file))
 

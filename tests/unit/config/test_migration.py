@@ -15,15 +15,16 @@ from kvstrata.config.lmcache.migration import Migration
 from kvstrata.config.lmcache.remote_url import PASSWORD_ENV, NotTranslated, adapter_of
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
+from kvstrata.errors import ConfigError
 from kvstrata.storage.entry import configure_tier
 from tests.harness.cases import case
 
-THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_6.json").read_text())
+THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_7.json").read_text())
 FILE = """
 chunk_size: 512
 local_cpu: true
 max_local_cpu_size: 20
-local_disk: "file:///mnt/nvme/,/mnt/other"
+local_disk: "file:///mnt/nvme/"
 max_local_disk_size: 100.5
 remote_url: "rediss://me:hunter22@cache.example.net:6380/2"
 remote_serde: "naive"
@@ -47,12 +48,11 @@ chunk_size: 512
 port: 6000
 instance_id: left
 save_decode_cache: true
-l1: {size_gb: 20, eviction_policy: LRU, numa: gpu}
+l1: {size_gb: 20, eviction_policy: LRU}
 controller: {url: "tcp://10.0.0.1:8400"}
-p2p: {engine: nixl, listen: "10.0.0.2:8200"}
+p2p: {listen: "10.0.0.2:8200"}
 l2_adapters:
   - {type: disk, base_path: /mnt/nvme/kvstrata, capacity_gb: 100.5}
-  - {type: disk, base_path: /mnt/other/kvstrata, capacity_gb: 100.5}
   - type: resp
     host: cache.example.net
     port: 6380
@@ -65,7 +65,10 @@ l2_adapters:
 
 def migrated(text: str) -> tuple[dict[str, Any], Migration]:
     migration = Migration(yaml.safe_load(text))
-    return yaml.safe_load(migration.text("x.yaml")) or {}, migration
+    values = yaml.safe_load(migration.text("x.yaml"))
+    if not values["l2_adapters"]:
+        del values["l2_adapters"]
+    return values, migration
 
 
 def test_a_whole_file_means_the_same_here():
@@ -190,7 +193,7 @@ def test_a_remote_url_without_a_counterpart_says_what_to_do(url, says):
 @pytest.mark.parametrize(
     ("text", "failed", "says"),
     [
-        ("enable_pd: true", ["enable_pd"], "disaggregation is not supported"),
+        ("enable_pd: true", ["enable_pd"], "MultiConnector takes NixlConnector"),
         ("enable_pd: false", [], "enable_pd: no effect"),
         ("chunk_sise: 1", ["chunk_sise"], "unknown key (did you mean 'chunk_size'?)"),
         (
@@ -212,7 +215,15 @@ def test_a_remote_url_without_a_counterpart_says_what_to_do(url, says):
         ("remote_url: lm://h:1", ["remote_url"], "docs/cluster.md"),
         ("storage_plugins: [a]", ["storage_plugins"], "type plugin"),
         ("mp_host: tcp://10.0.0.1", [], "server of their own host"),
-        ("extra_config: {a: 1}", [], "extra_config: no effect"),
+        ("extra_config: {a: 1}", [], "extra_config.a: no effect"),
+        ("extra_config: [a]", ["extra_config"], "must be an object"),
+        ("local_disk: true", ["local_disk"], "must be a path"),
+        ("numa_mode: auto", [], "the kernel places L1"),
+        (
+            "remote_storage_plugins: [mine]",
+            ["remote_storage_plugins"],
+            "mine: classes for LMCache do not fit",
+        ),
         ("pd_role: sender", [], "pd_role: no effect"),
     ],
 )
@@ -253,21 +264,79 @@ def test_no_name_is_lost_and_whatever_comes_out_loads(value, tmp_path):
             values, migration = migrated(json.dumps({name: value}))
             assert name in migration.text("x.yaml")
             assert name not in migration.failed or values == {}
-            if values:  # else the file has comments alone
-                ours.write_text(migration.text("x.yaml"))
-                loading.load(ServerSettings, file=ours)
-                load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
+            ours.write_text(migration.text("x.yaml"))
+            loading.load(ServerSettings, file=ours)
+            load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
-    good, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    good = tmp_path / "a.yaml"
     good.write_text("chunk_size: 64\n")
-    other.write_text("enable_pd: true\n")
-    assert main([str(good), str(other)]) == 1
-    out = capsys.readouterr()
-    first, second = yaml.safe_load_all(out.out)
-    assert first == {"chunk_size": 64} and second is None
-    assert f"{other}: not translated: enable_pd" in out.err
     assert main([str(tmp_path / "none.yaml"), str(good)]) == 2
     out = capsys.readouterr()
     assert "none.yaml: cannot be read" in out.err and "chunk_size: 64" in out.out
+    good.write_text("just words\n")
+    assert main([str(good)]) == 2
+    assert "must be a mapping of setting names" in capsys.readouterr().err
+
+
+# -- files with the shapes of published ones
+
+SHAPES = Path(__file__).parents[2] / "data" / "lmcache"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([file.name] for file in sorted(SHAPES.iterdir()) if file.is_file()),
+        ["two_disks.yaml", "start.sh"],
+    ],
+    ids="+".join,
+)
+def test_what_becomes_of_users_own_files(names, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(SHAPES)
+    monkeypatch.setenv(PASSWORD_ENV, "hunter22")
+    status = main(names)
+    printed = capsys.readouterr()
+    golden = SHAPES / "golden" / f"{'+'.join(names)}.yaml"
+    assert f"# exit status {status}\n{printed.out}" == golden.read_text()
+    assert "hunter22" not in printed.out and (status == 1) == ("not translated" in printed.err)
+    ours = tmp_path / "kvstrata.yaml"
+    ours.write_text(printed.out)
+    server = loading.load(ServerSettings, file=ours)
+    for number, entry in enumerate(server.l2_adapters):
+        configure_tier(entry, number)
+    engine, notes = load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
+    assert notes == [] and engine.chunk_size == yaml.safe_load(printed.out).get("chunk_size", 256)
+
+
+@pytest.mark.parametrize("file", sorted(SHAPES.glob("*.yaml")), ids=lambda file: file.name)
+def test_no_file_of_theirs_stops_an_engine(file):
+    values = list(yaml.safe_load_all(file.read_text()))
+    if len(values) > 1 or "services" in values[0]:
+        return  # no engine reads it
+    settings, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    assert settings.chunk_size == int(values[0].get("chunk_size", 256))
+    assert not any("unknown" in note for note in notes)
+
+
+def test_variables_mean_what_lmcache_takes_them_for():
+    environment = dict(
+        line.split("=", 1) for line in (SHAPES / "quoted.env").read_text().splitlines() if "=" in line
+    )
+    settings, notes = load_settings({}, environment)
+    assert (settings.chunk_size, settings.save_decode_cache) == (128, True)
+    assert not any("REMOTE_URL" in note for note in notes), "an empty variable is not set"
+    for text, meant in (("0", False), ("False", False), ("'true'", True), ("", False)):
+        assert load_settings({}, {"LMCACHE_SAVE_DECODE_CACHE": text})[0].save_decode_cache is meant
+    with pytest.raises(ConfigError, match="must be true or false, found 'yes'"):
+        load_settings({}, {"LMCACHE_SAVE_DECODE_CACHE": "yes"})
+
+
+def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("chunk_sice: 1\n")
+    _, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    assert notes == [f"{file}: chunk_sice has no effect: unknown key (did you mean 'chunk_size'?)"]
+    with pytest.raises(ConfigError, match="chunk_sice: unknown key"):
+        load_settings({}, {"KVSTRATA_CONFIG_FILE": str(file)})

@@ -98,7 +98,6 @@ def test_names_without_effect_are_logged():
 def test_wrong_names_and_values_say_what_to_change():
     for extra, environment, says in (
         ({"lmcache.mp.prot": 1}, {}, "lmcache.mp.prot: unknown key .did you mean 'lmcache.mp.port'"),
-        ({"lmcache.mp.server_urls": ["a"]}, {}, "lmcache.mp.server_urls: one server per host"),
         ({"kvstrata.chunk_size": "many"}, {}, "kv_connector_extra_config: chunk_size"),
         (
             {"lmcache.mp.port": 0},
@@ -106,7 +105,6 @@ def test_wrong_names_and_values_say_what_to_change():
             "kv_connector_extra_config: lmcache.mp.port: must be a whole number from 1",
         ),
         ({"lmcache.mp.host": "http://x"}, {}, "must look like tcp://localhost"),
-        ({}, {"LMCACHE_ENABLE_PD": "True"}, "disaggregation is not supported"),
         ({}, {"KVSTRATA_CHUNK_SICE": "1"}, "KVSTRATA_CHUNK_SICE: unknown variable"),
         ({}, {"LMCACHE_CONFIG_FILE": "/nowhere/x.yaml"}, "/nowhere/x.yaml: cannot be read"),
     ):
@@ -121,7 +119,6 @@ def test_everything_that_is_wrong_in_any_source_is_said_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_settings({"lmcache.mp.port": "x", "lmcache.mp.prot": 1}, environment)
     assert [line.split(": ")[1] for line in caught.value.lines] == [
-        "enable_pd",
         "chunk_sice",
         "KVSTRATA_LOAD_MODE",
         "lmcache.mp.prot",

@@ -5,7 +5,7 @@ connectors and HTTP paths; docs/coming-from-lmcache.md is generated from them.  
 no table.  Only names, defaults and meanings are LMCache's.
 """
 
-VERSION = "0.5.6"
+VERSION = "0.5.7"
 """The release of LMCache whose names these are."""
-READ_ON = "2026-11-25"
+READ_ON = "2026-11-28"
 """When that release and its documentation were last read."""

@@ -3,26 +3,30 @@
     kept        same name, same meaning
     translated  accepted; one log line names our setting that it sets
     noted       accepted; one log line says why it has no effect
-    replaced    our setting has another name.  As a flag, LMCache's name is an error; in a client's file or variables,
-                one log line says that it has no effect.  Both texts name our setting.
-    refused     an error that says what to do
+    replaced    our setting has another name.  As a flag, LMCache's name is an error; in an engine's settings, one log
+                line says that it has no effect.  Both texts name our setting.
+    refused     nothing here corresponds to it.  As a flag, it is an error; in an engine's settings, one log line says
+                that it has no effect, since an engine without the cache's extra feature serves right answers.
 
-A replaced or refused name is noted where its value asks for nothing, as LMCache's default does.  A flag or key in no
-table is an error that suggests the nearest known name; a variable in no table is only noted.
+A replaced or refused flag is noted where its value asks for nothing, as LMCache's default does.  A flag or key in no
+table is an error that suggests a known name of nearly the same spelling.  In a file or variable for LMCache, which
+starts with a warning then, an unknown name is only noted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvstrata.config.nearest import nearest
-from kvstrata.config.secrets import quoted
+from kvstrata.config.nearest import nearest_name
 from kvstrata.errors import ConfigError, together
 
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
+NEARLY = 0.8
+"""Names at least this similar may be the same name, misspelt; others may mean anything."""
 
 
 class Fate(enum.StrEnum):
@@ -42,8 +46,9 @@ class Name(NamedTuple):
     fate: Fate
     target: str = ""
     say: str = ""
-    harmless: tuple[str, ...] = ()
-    """Values with which the name asks for nothing that we do not do anyway."""
+    harmless: Mapping[str, str] = NO_NAMES
+    """Values with which the name asks for nothing that we do not do anyway, each with what the note says in place of
+    `say`; empty: `say`."""
     factor: int = 0
     """For TRANSLATED: our number is LMCache's number times this; 0: the value is a text, ours unchanged."""
     also: str = ""
@@ -51,10 +56,40 @@ class Name(NamedTuple):
 
     def asks(self, value: object) -> bool:
         """Whether a replaced or refused name asks for something with this value."""
-        return value not in _OFF and str(value) not in self.harmless
+        return is_on(value) and str(value) not in self.harmless
+
+    def note(self, value: object) -> str:
+        """What is said of the name with this value, if it is noted."""
+        return self.harmless.get(str(value)) or self.say
 
 
-_OFF: tuple[object, ...] = (False, None, "", "false", "False", "0", 0, [], {}, "[]", "{}")
+_OFF: tuple[object, ...] = (False, None, "", "false", "none", "null", "0", "0.0", 0, [], {}, "[]", "{}")
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def is_on(value: object) -> bool:
+    """Whether a value asks for something, quoted or not."""
+    value = meant(value)
+    return (value.lower() if isinstance(value, str) else value) not in _OFF
+
+
+def meant(value: object, kind: object = None) -> Any:
+    """A value as LMCache reads it, for a setting of this type.
+
+    Text of an env file may stand in quotes, and text of a number or truth value is that value.  None: not set, as are
+    null and the empty text.
+    """
+    if isinstance(value, str):
+        text = value.strip()
+        if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+            text = text[1:-1]
+        if kind is bool:
+            return _TRUTH.get(text.lower(), text or None)
+        for number in (int, float) if kind in (int, float) else ():
+            with contextlib.suppress(ValueError):
+                return number(text)
+        return text or None
+    return value if kind is not bool or value not in (0, 1) else bool(value)
 
 
 def kept(target: str) -> Name:
@@ -68,13 +103,13 @@ def noted(say: str) -> Name:
 
 
 def refused(say: str, *harmless: str) -> Name:
-    """An error, unless the value is harmless."""
-    return Name(Fate.REFUSED, "", say, harmless)
+    """Nothing corresponds to it, unless the value is harmless."""
+    return Name(Fate.REFUSED, "", say, dict.fromkeys(harmless, ""))
 
 
 def replaced(target: str, say: str, *harmless: str) -> Name:
     """Our setting has another name."""
-    return Name(Fate.REPLACED, target, say, harmless)
+    return Name(Fate.REPLACED, target, say, dict.fromkeys(harmless, ""))
 
 
 def find(name: str, table: Mapping[str, Name], prefixes: Mapping[str, Name]) -> Name | None:
@@ -85,11 +120,25 @@ def find(name: str, table: Mapping[str, Name], prefixes: Mapping[str, Name]) -> 
 
 
 def hint(name: str, own: Iterable[str], table: Mapping[str, Name], unwanted: Iterable[str] = ()) -> str:
-    """The nearest name of `own` and the table, as an error suggests it, unless it is unwanted, replaced or refused."""
-    unwanted = set(unwanted) | {
-        one for one, entry in table.items() if entry.fate in (Fate.REPLACED, Fate.REFUSED)
+    """` (did you mean 'x'?)` with the name of `own` or the table that was misspelt or cut short, or an empty string.
+
+    Names that are unwanted or do nothing here may be meant too, but are not suggested.
+    """
+    names = dict.fromkeys(own, True) | {
+        one: entry.fate in (Fate.KEPT, Fate.TRANSLATED) for one, entry in table.items()
     }
-    return nearest(name, [*own, *(table.keys() - unwanted)], unwanted=unwanted)
+    names |= dict.fromkeys(unwanted, False)
+    asked, known = bare(name), [bare(one) for one in names]
+    longer = [one for one in known if one.startswith((f"{asked}-", f"{asked}_"))]
+    near = nearest_name(asked, known, cutoff=NEARLY) or (longer[0] if len(longer) == 1 else "")
+    return next(
+        (f" (did you mean '{one}'?)" for one, good in names.items() if good and bare(one) == near), ""
+    )
+
+
+def bare(name: str) -> str:
+    """A name without what all names of its kind begin with, which would make any two of them similar."""
+    return name.removeprefix("--").removeprefix("LMCACHE_").removeprefix("lmcache.")
 
 
 def translate(
@@ -98,13 +147,15 @@ def translate(
     source: str,
     table: Mapping[str, Name],
     prefixes: Mapping[str, Name],
-    own: Iterable[str],
+    kinds: Mapping[str, Any],
+    own: Iterable[str] = (),
     names: Mapping[str, str] = NO_NAMES,
+    strict: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate settings that a user gave under LMCache's or our own names; returns our settings and the log lines.
 
-    `own`: names of our settings, accepted as they are.  `names`: how the source spells a name.  Raises ConfigError for
-    all refused and unknown names.
+    `kinds`: the types of our settings.  `own`: those that are accepted by their own names.  `names`: how the source
+    spells a name.  Raises ConfigError for all unknown names, if `strict`.
     """
     own_names = set(own)
     settings: dict[str, Any] = {}
@@ -117,14 +168,15 @@ def translate(
             entry = kept(name)
         if entry is None:
             says = f"unknown key{hint(name, own_names, table)}"
-            wrong.append(ConfigError(f"{where}: {says}", field=name))
+            if strict:
+                wrong.append(ConfigError(f"{where}: {says}", field=name))
+            else:
+                notes.append(f"{where} has no effect: {says}")
         elif entry.fate is Fate.KEPT:
-            settings[entry.target] = value
-        elif entry.fate is Fate.REFUSED and entry.asks(value):
-            says = f"{entry.say} (value {quoted(name, value)})"
-            wrong.append(ConfigError(f"{where}: {says}", field=name))
+            if (given := meant(value, kinds[entry.target])) is not None:
+                settings[entry.target] = given
         else:
-            notes.append(f"{where} has no effect: {entry.say}")
+            notes.append(f"{where} has no effect: {entry.note(value)}")
     if wrong:
         raise together(wrong)
     return settings, notes

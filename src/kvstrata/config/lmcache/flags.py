@@ -6,6 +6,10 @@ from kvstrata.config.lmcache.fates import Fate, Name, kept, noted, refused, repl
 
 _OUR_LOCKS = "leases and reservations end with the process that holds them, not after a timeout"
 _OUR_COPIES = "workers copy straight into and out of the pool, so the server has no transfer threads or modes"
+_OUR_GROUPS = "the groups of a model's layers always have records of their own"
+_OUR_KEYS = (
+    "the admin HTTP port always asks for a token, that in http.token_file or one that the server makes"
+)
 _OUR_METRICS = "metrics cost nothing measurable and are always on"
 _NO_BLEND = "blending is not supported; remove it"
 _ONLY_BLEND = "it changes blending only, which is not supported"
@@ -19,6 +23,9 @@ _ONLY_GDS = "it changes GPU direct storage only, and L1 is shared memory"
 _NO_COLLECTOR = "the server watches no garbage collector"
 _OUR_REPORTS = "an instance with a controller (--controller-url) reports to it, in time and without settings"
 
+BUFFER_ONLY = "skip_l1"
+"""Value of `--l2-store-policy` with which L1 keeps nothing that is in L2; LMCache's `noop` evicts no more than that."""
+
 SERVER_FLAGS: dict[str, Name] = {
     "--instance-id": kept("instance_id"),
     "--host": kept("host"),
@@ -27,6 +34,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--http-host": kept("http.host"),
     "--http-port": kept("http.port"),
     "--l1-size-gb": kept("l1.size_gb"),
+    "--cpu-buffer-size": Name(Fate.TRANSLATED, "l1.size_gb", "write --l1-size-gb", factor=1),
     "--eviction-policy": kept("l1.eviction_policy"),
     "--eviction-trigger-watermark": kept("l1.eviction_trigger_watermark"),
     "--eviction-ratio": kept("l1.eviction_ratio"),
@@ -45,11 +53,16 @@ SERVER_FLAGS: dict[str, Name] = {
         Fate.TRANSLATED, "p2p.load_timeout_ms", "ours counts milliseconds", factor=1000
     ),
     "--p2p-transfer-engine": Name(Fate.TRANSLATED, "p2p.engine", "write --p2p-engine auto, ucx or nixl"),
-    "--l2-store-policy": replaced(
+    "--l2-store-policy": Name(
+        Fate.REPLACED,
         "",
         'every L2 adapter has a "policy" in --l2-adapter: through (the default) puts every chunk, on_evict and '
         "second_touch put fewer; remove the flag",
-        "default",
+        {
+            "default": "",
+            BUFFER_ONLY: "every chunk is put to every L2 adapter, and leaves L1 when its room is needed instead of at "
+            "once",
+        },
     ),
     "--l2-prefetch-policy": replaced(
         "",
@@ -69,6 +82,20 @@ SERVER_FLAGS: dict[str, Name] = {
     ),
     "--transport": refused("the server speaks ZMQ only; remove it", "zmq"),
     "--grpc-server-workers": noted("the server speaks ZMQ only"),
+    "--grpc-server-mode": noted("the server speaks ZMQ only"),
+    "--api-key-file": noted(_OUR_KEYS),
+    "--http-api-key-file": noted(_OUR_KEYS),
+    "--kv-load-policy": refused(
+        "the server loads no classes; min_retrieve_tokens of an engine and lmcache.skip_load of a request say what is "
+        "computed instead of loaded",
+        "DEFAULT",
+    ),
+    "--l1-mlock": noted(
+        "L1 is faulted in at the start; where the host swaps, keep it from that (memory.swap.max)"
+    ),
+    "--l1-devdax-offset-gb": noted("it changes Device-DAX only, and L1 is shared memory"),
+    "--l2-prefetch-inflight-watermark": noted("--l2-prefetch-max-in-flight bounds what is loaded at a time"),
+    "--enable-token-trace": noted("tokens are not recorded"),
     "--max-workers": noted(_OUR_COPIES),
     "--max-gpu-workers": noted(_OUR_COPIES),
     "--max-cpu-workers": noted(_OUR_COPIES),
@@ -86,10 +113,8 @@ SERVER_FLAGS: dict[str, Name] = {
     "--worker-registration-grace-seconds": noted(_OUR_LOCKS),
     "--periodic-notifier-interval-ms": noted("completions are signalled when they happen"),
     "--null-block-id": noted("block tables come from the engine, so no block id has a special meaning"),
-    "--separate-object-groups": noted("engines with several groups of layers are refused when they attach"),
-    "--no-separate-object-groups": noted(
-        "engines with several groups of layers are refused when they attach"
-    ),
+    "--separate-object-groups": noted(_OUR_GROUPS),
+    "--no-separate-object-groups": noted(_OUR_GROUPS),
     "--enable": noted("there are no experimental modules"),
     "--kv-event-log-size": noted("engines hand on events of KV themselves, with enable_kv_events"),
     "--runtime-plugin-locations": noted(_NO_PLUGINS),
@@ -97,6 +122,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--event-bus-queue-size": noted("there is no event bus"),
     "--disable-observability": noted(_OUR_METRICS),
     "--disable-metrics": noted(_OUR_METRICS),
+    "--disable-prometheus": noted(_OUR_METRICS),
     "--disable-grpc-metrics": noted("the server speaks ZMQ only"),
     "--metrics-sample-rate": noted("every event is counted"),
     "--disable-logging": noted("--log-level says what is logged"),

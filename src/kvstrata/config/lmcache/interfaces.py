@@ -19,6 +19,7 @@ COMMANDS: dict[str, Name] = {
     "lmcache kvcache": replaced("kvstrata ctl clear", "it drops chunks of L1, L2 or both"),
     "lmcache quota": replaced("kvstrata ctl quota", "it sets how much of L1 a tenant may have"),
     "lmcache bench": replaced("kvstrata bench", "it measures a running server, an adapter or engines"),
+    "lmcache memory": replaced("kvstrata ctl status", "it shows how much of L1 is used"),
     "lmcache trace": refused("nothing is recorded that could be replayed"),
     "lmcache tool": refused("there are no such tools"),
     "lmcache mock": refused("there are no such tools"),
@@ -41,6 +42,9 @@ CONNECTORS: dict[str, tuple[str, ...]] = {
 
 _NO_THREADS = refused("no thread is listed; `kvstrata ctl status` shows what the server does")
 _STATUS = replaced("GET /v1/status", "")
+_OF_ENGINES = refused(
+    "engines have no port of their own here; the server's GET /v1/status tells of all of them"
+)
 
 SERVER_PATHS: dict[str, Name] = {
     "/healthcheck": kept("GET /healthcheck"),
@@ -74,6 +78,10 @@ SERVER_PATHS: dict[str, Name] = {
     "/periodic-threads/{thread_name}": _NO_THREADS,
     "/periodic-threads-health": replaced("GET /readyz", "it tells whether requests are served"),
     "/run_script": refused("the server runs no scripts"),
+    **dict.fromkeys(
+        ("/meta", "/backends", "/bypass", "/freeze", "/hot_cache", "/chunk_statistics"), _OF_ENGINES
+    ),
+    "/lookup/{name}": replaced("GET /v1/explain/{request}", "it tells why a recent request hit or missed"),
 }
 """Paths of `lmcache server`; `target` is our path, command or flag."""
 

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.config.demands import problems
+from kvstrata.config.demands import bare_type, canonical, problems
 from kvstrata.config.lmcache import READ_ON, VERSION
-from kvstrata.config.lmcache.fates import Fate, find
-from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS
-from kvstrata.config.lmcache.remote_url import Field, NotTranslated, adapter_of
+from kvstrata.config.lmcache.fates import NEARLY, NO_NAMES, Fate, Name, find, is_on, meant, noted
+from kvstrata.config.lmcache.keys import (
+    CLIENT_KEY_PREFIXES,
+    CLIENT_KEYS,
+    EXTRA_KEYS,
+    EXTRA_PREFIXES,
+    VARIABLE_PREFIXES,
+    VARIABLES,
+)
+from kvstrata.config.lmcache.remote_url import Field, NotTranslated, adapter_of, directory, odirect
+from kvstrata.config.lmcache.variables import FILE
 from kvstrata.config.load import leaves
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
@@ -28,6 +36,9 @@ ALL_WORKERS = (
 )
 LEAST_DISK_GB = 0.25
 """A log of `disk` needs some segments; a smaller tier is of type `fs`."""
+NO_L2 = "LMCache keeps nothing on disk unless it is told to; without this line the server would"
+NO_PLUGINS = "classes for LMCache do not fit; write an adapter of type plugin (docs/writing-an-adapter.md)"
+NO_EXTRA = noted("nothing here corresponds to it")
 _TYPES = dict(leaves(ServerSettings)) | dict(leaves(ClientSettings))
 
 
@@ -38,29 +49,56 @@ class Setting(NamedTuple):
     comment: str
 
 
-class Migration:
-    """What becomes of the values of one file. `failed`: names whose meaning could not be kept."""
+class _Extra(dict[str, Any]):
+    """LMCache's `extra_config`. `told`: its keys that an adapter has got."""
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, given: object) -> None:
+        if isinstance(given, str):  # of a variable
+            try:
+                given = json.loads(given)
+            except ValueError:
+                given = None
+        super().__init__(given if isinstance(given, Mapping) else {})
+        self.told: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.told.add(name)
+        return meant(super().get(name, default))
+
+
+class Migration:
+    """What becomes of the values of one deployment. `failed`: names whose meaning could not be kept.
+
+    `twice`: names that are given with different values, and what is said of them.
+    """
+
+    def __init__(self, values: Mapping[str, Any], twice: Mapping[str, str] = NO_NAMES) -> None:
         self.settings: dict[str, Setting] = {}
         self.adapters: list[list[Field]] = []
         self.remarks: list[str] = []
         self.failed: list[str] = []
         self._values = values
-        extra = values.get("extra_config")
-        self._extra: Mapping[str, Any] = extra if isinstance(extra, Mapping) else {}
+        self._extra = _Extra(meant(values.get("extra_config")))
         self._told: set[str] = set()
+        for name, why in twice.items():
+            self._fail(name, why)
         self._l1()
         self._disk()
         self._remote()
+        self._plugins()
+        self._nixl_storage()
         self._cluster()
         for name, value in values.items():
             if name not in self._told:
                 self._other(name, value)
+        for key, value in self._extra.items():
+            if key not in self._extra.told:
+                self._of_extra(key, value)
         said = self.text("")
         for name in values:
             if not re.search(rf"\b{re.escape(name)}\b", said):
-                self._remark(name, "no setting is needed")
+                above = name == "extra_config" and self.adapters
+                self._remark(name, "its keys are in l2_adapters" if above else "no setting is needed")
 
     def text(self, source: str) -> str:
         """The YAML file."""
@@ -79,6 +117,8 @@ class Migration:
             lines.append(_line("  " if parent else "", name, *self.settings[key]))
         if self.adapters:
             lines.append("l2_adapters:  # nearest first")
+        else:
+            lines.append(f"l2_adapters: []  # {NO_L2}")
         for adapter in self.adapters:
             first, *others = adapter
             lines.append(_line("  - ", first.name, first.value, first.comment))
@@ -88,10 +128,19 @@ class Migration:
     def _get(self, name: str) -> Any:
         """The value of a name, which then counts as dealt with."""
         self._told.add(name)
-        return self._values.get(name)
+        return meant(self._values.get(name))
+
+    def _number(self, name: str) -> float:
+        """The number that a name has; 0 if it has none, which is told."""
+        value = meant(self._get(name), float) or 0
+        if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+            return value
+        self._fail(name, f"must be a number above 0, found {value!r:.80}")
+        return 0
 
     def _set(self, key: str, value: Any, name: str, comment: str = "") -> None:
         """Give a setting a value, unless the value is not among those that the setting can have."""
+        value = canonical(_TYPES[key], meant(value, bare_type(_TYPES[key])))
         for problem in problems(_TYPES[key], value, key):
             self._fail(name, f"{problem.path} {problem.says}")
             return
@@ -106,14 +155,19 @@ class Migration:
 
     def _l1(self) -> None:
         if "local_cpu" in self._values:
-            why = "" if self._get("local_cpu") else "; it cannot be turned off, but l1.size_gb may be small"
+            why = (
+                ""
+                if is_on(self._get("local_cpu"))
+                else "; it cannot be turned off, but l1.size_gb may be small"
+            )
             self._remark("local_cpu", f"no setting is needed, L1 is always on{why}")
-        if size_gb := self._get("max_local_cpu_size"):
-            self._set("l1.size_gb", size_gb, "max_local_cpu_size", ALL_WORKERS)
-        if self._get("local_cpu_use_hugepages"):
+        for name in ("max_local_cache_size", "max_local_cpu_size"):
+            if size_gb := self._number(name):
+                self._set("l1.size_gb", size_gb, name, ALL_WORKERS)
+        if is_on(self._get("local_cpu_use_hugepages")):
             self._set("l1.use_hugepages", True, "local_cpu_use_hugepages")
         policy = self._get("cache_policy")
-        if policy in ("LRU", "ARC"):
+        if str(policy).upper() in ("LRU", "ARC"):
             self._set("l1.eviction_policy", policy, "cache_policy")
         elif policy:
             self._fail(
@@ -122,7 +176,11 @@ class Migration:
         mode = self._get("numa_mode")
         mapping = self._extra.get("gpu_to_numa_mapping")
         if mode == "auto":
-            self._set("l1.numa", "gpu", "numa_mode", "memory next to the GPUs")
+            self._remark(
+                "numa_mode",
+                "no setting is needed, the kernel places L1; on a host with several NUMA nodes l1.numa may name those "
+                "next to the GPUs, which `kvstrata doctor` tells",
+            )
         elif mode == "manual" and isinstance(mapping, Mapping):
             nodes = ",".join(sorted({str(node) for node in mapping.values()}))
             self._set("l1.numa", nodes, "numa_mode and gpu_to_numa_mapping", "one pool over these nodes")
@@ -130,26 +188,37 @@ class Migration:
             self._fail("numa_mode", "set l1.numa to the numbers of the nodes")
 
     def _disk(self) -> None:
-        paths, size_gb = self._get("local_disk"), self._get("max_local_disk_size")
-        if not paths or not size_gb:
+        paths, size_gb = self._get("local_disk"), self._number("max_local_disk_size")
+        if isinstance(paths, bool):
+            self._fail("local_disk", f"must be a path, found {paths}")
+        elif not paths or not size_gb:
             for name, value in (("local_disk", paths), ("max_local_disk_size", size_gb)):
                 if value:
                     self._remark(
                         name, "LMCache uses no disk unless local_disk and max_local_disk_size are set"
                     )
-            return
-        if isinstance(size_gb, bool) or not isinstance(size_gb, int | float) or not size_gb > 0:
-            self._fail("max_local_disk_size", f"must be a number above 0, found {size_gb!r:.80}")
-            return
-        own = "from local_disk; a folder of its own beside LMCache's files, which can be deleted"
-        texts = paths if isinstance(paths, list) else str(paths).split(",")
-        for path in (str(text).strip().removeprefix("file://").rstrip("/") for text in texts):
-            kind = "disk" if size_gb >= LEAST_DISK_GB else "fs"
+        else:
+            own = "from local_disk; a folder of its own beside LMCache's files, which can be deleted"
+            texts = paths if isinstance(paths, list) else str(paths).split(",")
+            path, *others = [
+                text for each in texts if (text := str(each).strip().removeprefix("file://").rstrip("/"))
+            ] or [""]
             self.adapters.append([
-                Field("type", kind, "from local_disk"),
+                Field("type", "disk" if size_gb >= LEAST_DISK_GB else "fs", "from local_disk"),
                 Field("base_path", f"{path}/kvstrata", own),
                 Field("capacity_gb", size_gb, f"from max_local_disk_size; {ALL_WORKERS}"),
+                *odirect(self._extra.get("use_odirect")),
             ])  # fmt: skip
+            self._one_folder("local_disk", others)
+
+    def _one_folder(self, name: str, others: Sequence[str]) -> None:
+        """Tell which folders are left out: LMCache spreads KV over them, and each of our adapters gets all of it."""
+        if others:
+            self._fail(
+                name,
+                f"{', '.join(others)} left out: an adapter has one folder, and each of several gets every chunk; "
+                "join the disks to one file system (RAID 0, LVM) for an adapter with the room of all",
+            )
 
     def _remote(self) -> None:
         serde, url = self._get("remote_serde"), self._get("remote_url")
@@ -157,12 +226,49 @@ class Migration:
             try:
                 first, *others = adapter_of(str(url), self._extra)
                 self.adapters.append([first._replace(comment="from remote_url"), *others])
+                if str(url).startswith("fs:"):
+                    self._one_folder("remote_url", str(url).split(",")[1:])
             except NotTranslated as error:
                 self._fail("remote_url", str(error))
-        if serde == "naive":
+        if str(serde).lower() in ("naive", "null", "none") and "remote_serde" in self._values:
             self._remark("remote_serde", "records are stored as they are unless an adapter has a codec")
         elif serde:
             self._fail("remote_serde", 'an adapter\'s "codec" may be zstd (lossless) or fp8 (8-bit floats)')
+
+    def _plugins(self) -> None:
+        names = self._get("remote_storage_plugins") or []
+        for name in names if isinstance(names, list) else str(names).split(","):
+            paths = self._extra.get(f"remote_storage_plugin.{str(name).strip()}.base_path")
+            if str(name).strip().partition(".")[0] == "fs" and paths:
+                comment = f"from remote_storage_plugins: {name}"
+                first, *others = directory(str(paths), self._extra)
+                self.adapters.append([first._replace(comment=comment), *others])
+                self._one_folder("remote_storage_plugins", str(paths).split(",")[1:])
+            else:
+                self._fail("remote_storage_plugins", f"{name}: {NO_PLUGINS}")
+
+    def _nixl_storage(self) -> None:
+        if not is_on(self._extra.get("enable_nixl_storage")):
+            return
+        for name in self._values.keys() & {"nixl_buffer_size", "nixl_buffer_device"}:
+            self._told.add(name)
+            self._remark(name, "no setting is needed, the buffer is L1")
+        kind, paths = self._extra.get("nixl_backend"), self._extra.get("nixl_path")
+        if kind == "POSIX" and paths:
+            first, *others = directory(str(paths), {})
+            comment = "from extra_config.nixl_path; without a cap unless capacity_gb sets one"
+            self.adapters.append(
+                [
+                    first._replace(comment=comment),
+                    *others,
+                    *odirect(self._extra.get("use_direct_io")),
+                ]
+            )
+        else:
+            self._fail(
+                "extra_config.nixl_backend",
+                f"{kind!r:.80}: adapters of type disk and fs keep KV in a folder of any disk",
+            )
 
     def _cluster(self) -> None:
         given = {
@@ -171,7 +277,7 @@ class Migration:
         }
         name, url = next(((name, str(url)) for name, url in given.items() if url), ("", ""))
         url = url.rpartition("://")[2]
-        on = self._get("enable_controller")
+        on = is_on(self._get("enable_controller"))
         if on and url:
             if name != "controller_reply_url":  # another port of the same controller
                 url = f"{url.partition(':')[0]}:8400"
@@ -181,7 +287,7 @@ class Migration:
                 "enable_controller",
                 "set controller.url to tcp://HOST:8400, an lmcache-controller's reply port",
             )
-        p2p = self._get("enable_p2p")
+        p2p = is_on(self._get("enable_p2p"))
         if not p2p:
             if "controller.url" in self.settings:
                 self._set("p2p.engine", "off", "enable_p2p", "instances do not read from each other")
@@ -191,32 +297,51 @@ class Migration:
                 "enable_p2p", "set controller.url: instances find each other through an lmcache-controller"
             )
         host, ports = self._get("p2p_host"), self._get("p2p_init_ports")
-        first = ports[0] if isinstance(ports, list) and ports else ports
+        first = ports[0] if isinstance(ports, list) and ports else str(ports or 0).partition(",")[0]
         if host:
             comment = "one port for the whole host, not one for each worker"
-            self._set("p2p.listen", f"{host}:{first or 0}", "p2p_host and p2p_init_ports", comment)
-        channel = self._get("transfer_channel")
-        if channel == "nixl":
-            self._set("p2p.engine", "nixl", "transfer_channel", "all peers need the same engine")
-        elif channel:
-            self._fail(
-                "transfer_channel", f"{channel!r:.80} is none of auto, ucx, nixl and off; auto is the default"
+            self._set("p2p.listen", f"{host}:{first}", "p2p_host and p2p_init_ports", comment)
+        if self._get("transfer_channel"):
+            self._remark(
+                "transfer_channel",
+                "no setting is needed, p2p.engine auto takes what is there; between hosts without RDMA cards p2p.tcp "
+                "must be true",
             )
 
     def _other(self, name: str, value: Any) -> None:
         """A name that needs no more than its entry in the table of keys."""
         entry = find(name, CLIENT_KEYS, CLIENT_KEY_PREFIXES)
+        value = meant(value)
+        entry = entry or find(name, VARIABLES, VARIABLE_PREFIXES)
         if name == "lmcache_instance_id" and value:
             self._set("instance_id", value, name, "each server needs its own")
         elif name == "mp_host":
             self._remark(name, "engines always attach to the server of their own host")
+        elif name == FILE:
+            self._remark(
+                name, f"{value!s:.200} must be among the files given to kvstrata migrate, or inside one"
+            )
+        elif entry is None and name in ClientSettings.__struct_fields__:
+            self._set(name, value, name)
         elif entry is None:
-            self._fail(name, f"unknown key{nearest(name, CLIENT_KEYS)}")
-        elif entry.fate is Fate.KEPT:
+            self._fail(name, f"unknown key{nearest(name, CLIENT_KEYS, cutoff=NEARLY)}")
+        elif entry.fate is Fate.KEPT and value is not None:
             self._set(entry.target, value, name)
-        elif name in ("storage_plugins", "remote_storage_plugins", "external_backends") and value:
-            self._fail(name, "write an adapter of type plugin (docs/writing-an-adapter.md)")
-        elif entry.fate is Fate.REFUSED and entry.asks(value):
+        elif name in ("storage_plugins", "external_backends") and value:
+            self._fail(name, NO_PLUGINS)
+        elif name == "extra_config":
+            if value and not self._extra:
+                self._fail(name, f"must be an object, found {type(value).__name__}")
+        else:
+            self._by_fate(name, entry, value)
+
+    def _of_extra(self, key: str, value: Any) -> None:
+        """A key of `extra_config` that is no field of an adapter."""
+        entry = find(key.removeprefix("mooncake_"), EXTRA_KEYS, EXTRA_PREFIXES) or NO_EXTRA
+        self._by_fate(f"extra_config.{key}", entry, value)
+
+    def _by_fate(self, name: str, entry: Name, value: Any) -> None:
+        if entry.fate is Fate.REFUSED and entry.asks(value):
             self._fail(name, f"{entry.say} (value {quoted(name, value)})")
         else:
             self._remark(name, f"no effect: {entry.say}")

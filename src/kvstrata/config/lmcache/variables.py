@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from kvstrata.config.lmcache.fates import Fate, Name, find, hint
+from kvstrata.config.lmcache.fates import Fate, Name, find, hint, meant
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
 from kvstrata.config.pod_links import is_pod_link
 
@@ -57,10 +57,11 @@ def server_notes(environment: Mapping[str, str], own: Collection[str]) -> list[s
 
 
 def _variables(environment: Mapping[str, str]) -> list[str]:
+    """The names of the variables that are set; an empty one is not."""
     return sorted(
         name
         for name, text in environment.items()
-        if name.startswith(PREFIX) and name != FILE and not is_pod_link(name, text)
+        if name.startswith(PREFIX) and name != FILE and meant(text) and not is_pod_link(name, text)
     )
 
 
