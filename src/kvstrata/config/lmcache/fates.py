@@ -92,6 +92,11 @@ def meant(value: object, kind: object = None) -> Any:
     return value if kind is not bool or value not in (0, 1) else bool(value)
 
 
+def each(names: str, entry: Name) -> dict[str, Name]:
+    """One entry for several names, with blanks between them."""
+    return dict.fromkeys(names.split(), entry)
+
+
 def kept(target: str) -> Name:
     """Same name, same meaning."""
     return Name(Fate.KEPT, target)
@@ -100,6 +105,10 @@ def kept(target: str) -> Name:
 def noted(say: str) -> Name:
     """Accepted, without effect."""
     return Name(Fate.NOTED, "", say)
+
+
+TUNES = noted("it tunes a part of LMCache that kvstrata does not have")
+"""The entry of names of which users need to know no more."""
 
 
 def refused(say: str, *harmless: str) -> Name:

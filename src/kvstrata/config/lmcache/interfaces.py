@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from kvstrata.config.lmcache.fates import Fate, Name, kept, refused, replaced
+from kvstrata.config.lmcache.fates import Fate, Name, each, kept, refused, replaced
 
 COMMANDS: dict[str, Name] = {
     "lmcache server": kept("lmcache-server"),
@@ -21,8 +21,7 @@ COMMANDS: dict[str, Name] = {
     "lmcache bench": replaced("kvstrata bench", "it measures a running server, an adapter or engines"),
     "lmcache memory": replaced("kvstrata ctl status", "it shows how much of L1 is used"),
     "lmcache trace": refused("nothing is recorded that could be replayed"),
-    "lmcache tool": refused("there are no such tools"),
-    "lmcache mock": refused("there are no such tools"),
+    **dict.fromkeys(("lmcache tool", "lmcache mock"), refused("there are no such tools")),
     "lmcache_server": refused(
         "a store that several hosts share is an L2 adapter, such as resp (--l2-adapter), and instances of a cluster "
         "read from each other"
@@ -49,23 +48,23 @@ _OF_ENGINES = refused(
 SERVER_PATHS: dict[str, Name] = {
     "/healthcheck": kept("GET /healthcheck"),
     "/metrics": kept("GET /metrics"),
-    "/": replaced("GET /readyz", "it tells whether requests are served"),
+    **each("/ /periodic-threads-health", replaced("GET /readyz", "it tells whether requests are served")),
     "/status": _STATUS,
-    "/version": replaced("GET /openapi.json", "its info.version is kvstrata's"),
-    "/lmc_version": replaced("GET /openapi.json", "its info.version is kvstrata's"),
-    "/commit_id": replaced("GET /openapi.json", "its info.version is kvstrata's"),
-    "/clear-cache": replaced("POST /v1/clear", ""),
-    "/cache/clear": replaced("POST /v1/clear", ""),
+    **each(
+        "/version /lmc_version /commit_id",
+        replaced("GET /openapi.json", "its info.version is kvstrata's"),
+    ),
+    **each("/clear-cache /cache/clear", replaced("POST /v1/clear", "")),
     "/cache/objects": refused("chunks are not listed; GET /v1/status counts them"),
     "/cache/checksums": refused("every record has a checksum, which each load checks"),
     "/cache/prefetches": replaced("POST /v1/prefetch", ""),
     "/cache/prefetches/{request_id}": replaced("GET /v1/prefetch/{job}", ""),
-    "/quota": replaced("PUT /v1/tenants/{tenant}/quota", 'its body is {"quota_gb": GB}'),
-    "/quota/{cache_salt}": replaced("PUT /v1/tenants/{tenant}/quota", 'its body is {"quota_gb": GB}'),
-    "/conf": replaced("lmcache-server --check", "the command prints the settings"),
-    "/config": replaced("lmcache-server --check", "the command prints the settings"),
-    "/config/adapters": replaced("GET /v1/l2/adapters", ""),
-    "/reconfigure/{backend}/l2/status": replaced("GET /v1/l2/adapters", ""),
+    **each(
+        "/quota /quota/{cache_salt}",
+        replaced("PUT /v1/tenants/{tenant}/quota", 'its body is {"quota_gb": GB}'),
+    ),
+    **each("/conf /config", replaced("lmcache-server --check", "the command prints the settings")),
+    **each("/config/adapters /reconfigure/{backend}/l2/status", replaced("GET /v1/l2/adapters", "")),
     "/reconfigure/{backend}/l2/{operation}": replaced("POST /v1/l2/adapters", ""),
     "/reconfigure/dax/l1/{operation}": refused(
         "L1 is shared memory, whose size is set by --l1-size-gb at the start"
@@ -73,10 +72,7 @@ SERVER_PATHS: dict[str, Name] = {
     "/env": refused("a server shows no variables over HTTP"),
     "/loglevel": replaced("PUT /v1/log-level", 'its body is {"level": "debug"}'),
     "/metrics/reset": refused("counters begin at the start of the server"),
-    "/threads": _NO_THREADS,
-    "/periodic-threads": _NO_THREADS,
-    "/periodic-threads/{thread_name}": _NO_THREADS,
-    "/periodic-threads-health": replaced("GET /readyz", "it tells whether requests are served"),
+    **each("/threads /periodic-threads /periodic-threads/{thread_name}", _NO_THREADS),
     "/run_script": refused("the server runs no scripts"),
     **dict.fromkeys(
         ("/meta", "/backends", "/bypass", "/freeze", "/hot_cache", "/chunk_statistics"), _OF_ENGINES
@@ -92,8 +88,7 @@ CONTROLLER_PATHS: dict[str, Name] = {
     "/clear": replaced("POST /v1/clear", ""),
     "/pin": replaced("POST /v1/pin", ""),
     "/move": replaced("POST /v1/move", ""),
-    "/compress": refused('the "codec" of an L2 adapter compresses its records'),
-    "/decompress": refused('the "codec" of an L2 adapter compresses its records'),
+    **each("/compress /decompress", refused('the "codec" of an L2 adapter compresses its records')),
     "/health": replaced("GET /v1/instances", "it shows the state of each instance"),
     "/check_finish": replaced("GET /v1/commands/{number}", ""),
 }

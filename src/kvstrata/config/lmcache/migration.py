@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import bare_type, canonical, problems
 from kvstrata.config.lmcache import READ_ON, VERSION
-from kvstrata.config.lmcache.fates import NEARLY, NO_NAMES, Fate, Name, find, is_on, meant, noted
+from kvstrata.config.lmcache.fates import NEARLY, NO_NAMES, TUNES, Fate, Name, find, is_on, meant
 from kvstrata.config.lmcache.keys import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
@@ -38,7 +38,6 @@ LEAST_DISK_GB = 0.25
 """A log of `disk` needs some segments; a smaller tier is of type `fs`."""
 NO_L2 = "LMCache keeps nothing on disk unless it is told to; without this line the server would"
 NO_PLUGINS = "classes for LMCache do not fit; write an adapter of type plugin (docs/writing-an-adapter.md)"
-NO_EXTRA = noted("nothing here corresponds to it")
 _TYPES = dict(leaves(ServerSettings)) | dict(leaves(ClientSettings))
 
 
@@ -86,7 +85,6 @@ class Migration:
         self._disk()
         self._remote()
         self._plugins()
-        self._nixl_storage()
         self._cluster()
         for name, value in values.items():
             if name not in self._told:
@@ -226,8 +224,7 @@ class Migration:
             try:
                 first, *others = adapter_of(str(url), self._extra)
                 self.adapters.append([first._replace(comment="from remote_url"), *others])
-                if str(url).startswith("fs:"):
-                    self._one_folder("remote_url", str(url).split(",")[1:])
+                self._one_folder("remote_url", str(url).split(",")[1:] if str(url).startswith("fs:") else ())
             except NotTranslated as error:
                 self._fail("remote_url", str(error))
         if str(serde).lower() in ("naive", "null", "none") and "remote_serde" in self._values:
@@ -240,14 +237,9 @@ class Migration:
         for name in names if isinstance(names, list) else str(names).split(","):
             paths = self._extra.get(f"remote_storage_plugin.{str(name).strip()}.base_path")
             if str(name).strip().partition(".")[0] == "fs" and paths:
-                comment = f"from remote_storage_plugins: {name}"
-                first, *others = directory(str(paths), self._extra)
-                self.adapters.append([first._replace(comment=comment), *others])
-                self._one_folder("remote_storage_plugins", str(paths).split(",")[1:])
+                self._folder("remote_storage_plugins", str(paths), f"from remote_storage_plugins: {name}")
             else:
                 self._fail("remote_storage_plugins", f"{name}: {NO_PLUGINS}")
-
-    def _nixl_storage(self) -> None:
         if not is_on(self._extra.get("enable_nixl_storage")):
             return
         for name in self._values.keys() & {"nixl_buffer_size", "nixl_buffer_device"}:
@@ -255,20 +247,16 @@ class Migration:
             self._remark(name, "no setting is needed, the buffer is L1")
         kind, paths = self._extra.get("nixl_backend"), self._extra.get("nixl_path")
         if kind == "POSIX" and paths:
-            first, *others = directory(str(paths), {})
             comment = "from extra_config.nixl_path; without a cap unless capacity_gb sets one"
-            self.adapters.append(
-                [
-                    first._replace(comment=comment),
-                    *others,
-                    *odirect(self._extra.get("use_direct_io")),
-                ]
-            )
+            self._folder("extra_config.nixl_path", str(paths), comment)
         else:
-            self._fail(
-                "extra_config.nixl_backend",
-                f"{kind!r:.80}: adapters of type disk and fs keep KV in a folder of any disk",
-            )
+            why = f"{kind!r:.80}: adapters of type disk and fs keep KV in a folder of any disk"
+            self._fail("extra_config.nixl_backend", why)
+
+    def _folder(self, name: str, paths: str, comment: str) -> None:
+        first, *others = directory(paths, self._extra)
+        self.adapters.append([first._replace(comment=comment), *others])
+        self._one_folder(name, paths.split(",")[1:])
 
     def _cluster(self) -> None:
         given = {
@@ -337,7 +325,7 @@ class Migration:
 
     def _of_extra(self, key: str, value: Any) -> None:
         """A key of `extra_config` that is no field of an adapter."""
-        entry = find(key.removeprefix("mooncake_"), EXTRA_KEYS, EXTRA_PREFIXES) or NO_EXTRA
+        entry = find(key.removeprefix("mooncake_"), EXTRA_KEYS, EXTRA_PREFIXES) or TUNES
         self._by_fate(f"extra_config.{key}", entry, value)
 
     def _by_fate(self, name: str, entry: Name, value: Any) -> None:

@@ -138,7 +138,8 @@ def directory(paths: str, extra: Mapping[str, Any]) -> list[Field]:
     own = "a folder of its own beside LMCache's files"
     shared = "other servers may use the directory too; false if it is on this host's own disk"
     fields = [Field("type", "fs"), Field("base_path", f"{path}/kvstrata", own), Field("shared", True, shared)]
-    return fields + odirect(extra.get("fs_connector_use_odirect"))
+    direct = next((key for key in ("fs_connector_use_odirect", "use_direct_io") if key in extra), "")
+    return fields + odirect(extra.get(direct))
 
 
 def odirect(asked: object) -> list[Field]:
