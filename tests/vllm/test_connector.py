@@ -105,6 +105,14 @@ def test_abort_in_prefill_while_waiting_and_after_a_hit_leaks_nothing(rig):
     rig.settle()
 
 
+def test_vllm_can_reset_its_cache_after_requests_of_one_token_without_a_further_step(rig):
+    prompts = [rig.fresh_prompt(n) for n in (1_000, 600, 300)]
+    rig.vllm.ask("generate", prompts=prompts, max_tokens=1)
+    assert rig.vllm.ask("reset_prefix_cache")
+    rig.settle()
+    assert rig.again(prompts[0])["cached_tokens"] == 896
+
+
 def test_kv_of_requests_that_run_during_a_reset_is_not_stored(rig):
     rig.vllm.generate(
         [5, 6, 7]

@@ -210,6 +210,16 @@ def test_pins_last_until_the_store_is_gathered_or_dropped(dropped, ended):
         assert pool.pinned == {}
 
 
+def test_pins_end_with_a_request_whose_blocks_the_worker_in_process_has_read():
+    side, pool = make_grouped(FULL, window_group(16), read_here=lambda request_id: True)
+    request, window = stored_window(side)
+    assert pool.pinned
+    assert side.finished(request, ([], [])) is False
+    assert pool.pinned == {}
+    side.heard([said(window)], [], [])
+    assert pool.pinned == {}, "the report comes with a later step"
+
+
 def test_pins_last_until_every_worker_has_gathered_or_dropped_the_store():
     side, pool = make_grouped(FULL, window_group(16), world_size=2)
     _, window = stored_window(side)

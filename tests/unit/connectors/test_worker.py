@@ -115,6 +115,17 @@ def test_blocks_are_reported_as_read_once_before_the_server_has_confirmed_the_st
     assert (report.gathered, report.stored) == ([], [(1, 0b11)])
 
 
+def test_a_request_is_read_once_all_its_stores_have_gathered(fake, side):
+    step(side, StepPlan(1, stores=[store_of(1), store_of(2)]))
+    assert side.has_read("other", 1.0) and fake.now_s == 0.0
+    fake.stores[0][2].gathered.set()
+    assert not side.has_read("r", 1.0) and fake.now_s == 1.0
+    fake.stores[1][2].gathered.takes_s = 2.0
+    assert side.has_read("r", 10.0) and fake.now_s == 3.0
+    side.before_step(StepPlan(2, stores=[store_of(3)]))
+    assert not side.has_read("r", 10.0), "the store has not begun"
+
+
 def test_a_step_that_computes_nothing_is_complete_without_a_call_to_begin_its_stores(fake, side):
     """vLLM 0.30 makes no such call in a step without a forward pass."""
     side.before_step(StepPlan(1, stores=[store_of(1)], awaited={"r", "done-before"}, computes=False))

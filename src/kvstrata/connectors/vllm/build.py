@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 import torch
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -54,6 +56,10 @@ logger = logging.getLogger("vllm.kvstrata")
 
 USUAL_BATCHES = 10_000
 """Batches of KV events that vLLM keeps by default. Where it keeps none, its cache is told as slowly as with these."""
+READ_S = 0.5
+"""An engine in process waits so long at the end of a request for copies from the request's blocks."""
+_WORKERS: WeakValueDictionary[bytes, WorkerSide] = WeakValueDictionary()
+"""The workers of this process, by engine."""
 
 
 class Setup(NamedTuple):
@@ -179,7 +185,20 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         events=make.stored if wants_events else None,
         removal=make.removed,
         server_seen=partial(_exists_one, [place / ATTACH_SOCKET for place in places]),
+        read_here=partial(_read_here, setup),
     )
+
+
+def _read_here(setup: Setup, request_id: str) -> bool:
+    """See `SchedulerSide`. False in an engine with a process of its own, which vLLM steps until all blocks are free."""
+    worker = _WORKERS.get(setup.group)
+    if (
+        worker is None
+        or envs.VLLM_ENABLE_V1_MULTIPROCESSING
+        or setup.vllm_config.parallel_config.world_size > 1
+    ):
+        return False
+    return worker.has_read(request_id, READ_S)
 
 
 def own_cache(setup: Setup, block_pool: Callable[[], Any]) -> OwnCache | None:
@@ -278,6 +297,7 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
     side = WorkerSide(
         sides, make_item=LoadItem, by_request=whole_hits(setup.groups), weights=loaded_weights()
     )
+    _WORKERS[setup.group] = side
     return side, asks
 
 

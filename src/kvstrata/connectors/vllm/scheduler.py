@@ -49,7 +49,8 @@ class SchedulerSide:
     number of workers that report.  `may_load` and `may_store` follow vLLM's kv_role.  `engine` names this start of the
     engine; with `media_are_counted` vLLM's identifiers of media are not hashes of their content; `lookahead_tokens` is
     the layout's.  `prefix_cache` returns an object that vLLM replaces when it empties its own cache.  `server_seen`
-    tells whether a server seems to run.
+    tells whether a server seems to run.  `read_here` waits a moment until the worker, in the same process, reads no
+    block of a request for a store any more; it returns whether that is so.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SchedulerSide:
         removal: MakeRemoval | None = None,
         server_seen: Callable[[], bool] = lambda: False,
         pins: BlockPins | None = None,
+        read_here: Callable[[str], bool] = lambda request_id: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._settings = client, settings
@@ -84,6 +86,7 @@ class SchedulerSide:
         self._may_load, self._may_store = may_load, may_store
         self._sync_load_bytes = sync_load_bytes
         self._now = now
+        self._read_here = read_here
         self._weights = weights
         self._tails = PromptTails(client, groups, enabled=settings.save_unfull_chunk)
         tenants = RequestTenants(settings.tenant, settings.request_tenants)
@@ -313,6 +316,11 @@ class SchedulerSide:
         if self._may_store:
             self.stores.finish(tracked, tables)
         if not tracked.stores:
+            return False
+        # An engine in process may make no further step, so nothing later would free the blocks.
+        unsent = tracked.stores.intersection(store.store_id for store in self.stores.of_finished)
+        if not unsent and self._read_here(request.request_id):
+            self.stores.unpin(tracked.stores)
             return False
         self._awaited.add(request.request_id)
         return True

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from kvstrata.connectors.vllm.announced import Announced
@@ -381,6 +381,11 @@ class StoreTable:
         """Note that no worker will get a store that was planned."""
         self._pins.never_sent(store_id)
         self.dropped(store_id)
+
+    def unpin(self, store_ids: Iterable[int]) -> None:
+        """Unpin the blocks of stores that the only worker has read, before its report says so."""
+        for store_id in store_ids:
+            self._pins.read(store_id)
 
     def heard_failed(self, report: WorkerReport) -> None:
         """After `heard`: undo pins as it would have done."""

@@ -235,6 +235,15 @@ class WorkerSide:
         self._awaited -= sent
         return sent, received
 
+    def has_read(self, request_id: str, timeout_s: float) -> bool:
+        """Wait until no store reads blocks of this request; returns whether that is so within `timeout_s`."""
+        deadline = self._now() + timeout_s
+        return not any(store.request_id == request_id for store in self._to_store) and all(
+            entry.job.wait_gathered(max(0.0, deadline - self._now()))
+            for entry in self._stores
+            if entry.store.request_id == request_id
+        )
+
     def take_bad_requests(self, received: Iterable[str]) -> set[str]:
         """Of these requests, those of which a load failed, so that they must be computed from the start."""
         bad = self._bad_requests.intersection(received)
