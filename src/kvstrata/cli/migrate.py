@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None) -> int:
             print(f"kvstrata migrate: {error.message}", file=sys.stderr)
             status = 2
     if files:
-        migration, names = Migration(*merged(list(files.values()))), ", ".join(files)
+        migration, names = Migration(*merged(files.values())), ", ".join(files)
         print(migration.text(names), end="")
         if migration.failed:
             print(

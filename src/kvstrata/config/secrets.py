@@ -38,7 +38,7 @@ SHOWN = frozenset({
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",
     "config_class_name", "module_path", "name", "policy", "pool", "read_ahead_size", "relative_tmp_dir", "s3_endpoint",
     "s3_num_io_threads", "s3_prefer_http2", "sentinel_master", "sentinels", "serde", "startup_nodes", "tls_server_name",
-    "type", "username",
+    "type", "username", "num_read_workers", "read_max_bytes_in_flight",
     # options of Mooncake's setup
     "global_segment_size", "ipc_socket_path", "local_buffer_size", "local_hostname", "master_server_addr",
     "metadata_server", "protocol", "rdma_devices", "ssd_offload_path", "tenant_id",

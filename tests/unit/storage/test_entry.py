@@ -82,11 +82,14 @@ def test_every_field_of_fs_and_its_older_name_is_read() -> None:
 def test_fields_without_effect_are_accepted_with_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     entry = {**FS, "read_ahead_size": 1024, "eviction": {"eviction_policy": "LRU"}, "shared": False}
+    entry |= {"num_read_workers": 8, "read_max_bytes_in_flight": 1 << 30}
     make_adapter(entry, 0)
     noted = [r.getMessage() for r in caplog.records if "has no effect here" in r.getMessage()]
     assert [line.split(":")[0] for line in noted] == [
         "l2_adapters[0].eviction",
         "l2_adapters[0].read_ahead_size",
+        "l2_adapters[0].num_read_workers",
+        "l2_adapters[0].read_max_bytes_in_flight",
     ]
 
 

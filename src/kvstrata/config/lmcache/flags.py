@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from kvstrata.config.lmcache.fates import TUNES, Fate, Name, each, kept, noted, refused, replaced
 
-_OUR_KEYS = (
-    "the admin HTTP port always asks for a token, that in http.token_file or one that the server makes"
-)
+_OUR_KEYS = "the HTTP port always asks for a token: that in http.token_file, or one that the server makes"
 _L1_IS_MEMORY = "L1 is shared memory; remove it"
 
 BUFFER_ONLY = "skip_l1"
@@ -50,9 +48,7 @@ SERVER_FLAGS: dict[str, Name] = {
         },
     ),
     "--l2-prefetch-policy": replaced(
-        "",
-        "chunks loaded from L2 stay in L1 until they are evicted; remove the flag",
-        *("default", "retain"),
+        "", "chunks loaded from L2 stay in L1 until they are evicted; remove the flag", *("default", "retain")
     ),
     "--coordinator-url": replaced(
         "controller.url",
@@ -62,9 +58,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--shm-name": noted(
         "KV always goes through shared memory, in files named after the port; l1.segment_dir names their folder"
     ),
-    "--prometheus-port": noted(
-        "metrics are /metrics on the HTTP port (--http-port); let Prometheus ask there"
-    ),
+    "--prometheus-port": noted("metrics are /metrics on the HTTP port (--http-port)"),
     "--transport": refused("the server speaks ZMQ only; remove it", "zmq"),
     **each("--api-key-file --http-api-key-file", noted(_OUR_KEYS)),
     "--kv-load-policy": refused(
@@ -72,27 +66,20 @@ SERVER_FLAGS: dict[str, Name] = {
         "computed instead of loaded",
         "DEFAULT",
     ),
-    "--l1-mlock": noted(
-        "L1 is faulted in at the start; where the host swaps, keep it from that (memory.swap.max)"
-    ),
+    "--l1-mlock": noted("L1 is faulted in, but not locked: memory.swap.max keeps it in memory"),
     "--l2-prefetch-inflight-watermark": noted("--l2-prefetch-max-in-flight bounds what is loaded at a time"),
     **each(
         "--separate-object-groups --no-separate-object-groups",
-        noted("the groups of a model's layers always have records of their own"),
+        noted("groups of layers always have their own records"),
     ),
     **each(
         "--runtime-plugin-locations --runtime-plugin-config",
-        noted("the server starts no scripts; run them as services of their own"),
+        noted("the server starts no scripts; run them as services"),
     ),
     "--disable-logging": noted("--log-level says what is logged"),
-    **each(
-        "--enable-extra-logging --extra-logging-interval",
-        noted("`kvstrata ctl status` shows the same figures at any time"),
-    ),
+    **each("--enable-extra-logging --extra-logging-interval", noted("`kvstrata ctl status` shows the same")),
     "--hash-algorithm": refused("chunk keys are SHA-256 and cannot be changed; remove it", "blake3"),
-    "--engine-type": refused(
-        "kvstrata has one kind of engine, and blending is not supported; remove it", "default"
-    ),
+    "--engine-type": refused("blending is not supported; remove it", "default"),
     **each(
         "--run-script-api-enabled --script-allowed-imports", refused("the server runs no scripts; remove it")
     ),
@@ -100,9 +87,7 @@ SERVER_FLAGS: dict[str, Name] = {
     "--l1-manager": refused("kvstrata has one kind of L1; remove it"),
     "--server-module": refused("the server loads no modules; remove it"),
     **each("--enable-tracing --otlp-endpoint", refused("tracing is not supported yet; remove it")),
-    **each(
-        "--trace-level --lookup-hash-log-dir", refused("recording of lookups is not supported yet; remove it")
-    ),
+    **each("--trace-level --lookup-hash-log-dir", refused("lookups are not recorded; remove it")),
     **each(
         "--enable --null-block-id --periodic-notifier-interval-ms --event-bus-queue-size --enable-gc-monitor "
         "--gc-monitor-min-pause-ms --gc-monitor-top-objects --l1-align-bytes --l1-init-size-gb --l1-use-lazy "
@@ -120,9 +105,7 @@ SERVER_FLAGS: dict[str, Name] = {
 """Flags of `lmcache server`."""
 
 FLAG_PREFIXES: dict[str, Name] = {
-    "--coordinator-": noted(
-        "an instance with a controller (--controller-url) reports to it, in time and without settings"
-    ),
+    "--coordinator-": noted("instances report to their controller (--controller-url) without settings"),
     "--blend": refused("blending is not supported; remove it"),
     "--l1-gds-": refused(_L1_IS_MEMORY),
     "--gds-l1-": refused(_L1_IS_MEMORY),

@@ -51,8 +51,7 @@ SERVER_PATHS: dict[str, Name] = {
     **each("/ /periodic-threads-health", replaced("GET /readyz", "it tells whether requests are served")),
     "/status": _STATUS,
     **each(
-        "/version /lmc_version /commit_id",
-        replaced("GET /openapi.json", "its info.version is kvstrata's"),
+        "/version /lmc_version /commit_id", replaced("GET /openapi.json", "its info.version is kvstrata's")
     ),
     **each("/clear-cache /cache/clear", replaced("POST /v1/clear", "")),
     "/cache/objects": refused("chunks are not listed; GET /v1/status counts them"),

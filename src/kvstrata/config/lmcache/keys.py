@@ -13,17 +13,13 @@ _NO_PD = (
     "prefill and decode engines share KV through the server or L2; for a direct hand-over, vLLM's MultiConnector takes "
     "NixlConnector beside this connector (docs/engines.md)"
 )
-_NO_GDS = (
-    "GPU direct storage is not supported: L2 reads and writes through L1, --l2-adapter of type disk or fs"
-)
+_NO_GDS = "GPU direct storage is not supported; an --l2-adapter of type disk or fs has its folder"
 
 CONNECTOR_EXTRA: dict[str, Name] = {
     "lmcache.mp.host": kept("host"),
     "lmcache.mp.port": kept("port"),
     "lmcache.mp.save_decode_cache": kept("save_decode_cache"),
-    "lmcache.mp.server_urls": refused(
-        "one server per host is supported; set lmcache.mp.host and lmcache.mp.port"
-    ),
+    "lmcache.mp.server_urls": refused("an engine has one server; set lmcache.mp.port"),
     "lmcache.mp.transfer_intermediate_tensors": refused("intermediate tensors are not moved"),
     **each(
         "lmcache.mp.mq_timeout lmcache.mp.heartbeat_interval lmcache.mp.eager_prefetch "
@@ -49,13 +45,9 @@ CLIENT_KEYS: dict[str, Name] = {
     "enable_kv_events": kept("enable_kv_events"),
     "mp_host": kept("host"),
     "mp_port": kept("port"),
-    "lmcache_instance_id": noted(
-        "it would only name this engine in logs; the server has its own --instance-id"
-    ),
+    "lmcache_instance_id": noted("it would name this engine in logs; the server has --instance-id"),
     "local_cpu": replaced("", f"{_ON_SERVER}: L1 is always on"),
-    "local_device": replaced(
-        "", f"{_ON_SERVER}: L1 is always host memory; KV on the GPU is the engine's own"
-    ),
+    "local_device": replaced("", f"{_ON_SERVER}: L1 is host memory, KV on the GPU is the engine's"),
     **each(
         "max_local_cache_size max_local_cpu_size",
         replaced("", f"{_ON_SERVER}: --l1-size-gb, one pool for all workers of the host"),
@@ -63,36 +55,23 @@ CLIENT_KEYS: dict[str, Name] = {
     "reserve_local_cpu_size": replaced("", f"{_ON_SERVER}: --l1-size-gb leaves free what it does not name"),
     "local_cpu_use_hugepages": replaced("", f"{_ON_SERVER}: --l1-use-hugepages"),
     "local_disk": replaced(
-        "",
-        f'{_ON_SERVER}: --l2-adapter \'{{"type": "disk", "base_path": …, "capacity_gb": …}}\'',
+        "", f'{_ON_SERVER}: --l2-adapter \'{{"type": "disk", "base_path": …, "capacity_gb": …}}\''
     ),
     "local_disk_path_sharding": replaced("", f"{_ADAPTER}, of one folder for all GPUs"),
-    "max_local_disk_size": replaced(
-        "", f'{_ON_SERVER}: "capacity_gb" in --l2-adapter, for all workers of the host'
-    ),
+    "max_local_disk_size": replaced("", f'{_ON_SERVER}: "capacity_gb" in --l2-adapter'),
     **each("remote_url storage_plugins remote_storage_plugins external_backends", replaced("", _ADAPTER)),
     "remote_serde": replaced("", f'{_ON_SERVER}: "codec" in --l2-adapter'),
     "cache_policy": replaced("", f"{_ON_SERVER}: --eviction-policy"),
     "numa_mode": replaced("", f"{_ON_SERVER}: --l1-numa"),
-    "enable_p2p": replaced(
-        "",
-        f"{_ON_SERVER}: instances with a controller read from each other unless p2p.engine is off",
-    ),
+    "enable_p2p": replaced("", f"{_ON_SERVER}: p2p.*, on in a cluster unless p2p.engine is off"),
     **each("peer_init_ports peer_lookup_ports distributed_url", replaced("", _P2P)),
     **each("lookup_url enable_controller", replaced("", _CONTROLLER)),
-    **each(
-        "enable_async_loading async_loading",
-        noted("load_mode chooses between synchronous and asynchronous loads"),
-    ),
+    **each("enable_async_loading async_loading", noted("load_mode says when hits are loaded")),
     "save_unfull_chunk": kept("save_unfull_chunk"),
-    "discard_partial_chunks": noted(
-        "save_unfull_chunk says whether the last chunk is stored before it is full"
-    ),
+    "discard_partial_chunks": noted("save_unfull_chunk says whether an unfinished chunk is stored"),
     "retrieve_locations": noted("tiers are asked in the order of the server's adapters"),
     "store_location": noted("the server's adapters decide by their policy"),
-    "extra_config": replaced(
-        "", f"{_ON_SERVER}: `kvstrata migrate FILE` says what each of its keys is in --l2-adapter"
-    ),
+    "extra_config": replaced("", f"{_ON_SERVER}: `kvstrata migrate FILE` tells of each key"),
     **each("runtime_plugin_locations plugin_locations", noted(_NO_PLUGINS)),
     **each("gds_path weka_path kvikio_cache_dir", refused(_NO_GDS)),
     "maru_path": refused("Maru is not supported"),
@@ -136,27 +115,16 @@ VARIABLES: dict[str, Name] = {
         "LMCACHE_TRACK_USAGE LMCACHE_USAGE_TRACK_INTERVAL LMCACHE_USAGE_TRACK_URL",
         noted("nothing is reported to anybody"),
     ),
-    "LMCACHE_LOG_LEVEL": noted(
-        "an engine's log follows vLLM's (VLLM_LOGGING_LEVEL), and the server has --log-level"
-    ),
+    "LMCACHE_LOG_LEVEL": noted("engines log as VLLM_LOGGING_LEVEL says, the server has --log-level"),
     "LMCACHE_SERVER_URL": replaced(
         "port", "engines attach to the server of their own host; set KVSTRATA_PORT to the port of its --port"
-    ),
-    **each(
-        "LMCACHE_API_KEY LMCACHE_API_KEY_FILE LMCACHE_HTTP_API_KEY LMCACHE_HTTP_API_KEY_FILE",
-        replaced(
-            "",
-            "the server's HTTP port always asks for a token, that in http.token_file or one that the server makes",
-        ),
     ),
     "LMCACHE_COORDINATOR_URL": replaced(
         "controller.url",
         "a coordinator of LMCache cannot be joined; set KVSTRATA_CONTROLLER_URL for the server, to the reply port of "
         "an lmcache-controller, tcp://HOST:8400",
     ),
-    "LMCACHE_FORCE_SKIP_SAVE": replaced(
-        "", "vLLM's kv_role says whether an engine stores: kv_consumer only loads"
-    ),
+    "LMCACHE_FORCE_SKIP_SAVE": replaced("", "kv_role: kv_consumer in vLLM only loads"),
     "LMCACHE_GPU_STAGING_BUFFER_BYTES": replaced("gpu_staging_mb", "set KVSTRATA_GPU_STAGING_MB, in MB"),
     "LMCACHE_CONTROLLER_CONFIG_FILE": replaced("", "lmcache-controller has --config"),
     **each(
@@ -168,11 +136,15 @@ VARIABLES: dict[str, Name] = {
 """Variables that are not keys of the file upper-cased."""
 
 VARIABLE_PREFIXES: dict[str, Name] = {
-    "LMCACHE_COORDINATOR_": noted(
-        "an instance with a controller reports to it, in time and without settings"
+    "LMCACHE_COORDINATOR_": noted("instances report to their controller without settings"),
+    **each("LMCACHE_RUNTIME_PLUGIN_ LMCACHE_PLUGIN_", noted(_NO_PLUGINS)),
+    **each(
+        "LMCACHE_API_KEY LMCACHE_HTTP_API_KEY",
+        replaced(
+            "",
+            "the server's HTTP port always asks for a token: that in http.token_file, or one that it makes",
+        ),
     ),
-    "LMCACHE_RUNTIME_PLUGIN_": noted(_NO_PLUGINS),
-    "LMCACHE_PLUGIN_": noted(_NO_PLUGINS),
     "LMCACHE_REQUEST_TELEMETRY_": noted("nothing is reported to anybody"),
     "LMCACHE_RESP_": replaced("", 'the fields of --l2-adapter \'{"type": "resp", …}\' name the server'),
     "LMCACHE_AEROSPIKE_": noted("there is no adapter for Aerospike"),
@@ -181,33 +153,22 @@ VARIABLE_PREFIXES: dict[str, Name] = {
 }
 """Fates of all other variables that begin with one of these words."""
 
-_BY_ADAPTER = "the adapter has settings of its own (docs/remote-tiers.md)"
 _NOT_COPIED = "credentials are not copied (docs/remote-tiers.md says where the server finds them)"
 
 EXTRA_KEYS: dict[str, Name] = {
     "use_odirect": noted("disk and fs read and write past the page cache where the file system can"),
-    "gpu_to_numa_mapping": noted("l1.numa names nodes, not GPUs"),
     "storage_root_dir": refused("set MOONCAKE_STORAGE_ROOT_DIR in the environment of lmcache-server to it"),
     "prefer_local_alloc": refused(
-        'Mooncake places records; "replicate": {"preferred_segment": "HOST:PORT"} in the adapter names a place'
+        '"replicate": {"preferred_segment": "HOST:PORT"} of the adapter names one place'
     ),
     "transfer_timeout": noted('"deadline_ms" of an adapter bounds each operation'),
     **each("username password", noted(_NOT_COPIED)),
-    **each(
-        "use_exists_sync save_chunk_meta save_only_first_rank remote_enable_mla_worker_id_as0",
-        TUNES,
-    ),
 }
 """Keys of `extra_config` that make no field of an adapter; Mooncake's also with `mooncake_` before them."""
 
 EXTRA_PREFIXES: dict[str, Name] = {
     "aws_": noted(_NOT_COPIED),
-    "s3_": noted(_BY_ADAPTER),
-    "azure_": noted(_BY_ADAPTER),
-    "valkey_": noted(_BY_ADAPTER),
-    "audit_": TUNES,
-    "nixl_": TUNES,
-    "remote_storage_plugin.": noted("it belongs to a plugin for LMCache"),
-    "storage_plugin.": noted("it belongs to a plugin for LMCache"),
+    **each("s3_ azure_ valkey_", noted("the adapter has settings of its own (docs/remote-tiers.md)")),
+    **each("remote_storage_plugin. storage_plugin.", noted("it belongs to a plugin for LMCache")),
 }
-"""Fates of all other keys of `extra_config` that begin with one of these words."""
+"""Fates of other keys of `extra_config` that begin with one of these words; all others are TUNES."""

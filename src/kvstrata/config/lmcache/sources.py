@@ -4,10 +4,11 @@ Kubernetes with env blocks or a ConfigMap.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -23,65 +24,55 @@ _IN_TEXT = re.compile(rf"(?:^|\s){_NAME}(\"[^\"]*\"|'[^']*'|\{{.*\}}|\S*)", re.M
 _COMMENT = re.compile(r"^\s*#.*", re.MULTILINE)
 
 
-class Found(NamedTuple):
-    """A setting as a source spells it: the key of a file, or a variable."""
-
-    name: str
-    value: Any
+Found = tuple[str, Any]
+"""A setting as a source spells it: the key of a file, or a variable, and its value."""
 
 
-class Merged(NamedTuple):
-    """The settings of all sources: those of variables win, as they do in LMCache."""
+def merged(sources: Iterable[Sequence[Found]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of several sources, and what is said of those that have two values.
 
-    values: dict[str, Any]
-    twice: dict[str, str]
-    """Settings of which two files, or two blocks of variables, give different values, each with what is said of it."""
-
-
-def merged(sources: list[list[Found]]) -> Merged:
-    """The settings of several sources, of which the first one wins that gives a setting."""
+    Variables win over files, as in LMCache; else the first source wins.
+    """
+    values: dict[str, Any] = {}
+    twice: dict[str, str] = {}
     found = [one for source in sources for one in source]
-    result = Merged({}, {})
     for of_variables in (True, False):
         given: dict[str, Any] = {}
         for name, value in found:
-            if name.startswith(PREFIX) is not of_variables:
-                continue
-            key = _key(name)
-            if str(meant(given.setdefault(key, value))) != str(meant(value)):
-                result.twice[key] = (
-                    "two values are given; the first one is kept, migrate the other one by itself"
-                )
-        result.values.update({key: value for key, value in given.items() if key not in result.values})
-    return result
+            if name.startswith(PREFIX) is of_variables:
+                key = _key(name)
+                if str(meant(given.setdefault(key, value))) != str(meant(value)):
+                    twice[key] = (
+                        "two values are given; the first one is kept, migrate the other one by itself"
+                    )
+        values = given | values
+    return values, twice
 
 
 def read(path: str) -> list[Found]:
     """The settings in a file. Raises ConfigError that names the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
+        documents = [one for one in yaml.safe_load_all(text) if one is not None]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", field="config") from None
-    try:
-        documents = [one for one in yaml.safe_load_all(text) if one is not None]
     except yaml.YAMLError as error:
-        documents = []
+        documents = [""]
         if not _IN_TEXT.search(text):
             raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}", field="config") from None
-    if all(isinstance(document, str) for document in documents):
+    if documents and all(isinstance(document, str) for document in documents):
         documents = [text]  # an env file or a script, whose lines YAML would join
     found = [one for document in documents for one in _in(document)]
     if found or not documents:
         return found
     if (
-        len(documents) == 1
-        and isinstance(documents[0], Mapping)
-        and all(isinstance(key, str) for key in documents[0])
+        isinstance(only := documents[0], Mapping)
+        and len(documents) == 1
+        and all(isinstance(key, str) for key in only)
     ):
-        return [Found(*item) for item in documents[0].items()]  # unknown names, each of which is told
+        return list(only.items())  # unknown names, each of which is told
     raise ConfigError(
-        f"{path}: must be a mapping of setting names, or name {PREFIX}… variables or a file of LMCache's, found "
-        f"{type(documents[0]).__name__}",
+        f"{path}: must be a mapping of setting names, or name {PREFIX}… variables, found {type(only).__name__}",
         field="config",
     )
 
@@ -89,32 +80,25 @@ def read(path: str) -> list[Found]:
 def _in(node: Any) -> Iterator[Found]:
     if isinstance(node, Mapping):
         if any(key in CLIENT_KEYS for key in node):
-            yield from (Found(str(key), value) for key, value in node.items())
+            yield from ((str(key), value) for key, value in node.items())
         elif str(node.get("name")).startswith(PREFIX) and "value" in node:  # of a container in Kubernetes
-            yield Found(str(node["name"]), node["value"])
+            yield node["name"], node["value"]
         else:
             for key, value in node.items():
-                if re.fullmatch(_KEY, str(key)):
-                    yield Found(str(key), value)
-                else:
-                    yield from _in(value)
+                yield from [(key, value)] if re.fullmatch(_KEY, str(key)) else _in(value)
     elif isinstance(node, list):
         for one in node:
             yield from _in(one)
     elif isinstance(node, str):
-        if line := _LINE.fullmatch(node):
-            yield Found(line[1], line[2])
-            return
         inner = None
-        if "\n" in node:
-            try:
-                inner = yaml.safe_load(node)
-            except yaml.YAMLError:
-                pass
-        if isinstance(inner, Mapping):
+        with contextlib.suppress(yaml.YAMLError):
+            inner = yaml.safe_load(node) if "\n" in node else None
+        if line := _LINE.fullmatch(node):
+            yield line[1], line[2]
+        elif isinstance(inner, Mapping):
             yield from _in(inner)
         else:
-            yield from (Found(name, text) for name, text in _IN_TEXT.findall(_COMMENT.sub("", node)))
+            yield from _IN_TEXT.findall(_COMMENT.sub("", node))
 
 
 def _key(name: str) -> str:

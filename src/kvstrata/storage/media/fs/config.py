@@ -18,6 +18,8 @@ from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
 from kvstrata.storage.structs import Place
 from kvstrata.types import GB
 
+WithoutEffect = Annotated[Any, Meta(description="Accepted, but has no effect.")]
+
 
 class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A directory of any mounted file system, with a file per record."""
@@ -48,7 +50,9 @@ class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
             description="GB to leave free on the file system; not set: 1 % of it, at least 256 MiB, at most a tenth."
         ),
     ] = None
-    read_ahead_size: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
+    read_ahead_size: WithoutEffect = None
+    num_read_workers: WithoutEffect = None
+    read_max_bytes_in_flight: WithoutEffect = None
     num_workers: NumWorkers = 4
     per_op_workers: PerOpWorkers = {}
 
@@ -59,8 +63,9 @@ def _prepare(config: FsConfig, place: Place, name: str) -> Make:
         path = absolute(config.base_path, place, "base_path")
     with wrong:
         _check_tmp_dir(config.relative_tmp_dir, place)
-    if config.read_ahead_size is not None:
-        place.noted("read_ahead_size", "a record is read in one piece")
+    for field in ("read_ahead_size", "num_read_workers", "read_max_bytes_in_flight"):
+        if getattr(config, field) is not None:
+            place.noted(field, "a record is read in one piece, by the workers of num_workers")
     with wrong:
         size_gb, same_gb = config.capacity_gb, config.max_capacity_gb
         if size_gb is not None and same_gb is not None and size_gb != same_gb:
