@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import struct
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -74,6 +75,37 @@ class RequestIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tenant: str = ""
     salt: str = ""
     """Requests with different salts share no chunks."""
+
+
+def lora_of(adapter: str) -> str | None:
+    """The name of the LoRA adapter in a `RequestIdentity.adapter`, empty: none; None: not known.
+
+    vLLM's connector makes `[name, content]`, and `["weights", mark, adapter]` where the layout identity does not name
+    the weights.
+    """
+    if not adapter:
+        return ""
+    try:
+        return _lora(adapter)[0]
+    except msgspec.DecodeError:
+        pass
+    try:
+        _, _, within = _marked(adapter)
+    except msgspec.DecodeError:
+        return None
+    return lora_of(within) if len(within) < len(adapter) else None
+
+
+def adapter_of(lora: str, newest_first: Iterable[str]) -> str:
+    """The first `RequestIdentity.adapter` for the LoRA adapter `lora` (empty: for the model itself), else `lora`.
+
+    So users need not know what names the weights.  `lora` may be a whole `RequestIdentity.adapter` too.
+    """
+    return next((adapter for adapter in newest_first if lora in (adapter, lora_of(adapter))), lora)
+
+
+_lora = msgspec.json.Decoder(tuple[str, str]).decode
+_marked = msgspec.json.Decoder(tuple[Literal["weights"], str, str]).decode
 
 
 class Slice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.attach.row import SessionRow
@@ -110,6 +112,7 @@ class InstanceInProcess:
         *,
         pid: int = 0,
         tenants: frozenset[str] | None = None,
+        lookahead_tokens: int | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:
         """Attach a session as a handshake on the attach socket would. `pid` 0: of this process."""
         pid = pid or os.getpid()
@@ -118,7 +121,7 @@ class InstanceInProcess:
             session=session,
             group=group,
             role=role,
-            layout=layout(),
+            layout=layout(lookahead_tokens=lookahead_tokens),
             engine_slices=1,
             slice=None if role is Role.SCHEDULER else part(),
             facts=None if role is Role.SCHEDULER else FACTS,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvstrata.controller.member import MemberState
 from kvstrata.controller.members import Members
 from kvstrata.errors import BadRequest
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, identity_root
+from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity, adapter_of, identity_root
 
 MAX_TOKENS = 1_048_576
 
@@ -88,12 +91,17 @@ def choose(all_kinds: Sequence[Kind], model: str, number: int | None) -> Kind:
 
 
 def from_tokens(kind: Kind, request: RequestIdentity, tokens: Sequence[int]) -> Named:
-    """The full chunks of a prompt; takes 1 ms per thousand tokens, so run it on a thread. Raises BadRequest."""
+    """The full chunks of a prompt; takes 1 ms per thousand tokens, so run it on a thread. Raises BadRequest.
+
+    `request.adapter` may be the name of a LoRA adapter, or empty for the model itself, see `types.adapter_of`.
+    """
     if not kind.slices:
         raise BadRequest(
             "model: its engines have not all attached yet, so their slices are not known; try again",
             field="model",
         )
+    known = itertools.chain.from_iterable(kind.adapters)
+    request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, known))
     root = identity_root(kind.layout, request)
     hasher = ChunkHasher(root, kind.layout.chunk_tokens, lookahead_tokens=kind.layout.lookahead)
     hasher.feed(tokens)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
+from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.commands import MAX_WAITING
 from kvstrata.controller.member import Issued
@@ -16,7 +18,7 @@ from kvstrata.controller.prompts import Named
 from kvstrata.errors import BadRequest, KvstrataError
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.types import KEY_BYTES
+from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
 from tests.harness.cluster_instance import LOAD
 from tests.harness.known_members import KEY
 
@@ -188,3 +190,17 @@ async def test_an_order_that_names_no_whole_chunk_is_refused(instances, what):
             await instances.operations.pin(nothing, "a", 60)
         else:
             await instances.operations.copy(nothing, "b", "a", move=True)
+
+
+@pytest.mark.parametrize("lora", ["", "poet"])
+def test_a_prompt_is_looked_up_under_the_weights_that_the_newest_requests_name(lora: str) -> None:
+    within = '["poet","content"]' if lora else ""
+    newest, older = (json.dumps(["weights", mark, within]) for mark in ("new", "old"))
+    layout = LayoutIdentity(model="m", kv_dtype="bf16", chunk_tokens=16)
+    kind = prompts.Kind(layout, (b"s" * 32,), ("a", "b"), adapters=(['["other","x"]'], [newest, older]))
+
+    def keys(adapter: str) -> bytes:
+        return prompts.from_tokens(kind, RequestIdentity(adapter=adapter), list(range(32))).keys
+
+    assert keys(lora) == keys(newest) != keys(older)
+    assert keys("unknown") not in (keys(lora), keys("nobody's"))

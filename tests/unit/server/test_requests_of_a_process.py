@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvstrata.errors import Refused
+from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.policy.processes import Owner
 from kvstrata.rpc import frame as frames
 from kvstrata.rpc import wire
@@ -16,8 +19,9 @@ from kvstrata.rpc.session import MAX_SEQ_STEP
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.admin import prewarm
 from kvstrata.server.requests import boundary, running
+from kvstrata.types import RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess
-from tests.harness.rpc_client import chain_of
+from tests.harness.rpc_client import CHUNK_TOKENS, chain_of
 
 SESSION = b"s" * 16
 BLUE, GREEN = frozenset({"blue"}), frozenset({"green"})
@@ -75,6 +79,48 @@ def test_prewarms_of_one_token_leave_room_for_those_of_another(server: InstanceI
         await server.supervisor.idle()
 
     server.loop.run_until_complete(run())
+
+
+def test_a_prewarm_finds_the_chunks_of_an_engine_with_draft_layers() -> None:
+    server = InstanceInProcess()
+    server.attach(SESSION, b"g" * 16, lookahead_tokens=3)
+    tokens = list(range(4 * CHUNK_TOKENS + 2))
+    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
+    hasher = ChunkHasher(identity.root, CHUNK_TOKENS, lookahead_tokens=3)
+    hasher.feed(tokens)
+    server.store(SESSION, 2, identity, hasher.chain)
+    assert prewarmed(server, tokens) == (3, 3)  # the last chunk's key covers tokens that are not known
+    server.close()
+
+
+@pytest.mark.parametrize("adapter", ["", "lora"])
+def test_a_prewarm_is_for_the_weights_that_the_engines_newest_requests_name(
+    server: InstanceInProcess, adapter: str
+) -> None:
+    tokens = list(range(3 * CHUNK_TOKENS))
+    named = [f'["lora","{content}"]' if adapter else "" for content in "ab"]
+    for number, within in enumerate(named):
+        request = RequestIdentity(adapter=json.dumps(["weights", "a mark", within]))
+        [identity] = server.feed(wire.encode(wire.Identify(SESSION, number + 1, request)))
+    server.store(SESSION, 3, identity, chain_of(identity.root, 3))
+    assert prewarmed(server, tokens, adapter=adapter) == (3, 3)
+    assert prewarmed(server, tokens, adapter=request.adapter) == (3, 3)
+    assert prewarmed(server, tokens, adapter="other") == (3, 0)
+
+
+def prewarmed(server: InstanceInProcess, tokens: list[int], adapter: str = "") -> tuple[int, int]:
+    """(chunks of a prewarm, those that are in L1)"""
+    prewarms = server.admin.prewarms
+
+    async def run() -> dict[str, Any] | None:
+        job = await prewarms.prewarm(
+            model="", request=RequestIdentity(adapter=adapter), tokens=tokens, budget_bytes=1, ttl_ms=1_000
+        )
+        await server.supervisor.idle()
+        return prewarms.job(job)
+
+    found = server.loop.run_until_complete(run()) or {}
+    return found["chunks"], found["l1_chunks"]
 
 
 def test_a_process_with_too_many_running_requests_may_still_give_back(

@@ -61,7 +61,7 @@ class ChunksBody(BaseModel):
     )
     model: str = Field("", description="Model of an attached engine; empty: the only one.")
     kind: int | None = Field(None, description="Number in /v1/models, where several match.")
-    adapter: str = ""
+    adapter: str = Field("", description="Name of a LoRA adapter; empty: the model itself.")
     tenant: str = ""
     salt: str = ""
 

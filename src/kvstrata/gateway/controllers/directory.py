@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple, cast
-
-import msgspec
+from typing import NamedTuple, cast
 
 from kvstrata.gateway.fleet import ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
@@ -24,7 +22,7 @@ from kvstrata.rpc.gateway_wire import (
     GatewayHeard,
     Served,
 )
-from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
+from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root, lora_of
 
 MAX_TOKENS = 262_144
 """Of longer prompts only the beginning is asked for."""
@@ -131,27 +129,7 @@ class Directory:
         return None if lora else ""
 
 
-@functools.lru_cache(MAX_TOLD_ADAPTERS)
-def _lora_of(adapter: str) -> str | None:
-    """The name of the LoRA adapter that a connector has put into a `RequestIdentity`, empty: none; None: not known.
-
-    vLLM's connector makes `[name, content]`, and `["weights", mark, adapter]` once weights have been replaced.
-    """
-    if not adapter:
-        return ""
-    try:
-        return _lora(adapter)[0]
-    except msgspec.DecodeError:
-        pass
-    try:
-        _, _, within = _replaced(adapter)
-    except msgspec.DecodeError:
-        return None
-    return _lora_of(within) if len(within) < len(adapter) else None
-
-
-_lora = msgspec.json.Decoder(tuple[str, str]).decode
-_replaced = msgspec.json.Decoder(tuple[Literal["weights"], str, str]).decode
+_lora_of = functools.lru_cache(MAX_TOLD_ADAPTERS)(lora_of)
 
 
 def _kind(told: KvKind) -> Kind | None:

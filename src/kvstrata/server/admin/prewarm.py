@@ -11,11 +11,14 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from kvstrata.clock import Clock
 from kvstrata.errors import BadRequest, Refused
 from kvstrata.keys.batch import before, count, part
+from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import peek
-from kvstrata.native.hashing import chain_keys, storage_keys
+from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.process.lane import PoolLane
@@ -23,7 +26,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.own_pools import OwnPools
 from kvstrata.states import Machine
-from kvstrata.types import KEY_BYTES, RequestIdentity, identity_root
+from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
 
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
@@ -112,13 +115,18 @@ class Prewarms:
     ) -> int:
         """Start loading the chunks of a prompt; returns the job's number.
 
-        `model`: of an attached engine, empty for the only one. Raises BadRequest or Refused.
+        `request.adapter` may be the name of a LoRA adapter, or empty for the model itself: the engine's newest requests
+        for it say which weights are meant.  `model`: of an attached engine, empty for the only one.  Raises BadRequest
+        or Refused.
         """
         pool = self._own.get(request.tenant)
         group = self._group_of(model, pool)
+        request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, group.adapters))
         root = identity_root(group.layout, request)
-        chain = await asyncio.shield(self._lane.run(chain_keys, root, tokens, group.layout.chunk_tokens))
-        return self.start(group, root, tenant_number(request.tenant), chain, budget_bytes, ttl_ms)
+        layout = group.layout
+        hasher = ChunkHasher(root, layout.chunk_tokens, lookahead_tokens=layout.lookahead)
+        await asyncio.shield(self._lane.run(hasher.feed, tokens))
+        return self.start(group, root, tenant_number(request.tenant), hasher.chain, budget_bytes, ttl_ms)
 
     def start(
         self,

@@ -24,7 +24,7 @@ class PrefetchBody(BaseModel):
         long_list(array, MAX_TOKENS),
     ]
     model: str = Field("", description="Model of an attached engine; empty: the only one.")
-    adapter: str = ""
+    adapter: str = Field("", description="Name of a LoRA adapter; empty: the model itself.")
     tenant: str = ""
     salt: str = ""
     budget_bytes: int = Field(1 << 30, gt=0, description="Maximum number of bytes to load.")
