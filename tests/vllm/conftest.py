@@ -119,9 +119,9 @@ class Rig:
         self.vllm.ask("idle_steps", n=1)  # vLLM hears of ends in steps
         return not self.vllm.ask("stores")["in_flight"]
 
-    def full_hit(self, prompt: list[int], tokens: int) -> dict[str, Any] | None:
+    def full_hit(self, prompt: list[int], tokens: int, **arguments: Any) -> dict[str, Any] | None:
         """The result if so many tokens hit, else None."""
-        result = self.again(prompt)
+        result = self.again(prompt, **arguments)
         return result if result["cached_tokens"] == tokens else None
 
     def connected(self) -> bool:

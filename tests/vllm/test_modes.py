@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -142,3 +143,21 @@ def test_adapters_share_nothing_with_each_other_or_the_base_model(rig, tmp_path,
     # The same content under the same name, loaded from elsewhere as another number: the same KV.
     copied = rig.again(prompt, lora=[one[0], 3, str(adapters[3])])
     assert (copied["cached_tokens"], copied["tokens"]) == (512, first["tokens"])
+    # Other files count from the time at which vLLM reads them: it has room for one adapter, so it has to read this one.
+    exchange(adapters[1], adapters[2])
+    replaced = rig.again(prompt, lora=one)
+    assert (replaced["cached_tokens"], replaced["tokens"]) == (0, second["tokens"])
+    exchange(adapters[1], adapters[3])
+    kept = until(lambda: rig.full_hit(prompt, 512, lora=one), "storing the chunks of the replaced adapter")
+    assert kept["tokens"] == second["tokens"], "vLLM has not read the files again"
+    rig.vllm.ask("load_adapter_again", lora=one)
+    for _ in range(2):  # vLLM tells nobody that it has loaded them
+        assert rig.again(prompt, lora=one)["tokens"] == first["tokens"]
+    found = until(lambda: rig.full_hit(prompt, 512, lora=one), "finding the chunks of the first adapter")
+    assert found["tokens"] == first["tokens"]
+
+
+def exchange(folder: Path, other: Path) -> None:
+    """Put the files of another adapter in the place of those in `folder`."""
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)

@@ -247,8 +247,50 @@ def test_keys_change_with_the_weights_and_return_with_the_first_ones(results):
 
 def test_a_digest_of_the_weights_sees_every_parameter_and_nothing_else(results):
     digests = {result["change"]: result["seen"] for result in of(results, "digest")}
-    unseen = {"none", "another start", "all changed back", "no runner"}
+    unseen = {"none", "another start", "all changed back", "no runner", "state"}
     assert {change for change, seen in digests.items() if not seen} == unseen
+    told = {result["how"]: (result["initial"], result["told"]) for result in of(results, "unnamed")}
+    assert told == {
+        "load format": ("unnamed", True),
+        "of its own": ("unnamed", True),
+        "packed": ("unnamed", False),
+    }
+
+
+def test_a_worker_notices_when_it_has_another_adapter_than_it_told(results):
+    still = {result["how"]: result["still"] for result in of(results, "adapter")}
+    assert {how for how, has in still.items() if has} == {
+        "loaded",
+        "evicted",
+        "loaded again",
+        "equal elsewhere",
+    } | {
+        "files replaced"  # vLLM has not read them
+    }
+    assert len(still) == 10
+
+
+def test_each_setting_is_in_the_identity_or_on_the_list_of_harmless_ones(results):
+    """A setting that a new version of vLLM brings is in the identity until it is put on the list."""
+    settings = of(results, "setting")
+    assert len(settings) > 90
+    assert [each["name"] for each in settings if each["seen"] is each["listed"]] == []
+    assert all(each["same"] for each in of(results, "same settings"))
+
+
+def test_engines_of_all_versions_share_kv_while_settings_are_vllms_defaults(results):
+    """A setting that a new version brings, and whose default does something, parts it from earlier versions."""
+    [default] = of(results, "default settings")
+    assert default["facts"] == {
+        "load_config": {"load_format": "folder", "ignore_patterns": ["original/**/*"]},
+        "attention_config": {"indexer_kv_dtype": "auto"},
+        "mamba_config": None,
+        "model_config": {
+            **dict.fromkeys(("runner", "convert", "tokenizer_mode", "model_impl"), "auto"),
+            "dtype": "torch.float32",
+        },
+        "multimodal_config": {"mm_device_do_normalize": True, "video_pruning_method": "evs"},
+    }
 
 
 def test_a_tenant_in_the_body_of_a_request_reaches_the_connector(results):

@@ -19,10 +19,19 @@ from typing import Any, ClassVar
 
 import torch
 import vllm
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import (
+    AttentionConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    MultiModalConfig,
+    VllmConfig,
+)
+from vllm.config.mamba import MambaConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu_worker import Worker
@@ -30,8 +39,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from kvstrata.config.lmcache.interfaces import CONNECTORS
 from kvstrata.connectors import boundary
 from kvstrata.connectors.vllm import build
+from kvstrata.connectors.vllm.adapters import LoadedAdapters
 from kvstrata.connectors.vllm.compat.dry_engine import (
     BLOCK,
+    CHUNK,
     Client,
     Copies,
     DryEngine,
@@ -44,8 +55,10 @@ from kvstrata.connectors.vllm.compat.names import import_all, of_vllm, unlike
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
+from kvstrata.connectors.vllm.engine_facts import HARMLESS, engine_facts, section_facts
+from kvstrata.connectors.vllm.identity import layout_identity
 from kvstrata.connectors.vllm.metadata import StepPlan
-from kvstrata.connectors.vllm.weights import loaded_weights
+from kvstrata.connectors.vllm.weights import find_runner, loaded_weights
 from kvstrata.errors import ConfigError
 from tests.vllm.versions_engine import ModelRunner, load_of, reported, reports_of, store_of
 from tests.vllm.versions_groups import check_group_traces, check_groups_of
@@ -233,8 +246,111 @@ def check_digests() -> Iterator[dict[str, Any]]:
         parameter.data.copy_((wide * 1.01 + (wide == 1)).to(parameter.dtype))
         yield {"check": "digest", "change": name, "seen": weights.digest() != weights.initial}
         parameter.data.copy_(before)
+    for name, tensor in (
+        ("scale", runner.model.scale),
+        ("state", runner.model.state),
+        ("packed", runner.model.packed.kept[0]),
+    ):
+        tensor.mul_(2)
+        yield {"check": "digest", "change": name, "seen": weights.digest() != weights.initial}
+        tensor.div_(2)
     yield {"check": "digest", "change": "all changed back", "seen": weights.digest() != weights.initial}
-    yield {"check": "digest", "change": "no runner", "seen": loaded_weights() is not None}
+    yield {
+        "check": "digest",
+        "change": "no runner",
+        "seen": loaded_weights(find_runner(), named=True) is not None,
+    }
+    unnamed = runner.initialize_kv_cache(named=False)
+    yield {
+        "check": "unnamed",
+        "how": "load format",
+        "initial": unnamed.initial,
+        "told": unnamed.digest() != "",
+    }
+    runner.model.secondary_weights = ["hub/other"]
+    unnamed = runner.initialize_kv_cache()
+    yield {
+        "check": "unnamed",
+        "how": "of its own",
+        "initial": unnamed.initial,
+        "told": unnamed.digest() != "",
+    }
+    del runner.model.packed.input_size_per_partition
+    yield {"check": "unnamed", "how": "packed", "initial": unnamed.initial, "told": unnamed.digest() != ""}
+
+
+def check_adapters() -> Iterator[dict[str, Any]]:
+    """Under which circumstances a worker has the LoRA adapter that it told the scheduler side of."""
+    runner, lora = ModelRunner(), LoRARequest("one", 1, "/adapters/one")
+    adapters = LoadedAdapters(runner)
+    first = adapters.digest(1, lora)
+
+    def still(how: str) -> dict[str, Any]:
+        return {"check": "adapter", "how": how, "still": adapters.still(1)}
+
+    yield still("loaded")
+    runner.adapters.clear()
+    yield still("evicted")
+    runner.add_lora(lora)
+    yield still("loaded again")
+    runner.files = 2.0
+    yield still("files replaced")
+    runner.add_lora(lora)
+    yield still("replaced in place")
+    second = adapters.digest(2, lora)
+    runner.adapters.clear()
+    runner.files = 1.0
+    other = LoRARequest("other", 7, "/adapters/other")
+    yield {"check": "adapter", "how": "equal elsewhere", "still": adapters.digest(3, other) == first}
+    yield {"check": "adapter", "how": "other content", "still": second == first}
+    runner.lora_config.target_modules = ["k_proj"]
+    yield {"check": "adapter", "how": "other layers", "still": adapters.digest(4, lora) == first}
+    runner.add_lora = None  # type: ignore[method-assign,assignment]
+    unread = LoRARequest("broken", 8, "/adapters/broken")
+    yield {"check": "adapter", "how": "unreadable", "still": adapters.digest(5, unread) != ""}
+    yield {"check": "adapter", "how": "never asked", "still": adapters.still(6)}
+
+
+SECTIONS = {
+    "model_config": ModelConfig,
+    "multimodal_config": MultiModalConfig,
+    "load_config": LoadConfig,
+    "attention_config": AttentionConfig,
+    "mamba_config": MambaConfig,
+}
+
+
+def check_settings(folder: Path) -> Iterator[dict[str, Any]]:
+    """For each setting of vLLM that an identity may depend on: whether it does, changed alone."""
+    config = vllm_config(folder)
+    config.model_config.multimodal_config = MultiModalConfig()
+
+    def identity() -> str:
+        return layout_identity(config, kv_dtype="auto", chunk_tokens=CHUNK).weights
+
+    before = identity()
+    again = vllm_config(folder)
+    again.model_config.multimodal_config = MultiModalConfig(
+        mm_processor_kwargs={}, media_io_kwargs={}, mm_encoder_tp_mode="weights", mm_processor_cache_gb=4
+    )
+    written_out = layout_identity(again, kv_dtype="auto", chunk_tokens=CHUNK).weights
+    yield {"check": "same settings", "same": written_out == before}
+    facts = engine_facts(again)
+    for section, owner in (("model_config", again), ("multimodal_config", again.model_config)):
+        facts[section] = section_facts(section, getattr(owner, section))
+    yield {"check": "default settings", "facts": facts}
+    for section, kind in SECTIONS.items():
+        owner: Any = config.model_config if section == "multimodal_config" else config
+        settings = getattr(owner, section)
+        for field in dataclasses.fields(kind):
+            value = getattr(settings, field.name, None)
+            if field.name not in ("model", "hf_config", "hf_text_config", "multimodal_config"):
+                object.__setattr__(settings, field.name, "changed")
+                seen = identity() != before
+                object.__setattr__(settings, field.name, value)
+                listed = field.name in HARMLESS[section]
+                yield {"check": "setting", "name": f"{section}.{field.name}", "seen": seen, "listed": listed}
+    yield {"check": "same settings", "same": identity() == before}
 
 
 class Packs:
@@ -482,6 +598,8 @@ def main(folder: Path) -> None:
         check_sleep(model),
         check_weights(model),
         check_digests(),
+        check_adapters(),
+        check_settings(model),
         check_packing(),
         check_guards(model),
         check_errors(model),

@@ -61,19 +61,6 @@ def test_malformed_kv_transfer_params_are_ignored(params):
     assert len(step(side, [(request, 0, 40)]).stores) == 1
 
 
-def test_a_lora_adapter_whose_files_cannot_be_read_is_used_without_the_cache():
-    path = "a" * 5000
-    side = make_side(FakeClient(hits=3))
-    request = arrive(side, 40, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path))
-    answers = []
-    while not answers or answers[-1] == (None, False):
-        answers.append(ask(side, request))
-    assert answers[-1] == (0, False)
-    assert step(side, [(request, 0, 40)]).stores == []
-    assert side.take_counts()["skipped_unreadable_adapter"] == 1
-    side.close()
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
     client, side, request = scene(43, hits=3, settings={"load_mode": mode})

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvstrata.connectors.vllm.metadata import WorkerReport
-from kvstrata.connectors.vllm.weights import ASK_AGAIN_S, WeightsVersion
+from kvstrata.connectors.vllm.weights import ASK_AGAIN_S, UNNAMED, WeightsVersion
 from kvstrata.types import RequestIdentity
+from kvstrata.types import lora_of as lora_name
 from tests.harness.scheduler_side import (
     BLOCK,
     CHUNK,
@@ -134,7 +135,11 @@ class Workers:
     def step(self, scheduled=()):
         plan = step(self.side, scheduled)
         told = [
-            (plan.weigh, f"{self.initial} {rank}", f"{self.now} {rank}" if self.now else "")
+            (
+                plan.weigh,
+                self.initial if self.initial == UNNAMED else f"{self.initial} {rank}",
+                f"{self.now} {rank}" if self.now else "",
+            )
             for rank in range(2)
         ]
         reports = [WorkerReport(plan.step, weights=each if plan.weigh else None) for each in told]
@@ -319,13 +324,141 @@ def test_a_requesters_name_for_an_image_is_shared_by_neither_salts_nor_tenants_n
     assert len(chains) == 8
 
 
-def test_vllm_is_told_to_ask_again_while_a_lora_adapter_is_being_read(tmp_path):
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 100)
-    side = make_side(FakeClient(hits=3))
-    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path))
-    request = arrive(side, 40, lora_request=lora)
-    answers = []
-    while not answers or answers[-1] == (None, False):
-        answers.append(ask(side, request))
-    assert answers[-1] == (24, False)
-    side.close()
+def lora_of(name="a", number=1, path="/adapters/a"):
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+
+
+class AdapterWorkers:
+    """Two workers that tell the content of the LoRA adapters that they have."""
+
+    def __init__(self, side):
+        self.side, self.content = side, "first"
+
+    def step(self, scheduled=()):
+        plan = step(self.side, scheduled)
+        for rank in range(2):
+            told = [(number, f"{self.content} {rank}") for number, _ in plan.weigh_adapters]
+            self.side.heard([WorkerReport(plan.step, adapters=told)], [], [])
+        return plan
+
+    def stored(self, lora, computed=0):
+        """The stores of a new request for the adapter."""
+        request = arrive(self.side, 40, lora_request=lora)
+        while ask(self.side, request, computed) == (None, False):
+            assert self.step().stores == []
+        self.side.allocated(request, [list(range(1, 20))], 0)
+        stores = self.step([(request, computed, 40 - computed)]).stores
+        self.side.finished(request, [list(range(1, 20))])
+        return stores
+
+    def name(self, lora):
+        [store] = self.stored(lora)
+        assert lora_name(store.identity.adapter) == lora.lora_name
+        return store.identity.adapter
+
+
+def test_vllm_is_told_to_ask_again_until_every_worker_has_told_which_adapter_it_has():
+    side = make_side(FakeClient(hits=3), world_size=2)
+    request = arrive(side, 40, lora_request=lora_of())
+    assert ask(side, request) == (None, False)
+    plan = step(side)
+    [(number, lora)] = plan.weigh_adapters
+    assert lora is request.lora_request
+    for answer in ((None, False), (24, False)):
+        assert ask(side, request)[0] is None and step(side).weigh_adapters == []
+        side.heard([WorkerReport(plan.step, adapters=[(number, "content")])], [], [])
+        assert ask(side, request) == answer
+    side.allocated(request, [list(range(1, 20))], 24)
+    [load] = step(side).loads
+    assert load.adapter == number
+
+
+def test_adapters_are_named_by_what_the_workers_have_wherever_it_came_from():
+    workers = AdapterWorkers(make_side(world_size=2))
+    first = workers.name(lora_of())
+    assert workers.name(lora_of(number=2, path="org/name")) == first
+    workers.content = "second"
+    assert workers.name(lora_of()) == first, "vLLM still has the old weights"
+    assert workers.name(lora_of(number=3)) != first
+    assert workers.name(lora_of(path="/adapters/b")) != first
+    assert workers.stored(None)[0].identity == RequestIdentity()
+
+
+def test_what_an_adapter_was_before_it_was_replaced_is_not_mixed_with_what_it_is():
+    side = make_side(world_size=2)
+    workers, lora = AdapterWorkers(side), lora_of()
+    first = workers.name(lora)
+    running, other = arrive(side, 84, lora_request=lora), arrive(side, 84)
+    for request in (running, other):
+        assert ask(side, request) == (0, False)
+        side.allocated(request, [list(range(1, 100))], 0)
+    stores = workers.step([(running, 0, 40), (other, 0, 40)]).stores
+    number = next(store.adapter for store in stores if store.request_id == running.request_id)
+    workers.content = "second"
+    for _ in range(2):  # each worker says so
+        side.heard([WorkerReport(0, adapters=[(number, "")])], [], [])
+    stores = workers.step([(running, 40, 44), (other, 40, 44)]).stores
+    assert [store.request_id for store in stores] == [other.request_id]
+    assert workers.stored(lora, computed=BLOCK) == [], (
+        "vLLM's own cache has KV of the adapter that was replaced"
+    )
+    assert workers.stored(None, computed=BLOCK) != []
+    second = workers.name(lora)
+    assert second != first
+    side.reset(engine_empty=True)
+    assert workers.stored(lora, computed=BLOCK) != []
+
+
+def test_an_adapter_that_a_worker_cannot_read_is_computed_without_the_cache():
+    workers = AdapterWorkers(make_side(world_size=2))
+    request = arrive(workers.side, 40, lora_request=lora_of())
+    [(number, _)] = step(workers.side).weigh_adapters
+    workers.side.heard([WorkerReport(0, adapters=[(number, digest)]) for digest in ("", "content")], [], [])
+    assert ask(workers.side, request) == (0, False)
+    assert workers.step([(request, 0, 40)]).stores == []
+    assert workers.side.take_counts()["skipped_unreadable_adapter"] == 1
+
+
+def test_weights_that_the_layout_does_not_name_are_named_by_every_workers_samples():
+    def start(weights):
+        workers = Workers(side_of_unnamed_weights(), weights)
+        workers.initial = UNNAMED
+        return workers
+
+    first, again, other = start("first"), start("first"), start("other")
+    identity = first.stored()
+    assert identity != RequestIdentity() and lora_name(identity.adapter) == ""
+    assert again.stored() == identity
+    assert other.stored() != identity
+    first.side.reset(engine_empty=True)
+    assert first.stored() == identity
+    first.side.reset(engine_empty=True)
+    first.now = "other"
+    assert first.stored() == other.stored()
+
+
+def side_of_unnamed_weights():
+    clock = Clock()
+    return make_side(clock=clock, world_size=2, weights=WeightsVersion(2, clock, named=False))
+
+
+@pytest.mark.parametrize("told", [("", ""), (UNNAMED, ""), ("a", "")])
+def test_an_engine_that_can_name_its_weights_in_no_way_shares_with_no_other_start(told):
+    identities = set()
+    for _ in range(2):
+        side = side_of_unnamed_weights()
+        ask(side, arrive(side, 40))
+        plan = step(side)
+        side.heard([WorkerReport(plan.step, weights=(plan.weigh, *told)) for _ in range(2)], [], [])
+        identities.add(Workers(side).stored())
+    assert len(identities) == 2 and RequestIdentity() not in identities
+
+
+def test_a_model_that_brings_weights_of_its_own_is_named_by_samples_too():
+    side = side_that_asks_for_weights()
+    workers = Workers(side)
+    ask(side, arrive(side, 40))
+    plan = step(side)
+    told = [(plan.weigh, "a", "a"), (plan.weigh, UNNAMED, "b")]
+    side.heard([WorkerReport(plan.step, weights=each) for each in told], [], [])
+    assert workers.stored() != RequestIdentity()

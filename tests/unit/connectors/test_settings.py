@@ -12,9 +12,9 @@ import pytest
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors import fingerprint as fingerprints
-from kvstrata.connectors.fingerprint import fingerprint
+from kvstrata.connectors.fingerprint import fingerprint, has_weights
 from kvstrata.connectors.settings import load_settings
-from kvstrata.connectors.vllm.identity import Adapters, engine_group, layout_identity
+from kvstrata.connectors.vllm.identity import engine_group, layout_identity, weights_are_named
 from kvstrata.errors import ConfigError
 from kvstrata.types import RequestIdentity, identity_root
 
@@ -168,6 +168,11 @@ def folder(tmp_path):
     return made
 
 
+def draft_of(place, method="eagle"):
+    model = config_of(place).model_config
+    return SimpleNamespace(model=str(place), method=method, draft_model_config=model)
+
+
 def layout(config):
     return layout_identity(config, kv_dtype="bfloat16", chunk_tokens=256)
 
@@ -215,24 +220,53 @@ def test_what_changes_kv_changes_the_identity(folder):
         {"model_config": {"quantization": "fp8"}},
         {"commit": "abc"},
         {"load_format": "dummy"},
-        {"speculative_config": SimpleNamespace(model="d", method="eagle")},
+        {"speculative_config": draft_of("d")},
         {"cache_config": {"calculate_kv_scales": True}},
     ):
         assert layout(config_of(folder, **changes)) != layout(config_of(folder))
 
 
+def test_what_is_read_from_elsewhere_is_named_by_address_or_content_but_not_by_credentials(folder, tmp_path):
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+
+    def weights(**changes):
+        load = {"tensorizer_uri": "s3://a", "s3_access_key_id": "a", "num_readers": 1} | changes
+        media = SimpleNamespace(
+            mm_encoder_fp8_scale_path=str(scales), mm_processor_kwargs=load.pop("media", None)
+        )
+        config = config_of(folder, load_format="tensorizer", model_config={"multimodal_config": media})
+        config.load_config.download_dir = load.pop("place", "")
+        config.model_config.hf_overrides = load.pop("overrides", None)
+        config.load_config.model_loader_extra_config = SimpleNamespace(**load)
+        return layout(config)
+
+    before = weights()
+    for changes in ({"s3_access_key_id": "b"}, {"num_readers": 9}, {"place": "/tmp"}, {"media": {}}):
+        assert weights(**changes) == before, changes
+    for changes in (
+        {"tensorizer_uri": "s3://b"},
+        {"nobody_knows": 1},
+        {"media": {"do_normalize": False}},
+        {"overrides": draft_of},
+    ):
+        assert weights(**changes) != before, changes
+    assert weights(overrides=draft_of) == weights(overrides=draft_of)
+    scales.write_text('{"changed": 1}')
+    assert weights() != before
+
+
 def test_keys_look_as_far_ahead_as_the_draft_layers(folder):
     for method, told, lookahead in (("eagle", None, 1), ("mtp", 3, 3), ("draft_model", None, 0)):
         changes = {} if told is None else {"num_prefill_lookahead_tokens": told}
-        speculative = SimpleNamespace(model="d", method=method)
-        made = layout(config_of(folder, speculative_config=speculative, **changes))
+        made = layout(config_of(folder, speculative_config=draft_of("d", method), **changes))
         assert made.lookahead == lookahead
         assert ("lookahead_tokens" in msgspec.to_builtins(made)) is (lookahead > 0)
 
 
 def test_a_draft_elsewhere_is_the_same_identity_and_a_retrained_one_is_another(folder, tmp_path):
     def of_draft(place):
-        return layout(config_of(folder, speculative_config=SimpleNamespace(model=str(place), method="eagle")))
+        return layout(config_of(folder, speculative_config=draft_of(place)))
 
     draft = tmp_path / "draft"
     draft.mkdir()
@@ -263,6 +297,46 @@ def test_calculated_scales_are_shared_with_no_other_start(folder):
     assert layout(config_of(folder, **scales)) != layout(config_of(folder, instance_id="j", **scales))
 
 
+HUB = {"model": "org/name", "revision": None, "hf_config_path": None, "model_weights": ""}
+COMMIT = "0123456789" * 4
+
+
+@pytest.mark.parametrize(
+    ("named", "changes"),
+    [
+        (True, {}),
+        (True, {"load_format": "fastsafetensors"}),
+        (False, {"load_format": "runai_streamer"}),
+        (False, {"load_format": "tensorizer"}),
+        (False, {"load_format": "sharded_state"}),
+        (False, {"load_format": "of a plugin"}),
+        (False, {"load_format": "dummy"}),
+        (False, {"model_config": {"model_weights": "s3://bucket/model"}}),
+        (False, {"model_config": {"model": "NO WEIGHTS"}}),
+        (False, {"model_config": HUB}),
+        (False, {"model_config": HUB, "commit": "main"}),
+        (True, {"model_config": HUB, "commit": COMMIT}),
+        (True, {"model_config": HUB | {"revision": COMMIT}}),
+        (False, {"model_config": HUB | {"hf_config_path": "org/other"}, "commit": COMMIT}),
+        (True, {"speculative_config": SimpleNamespace(method="ngram")}),
+        (False, {"speculative_config": SimpleNamespace(method="eagle")}),
+        (False, {"speculative_config": "org/draft"}),
+        (True, {"speculative_config": "FOLDER"}),
+    ],
+    ids=repr,
+)
+def test_weights_are_named_only_by_files_in_the_folder_or_a_commit_of_a_hub(folder, tmp_path, named, changes):
+    changes = dict(changes)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    if changes.get("model_config", {}).get("model") == "NO WEIGHTS":
+        changes["model_config"] = {"model": str(empty)}
+    draft = changes.get("speculative_config")
+    if isinstance(draft, str):
+        changes["speculative_config"] = draft_of(folder if draft == "FOLDER" else draft)
+    assert weights_are_named(config_of(folder, **changes)) is named
+
+
 def test_each_start_and_each_data_parallel_rank_is_a_group_of_its_own(folder):
     groups = {
         engine_group(config_of(folder, **changes))
@@ -283,42 +357,10 @@ def test_fingerprint_of_large_files_reads_samples_over_the_whole_file(tmp_path, 
         changed[place] = 1
         path.write_bytes(changed)
         assert fingerprint(tmp_path) != before
-    assert fingerprint(tmp_path / "nothing") == ""
-
-
-def test_adapters_are_told_apart_by_content(tmp_path):
-    adapters = Adapters()
-    names = set()
-    for content in (b"a", b"b"):
-        (tmp_path / "adapter_model.safetensors").write_bytes(content)
-        lora = SimpleNamespace(lora_name="l", lora_int_id=len(names) + 1, lora_path=str(tmp_path))
-        name = None
-        while name is None:
-            name = adapters.name(lora)
-        names.add(name)
-    assert len(names) == 2
-    assert adapters.name(None) == ""
-    adapters.close()
-
-
-def test_adapter_that_is_loaded_again_in_place_is_told_apart_from_what_it_was(tmp_path):
-    adapters = Adapters()
-    file = tmp_path / "adapter_model.safetensors"
-
-    def name(in_place):
-        lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=in_place)
-        while (found := adapters.name(lora)) is None:
-            pass
-        assert adapters.name(lora) == found, "all steps of a request use the same content"
-        return found
-
-    file.write_bytes(b"x" * 100)
-    old = name(in_place=False)
-    file.write_bytes(b"y" * 100)
-    assert name(in_place=False) == old, "vLLM still has the old weights"
-    new = name(in_place=True)
-    assert new != old
-    assert name(in_place=False) == new
-    file.write_bytes(b"x" * 100)
-    assert name(in_place=True) == old
-    adapters.close()
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    for name, weights in (("config.json", False), ("model.py", False), ("model.bin", True)):
+        before = fingerprint(nothing)
+        (nothing / name).write_bytes(b"{}")
+        assert fingerprint(nothing) != before
+        assert has_weights(nothing) is has_weights(nothing / name) is weights

@@ -316,3 +316,41 @@ def test_vllm_may_not_sleep_while_a_copy_touches_its_memory(fake, side):
     assert fake.now_s == SLEEP_WAIT_S
     step(side, StepPlan(2, stores=[store_of(2)]))
     assert len(fake.stores) == 2, "vLLM did not sleep"
+
+
+class OneAdapter:
+    """The LoRA adapters of a worker, which has the one it told while `has`."""
+
+    has = True
+
+    def digest(self, number, lora):
+        return f"digest of {lora}"
+
+    def still(self, number):
+        return self.has
+
+
+def test_with_another_adapter_than_it_told_a_worker_neither_loads_nor_stores(fake, side):
+    side._adapters = adapters = OneAdapter()
+    report, *_ = step(side, StepPlan(1, weigh_adapters=[(7, "one"), (8, "other")]))
+    assert report.adapters == [(7, "digest of one"), (8, "digest of other")]
+    load, store = load_of(), store_of(1)
+    load.adapter = store.adapter = 7
+    assert step(side, StepPlan(2, loads=[load], stores=[store]))[3] == set()
+    assert len(fake.loads) == len(fake.stores) == 1
+    adapters.has = False
+    again, plain = store_of(2), store_of(3, request="of the model itself")
+    again.adapter = 7
+    load.lease = load.lease._replace(seq=2)
+    report, _, _, bad = step(side, StepPlan(3, loads=[load], stores=[again, plain]))
+    assert bad == {4, 5, 6} and [lease.seq for lease in fake.released] == [2]
+    assert report.adapters == [(7, "")]
+    # Nothing of a step in which a load failed is stored.
+    assert report.dropped == [2, 3] and len(fake.loads) == len(fake.stores) == 1
+    report, *_ = step(side, StepPlan(4, stores=[again, plain], failures_seen=1))
+    assert report.dropped == [2] and report.adapters == [(7, "")] and len(fake.stores) == 2
+
+
+def test_a_worker_without_adapters_says_that_it_cannot_tell(side):
+    report, *_ = step(side, StepPlan(1, weigh_adapters=[(7, "one")]))
+    assert report.adapters == [(7, "")]

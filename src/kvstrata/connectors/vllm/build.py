@@ -26,11 +26,12 @@ from kvstrata.client import CacheClient, LoadItem
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.mover import HostMover, Mover
 from kvstrata.connectors.settings import load_settings
+from kvstrata.connectors.vllm.adapters import LoadedAdapters
 from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
-from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity
+from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity, weights_are_named
 from kvstrata.connectors.vllm.kv_events import EventMaker, extra_keys_of, told_group
 from kvstrata.connectors.vllm.kv_view import (
     Heads,
@@ -46,7 +47,7 @@ from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache
 from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
-from kvstrata.connectors.vllm.weights import WeightsVersion, loaded_weights
+from kvstrata.connectors.vllm.weights import WeightsVersion, find_runner, loaded_weights
 from kvstrata.connectors.vllm.worker import WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
@@ -174,7 +175,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         chunk_bytes=chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.groups[0].record_blocks)
         // (2 if settings.gpu_fp8 else 1),
         world_size=parallel.world_size,
-        weights=WeightsVersion(parallel.world_size),
+        weights=WeightsVersion(parallel.world_size, named=weights_are_named(config)),
         prefix_cache=prefix_cache,
         may_load=transfer.is_kv_consumer and not unusable and not no_load,
         may_store=transfer.is_kv_producer and not unusable,
@@ -294,8 +295,13 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
         )
         asks = asks and layers_ask(modules[name] for name in view.layers)
         sides.append(_group_side(setup, view, kv_caches, device))
+    runner = find_runner()
     side = WorkerSide(
-        sides, make_item=LoadItem, by_request=whole_hits(setup.groups), weights=loaded_weights()
+        sides,
+        make_item=LoadItem,
+        by_request=whole_hits(setup.groups),
+        weights=loaded_weights(runner, named=weights_are_named(setup.vllm_config)),
+        adapters=LoadedAdapters(runner) if hasattr(runner, "lora_manager") else None,
     )
     _WORKERS[setup.group] = side
     return side, asks

@@ -1,34 +1,33 @@
-"""The identity of this engine: model, weights, adapters and layout, read from vLLM's configuration.
+"""The identity of this engine: model, weights and layout, read from vLLM's configuration.
 
 Everything that decides the meaning of KV bytes must be in the identity.  Where a name does not determine the meaning,
-content is read: the files of a local model or adapter are sampled, and the model's configuration is hashed.  vLLM's
-objects are read by attribute only; nothing here imports vLLM or torch.
+content is read: the files of a local model are sampled, and vLLM's configuration is hashed (`engine_facts`).  Weights
+that are neither in files of the model's folder nor named by a commit of a hub are sampled once they are loaded, and
+their mark is part of each request's identity (`weights`).  vLLM's objects are read by attribute only; nothing here
+imports vLLM or torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import threading
-from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvstrata.connectors.fingerprint import fingerprint
+from kvstrata.connectors.fingerprint import fingerprint, has_weights
+from kvstrata.connectors.vllm.engine_facts import FOLDER_FORMATS, engine_facts, model_facts, section_facts
 from kvstrata.connectors.vllm.kv_view import ENCODING
-from kvstrata.errors import ConfigError
 from kvstrata.types import LayoutIdentity, canonical_json
 
 if TYPE_CHECKING:
     from kvstrata.config.client_model import ClientSettings
 
-ADAPTERS_REMEMBERED = 1024
 _DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods of speculative decoding that keep no KV of their own."""
 _DRAFTS_WITHOUT_LOOKAHEAD = ("draft_model", "extract_hidden_states", "custom_class")
-_VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_attn_implementation_autoset", "_commit_hash")
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def fidelity_of(settings: ClientSettings) -> str:
@@ -51,24 +50,8 @@ def layout_identity(
     """
     model = vllm_config.model_config
     path = str(model.model)
-    local = os.path.isdir(path) or os.path.isfile(path)
-    config = getattr(model, "hf_config", None)
-    described = config.to_dict() if config is not None else {}
-    commit = str(getattr(config, "_commit_hash", None) or "")
-    weights: dict[str, Any] = {
-        "config": {key: value for key, value in _plain(described).items() if key not in _VOLATILE_CONFIG},
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization or ""),
-    }
-    if _has_long_rope(weights["config"]):
-        # vLLM chooses the long or the short factors by its maximum model length, whatever the length of the prompt.
-        weights["max_model_len"] = int(model.max_model_len)
-    if local:
-        weights["files"] = fingerprint(path)
-    load_format = str(getattr(getattr(vllm_config, "load_config", None), "load_format", "auto"))
-    if "dummy" in load_format:
-        # Dummy weights depend on the seed, and no engine with real weights may share them.
-        weights["dummy_seed"] = int(getattr(model, "seed", 0) or 0)
+    local = _is_local(path)
+    weights = _weights_of(model) | engine_facts(vllm_config)
     draft = _draft(vllm_config)
     if draft is not None:
         weights["draft"] = draft
@@ -77,7 +60,7 @@ def layout_identity(
         scales = f"calculated by engine {engine_group(vllm_config).hex()}"
     return LayoutIdentity(
         model=os.path.basename(path.rstrip("/")) if local else path,
-        revision=commit or str(model.revision or ""),
+        revision=_revision(model),
         weights=hashlib.sha256(canonical_json(weights)).hexdigest(),
         tokenizer="" if local else str(getattr(model, "tokenizer", "") or ""),
         kv_dtype=kv_dtype,
@@ -86,6 +69,54 @@ def layout_identity(
         chunk_tokens=chunk_tokens,
         lookahead_tokens=lookahead_tokens(vllm_config) or msgspec.UNSET,
     )
+
+
+def weights_are_named(vllm_config: Any) -> bool:
+    """Whether the layout identity determines the weights that this engine loads at its start, and those of its drafts.
+
+    It does so if vLLM reads them from files in a folder, which are sampled, or from a commit of a hub.
+    """
+    load = vllm_config.load_config
+    if not _is_named(vllm_config.model_config, load):
+        return False
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None or speculative.method in _DRAFTS_WITHOUT_KV:
+        return True
+    draft: Any = getattr(speculative, "draft_model_config", None)
+    draft_load: Any = getattr(speculative, "draft_load_config", None)
+    return draft is not None and _is_named(draft, draft_load or load)
+
+
+def _is_named(model: Any, load: Any) -> bool:
+    if str(load.load_format) not in FOLDER_FORMATS or getattr(model, "model_weights", None):
+        return False
+    path = str(model.model)
+    return has_weights(path) if _is_local(path) else bool(_commit(model))
+
+
+def _commit(model: Any) -> str:
+    """The commit of the hub that a model's files come from; "" if it is not known."""
+    found = str(model.revision or "")
+    if getattr(model, "hf_config_path", None) in (None, model.model):
+        config: Any = getattr(model, "hf_config", None)
+        found = str(getattr(config, "_commit_hash", None) or found)
+    return found if _COMMIT.fullmatch(found) else ""
+
+
+def _revision(model: Any) -> str:
+    """What is known of the version of a model's files on a hub."""
+    config: Any = getattr(model, "hf_config", None)
+    return _commit(model) or str(getattr(config, "_commit_hash", None) or model.revision or "")
+
+
+def _is_local(path: str) -> bool:
+    return os.path.isdir(path) or os.path.isfile(path)
+
+
+def _weights_of(model: Any) -> dict[str, Any]:
+    """The facts that tell a model from others. Raises ConfigError if its files cannot be read."""
+    path = str(model.model)
+    return model_facts(model) | ({"files": fingerprint(path)} if _is_local(path) else {})
 
 
 def lookahead_tokens(vllm_config: Any) -> int:
@@ -103,35 +134,19 @@ def lookahead_tokens(vllm_config: Any) -> int:
     return 0 if speculative.method in (*_DRAFTS_WITHOUT_KV, *_DRAFTS_WITHOUT_LOOKAHEAD) else 1
 
 
-def _draft(vllm_config: Any) -> list[str] | None:
+def _draft(vllm_config: Any) -> dict[str, Any] | None:
     """The facts that tell draft layers apart; None without such layers. Raises ConfigError if files cannot be read."""
     speculative = getattr(vllm_config, "speculative_config", None)
     method = str(getattr(speculative, "method", ""))
     if speculative is None or method in _DRAFTS_WITHOUT_KV:
         return None
-    path = str(getattr(speculative, "model", ""))
-    if not (os.path.isdir(path) or os.path.isfile(path)):
-        return [path, method, str(getattr(speculative, "revision", None) or "")]
-    return [os.path.basename(path.rstrip("/")), method, fingerprint(path)]
-
-
-def _plain(value: Any) -> Any:
-    """A configuration as JSON types; values of any other type become their text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)
-
-
-def _has_long_rope(config: Any) -> bool:
-    """Whether a configuration names long-context rotary embeddings anywhere."""
-    if isinstance(config, dict):
-        kinds = (config.get("rope_type"), config.get("type"))
-        return "longrope" in kinds or "su" in kinds or any(map(_has_long_rope, config.values()))
-    return isinstance(config, list) and any(map(_has_long_rope, config))
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return {"method": method}
+    path = str(draft.model)
+    name = os.path.basename(path.rstrip("/")) if _is_local(path) else path
+    load = section_facts("load_config", getattr(speculative, "draft_load_config", None))
+    return {"method": method, "model": name, "revision": _revision(draft), "load": load, **_weights_of(draft)}
 
 
 def engine_group(vllm_config: Any) -> bytes:
@@ -147,60 +162,3 @@ def engine_group(vllm_config: Any) -> bytes:
         int(getattr(parallel, "data_parallel_rank", 0) or 0),
     ]
     return hashlib.sha256(canonical_json(name)).digest()[:16]
-
-
-class AdapterUnreadable(Exception):
-    """The files of a LoRA adapter cannot be read, so its KV must not be shared."""
-
-
-class Adapters:
-    """Content ids of LoRA adapters, found in the background because reading files may take long.
-
-    Thread-safe.  Remembers the last 1,024 adapters.  When a request makes vLLM load an adapter again in place
-    (`load_inplace`), its files are read again too, and later requests use the new content id.
-    """
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvstrata-adapter")
-        self._known: OrderedDict[tuple[str, int, str], tuple[Future[str], Any]] = OrderedDict()
-        """(name, id, path) → the content id, and the LoRARequest that had the files read again in place, or None."""
-        self._lock = threading.Lock()
-
-    def name(self, lora: Any) -> str | None:
-        """The adapter's part of a request identity: "" for no adapter, None while its files are being read.
-
-        `lora` is vLLM's LoRARequest or None.  An adapter without files at its path is on a hub and named by that path.
-        Raises AdapterUnreadable if the adapter has files that cannot be read, because its content is then unknown.
-        """
-        if lora is None:
-            return ""
-        key = (str(lora.lora_name), int(lora.lora_int_id), str(lora.lora_path))
-        again = lora if getattr(lora, "load_inplace", False) else None
-        with self._lock:
-            known = self._known.get(key)
-            if known is None or (again is not None and known[1] is not again):
-                known = self._known[key] = self._pool.submit(_adapter_content, key[2]), again
-            self._known.move_to_end(key)
-            while len(self._known) > ADAPTERS_REMEMBERED:
-                self._known.popitem(last=False)
-        future = known[0]
-        if not future.done():
-            return None
-        try:
-            content = future.result()
-        except AdapterUnreadable:
-            with self._lock:
-                self._known.pop(key, None)  # it is read again for the next request
-            raise
-        return canonical_json([key[0], content]).decode()
-
-    def close(self) -> None:
-        """Stop reading; may be called more than once."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _adapter_content(path: str) -> str:
-    try:
-        return fingerprint(path) or f"path:{path}"
-    except ConfigError as error:
-        raise AdapterUnreadable(str(error)) from None

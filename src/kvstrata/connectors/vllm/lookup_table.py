@@ -110,6 +110,7 @@ class Tracked:
     """One request of vLLM, from its arrival to its end."""
 
     __slots__ = (
+        "adapter",
         "asked_s",
         "asynchronous",
         "call",
@@ -156,6 +157,8 @@ class Tracked:
         """The request is computed without the cache from now on, for one of SKIP_REASONS."""
         self.identity: Identity | None = None
         self.hasher: ChunkHasher | None = None
+        self.adapter = 0
+        """The question to the workers that named the LoRA adapter in `identity`; 0 without adapter."""
         self.state = MACHINE.first
         self.call: LookupCall | None = None
         """The lookup while its outcome is awaited (ASKED) or its lease is held here (HIT)."""

@@ -7,6 +7,7 @@ A step's `StepPlan` goes from the scheduler to every worker; a worker with somet
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from kvstrata.types import LeaseName, RequestIdentity
 
@@ -35,6 +36,8 @@ class Load:
     asynchronous: bool
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
+    adapter: int = 0
+    """Number of the question that named the request's LoRA adapter; 0 without adapter."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,6 +60,8 @@ class Store:
     """Chain keys of tails that these chunks replace."""
     group: int = 0
     """Number of the KV cache group that the blocks belong to."""
+    adapter: int = 0
+    """As in `Load`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,6 +79,8 @@ class StepPlan:
     """Number of steps with failed loads that the scheduler knew of when it planned this step."""
     weigh: int = 0
     """Number of the question about the worker's present weights; 0 without a question."""
+    weigh_adapters: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    """(number of the question, vLLM's LoRARequest) for each adapter that the workers are asked about."""
     others_load: bool = False
     """Another connector loads before this step's forward pass, see `StoreTable.must_wait`: workers report the step."""
     computes: bool = True
@@ -101,6 +108,11 @@ class WorkerReport:
     """(number of the question, digest of the weights at the start, digest of the weights now), if asked; a digest is ""
     if the worker cannot tell."""
 
+    adapters: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """(number of the question, digest of the adapter); "" if the worker cannot tell, or has another one by now."""
+
     def says_something(self) -> bool:
         """Whether the report is worth sending."""
-        return bool(self.gathered or self.stored or self.dropped or self.broken or self.weights)
+        return bool(
+            self.gathered or self.stored or self.dropped or self.broken or self.weights or self.adapters
+        )

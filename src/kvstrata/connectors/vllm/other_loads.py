@@ -31,7 +31,7 @@ class OtherLoads:
     def asked(self, tracked: Tracked, computed_tokens: int) -> None:
         """vLLM asks about a request; its own cache has KV of so many tokens, and the request holds no blocks."""
         # So the request builds only on KV that vLLM has just found, or that is loaded.
-        tracked.stale = self._keys.engine_stale and computed_tokens > 0
+        tracked.stale = computed_tokens > 0 and self._keys.is_stale(tracked.request)
         tracked.known_tokens, tracked.scheduled, tracked.untrusted = computed_tokens, False, False
         self._asked.add(tracked.request.request_id)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 from kvstrata.client import CacheClient, Identity
-from kvstrata.connectors.vllm.identity import Adapters, AdapterUnreadable
+from kvstrata.connectors.vllm.adapters import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.lookup_table import LookupTable, Tracked
 from kvstrata.connectors.vllm.request_tenants import RequestTenants
 from kvstrata.connectors.vllm.reuse import media_items
@@ -39,7 +40,9 @@ class RequestKeys:
         tenants: RequestTenants,
         engine: str,
         chunk_tokens: int,
+        world_size: int,
         prefix_cache: Callable[[], object],
+        now: Callable[[], float],
     ) -> None:
         """See `SchedulerSide` for `engine` and `prefix_cache`."""
         self._client = client
@@ -47,7 +50,7 @@ class RequestKeys:
         self._weights = weights
         self._engine = engine
         self._chunk_tokens = chunk_tokens
-        self._adapters = Adapters()
+        self.adapters = Adapters(world_size, now)
         self._identities: OrderedDict[RequestIdentity, Identity] = OrderedDict()
         self._mark = ""
         """The mark (`WeightsVersion.mark`) of the weights for which identities were last made."""
@@ -70,7 +73,7 @@ class RequestKeys:
             if not self.weights_settled():
                 return False
             try:
-                adapter = self._adapters.name(request.lora_request)
+                adapter = self.adapters.name(request.lora_request)
             except AdapterUnreadable as error:
                 logger.debug("request %s is computed without the cache: %s", request.request_id, error)
                 self._lookups.skip(tracked, "unreadable_adapter")
@@ -84,6 +87,7 @@ class RequestKeys:
                 salt=tracked.salt,
             )
             tracked.identity = self.identity(wanted)
+            tracked.adapter = self.adapters.number(request.lora_request)
             tracked.hasher = tracked.identity.hasher(media_items(request.mm_features, self._engine))
         if tracked.identity.forbidden:
             self._lookups.skip(tracked, "tenant_refused")
@@ -125,8 +129,9 @@ class RequestKeys:
         if not self._weights.known:
             return False
         if self._weights.mark != self._mark:
+            # The first mark of weights that the layout identity does not name is that of the start.
+            self._weights_changed |= bool(self._mark) or self._weights.named
             self._mark = self._weights.mark
-            self._weights_changed = True
             self._identities.clear()
         elif self._stale_before is False:
             # The weights are the same as at a time when nothing was stale.
@@ -150,13 +155,9 @@ class RequestKeys:
         self.engine_stale = not engine_empty
         if engine_empty:
             self._stale_before = False
+            self.adapters.replaced.clear()
         for tracked in self._lookups.tracked.values():
-            self._lookups.forget(tracked)
-            tracked.identity = tracked.hasher = None
-            tracked.next_store = tracked.tail_end = 0
-            tracked.tail_keys = -1, []
-            tracked.tails_after = -1
-            tracked.deferred = False
+            self._drop_keys(tracked)
             tracked.stale = not engine_empty
 
     def distrust_engine(self) -> None:
@@ -167,11 +168,30 @@ class RequestKeys:
         for tracked in self._lookups.tracked.values():
             tracked.stale = True
 
+    def heard_adapter(self, number: int, digest: str) -> None:
+        """Apply a worker's answer about a LoRA adapter; if it was replaced, its running requests mix two adapters."""
+        replaced = self.adapters.heard(number, digest)
+        for tracked in self._lookups.tracked.values() if replaced else ():
+            lora = tracked.request.lora_request
+            if lora is not None and lora.lora_int_id == replaced:
+                self._drop_keys(tracked)
+                tracked.stale = True
+
+    def is_stale(self, request: Any) -> bool:
+        """Whether vLLM's own cache may have KV for this request that is of other weights than it computes with now."""
+        lora = request.lora_request
+        return self.engine_stale or (lora is not None and lora.lora_int_id in self.adapters.replaced)
+
     @property
     def others_trusted(self) -> bool:
         """Whether KV that another connector loads is of the present weights: it may have kept KV of earlier ones."""
         return not (self.engine_stale or self._weights_changed)
 
-    def close(self) -> None:
-        """Stop reading adapters."""
-        self._adapters.close()
+    def _drop_keys(self, tracked: Tracked) -> None:
+        """Make the request's identity and keys anew, and store its chunks again."""
+        self._lookups.forget(tracked)
+        tracked.identity = tracked.hasher = None
+        tracked.next_store = tracked.tail_end = 0
+        tracked.tail_keys = -1, []
+        tracked.tails_after = -1
+        tracked.deferred = False

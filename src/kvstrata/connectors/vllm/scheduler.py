@@ -107,7 +107,9 @@ class SchedulerSide:
             tenants=tenants,
             engine=engine,
             chunk_tokens=self._chunk_tokens,
+            world_size=world_size,
             prefix_cache=prefix_cache,
+            now=now,
         )
         self.stores = StoreTable(
             self._lookups.tracked,
@@ -236,7 +238,7 @@ class SchedulerSide:
     def plan_step(self, output: Any) -> StepPlan:
         """The plan for the step that vLLM's SchedulerOutput describes."""
         plan = self._planned = self._new_plan(output)
-        plan.weigh = self._weights.take_question()
+        self._ask_workers(plan)
         plan.loads, self._loads = self._loads, []
         plan.others_load = self._other_loads.in_step(output)
         self.stores.await_reports(plan)
@@ -346,7 +348,6 @@ class SchedulerSide:
         for tracked in self._lookups.tracked.values():
             self._lookups.forget(tracked)
         self._lookups.tracked.clear()
-        self._keys.close()
         self._client.close(0.5)
 
     # -- recovery after an error of ours in one of these calls: each method gives the answer in place of the call ----
@@ -384,7 +385,7 @@ class SchedulerSide:
         plan, self._planned = self._planned, None
         if plan is None:
             plan = self._new_plan(output)
-        plan.weigh = plan.weigh or self._weights.take_question()
+        self._ask_workers(plan)
         plan.loads += self._loads
         self._loads = []
         self.stores.await_reports(plan)
@@ -478,6 +479,7 @@ class SchedulerSide:
             # vLLM may take fewer tokens than promised; whether it waits for the load follows from the promise.
             asynchronous=tracked.asynchronous,
             group=group.number,
+            adapter=tracked.adapter,
         )
 
     def _ended_loads(self, received: Iterable[str]) -> None:
@@ -489,8 +491,29 @@ class SchedulerSide:
 
     def _hear_weights(self, report: WorkerReport) -> None:
         told, report.weights = report.weights, None  # counts once
-        if told is not None:
-            self._weights.heard(*told)
+        if told is not None and self._weights.heard(*told):
+            self._tell_weights()
+        adapters, report.adapters = report.adapters, []
+        for number, digest in adapters:
+            self._keys.heard_adapter(number, digest)
+
+    def _tell_weights(self) -> None:
+        """Log what the workers have said of the weights."""
+        if not self._weights.can_tell:
+            logger.warning(
+                "not every worker can tell its weights: after each reset of vLLM's caches%s this engine finds nothing "
+                "that was stored before, and shares nothing with others",
+                "" if self._weights.named else ", and after each start,",
+            )
+        elif self._weights.named:
+            mark = self._weights.mark
+            logger.info("weights: %s", f"changed since the start, {mark[:12]}" if mark else "as at the start")
+        else:
+            logger.info("weights: named by samples of their content, %s", self._weights.mark[:12])
+
+    def _ask_workers(self, plan: StepPlan) -> None:
+        plan.weigh = plan.weigh or self._weights.take_question()
+        plan.weigh_adapters += self._keys.adapters.take_questions()
 
     def _usable(self, tracked: Tracked, computed_tokens: int) -> int:
         """Maximum number of tokens that a lookup could bring."""

@@ -342,6 +342,7 @@ class StoreTable:
             tail_tokens=0 if tail is None else tail.tokens,
             replaces=replaces,
             group=group.number,
+            adapter=tracked.adapter,
         )
         tracked.stores.add(store.store_id)
         record = _StoreRecord(store.request_id, first, self._world_size)

@@ -7,9 +7,9 @@ digests samples of all its parameters and compares them with those of its start:
     start, or a reset ──a request arrives──▶ ASKED ──every worker told──▶ KNOWN, with a `mark` for the keys
                                                └──a worker cannot tell──▶ KNOWN, never asked again
 
-The mark is empty for the weights of the start, which the layout identity names.  The mark of other weights depends on
-nothing but these weights, so engines of the same parallel sizes that got the same weights share KV.  If a worker cannot
-tell, each reset makes a unique mark.
+The mark is empty for the weights of the start if the layout identity names them (`identity.weights_are_named`).  The
+mark of other weights depends on nothing but these weights, so engines of the same parallel sizes that got the same
+weights share KV.  If a worker cannot tell, each reset makes a unique mark, and so does the start without named weights.
 
 Tensors are used by their methods only; torch is imported when the first tensor is sampled.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import logging
 import math
 import time
@@ -34,37 +35,84 @@ RUNS, RUN_BYTES = 64, 64
 smaller than all these runs together is read whole."""
 ASK_AGAIN_S = 10.0
 """An answer that takes longer counts as lost."""
+UNNAMED = "unnamed"
+"""Stands for the digest of the start where the layout identity does not name all weights."""
+_numbers = itertools.count(1)
+"""Numbers of questions; each is used once in a process."""
 
 
 class LoadedWeights:
     """The parameters of the model and the draft model in this process. Not thread-safe."""
 
-    def __init__(self, runner: Any) -> None:
-        """`runner` has the method `get_model()`, like vLLM's model runners; this object does not keep it alive."""
+    def __init__(self, runner: Any, *, named: bool = True) -> None:
+        """`runner` has the method `get_model()`, like vLLM's model runners; this object does not keep it alive.
+
+        `named`: the layout identity names the weights, but for those that a model itself brings from other places.
+        """
         self._runner = weakref.ref(runner)
-        self.initial = self.digest()
-        """The digest when this object was made."""
+        self._named = named and not any(
+            getattr(part, "secondary_weights", ()) for model in _models(runner) for part in model.modules()
+        )
+        digest = self.digest()
+        self.initial = digest if self._named else UNNAMED
+        """The digest when this object was made, or UNNAMED."""
 
     def digest(self) -> str:
         """Hex digest of names, shapes, strides, dtypes and samples of all parameters; "" if they cannot be read.
 
-        Two trainings differ nearly everywhere, and even one small step changes some of the samples; a change of a few
-        numbers made by hand may not be seen.  Takes some milliseconds, and waits for the device's queued work.
+        Persistent buffers count as parameters, because checkpoints fill them too.  Two trainings differ nearly
+        everywhere, and even one small step changes some of the samples; a change of a few numbers made by hand may not
+        be seen.  Takes some milliseconds, and waits for the device's queued work.
         """
         runner = self._runner()
         if runner is None:
             return ""
-        draft = getattr(runner, "get_draft_model", lambda: None)()
-        named = [(name, parameter) for name, parameter in runner.get_model().named_parameters()]
-        if draft is not None:
-            named += [(f"draft.{name}", parameter) for name, parameter in draft.named_parameters()]
-        return _digest(sorted(named, key=lambda each: each[0]))
+        found: dict[str, Any] = {}
+        for number, model in enumerate(_models(runner)):
+            for place, part in model.named_modules():
+                prefix = f"{'draft.' * number}{place}."
+                own = dict(part.named_parameters(recurse=False))
+                passing = part._non_persistent_buffers_set
+                own |= {name: each for name, each in part.named_buffers(recurse=False) if name not in passing}
+                packed = _product(part, own.get("weight"))
+                if packed is not None:
+                    own["weight"] = packed
+                elif not self._named and _is_packed(own.get("weight")):
+                    return ""
+                found |= {prefix + name: each for name, each in own.items()}
+        return digest_of(sorted(found.items()))
 
 
-def _digest(named: Sequence[tuple[str, Any]]) -> str:
+def _models(runner: Any) -> list[Any]:
+    """The model of vLLM's model runner, and its draft model if there is one."""
+    draft = getattr(runner, "get_draft_model", lambda: None)()
+    return [runner.get_model()] if draft is None else [runner.get_model(), draft]
+
+
+def _is_packed(weight: Any) -> bool:
+    """Whether vLLM has packed this weight for the CPU, and left its parameter empty."""
+    return weight is not None and weight.device.type == "cpu" and weight.numel() == 0
+
+
+def _product(layer: Any, weight: Any) -> Any:
+    """What a linear layer whose weight is packed makes of one fixed vector; None for other layers.
+
+    Every number of the weight has a part in it.
+    """
+    width = getattr(layer, "input_size_per_partition", 0)
+    if not (_is_packed(weight) and width and hasattr(layer, "cpu_linear")):
+        return None
     import torch
 
-    digest = hashlib.sha256()
+    vector = torch.sin(torch.arange(1, width + 1, dtype=torch.float32)).to(weight.dtype)
+    return layer.cpu_linear(vector.reshape(1, -1), weight, None)
+
+
+def digest_of(named: Sequence[tuple[str, Any]], facts: Any = None) -> str:
+    """Hex digest of `facts` and of named tensors: names, shapes, strides, dtypes, and RUNS samples of each."""
+    import torch
+
+    digest = hashlib.sha256(canonical_json(facts))
     samples: dict[Any, list[Any]] = {}
     for name, parameter in named:
         tensor = parameter.detach()
@@ -97,11 +145,10 @@ def find_runner() -> Any:
     return None
 
 
-def loaded_weights() -> LoadedWeights | None:
-    """The weights of the model runner that is calling us; None if they cannot be read, which is logged."""
-    runner = find_runner()
+def loaded_weights(runner: Any, *, named: bool) -> LoadedWeights | None:
+    """The weights of vLLM's model runner; None if they cannot be read, which is logged. See `LoadedWeights`."""
     try:
-        weights = LoadedWeights(runner) if runner is not None else None
+        weights = LoadedWeights(runner, named=named) if runner is not None else None
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
         logger.warning("the model's parameters cannot be sampled: %s", error)
         return None
@@ -113,10 +160,14 @@ def loaded_weights() -> LoadedWeights | None:
 class WeightsVersion:
     """The version of the engine's weights, from the workers' answers. Belongs to the scheduler's thread."""
 
-    def __init__(self, world_size: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, world_size: int, now: Callable[[], float] = time.monotonic, *, named: bool = True
+    ) -> None:
+        """`named`: the layout identity names the weights of the start."""
         self._world_size = world_size
         self._now = now
-        self._number = 0
+        self.named = named
+        self.number = next(_numbers)
         """Number of the last question; answers to earlier questions do not count."""
         self._told: list[tuple[str, str]] = []
         self._wanted = False
@@ -126,12 +177,12 @@ class WeightsVersion:
         """Whether every worker could answer so far."""
         self.known = False
         self.mark = ""
-        """Names the weights; "" for those of the start. Valid while `known`."""
+        """Names the weights; "" for those that the layout identity names. Valid while `known`."""
 
     def may_have_changed(self) -> None:
         """Note a reset of caches: the weights are unknown until the workers have answered again."""
         self._wanted, self._asked_s = False, math.inf
-        self._number += 1  # answers on their way are about the earlier weights
+        self.number = next(_numbers)  # answers on their way are about the earlier weights
         self._was_reset = True
         self.known = False
         if not self.can_tell:
@@ -147,38 +198,38 @@ class WeightsVersion:
     def take_question(self) -> int:
         """The number of the question to ask in this step; 0 for none. Each question is asked only once."""
         wanted, self._wanted = self._wanted, False
-        return self._number if wanted else 0
+        return self.number if wanted else 0
 
-    def heard(self, number: int, initial: str, digest: str) -> None:
-        """Apply one worker's answer: digests of its start and of now, "" if it cannot tell."""
-        if number != self._number or self.known:
-            return
+    def heard(self, number: int, initial: str, digest: str) -> bool:
+        """Apply one worker's answer: digests of its start (or UNNAMED) and of now, "" if it cannot tell.
+
+        Returns whether the weights are known by this answer.
+        """
+        if number != self.number or self.known:
+            return False
         self._told.append((initial, digest))
         if len(self._told) < self._world_size:
-            return
+            return False
+        self.named &= all(initial != UNNAMED for initial, _ in self._told)
         if not all(initial and digest for initial, digest in self._told):
-            logger.warning(
-                "not every worker can tell its weights: after each reset of vLLM's caches this engine finds nothing "
-                "that was stored before, and shares nothing with others"
-            )
             self.can_tell = False
             self._give_up()
-            return
+            return True
         self.known = True
-        if all(initial == digest for initial, digest in self._told):
+        if self.named and all(initial == digest for initial, digest in self._told):
             self.mark = ""
         else:
-            self.mark = hashlib.sha256(canonical_json(sorted(digest for _, digest in self._told))).hexdigest()
-        logger.info(
-            "weights: %s", f"changed since the start, {self.mark[:12]}" if self.mark else "as at the start"
-        )
+            self.mark = hashlib.sha256(
+                canonical_json(sorted({digest for _, digest in self._told}))
+            ).hexdigest()
+        return True
 
     def _ask(self, now: float) -> None:
-        self._number += 1
+        self.number = next(_numbers)
         self._told = []
         self._wanted, self._asked_s = True, now
 
     def _give_up(self) -> None:
         self.known = True
-        if self._was_reset:
+        if self._was_reset or not self.named:
             self.mark = f"reset {time.time_ns()}"

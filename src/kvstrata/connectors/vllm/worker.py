@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstrata.client import LoadItem, LoadJob, StoreJob
+from kvstrata.connectors.vllm.adapters import LoadedAdapters
 from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.weights import LoadedWeights
@@ -78,6 +79,7 @@ class WorkerSide:
         make_item: Callable[[bytes, int, int, Sequence[int]], LoadItem],
         by_request: bool = False,
         weights: LoadedWeights | None = None,
+        adapters: LoadedAdapters | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         assert by_request or len(groups) == 1, "vLLM cannot tell the blocks of several groups apart"
@@ -87,6 +89,7 @@ class WorkerSide:
         """The mover of synchronous loads, which only an engine with one group has."""
         self._make_item = make_item
         self._weights = weights
+        self._adapters = adapters
         self._now = now
         self._stores: list[_Stored] = []
         self._loads: list[_Loading] = []
@@ -123,6 +126,9 @@ class WorkerSide:
         self._take_up(plan)
         if plan.weigh and self._weights is not None:
             self._report.weights = (plan.weigh, self._weights.initial, self._weights.digest())
+        for number, lora in plan.weigh_adapters:
+            digest = self._adapters.digest(number, lora) if self._adapters is not None else ""
+            self._report.adapters.append((number, digest))
         if not plan.preempted:
             return
         lost = [entry for entry in self._stores if entry.store.request_id in plan.preempted]
@@ -145,7 +151,7 @@ class WorkerSide:
         while self._to_begin:
             load = self._to_begin[0]
             in_time = load.asynchronous or self._now() < self._waits_end_s
-            if load.lease is None or self._suspended or not in_time:
+            if load.lease is None or self._suspended or not in_time or not self._has_adapter(load.adapter):
                 self._cannot_load(load)
             else:
                 begun = self._begin_load(load, load.lease)
@@ -196,7 +202,8 @@ class WorkerSide:
         self.end_loads()
         while self._to_store:
             store = self._to_store[0]
-            if self._suspended or self._step.failures_seen < self._failures:
+            failed = self._suspended or self._step.failures_seen < self._failures
+            if failed or not self._has_adapter(store.adapter):
                 self._report.gathered.append(store.store_id)
                 self._report.dropped.append(store.store_id)
                 self._count("stores_dropped")
@@ -384,7 +391,10 @@ class WorkerSide:
         """After `report`: confirm the step with the failures so far, and say which blocks are not read any more."""
         weights, self._report.weights = self._report.weights, None
         gathered, self._report.gathered = self._report.gathered, []
-        return WorkerReport(self._step.step, gathered, failures=self._failures, weights=weights)
+        adapters, self._report.adapters = self._report.adapters, []
+        return WorkerReport(
+            self._step.step, gathered, failures=self._failures, weights=weights, adapters=adapters
+        )
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -397,6 +407,14 @@ class WorkerSide:
         self._to_begin = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
         self._to_store = deque(plan.stores)
         self._to_await = set(plan.awaited)
+
+    def _has_adapter(self, number: int) -> bool:
+        """Whether this worker still has the LoRA adapter that it was asked about; reports the number if not."""
+        if not number or (self._adapters is not None and self._adapters.still(number)):
+            return True
+        if (number, "") not in self._report.adapters:
+            self._report.adapters.append((number, ""))
+        return False
 
     def _order(self, section: int | None) -> None:
         """Make the model's further work wait for this section of the synchronous loads; None: for all sections."""

@@ -120,6 +120,8 @@ class Copies:
     broken = False
     weights = "first"
     """What the digest of the engine's weights says; copies do not depend on it."""
+    replaced: set[int] | frozenset[int] = frozenset()
+    """Questions about LoRA adapters in whose place the worker has another adapter by now."""
 
     def __init__(self, *, on_device: bool) -> None:
         # With sections, layers wait for their own section, and a synchronous load goes on beside the model.
@@ -152,7 +154,7 @@ class Copies:
 
 
 def model_folder(parent: Path) -> Path:
-    """A folder with the configuration of a Llama of four layers, and no weights."""
+    """A folder with the configuration of a Llama of four layers, and a file of weights without weights."""
     folder = parent / "model"
     folder.mkdir(exist_ok=True)
     config = {
@@ -168,6 +170,7 @@ def model_folder(parent: Path) -> Path:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 
@@ -221,6 +224,10 @@ def worker_connector(config: VllmConfig, copies: Copies, *, windows: bool = Fals
     connector = LMCacheConnectorV1(config, KVConnectorRole.WORKER, cache_config(windows=windows))
     client: Any = Client(None, layout=connector._setup.layout)
     weights: Any = SimpleNamespace(initial="first", digest=lambda: copies.weights)
+    adapters: Any = SimpleNamespace(
+        digest=lambda number, lora: f"weights at {lora.lora_path}",
+        still=lambda number: number not in copies.replaced,
+    )
     connector._worker = WorkerSide(
         [
             GroupSide(client, copies, slice_digest=SLICE, record_blocks=group.record_blocks)
@@ -229,6 +236,7 @@ def worker_connector(config: VllmConfig, copies: Copies, *, windows: bool = Fals
         make_item=LoadItem,
         by_request=windows,
         weights=weights,
+        adapters=adapters,
     )
     return connector
 
