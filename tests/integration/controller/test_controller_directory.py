@@ -56,15 +56,6 @@ def test_a_gap_in_the_events_calls_for_a_full_sync(controller, instance):
     assert a.heartbeat() == []
 
 
-@pytest.mark.silence
-def test_the_loss_of_the_last_batch_is_noticed_by_a_heartbeat(controller, instance):
-    a = instance("a").join({})
-    a.admit(tags_of([0]))
-    a.event_seq += 1  # the batch of this number is lost, and no later one shows the gap
-    asked = eventually("the full sync is asked for", a.heartbeat)
-    assert [command.kind for command in asked] == [wire.CommandKind.RESYNC]
-
-
 def test_a_repeated_batch_of_events_changes_nothing(controller, instance):
     a, b = instance("a").join({}), instance("b").join({})
     a.admit(tags_of([0, 1]))
@@ -175,25 +166,6 @@ def test_a_restarted_instance_takes_over_its_id_and_the_old_process_is_refused_w
         lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("superseded"),
     )
     assert holders(b.where(tags_of(range(5)))) == {"a": 3}
-
-
-@pytest.mark.silence
-def test_an_id_in_use_on_another_host_is_refused_until_that_instance_is_dead(tmp_path):
-    with ControllerProcess(tmp_path, flags=QUICK) as controller:
-        first = ClusterInstance(controller.ports["reply"], "a", host="one").join({})
-        with first, ClusterInstance(controller.ports["reply"], "a", host="two") as second:
-            with pytest.raises(Refused) as refused:
-                second.register()
-            assert (refused.value.code, refused.value.retryable) == ("instance_id_taken", True)
-            assert 0 < refused.value.retry_after_ms <= 1_000
-
-            def registered() -> bool:
-                try:
-                    return bool(second.register())
-                except Refused:
-                    return False
-
-            eventually("the silent instance is dead and the other one registers", registered)
 
 
 @pytest.mark.silence

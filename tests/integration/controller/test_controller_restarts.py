@@ -1,4 +1,4 @@
-"""A real controller that is killed, stopped or frozen: what its snapshot and the stored orders of admins restore."""
+"""A real controller that is killed or stopped: what its snapshot and the stored orders of admins restore."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.harness.cluster_instance import ClusterInstance, Refused, holders, ke
 from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
-QUICK = ("--heartbeat-s", "0.2", "--dead-after-s", "1")
 SNAPSHOTS = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
 
 
@@ -60,25 +59,6 @@ def test_a_killed_controller_serves_its_snapshot_as_unconfirmed_until_each_sync(
             with ClusterInstance(port, "b") as later:
                 later.register()
                 assert holders(c.where(tags_of(range(1000)))) == {"a": 900}
-
-
-@pytest.mark.silence
-@pytest.mark.long
-def test_an_instance_that_does_not_return_after_a_restart_is_forgotten(tmp_path):
-    with ControllerProcess(tmp_path, flags=QUICK, environment=SNAPSHOTS) as controller:
-        port = controller.ports["reply"]
-        with ClusterInstance(port, "a") as a, ClusterInstance(port, "b") as b:
-            a.join({"l1": tags_of(range(10))})
-            written(controller)
-            controller.kill()
-            controller.start()
-            b.register()
-
-            def forgotten() -> bool:
-                b.heartbeat()
-                return not b.where(tags_of([1]))
-
-            eventually("the absent instance is forgotten", forgotten)
 
 
 def test_a_snapshot_that_cannot_be_used_is_ignored_counted_and_logged(tmp_path):
@@ -192,25 +172,6 @@ def test_orders_survive_a_controller_that_is_killed_right_after_its_answer(tmp_p
             controller.start()
             told = controller.ask("/v1/instances")
             assert (told["drained"], told["removed"]) == ([], [])
-
-
-@pytest.mark.silence
-def test_a_controller_that_was_frozen_declares_nobody_dead_for_that_time(tmp_path):
-    flags = ("--heartbeat-s", "2", "--dead-after-s", "5.5")
-    with (
-        ControllerProcess(tmp_path, flags=flags) as controller,
-        ClusterInstance(controller.ports["reply"], "a") as a,
-    ):
-        a.join({"l1": tags_of([1])})
-        controller.freeze()
-        time.sleep(6.5)  # longer than the silence after which an instance is dead, on the controller's clock
-        controller.thaw()
-        eventually(
-            "the controller noticed that it had stood still",
-            lambda: controller.ask("/v1/events")["events"][-1]["kind"] == "clock",
-        )
-        a.heartbeat()
-        assert controller.ask("/v1/instances/a")["state"] == "live"
 
 
 def test_sigterm_writes_a_last_snapshot(tmp_path):

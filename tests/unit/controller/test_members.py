@@ -146,6 +146,17 @@ def test_a_member_is_dead_after_its_silence_and_not_before():
     assert not member.readable and not member.confirmed
 
 
+def test_a_member_of_the_snapshot_that_does_not_come_back_is_forgotten_after_the_same_silence():
+    known = in_state("restored")
+    for now_s in (4.0, 8.0, 12.0, 16.0, 20.0, 24.0, 28.0, 29.9):
+        known.tick(now_s)
+    member = known.get("a")
+    assert member.state is MemberState.RESTORED
+    known.tick(30.0)
+    assert known.get("a") is None and known.outbox.forgotten == [member]
+    assert known.outbox.news[-1].kind == "did_not_come_back"
+
+
 def test_each_request_is_a_sign_of_life():
     for speak in (
         lambda known: known.heartbeat(heartbeat(), 25.0),
