@@ -76,7 +76,7 @@ def test_everything_that_is_wrong_in_any_source_is_said_at_once(tmp_path):
     starts = [line.split(": must")[0].split(": unknown")[0] for line in lines]
     assert starts == [
         "command line: --sokcet-dir",
-        "command line: --engine-type: kvstrata has one kind of engine, and blending is not supported; remove it",
+        "command line: --engine-type: blending is not supported; remove it",
         f"{file}: prot",
         f"{file}: l1.size_gb",
         f"{file}: l1.eviction_policy",
