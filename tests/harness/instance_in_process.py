@@ -206,6 +206,7 @@ class InstanceInProcess:
             "a session still names a lease that has ended"
         )
         assert not self.supervisor.failure.done(), self.supervisor.failure.result()
+        assert not self.supervisor.failed_jobs, "see the log"
 
     def close(self) -> None:
         """End all sessions, then assert that nothing is held."""

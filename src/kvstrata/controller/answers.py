@@ -97,7 +97,7 @@ class Answers:
             self._sockets.answer(address, self._failure(request.seq, busy))
         else:
             self._unanswered += 1
-            self._supervisor.spawn(self._answer(address, request, started_s), type(request).__name__)
+            self._supervisor.job(self._answer(address, request, started_s), type(request).__name__)
 
     async def _answer(self, address: Address, request: ToReply, started_s: float) -> None:
         try:

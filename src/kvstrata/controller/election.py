@@ -195,6 +195,8 @@ class Election:
         )
         if mine not in answer.rows:
             await connection.transact([], [etcd.put(mine, me, self._lease)])
+        if key not in answer.rows:
+            raise EtcdFailed(f"etcd answers without {key.decode()}, which it has just been told to write")
         found, told_id = answer.rows.pop(key), answer.rows.pop(cluster_id_key, None)
         version = answer.rows.pop(version_key, None)
         if found.lease not in {self._lease, *(row.lease for row in answer.rows.values() if row.lease)}:

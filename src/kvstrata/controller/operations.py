@@ -201,7 +201,7 @@ class Operations:
         except KvstrataError:
             await cluster.orders.end_pins(pin.claim)
             raise
-        return pin, issued, self._supervisor.spawn(self._pinned(pin, issued), "pin")
+        return pin, issued, self._supervisor.job(self._pinned(pin, issued), "pin")
 
     async def _pinned(self, pin: Pin, issued: list[Issued]) -> None:
         """Wait for the commands of a pin; then list the pin as kept, or end it if the instance kept only a part."""
@@ -233,7 +233,7 @@ class Operations:
         member = self.member(pin.instance if instance is None and pin is not None else instance or "")
         claims = [claim] if pin is None else pin.claims
         issued = self._cluster.issue_all(member, CommandKind.UNPIN, [{"claim": one} for one in claims])
-        return issued, self._supervisor.spawn(self._unpinned(claim, issued), "unpin")
+        return issued, self._supervisor.job(self._unpinned(claim, issued), "unpin")
 
     async def _unpinned(self, claim: str, issued: list[Issued]) -> None:
         await self._cluster.outcome(issued, COMMAND_TTL_S + 1)
@@ -285,7 +285,7 @@ class Operations:
             for part, spans in _pulls(keys, named.n_slices, named.spans)
         ]
         commands = self._cluster.issue_all(target, CommandKind.PULL, arguments)
-        task = self._supervisor.spawn(self._copied(commands, owner if move else None, keys), "copy of chunks")
+        task = self._supervisor.job(self._copied(commands, owner if move else None, keys), "copy of chunks")
         return commands, task
 
     async def _copied(self, commands: list[Issued], leave: Member | None, keys: bytes) -> None:

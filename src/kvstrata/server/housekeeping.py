@@ -88,7 +88,7 @@ class Housekeeping:
             events.drain()  # now, because the pool keeps a bounded number of events
         offering = self._offering is not None and not self._offering.done()
         if events.verified and not offering:
-            self._offering = self._supervisor.spawn(self._put_adopted(), "puts of adopted chunks")
+            self._offering = self._supervisor.job(self._put_adopted(), "puts of adopted chunks")
         if self._tails is not None:
             self._tails.tick()
         await asyncio.shield(lane.run(self._evict))

@@ -80,7 +80,7 @@ class IdentityBook:
             self._recent.popitem(last=False)
         self._unwritten.append(_line(root, tenant_mark(tenant)))
         if self._writing is None:
-            self._writing = self._supervisor.spawn(self._write(self._path), "identity-book")
+            self._writing = self._supervisor.job(self._write(self._path), "identity-book")
 
     async def roots(self) -> dict[bytes, bytes]:
         """The mark (see `tenant_mark`) of each known root's tenant. Raises StorageError if they are not kept."""

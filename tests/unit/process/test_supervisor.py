@@ -24,6 +24,21 @@ async def test_the_first_task_that_crashes_is_reported_with_its_name() -> None:
     assert len(supervisor) == 0
 
 
+async def test_a_job_that_crashes_ends_alone_and_the_log_has_its_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    supervisor = Supervisor(asyncio.get_running_loop())
+
+    async def crash() -> None:
+        raise ZeroDivisionError("oh no")
+
+    with pytest.raises(ZeroDivisionError):
+        await supervisor.job(crash(), "prewarm-1")
+    assert (supervisor.failure.done(), supervisor.failed_jobs, len(supervisor)) == (False, 1, 0)
+    [record] = caplog.records
+    assert record.getMessage() == "job prewarm-1 failed" and record.exc_info
+
+
 async def test_a_full_lane_refuses_work_and_takes_it_once_it_has_room() -> None:
     lane = PoolLane(asyncio.get_running_loop(), threads=1, queue=1)
     gate = threading.Event()

@@ -19,7 +19,7 @@ from kvstrata.rpc.session import MAX_SEQ_STEP
 from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.admin import prewarm
 from kvstrata.server.requests import boundary, running
-from kvstrata.types import RequestIdentity
+from kvstrata.types import MissReason, RequestIdentity
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of
 
@@ -121,6 +121,80 @@ def prewarmed(server: InstanceInProcess, tokens: list[int], adapter: str = "") -
 
     found = server.loop.run_until_complete(run()) or {}
     return found["chunks"], found["l1_chunks"]
+
+
+def test_a_prewarm_goes_on_when_its_engine_leaves_before_it_has_begun(server: InstanceInProcess) -> None:
+    prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
+    wanted = group.packed_slices
+
+    async def run() -> list[bytes]:
+        asked: list[bytes] = []
+        derive = prewarms._lane.run
+        prewarms._lane.run = lambda work, root, chain, slices: (  # type: ignore[method-assign, assignment]
+            asked.append(slices),
+            derive(work, root, chain, slices),
+        )[1]
+        number = prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000)
+        server.tables.processes.gone(SESSION)
+        assert not group.complete
+        await server.supervisor.idle()
+        done = prewarms.job(number)
+        assert done is not None and (done["state"], done["reason"]) == ("done", MissReason.NEVER_STORED)
+        return asked
+
+    assert server.loop.run_until_complete(run()) == [wanted], (
+        "all slices of the engine, not those that are left"
+    )
+
+
+def test_a_job_that_fails_is_done_and_says_so(
+    server: InstanceInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
+
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(prewarm, "peek", fails)
+
+    async def run() -> None:
+        number = prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000)
+        await server.supervisor.idle()
+        assert (prewarms.job(number) or {})["reason"] == "internal"
+        assert not server.supervisor.failure.done()
+
+    server.loop.run_until_complete(run())
+    assert server.supervisor.failed_jobs == 1
+    server.supervisor.failed_jobs = 0
+
+
+def test_a_lookup_whose_name_its_group_still_holds_is_refused(server: InstanceInProcess) -> None:
+    """A process may attach again under its session's name, and number its requests anew."""
+    group, first, second = b"g" * 16, b"1" * 16, b"2" * 16
+    server.attach(first, group)
+    server.attach(second, group)
+    chain = b""
+
+    def look_up(seq: int) -> wire.AnyReply:
+        [identity] = server.feed(wire.encode(wire.Identify(first, seq - 1, RequestIdentity())))
+        assert isinstance(identity, wire.IdentifyReply)
+        nonlocal chain
+        if not chain:
+            chain = chain_of(identity.root, 1)
+            server.store(second, 2, identity, chain)
+        groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
+        [reply] = server.feed(wire.encode(wire.Lookup(first, seq, 1000, identity.identity_id, "", groups)))
+        return reply
+
+    [own] = server.feed(wire.encode(wire.Identify(second, 1, RequestIdentity())))
+    assert isinstance(own, wire.IdentifyReply)
+    assert isinstance(leased := look_up(6), wire.LookupReply) and leased.n_chunks == 1
+    server.gone(first)
+    server.attach(first, group)
+    refused = look_up(6)
+    assert isinstance(refused, wire.Error) and (refused.code, refused.field) == ("bad_request", "seq")
+    assert isinstance(again := look_up(8), wire.LookupReply) and again.n_chunks == 1
+    server.check()
 
 
 def test_a_process_with_too_many_running_requests_may_still_give_back(

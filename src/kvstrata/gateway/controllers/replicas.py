@@ -80,7 +80,7 @@ class Replicas:
         if len(self._ordered) >= MAX_ORDERED:
             self._ordered = {key: at_s for key, at_s in self._ordered.items() if now_s - at_s < life_s}
         self._ordered[prefix, to] = now_s
-        self._supervisor.spawn(self._order(gateway, read, chunks, to), "replicate")
+        self._supervisor.job(self._order(gateway, read, chunks, to), "replicate")
 
     async def _order(self, gateway: str, read: Read, chunks: int, to: str) -> None:
         """Ask the controllers one after the other, since only one of them leads."""

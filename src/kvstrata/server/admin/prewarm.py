@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvstrata.clock import Clock
-from kvstrata.errors import BadRequest, Refused
+from kvstrata.errors import BadRequest, InternalError, KvstrataError, Refused
 from kvstrata.keys.batch import before, count, part
 from kvstrata.keys.chunking import ChunkHasher
 from kvstrata.keys.spans import peek
@@ -85,6 +85,15 @@ class Job:
             "l2_chunks": self.l2_chunks,
             "reason": self.reason,
         }
+
+
+class GroupSlices(NamedTuple):
+    """What a prewarm loads of each chunk, for one engine."""
+
+    pool: Pool
+    packed: bytes
+    lengths: list[frozenset[int]]
+    spans: tuple[int, ...]
 
 
 class Prewarms:
@@ -159,8 +168,10 @@ class Prewarms:
         if len(self._jobs) > MAX_JOBS:
             ended = (number for number, other in self._jobs.items() if other.state is not JobState.RUNNING)
             del self._jobs[next(ended)]
-        work = self._run(job, group, root, tenant, chain, budget_bytes, ttl_ms)
-        self._supervisor.spawn(work, f"prewarm-{job.number}")
+        # The group's processes may end at any time, so what the prewarm needs of it is read here.
+        slices = GroupSlices(group.own_pool or self._pool, group.packed_slices, group.lengths, group.spans)
+        work = self._run(job, slices, root, tenant, chain, budget_bytes, ttl_ms)
+        self._supervisor.job(work, f"prewarm-{job.number}")
         return job.number
 
     def job(self, number: int, tenants: frozenset[str] | None = None) -> dict[str, Any] | None:
@@ -175,16 +186,17 @@ class Prewarms:
         return [job.document() for job in self._jobs.values()]
 
     async def _run(
-        self, job: Job, group: EngineGroup, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
+        self, job: Job, group: GroupSlices, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
     ) -> None:  # fmt: skip
-        pool, slices, lengths = group.own_pool or self._pool, group.packed_slices, group.lengths
-        n_slices, spans = len(lengths), group.spans
+        pool, slices, lengths, spans = group
+        n_slices, reason = len(lengths), InternalError.code
         deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
         try:
             keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
             job.l1_chunks = peek(pool, keys, n_slices, spans)
-            n_chunks = count(keys, n_slices)
+            n_chunks, reason = count(keys, n_slices), ""
             if job.l1_chunks < n_chunks:
+                reason = InternalError.code
                 fetched = await self._prefetch.fetch(
                     part(keys, job.l1_chunks, n_chunks, n_slices),
                     n_slices,
@@ -197,10 +209,11 @@ class Prewarms:
                     lengths=lengths,
                     spans=spans,
                 )
-                job.l2_chunks, job.reason = fetched.l2_chunks, fetched.reason
-        except Refused as error:
-            job.reason = error.code
+                job.l2_chunks, reason = fetched.l2_chunks, fetched.reason
+        except KvstrataError as error:
+            reason = error.code
         finally:
+            job.reason = reason
             job.state = MACHINE.after(job.state, JobEvent.ENDED)
 
     def _group_of(self, model: str, own_pool: Pool | None) -> EngineGroup:

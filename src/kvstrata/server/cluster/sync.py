@@ -174,7 +174,7 @@ class FullSync:
         news.wake.set()
         if self._unlisted:
             self._log.info("tiers_not_listed", tiers=self._unlisted)
-            self._listing_again = self._supervisor.spawn(self._list_again(), "cluster-listing")
+            self._listing_again = self._supervisor.job(self._list_again(), "cluster-listing")
 
     async def _list_again(self) -> None:
         """Want another full sync once one of the tiers that were left out can be listed."""
@@ -188,12 +188,13 @@ class FullSync:
 
     async def _tell_everything(self, number: int) -> None:
         me = (*self._me, number)
-        counts = dict.fromkeys(self._news.tiers, 0)
+        tiers = self._news.tiers  # a registration may name others meanwhile, and then another sync follows
+        counts = dict.fromkeys(tiers, 0)
         open_parts: set[asyncio.Task[None]] = set()
         n_parts = 0
         await self._reply.ask(SyncBegin(0, *me, self._news.seq), Done, ANSWER_S)
         try:
-            async for tier, tags in self._everything():
+            async for tier, tags in self._everything(tiers):
                 if len(open_parts) >= PARTS_OPEN:
                     done, open_parts = await asyncio.wait(open_parts, return_when=asyncio.FIRST_COMPLETED)
                     for part in done:
@@ -209,8 +210,8 @@ class FullSync:
             await asyncio.gather(*open_parts, return_exceptions=True)
         await self._reply.ask(SyncEnd(0, *me, n_parts, counts), Done, ANSWER_S)
 
-    async def _everything(self) -> AsyncIterator[tuple[str, bytes]]:
-        """All tags that the instance holds, in parts: (tier, tags)."""
+    async def _everything(self, tiers: Sequence[str]) -> AsyncIterator[tuple[str, bytes]]:
+        """All tags that the instance holds in these tiers, in parts: (tier, tags)."""
         collected = bytearray()
         for pool in self._pools:
             entry = 0
@@ -226,7 +227,7 @@ class FullSync:
         if collected:
             yield L1_TIER, bytes(collected)
         self._unlisted.clear()
-        for tier in self._news.tiers[1:]:
+        for tier in tiers[1:]:
             if not self._told.lists(tier):
                 tags = self._news.tags.of(tier)
                 for at in range(0, len(tags), PART_TAGS * TAG_BYTES):

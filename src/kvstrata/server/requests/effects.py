@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvstrata.errors import BadRequest
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.processes import AttachedProcess
@@ -43,6 +44,16 @@ class Effects:
         self._counters = counters
         self._epoch = epoch
         self._send = send
+
+    def check_new(self, call: Call) -> None:
+        """Raises BadRequest if a lease has the name of this lookup already: that of an earlier process of the session,
+        whose group still holds it."""
+        if self._leases.get((call.session.name, call.seq)) is not None:
+            raise BadRequest(
+                f"seq: {call.seq} names a lease that this group still holds; go on with higher numbers after attaching "
+                "again, or attach with a new session",
+                field="seq",
+            )
 
     def finish(self, call: Call, reply: bytes, effect: Effect | None) -> list[Address]:
         """End a request: keep its reply and its effect, or undo the effect if the request was cancelled.

@@ -186,6 +186,7 @@ class Lookups:
         self, call: Call, process: AttachedProcess, request: Lookup
     ) -> KeptOutcome | Coroutine[Any, Any, KeptOutcome]:
         """Begin a lookup. Returns its outcome, or a coroutine that returns it. Raises BadRequest or UnknownIdentity."""
+        self._effects.check_new(call)
         identity = self._processes.identity(process, request.identity_id)
         keys = request.groups[0].keys
         check_tails(request.tails)

@@ -121,7 +121,7 @@ class Running:
         `started_s`: when it arrived, by `time.perf_counter`.
         """
         self._kept[owner.process] += 1
-        task = self._supervisor.spawn(self._run(call, work, deadline_s, started_s), call.op)
+        task = self._supervisor.job(self._run(call, work, deadline_s, started_s), call.op)
         task.add_done_callback(lambda _: _one_less(self._kept, owner.process))
         self._work[call] = task
         # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
@@ -138,7 +138,7 @@ class Running:
     ) -> None:
         """Run a request whose outcome is not kept as a task. `started_s` as for `begin`."""
         self._unkept[owner.process] += 1
-        task = self._supervisor.spawn(self._run_unkept(op, address, seq, work, started_s), op)
+        task = self._supervisor.job(self._run_unkept(op, address, seq, work, started_s), op)
         task.add_done_callback(lambda _: _one_less(self._unkept, owner.process))
         if (token := owner.token) is not None:
             self._unkept_of_token[token] += 1
@@ -187,16 +187,16 @@ class Running:
             pass  # stopped by its owner: no client waits, and the work has undone what it did
         except Exception as error:
             frame = self._replies.our_mistake(call.seq, error)
-        finally:
-            overdue.cancel()
-            self._work.pop(call, None)
-            self._deliver(call, frame, effect)
-            self._replies.ended(call.op, started_s)
-
-    def _deliver(self, call: Call, frame: bytes, effect: Effect | None) -> None:
+        overdue.cancel()
+        self._work.pop(call, None)
         if not frame:
             frame = self._replies.error(call.seq, InternalError("the request was stopped; try again"))
-        self._replies.send(call.op, self._effects.finish(call, frame, effect), frame)
+        try:
+            waiters = self._effects.finish(call, frame, effect)
+        except Exception as error:
+            waiters, frame = call.waiters, self._replies.our_mistake(call.seq, error)
+        self._replies.send(call.op, waiters, frame)
+        self._replies.ended(call.op, started_s)
 
     def _expire(self, call: Call) -> None:
         frame = self._replies.error(
