@@ -17,7 +17,9 @@ ADAPTERS = """# Types of L2 adapters
 
 {}
 An entry of `l2_adapters`, and the JSON of `--l2-adapter`, has the fields of its type and those that all types have. A
-wrong field stops the start with an error that names it; a field that is `null` counts as not set.
+wrong field stops the start with an error that names it; a field that is `null` counts as not set. So do refused
+credentials, and records of another version. A storage that cannot be reached stops no start: the server serves without
+it, and tries again after 0.5 s, then twice the pause, up to 30 s.
 [l2-adapter.schema.json](l2-adapter.schema.json) says the same as a JSON schema. Types of installed packages (see
 [Writing an adapter](writing-an-adapter.md)) are in neither.
 """

@@ -219,7 +219,10 @@ class AlreadyTold(ConfigError):
 
 
 class MachineLacks(ConfigError):
-    """The setting asks for a file, memory or device that this machine lacks; on another one it may be right."""
+    """The setting asks for a file, memory, port or device that this machine lacks now; later, or on another one, it may
+    be right."""
+
+    retryable = True
 
 
 # --- the medium -----------------------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class SegmentError(MediumError):
 
 
 class StorageError(MediumError):
-    """An L2 adapter could not be opened or broke its contract."""
+    """An L2 adapter cannot be opened now, because its storage does not answer; or it broke its contract."""
 
     code = "storage"
 

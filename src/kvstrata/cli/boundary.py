@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from kvstrata.errors import ConfigError, KvstrataError
-from kvstrata.process.keeper import open_standard_descriptors
+from kvstrata.process.keeper import EXIT_CONFIG, EXIT_LATER, open_standard_descriptors
 from kvstrata.text import one_line
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ class Exit(enum.IntEnum):
     DONE = 0
     FAILED = 1
     """The server refused or did not answer, or a check or measurement failed."""
-    CONFIG = 2
+    CONFIG = EXIT_CONFIG
     """A flag, a setting, a file or a limit of the system is wrong; nothing was done."""
     CRASHED = 70
     """A defect of ours."""
     OUTPUT = 74
     """Standard output takes nothing more; what was asked for was done."""
+    LATER = EXIT_LATER
+    """The start of a server, controller or gateway needs something that is not there now; again, it may succeed."""
     INTERRUPTED = 130
     READER_GONE = 141
     """Nobody reads standard output any more, as with `| head`; the same as after SIGPIPE."""
@@ -65,6 +67,13 @@ class Command(Protocol):
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """Run it with these arguments, by default those of the process; returns the exit status."""
         ...
+
+
+def start_failed(name: str, error: KvstrataError) -> Exit:
+    """Say why a start has failed; returns the exit status."""
+    for line in error.lines:
+        _tell(f"{name}: {line}")
+    return Exit.CONFIG if isinstance(error, ConfigError) and not error.retryable else Exit.LATER
 
 
 def guarded(name: str) -> Callable[[Callable[[Sequence[str] | None], int]], Command]:

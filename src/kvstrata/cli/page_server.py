@@ -65,7 +65,9 @@ def warnings_of(seen: Seen) -> list[str]:
     for tier in seen.tiers:
         opened = not_closed(tier["breakers"])
         if tier["state"] != "active":
-            found.append(f"{tier['name']}: {tier['state']}")
+            found.append(
+                f"{tier['name']}: {tier['state']}{': ' if tier.get('reason') else ''}{tier.get('reason', '')}"
+            )
         if opened:
             found.append(f"{tier['name']}: breaker of {opened}")
         if tier["puts"].get("workers") == "degraded":

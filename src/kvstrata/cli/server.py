@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvstrata.cli.boundary import guarded
-from kvstrata.process.keeper import EXIT_CONFIG, Restarts, keep
+from kvstrata.cli.boundary import guarded, start_failed
+from kvstrata.process.keeper import Restarts, keep
 
 
 @guarded("lmcache-server")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status (2: settings are wrong, 70: the server failed)."""
+    """Run the command; returns the exit status (boundary.Exit)."""
     return keep("lmcache-server", list(sys.argv[1:] if arguments is None else arguments), serve)
 
 
@@ -72,9 +72,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             restarts=restarts,
         )
     except KvstrataError as error:
-        for line in error.lines:
-            print(f"lmcache-server: {line}", file=sys.stderr)
-        return EXIT_CONFIG
+        return start_failed("lmcache-server", error)
 
 
 if __name__ == "__main__":

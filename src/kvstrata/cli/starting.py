@@ -11,12 +11,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from kvstrata.cli.boundary import start_failed
 from kvstrata.config.flags import Flags
 from kvstrata.config.load import load
 from kvstrata.config.pod_links import pod_link_notes
 from kvstrata.config.secrets import shown
 from kvstrata.errors import KvstrataError
-from kvstrata.process.keeper import EXIT_CONFIG, Restarts
+from kvstrata.process.keeper import Restarts
 
 S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct, contravariant=True)
@@ -59,6 +60,4 @@ def start(
             return 0
         return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
-        for line in error.lines:
-            print(f"{command}: {line}", file=sys.stderr)
-        return EXIT_CONFIG
+        return start_failed(command, error)

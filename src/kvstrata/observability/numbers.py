@@ -185,7 +185,8 @@ STATUS_NUMBERS: dict[str, Number] = {
     ),
     "l2_adapters.ADAPTER.takes_loads": Number("l2_takes_loads", "1 if lookups ask this adapter, else 0."),
     "l2_adapters.ADAPTER.medium_well": Number(
-        "l2_medium_well", "1 while the tier's directory is there and can be written to, else 0."
+        "l2_medium_well",
+        "1 while the tier's storage was reached and its directory, if any, can be written to, else 0.",
     ),
     "l2_adapters.ADAPTER.stuck_bytes": Number(
         "l2_stuck_bytes", "Bytes of operations that are past their deadline and have not ended."

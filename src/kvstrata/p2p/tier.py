@@ -139,7 +139,8 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         except TransferError as error:
             self._closed = True
             await self._lanes.close()
-            raise StorageError(f"{self.name}: {error.message}", field="p2p.engine") from None
+            kind = StorageError if error.field == "network" else ConfigError
+            raise kind(f"{self.name}: {error.message}", field="p2p.engine") from None
         links = Links(asyncio.get_running_loop())
         try:
             controllers = [

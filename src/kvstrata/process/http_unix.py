@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvstrata.config.private_dir import make_private_dir
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, MachineLacks
 
 SCHEME = "unix:"
 FIELD = "http.host"
@@ -104,6 +104,6 @@ def _remove_stale(path: Path) -> None:
             return
         except BlockingIOError:
             pass  # its queue is full, so a process listens
-    raise ConfigError(
+    raise MachineLacks(
         f"{FIELD}: another process listens on {str(path)!r}; stop it or choose another path", field=FIELD
     )

@@ -1,7 +1,7 @@
 """The parent of a server or controller: when the process that serves dies, the keeper starts it again.
 
     keep ──fork──▶ child: imports everything and serves
-      │ exit 0, or told to end, or exit 2 of the first start ──▶ the keeper ends with the same status
+      │ exit 0, or told to end, or a first start that fails ──▶ the keeper ends with the same status
       └ anything else (a signal, exit 70) ──▶ one log line, a pause, fork again
 
 Rules:
@@ -13,8 +13,9 @@ Rules:
    again.  SIGHUP tells it to end only if the terminal sent it, because it is gone.
 3. When the keeper ends, by SIGKILL too, the kernel kills the child (PR_SET_PDEATHSIG), so no process is left behind
    that owns the ports and the pool.
-4. Exit status 2 (bad settings) is final for the first start only: after a crash the same settings may fail for a while,
-   since a port or the pool is not free yet.
+4. The exit statuses of a start that fails, 2 (a setting is wrong) and 75 (something is missing now), are final for
+   the first start only: after a crash the same settings may fail for a while, since a port or the pool is not free
+   yet.
 5. As process 1 of a container it reaps every orphan.
 6. A reader of the log that stops reading does not delay it: a line that stderr has no room for is dropped, and the next
    line that is written says how many were.
@@ -45,7 +46,8 @@ _ENDS_BY_ITSELF = frozenset({"--check", "--help", "--version", "-h"})
 """With these arguments the command prints something and ends; it is not supervised."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
 STEADY_S = 60.0
-EXIT_CONFIG = 2
+EXIT_CONFIG, EXIT_LATER = 2, 75
+"""A start failed: again with the same settings; perhaps not next time."""
 ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals that tell a process to end."""
 ASKING: frozenset[int] = frozenset({signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
@@ -237,7 +239,7 @@ class _Keeper:
     def _is_over(self, ended: int) -> bool:
         if os.WIFSIGNALED(ended):
             return self._told_to_end or os.WTERMSIG(ended) in ENDING
-        final = (0, EXIT_CONFIG) if self._restarts.times == 0 else (0,)
+        final = (0, EXIT_CONFIG, EXIT_LATER) if self._restarts.times == 0 else (0,)
         return self._told_to_end or os.WEXITSTATUS(ended) in final
 
     def _told_in_pause(self, waited: frozenset[int], seconds: float) -> bool:

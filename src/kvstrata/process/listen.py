@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.tokens import read_bearer_token
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.observability.logging import EventLog
 from kvstrata.process.http_gate import Access, guard, is_loopback, sized
 from kvstrata.process.http_token import FIELD, SocketFile, TokenFile, fresh_token
@@ -167,7 +167,7 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> Listener:
         listener.close()
         holder = port_holder(settings.port)
         by = f", held by {holder}" if holder else ""
-        raise ConfigError(
+        raise MachineLacks(
             f"http.port: cannot listen on {settings.host}:{settings.port}: {error.strerror}{by};"
             f" choose another {flag}, or 0 for a free one",
             field="http.port",

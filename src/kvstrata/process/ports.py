@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, MachineLacks
 
 
 class Listening(NamedTuple):
@@ -42,13 +42,13 @@ def _overlap(first: str, second: str) -> bool:
 
 
 def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily]:
-    """The numeric address of a host name, IPv4 first. Raises ConfigError."""
+    """The numeric address of a host name, IPv4 first. Raises MachineLacks."""
     if host in ("*", ""):
         return "0.0.0.0", socket.AF_INET
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
+        raise MachineLacks(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(where[0]).partition("%")[0], family
 

@@ -39,7 +39,7 @@ from zmq.backend import Socket as BareSocket
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.errors import ConfigError, MachineLacks, Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 from kvstrata.process.ports import port_holder, resolve
@@ -204,12 +204,12 @@ class ZmqServer:
             server.bind(f"tcp://{shown}:{port or '*'}")
         except zmq.ZMQError as error:
             if error.errno == zmq.EADDRINUSE:
-                raise ConfigError(
+                raise MachineLacks(
                     f"{port_setting}: {port} is taken by {port_holder(port) or 'another process'}; stop it or "
                     f"choose another {flag}",
                     field=port_setting,
                 ) from None
-            raise ConfigError(
+            raise MachineLacks(
                 f"{host_setting}: cannot listen on {host}:{port}: {error.strerror}; give an address of this machine "
                 "and a port that this user may open",
                 field=host_setting,

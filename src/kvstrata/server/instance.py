@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import ATTACH_SOCKET
 from kvstrata.memory.segment import Segment
@@ -199,7 +199,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     # 4. The cluster, if a controller is set: a server of peers, and a link to each controller.
     served = membership = None
     if keys is not None:
-        served = serve_peers(plan, keys, ground, l2, peer, closers)
+        served = serve_peers(plan, keys, ground, l2, closers)
         membership = make_membership(plan, keys, ground, tables, l2, admin, told, news_of, served)
         closers.append(membership.stop)
         ground.board.put("cluster", membership.status)
@@ -334,8 +334,8 @@ async def _open_tiers(
 ) -> None:
     """Open the tiers of the plan. The tier that reads other instances comes first: their RAM is nearer than a disk.
 
-    Raises StorageError.  If a tier that no setting asks for (the embedded one, peers with `auto`) cannot be opened, it
-    is left out instead.
+    Raises ConfigError.  A tier that no setting asks for (the embedded one, peers with `auto`) is left out if it cannot
+    be opened.
     """
     settings = plan.settings
     automatic = settings.p2p.engine == "auto"
@@ -347,23 +347,20 @@ async def _open_tiers(
                 "if only the instances reach this network, since UCX's tcp lets its peers write the server's memory",
             )
         try:
-            await control.open(peer)
-        except StorageError as error:
-            if not automatic:
+            await control.open(peer, must=automatic)
+        except (ConfigError, StorageError) as error:
+            if not automatic or error.field == "controller.url":
                 raise
             log.warning("p2p_off", reason=error.message)
     elif settings.controller.url and automatic:
         engines = "ucx, which own pools need" if plan.own_sizes else "ucx, or nixl with p2p.tcp"
         log.warning("p2p_off", reason=f"no transfer engine is installed ({engines})")
-    adapters = plan.adapters
+    for config in plan.adapters:
+        await control.open(config)
     if plan.embedded_l2:  # its directory is named after the port that was bound
-        adapters = [configure_tier(embedded_adapter(port, os.environ), 0)]
-    for config in adapters:
         try:
-            await control.open(config)
-        except StorageError as error:
-            if not plan.embedded_l2:
-                raise
+            await control.open(configure_tier(embedded_adapter(port, os.environ), 0), must=True)
+        except (ConfigError, StorageError) as error:
             log.warning("embedded_l2_off", reason=error.message)
 
 

@@ -83,7 +83,6 @@ def serve_peers(
     keys: MemberKeys,
     ground: Ground,
     l2: L2,
-    peer: TierConfig | None,
     closers: list[Callable[[], Coroutine[Any, Any, None]]],
 ) -> PeersServed:
     """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError.
@@ -92,7 +91,7 @@ def serve_peers(
     """
     settings, p2p = plan.settings, plan.settings.p2p
     readers, endpoint = None, ""
-    if peer is not None and l2.tiers.get(peer.name) is not None:
+    if l2.tiers.get(l2.peer_reads.name) is not None:
         readers = ZmqServer(ground.loop)
         closers.append(soon(readers.close))
         host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]

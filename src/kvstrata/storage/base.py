@@ -250,7 +250,12 @@ class StorageAdapter(ABC):
 
     @abstractmethod
     async def open(self, context: AdapterContext) -> None:
-        """Make the medium ready. Raises StorageError that says what to change when it cannot be used."""
+        """Make the medium ready.
+
+        Raises ConfigError that says what to change when something is wrong, which stops the start of the server.
+        Raises anything else, StorageError in general, when the medium cannot be reached now: the server serves without
+        it, and opens another adapter of the same settings again and again.  Nothing is left open then.
+        """
 
     @abstractmethod
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.connector import NativeConnector
 from kvstrata.native.lanes import NativeLanes
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, QUEUE_FULL, THROTTLED
@@ -81,7 +81,7 @@ class NativeAdapter(StorageAdapter):
         self._closed = False
 
     async def open(self, context: AdapterContext) -> None:
-        """Open the connector in a lane. Raises StorageError with the connector's reason."""
+        """Open the connector in a lane. Raises StorageError, ConfigError with the connector's reason."""
         lane = self._lanes.number(Lane.DELETE)
         region = (context.region_address, context.region_bytes)
         wrong = await self._always(
@@ -94,7 +94,8 @@ class NativeAdapter(StorageAdapter):
             self._closed = True
             await self._lanes.close()
             self._connector = None
-            raise StorageError(f"{self.name}: {wrong}", field=self.name)
+            kind = ConfigError if wrong.startswith("!") else StorageError
+            raise kind(f"{self.name}: {wrong.removeprefix('!')}", field=self.name)
         self._context = context
         self._opened = True
 

@@ -162,7 +162,11 @@ class Stack:
         """Open the adapter, and mark its directory. Raises as the adapter does; OSError if the directory is gone."""
         await self.adapter.open(context)
         if self.folder is not None:
-            await on_a_thread(self.folder.mark, "mark-folder")
+            try:
+                await on_a_thread(self.folder.mark, "mark-folder")
+            except OSError:
+                await self.adapter.close()
+                raise
 
     async def close(self) -> None:
         """Close the adapter, and let go of its directory."""

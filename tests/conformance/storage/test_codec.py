@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError
 from kvstrata.storage.base import (
     AdapterContext,
     Capabilities,
@@ -432,7 +432,7 @@ async def test_a_record_that_staging_can_never_hold_is_refused_with_its_reason(o
 
 async def test_an_adapter_without_heads_is_refused_a_codec() -> None:
     adapter = CodecAdapter(ShelfAdapter(Shelf()), Chain(ZSTD))
-    with pytest.raises(StorageError, match=r"codec: .* remove codec, or let the adapter implement `heads`"):
+    with pytest.raises(ConfigError, match=r"codec: .* remove codec, or let the adapter implement `heads`"):
         await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
     await adapter.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, PutStatus, StorageAdapter
 from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
@@ -69,10 +69,10 @@ class TestDisk(AdapterContract):
         super().damage(medium, "payload" if damage == "longer" else damage)
 
 
-async def opening_fails(base: Path, capacity_bytes: int = 64 << 20) -> str:
-    """Open a log that cannot be opened; return the error's message."""
-    adapter = disk_adapter(base_path=str(base), capacity_bytes=capacity_bytes, name="disk-7")
-    with pytest.raises(StorageError) as raised:
+async def opening_fails(base: Path, kind: type[Exception] = StorageError) -> str:
+    """Open a log that cannot be opened; return the error's message. ConfigError stops the start of a server."""
+    adapter = disk_adapter(base_path=str(base), capacity_bytes=64 << 20, name="disk-7")
+    with pytest.raises(kind) as raised:
         await adapter.open(AdapterContext("second", SystemClock(), 0, 0, lambda key: None))
     await adapter.close()
     return raised.value.message
@@ -107,7 +107,7 @@ class TestOpening:
     async def test_a_newer_log_is_refused_and_not_touched(self, tmp_path: Path) -> None:
         header = b"KVSEGMNT" + (9).to_bytes(2, "little")
         (tmp_path / "00000000.seg").write_bytes(header.ljust(1 << 20, b"\0"))
-        message = await opening_fails(tmp_path)
+        message = await opening_fails(tmp_path, ConfigError)
         assert "written by another version of kvstrata" in message
         assert (tmp_path / "00000000.seg").read_bytes() == header.ljust(1 << 20, b"\0")
 

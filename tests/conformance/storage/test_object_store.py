@@ -14,7 +14,7 @@ import pytest
 from obstore.store import LocalStore, S3Store
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.media.object_store import listing
@@ -172,7 +172,7 @@ async def test_a_marker_that_is_a_link_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "objects").mkdir()
     (tmp_path / "objects" / "kvstrata-format").symlink_to(tmp_path / "secret")
     adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}/objects"}, 0)
-    with pytest.raises(StorageError, match="kvstrata-format is not a file") as raised:
+    with pytest.raises(ConfigError, match="kvstrata-format is not a file") as raised:
         await adapter.open(AdapterContext("test", SystemClock(), 0, 0, lambda key: None))
     assert "secret" not in str(raised.value).replace("/secret", "")
 

@@ -18,6 +18,7 @@ from kvstrata.errors import (
 )
 from kvstrata.server.l2 import tier_control
 from kvstrata.server.l2.fetch import FetchOutcome
+from kvstrata.storage.entry import configure_tier
 from tests.fault.server.tier_rig import Start
 from tests.harness.l1 import L1, LATER_S, chain
 from tests.harness.shelf import SHELVES, entry
@@ -87,6 +88,70 @@ async def test_an_adapter_that_cannot_be_opened_changes_nothing(start: Start) ->
     with pytest.raises(StorageError, match="plugin-1 could not be opened: OSError: no bus"):
         await rig.add("b")
     assert rig.names() == [] and not rig.adapters.take_loads
+
+
+async def test_a_tier_of_the_settings_that_cannot_be_reached_stops_nothing_and_is_used_once_it_can_be(
+    start: Start, l1: L1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_control, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tier_control, "MAX_PAUSE_S", 0.001)
+    rig = start()
+    SHELVES["away"].fails_to_open = StorageError("plugin-0: nobody answers")
+    SHELVES["slow"].shut("open")
+    for number, (shelf, open_s) in enumerate((("away", LATER_S), ("slow", 0.0), ("well", LATER_S))):
+        rig.control._open_s = open_s
+        await rig.control.open(configure_tier(entry(shelf), number))
+    assert rig.states() == {"plugin-0": "unreachable", "plugin-1": "unreachable", "plugin-2": "active"}
+    rows = await rig.control.rows.all()
+    assert [row["position"] for row in rows] == [0, 1, 2]
+    assert [row.get("reason") for row in rows] == [
+        "plugin-0: nobody answers",
+        "plugin-1: it does not answer",
+        None,
+    ]
+    assert [row.get("medium_well") for row in rows] == [False, False, None], "alerts see it"
+    assert rig.control.rows.missing() == []
+    with pytest.raises(BadRequest, match="plugin-0 cannot be reached"):
+        await rig.control.drain("plugin-0", loads=True, wait_s=0)
+    keys = chain("a", 3)
+    await rig.put(keys)
+    assert set(SHELVES["well"].records) == set(keys)
+    l1.lose(keys)
+    assert await rig.fetch(keys) == FetchOutcome(3, 3, "")
+    SHELVES["away"].fails_to_open = OSError("a plugin may raise anything")
+    await until(lambda: "OSError: a plugin may" in str(rig.control.rows.status()["plugin-0"]["reason"]))
+    SHELVES["away"].fails_to_open = None
+    SHELVES["slow"].let_go()
+    await until(lambda: set(rig.states().values()) == {"active"})
+    loads = SHELVES["well"].asked["load"]
+    later = chain("b", 3)
+    await rig.put(later)
+    assert set(SHELVES["away"].records) == set(SHELVES["slow"].records) == set(later)
+    l1.lose(later)
+    assert await rig.fetch(later) == FetchOutcome(3, 3, "")
+    assert SHELVES["away"].asked["load"] and SHELVES["well"].asked["load"] == loads, (
+        "the nearest one is asked first"
+    )
+
+
+async def test_a_tier_that_cannot_be_reached_can_be_removed_and_ends_with_the_server(start: Start) -> None:
+    rig = start()
+    for number, shelf in enumerate(("a", "b")):
+        SHELVES[shelf].fails_to_open = StorageError(f"plugin-{number}: nobody answers")
+        await rig.control.open(configure_tier(entry(shelf), number))
+    removed = await rig.control.remove("plugin-0", wait_s=0)
+    assert removed is not None and removed["state"] == "removed" and rig.names() == ["plugin-1"]
+
+
+async def test_a_tier_of_the_settings_that_is_wrong_stops_the_start(start: Start) -> None:
+    rig = start()
+    SHELVES["a"].fails_to_open = ConfigError("plugin-0: password: refused")
+    with pytest.raises(ConfigError, match="password: refused"):
+        await rig.control.open(configure_tier(entry("a"), 0))
+    SHELVES["b"].fails_to_open = StorageError("plugin-0: away")
+    with pytest.raises(StorageError, match="away"):
+        await rig.control.open(configure_tier(entry("b"), 0), must=True)
+    assert rig.names() == []
 
 
 @pytest.mark.long

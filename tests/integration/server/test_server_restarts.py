@@ -162,7 +162,7 @@ def test_a_taken_port_stops_the_start_and_names_the_process_that_has_it(tmp_path
         ran = run_server(
             "--port", str(port), "--no-http", "--l2-adapter", "none", "--socket-dir", str(tmp_path)
         )
-    assert ran.returncode == 2
+    assert ran.returncode == 75, "a restart may cure it"
     assert f"port: {port} is taken by pid" in ran.stderr
 
 

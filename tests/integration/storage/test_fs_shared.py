@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.testing.strategies import key_of, load_item, loaded_payload, payload_of, put_item, watched
@@ -260,7 +260,7 @@ async def test_servers_with_and_without_shared_on_one_directory_are_told_what_to
     await one.open(context())
     with pytest.raises(StorageError, match=r'belongs to another running server .* "shared": true'):
         await fs(base, shared=False).open(context())
-    with pytest.raises(StorageError, match=rf"capacity_gb: 1048576 bytes here, but {CAP_BYTES} bytes in a"):
+    with pytest.raises(ConfigError, match=rf"capacity_gb: 1048576 bytes here, but {CAP_BYTES} bytes in a"):
         await fs(base, 1 << 20).open(context())
     await one.close()
     alone = fs(base, shared=False)

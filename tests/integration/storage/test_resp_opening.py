@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, KvstrataError, StorageError
 from kvstrata.testing.adapter_contract import STORED
 from tests.harness.redis_server import RedisServer, Sentinel, certificates
 from tests.integration.storage.resp_records import SECRET, opened, put
@@ -20,11 +20,12 @@ from tests.integration.storage.resp_records import SECRET, opened, put
 pytestmark = pytest.mark.integration
 
 
-async def refusal(entry: dict[str, Any]) -> str:
-    """The error with which opening fails."""
-    with pytest.raises(StorageError) as raised:
+async def refusal(entry: dict[str, Any], kind: type[KvstrataError] = ConfigError) -> str:
+    """The error with which opening fails. StorageError: the server cannot be reached, which stops no start."""
+    with pytest.raises(KvstrataError) as raised:
         async with opened({"connection_timeout": 1.0, **entry}):
             pass
+    assert type(raised.value) is kind, raised.value.message
     assert SECRET not in raised.value.message
     return raised.value.message
 
@@ -34,13 +35,13 @@ class TestOpening:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
-            message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port})
+            message = await refusal({"type": "resp", "host": "127.0.0.1", "port": port}, StorageError)
         assert f"127.0.0.1:{port}: cannot be reached: Connection refused" in message
 
     @pytest.mark.long
     async def test_an_unknown_host(self) -> None:
         assert "host.invalid:6379: cannot be reached" in await refusal(
-            {"type": "resp", "host": "host.invalid"}
+            {"type": "resp", "host": "host.invalid"}, StorageError
         )
 
     @pytest.mark.long
@@ -48,7 +49,9 @@ class TestOpening:
     async def test_a_server_that_says_nothing(self, tmp_path: Path, redis_folder: Path) -> None:
         with RedisServer(tmp_path) as frozen:
             frozen.freeze()
-            assert "did not answer in time" in await refusal(frozen.entry(connection_timeout=0.2))
+            assert "did not answer in time" in await refusal(
+                frozen.entry(connection_timeout=0.2), StorageError
+            )
 
     async def test_a_web_server_is_told_as_such_and_not_told_the_password(self) -> None:
         seen: list[bytes] = []
@@ -86,7 +89,7 @@ class TestOpening:
     @pytest.mark.long
     async def test_a_replica_names_its_master(self, server: RedisServer, tmp_path: Path) -> None:
         with RedisServer(tmp_path, "--replicaof", "127.0.0.1", str(server.port)) as replica:
-            message = await refusal(replica.entry())
+            message = await refusal(replica.entry(), StorageError)
         assert f"is a replica, which is read-only: give its master 127.0.0.1:{server.port}" in message
 
     @pytest.mark.long
@@ -107,7 +110,9 @@ class TestOpening:
         )
         with RedisServer(tmp_path, "--cluster-enabled", "yes") as node:
             assert "set cluster_mode to true" in await refusal(node.entry())
-            assert "slots of the cluster belong to no node" in await refusal(node.entry(cluster_mode=True))
+            assert "slots of the cluster belong to no node" in await refusal(
+                node.entry(cluster_mode=True), StorageError
+            )
 
     @pytest.mark.long
     async def test_a_database_that_is_not_there(self, server: RedisServer) -> None:

@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 
 from kvstrata import cli
-from kvstrata.cli.boundary import Exit, guarded
-from kvstrata.errors import BadRequest, ConfigError, Unavailable
+from kvstrata.cli.boundary import Exit, guarded, start_failed
+from kvstrata.errors import (
+    BadRequest,
+    ConfigError,
+    KvstrataError,
+    MachineLacks,
+    SegmentError,
+    Unavailable,
+    together,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
@@ -79,6 +87,23 @@ def test_an_error_is_one_line_with_the_command_and_has_its_status(
         assert told == ""
     else:
         assert told.startswith(f"kvstrata x: {says}") and told.count("\n") == 1, told
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("http.port: wrong"), Exit.CONFIG),
+        (MachineLacks("http.port: 80 is taken"), Exit.LATER),
+        (together([MachineLacks("a: missing"), ConfigError("b: wrong")]), Exit.CONFIG),
+        (SegmentError("pool: belongs to process 12"), Exit.LATER),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_a_start_that_may_succeed_later_has_a_status_of_its_own(
+    error: KvstrataError, status: Exit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start_failed("lmcache-server", error) is status
+    assert capsys.readouterr().err == "".join(f"lmcache-server: {line}\n" for line in error.lines)
 
 
 def test_the_path_in_an_error_may_be_any_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,14 +170,19 @@ async def test_mooncake_is_set_up_with_exactly_its_options_and_the_pool_is_regis
 
 
 @pytest.mark.parametrize(
-    ("answer", "what"), [("setup", "setup answered -1"), ("register_buffer", "ulimit -l")]
+    ("answer", "kind", "what"),
+    [("setup", StorageError, "setup answered -1"), ("register_buffer", ConfigError, "ulimit -l")],
 )
 async def test_a_call_that_mooncake_refuses_is_an_error_with_its_name(
-    package: Callable[[str], Path], server: Callable[[bytes], str], answer: str, what: str
+    package: Callable[[str], Path],
+    server: Callable[[bytes], str],
+    answer: str,
+    kind: type[Exception],
+    what: str,
 ) -> None:
     package(RECORDER.replace(f'return self.note("{answer}"', f'return -1 + self.note("{answer}"'))
     adapter = adapter_of(configure(master_server_addr=server(READY)))
-    with pytest.raises(StorageError, match=what):
+    with pytest.raises(kind, match=what):
         await adapter.open(lent_context(lambda key: None))
     await adapter.close()
 
@@ -212,7 +217,7 @@ async def test_wrong_options_of_puts_are_named(
     package: Callable[[str], Path], replicate: dict[str, Any], message: str
 ) -> None:
     package(RECORDER.replace("replica_num = 1", "replica_num = property(lambda s: 1, lambda s, v: v + 1)"))
-    with pytest.raises(StorageError, match=message):
+    with pytest.raises(ConfigError, match=message):
         await adapter_of(configure(replicate=replicate)).open(lent_context(lambda key: None))
 
 
@@ -231,7 +236,7 @@ async def test_a_missing_library_is_named_with_the_line_that_installs_it(
     package: Callable[[str], Path], says: str, message: str
 ) -> None:
     package(f"raise ImportError({says!r})")
-    with pytest.raises(StorageError, match=message):
+    with pytest.raises(ConfigError, match=message):
         await adapter_of(configure()).open(lent_context(lambda key: None))
 
 
@@ -239,7 +244,7 @@ async def test_rdma_without_a_network_card_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sdk, "_NICS", tmp_path / "missing")
-    with pytest.raises(StorageError, match="protocol: 'rdma' needs an RDMA network card"):
+    with pytest.raises(ConfigError, match="protocol: 'rdma' needs an RDMA network card"):
         await adapter_of(configure(protocol="rdma")).open(lent_context(lambda key: None))
 
 
@@ -249,7 +254,7 @@ async def test_an_rdma_device_that_is_not_there_is_named(
     monkeypatch.setattr(sdk, "_NICS", tmp_path)
     (tmp_path / "mlx5_3").mkdir()
     adapter = adapter_of(configure(protocol="rdma", rdma_devices="mlx5_0,mlx5_3"))
-    with pytest.raises(StorageError, match="rdma_devices: mlx5_0 not found; this machine has mlx5_3"):
+    with pytest.raises(ConfigError, match="rdma_devices: mlx5_0 not found; this machine has mlx5_3"):
         await adapter.open(lent_context(lambda key: None))
 
 
@@ -266,7 +271,7 @@ async def test_another_server_at_the_masters_address_is_named(
 ) -> None:
     package(RECORDER)
     address = server(answer)
-    with pytest.raises(StorageError, match=f"master_server_addr: {address} {message}"):
+    with pytest.raises(ConfigError, match=f"master_server_addr: {address} {message}"):
         await adapter_of(configure(master_server_addr=address)).open(lent_context(lambda key: None))
 
 
@@ -305,7 +310,7 @@ async def test_a_silent_master_is_named(package: Callable[[str], Path]) -> None:
 
 async def test_an_address_without_a_port_is_refused(package: Callable[[str], Path]) -> None:
     package(RECORDER)
-    with pytest.raises(StorageError, match="master_server_addr: must be host:port, found 'node01'"):
+    with pytest.raises(ConfigError, match="master_server_addr: must be host:port, found 'node01'"):
         await adapter_of(configure(master_server_addr="node01")).open(lent_context(lambda key: None))
 
 

@@ -233,7 +233,7 @@ async def test_wrong_credentials_stop_the_start(endpoint: str, monkeypatch: pyte
 async def test_a_prefix_of_another_version_stops_the_start(tmp_path: Path) -> None:
     await asyncio.to_thread((tmp_path / MARKER).write_text, "kvstrata records, format 7\n")
     adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
-    with pytest.raises(StorageError, match=r"records of another version.*choose another prefix"):
+    with pytest.raises(ConfigError, match=r"records of another version.*choose another prefix"):
         await adapter.open(lent_context(lambda key: None))
 
 

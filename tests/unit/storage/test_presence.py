@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError
 from kvstrata.storage.base import AdapterContext, Capabilities, Found, Presence
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Surroundings, build_stack
@@ -98,7 +98,7 @@ async def test_unshared_storage_is_always_asked_and_refuses_times() -> None:
             scene.medium.calls[-1].answers.set_result(None)
             await task
         assert scene.adapter.stats()["remembered"] == 0
-    with pytest.raises(StorageError, match="not shared with other instances"):
+    with pytest.raises(ConfigError, match="not shared with other instances"):
         await Scene(PresenceLimits(), shared=False).open()
 
 
@@ -108,5 +108,5 @@ async def test_times_for_a_directory_of_its_own_are_refused_when_it_opens(
 ) -> None:
     entry = {"type": "fs", "base_path": str(tmp_path), "presence_ttl_ms": 1000, "isolation": isolation}
     built = build_stack(configure_tier(entry, 0), Surroundings(SystemClock(), 1 << 30, lambda report: None))
-    with pytest.raises(StorageError, match=r"fs-0: presence_ttl_ms, negative_ttl_ms: .*remove these fields"):
+    with pytest.raises(ConfigError, match=r"fs-0: presence_ttl_ms, negative_ttl_ms: .*remove these fields"):
         await built.adapter.open(lent_context(lambda key: None))

@@ -136,7 +136,10 @@ class Connector {
   [[nodiscard]] virtual ConnectorCapabilities capabilities() const noexcept = 0;
 
   // Makes the medium ready; every call but capabilities() comes after it. Returns an empty string,
-  // or a message that says what is wrong and what to change.
+  // or a message that says what is wrong and what to change. A message that begins with '!' (which
+  // is not shown) stops the start of the server: a setting is wrong, or the records there have
+  // another format. After any other message the medium cannot be reached now, and another connector
+  // is opened later.
   [[nodiscard]] virtual std::string open(const ConnectorContext& context) = 0;
 
   // False while exists() would have to wait (the medium is still being scanned): the server then

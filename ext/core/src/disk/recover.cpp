@@ -147,7 +147,7 @@ std::string Recovery::read_segment(const FolderEntry& entry) {
     state = decode(block, &header);
   }
   if (state == BlockState::kOther)
-    return "base_path: " + segment->path +
+    return "!base_path: " + segment->path +
            " was written by another version of kvstrata; start that version, or give another "
            "directory (nothing was changed)";
   const bool sound = state == BlockState::kGood && header.segment == *number &&

@@ -24,7 +24,7 @@ std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const F
   status = folder_stat(layer, paths.base(), &base);
   if (!status.ok()) return unusable(paths.base(), status);
   if (tmp.device != base.device)
-    return "relative_tmp_dir: '" + options.relative_tmp_dir +
+    return "!relative_tmp_dir: '" + options.relative_tmp_dir +
            "' is on another file system than base_path, so files cannot be published by a rename;"
            " choose a directory on the same file system";
   FileSpace space;

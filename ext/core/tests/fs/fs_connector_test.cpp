@@ -89,7 +89,7 @@ TEST(a_temporary_directory_on_another_file_system_is_refused) {
   };
   FsConnector connector(fs_options(folder.path + "/kv"), files);
   const std::string wrong = connector.open({});
-  CHECK(wrong.find("relative_tmp_dir: 'tmp' is on another file system") == 0);
+  CHECK(wrong.find("!relative_tmp_dir: 'tmp' is on another file system") == 0);
 }
 
 TEST(nothing_is_stored_where_a_write_a_sync_or_a_rename_fails) {

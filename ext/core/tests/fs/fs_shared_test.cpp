@@ -203,13 +203,13 @@ TEST(members_with_another_cap_or_another_temporary_directory_are_refused) {
   auto member = shared.join();
   shared.capacity = 49 * kCharge;
   const std::string wrong = shared.make()->open({});
-  CHECK(wrong.find("capacity_gb: " + std::to_string(49 * kCharge) + " bytes here, but " +
+  CHECK(wrong.find("!capacity_gb: " + std::to_string(49 * kCharge) + " bytes here, but " +
                    std::to_string(48 * kCharge) + " bytes in a server that shares") == 0);
   FsOptions options = fs_options(shared.base, 48 * kCharge);
   options.own_threads = false;
   options.relative_tmp_dir = "other tmp";
   const std::string tmp = FsSharedConnector(options, posix_files(), shared.times).open({});
-  CHECK(tmp.find("relative_tmp_dir: 'other%20tmp' here, but 'tmp' in a server") == 0);
+  CHECK(tmp.find("!relative_tmp_dir: 'other%20tmp' here, but 'tmp' in a server") == 0);
   member->close();
   CHECK_EQ(shared.make()->open({}), std::string());
 }

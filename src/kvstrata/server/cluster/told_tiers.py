@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import tags_of
-from kvstrata.server.l2.tiers import Tier, TierSet
+from kvstrata.server.l2.tiers import Tier, TierSet, TierState
 from kvstrata.storage.base import Usage
 
 MAX_NAME_CHARS = 32
@@ -104,8 +104,12 @@ class ToldTiers:
         return {tier: self._usage[tier] for tier in self._own() if tier in self._usage}
 
     def _all(self) -> dict[str, Tier]:
-        """Tiers that take puts; the one that reads peers takes none."""
-        return {tier_name(tier.name): tier for tier in self._tiers if tier.adapter.capabilities.takes_puts}
+        """Open tiers that take puts; the one that reads peers takes none."""
+        return {
+            tier_name(tier.name): tier
+            for tier in self._tiers
+            if tier.state is not TierState.UNREACHABLE and tier.adapter.capabilities.takes_puts
+        }
 
     def _own(self) -> dict[str, Tier]:
         return {name: tier for name, tier in self._all().items() if not tier.adapter.capabilities.shared}

@@ -56,7 +56,9 @@ class MediaWatch:
     async def round(self) -> None:
         """Probe each directory once, for ANSWER_S at most."""
         watched = {
-            tier.configured.folder: tier for tier in self._tiers if tier.state is not TierState.REMOVING
+            tier.configured.folder: tier
+            for tier in self._tiers
+            if tier.state not in (TierState.REMOVING, TierState.UNREACHABLE)
         }
         asked = [
             (folder, tier, self._probe(folder)) for folder, tier in watched.items() if folder is not None

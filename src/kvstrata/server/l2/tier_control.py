@@ -1,5 +1,6 @@
-"""Adds, drains, resumes and removes tiers while the server runs.
+"""Opens the tiers of the settings; adds, drains, resumes and removes tiers while the server runs.
 
+    open     those of the settings, at the start ─▶ in the set, perhaps unreachable ─▶ opened again and again ─▶ active
     add      admitted, checked and made on a thread ─▶ opened within OPEN_S ─▶ in the set
     drain    gets nothing new ─▶ waiting chunks are put, operations under way end ─▶ drained
     resume   draining or drained ─▶ active, as if it had just been added
@@ -12,7 +13,9 @@ Rules:
 2. Every wait is bounded.  A tier whose operations do not end is closed all the same (storage/wrap/deadline.py bounds
    that too).  While such operations run, it stays listed as `removing`, with the bytes that they keep stuck.
 3. Every change runs in a task owned here: it goes on when the caller disconnects, and ends with the server.
-4. Records stay on the medium: removing a tier deletes nothing, and adding it again finds them.
+4. A tier of the settings whose storage cannot be reached at the start stops no start.  It is in the set, UNREACHABLE
+   with the reason, until a further try succeeds.
+5. Records stay on the medium: removing a tier deletes nothing, and adding it again finds them.
 
 tiers.py says what the states mean, tier_rows.py what an admin sees.  Nothing here decides about chunks.
 """
@@ -22,12 +25,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import (
     BadRequest,
+    ConfigError,
     DeadlineExceeded,
     KvstrataError,
     Refused,
@@ -54,6 +59,8 @@ OPEN_S = 30.0
 """Time in which an adapter must be made and opened."""
 FIELD = "adapter"
 """The name of an added adapter's JSON in error messages."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+"""Pauses between tries to open a tier that cannot be reached; each is twice the pause before."""
 ANSWER_S = 1.0
 """A remove answers at most this long after its `wait_s`."""
 
@@ -98,6 +105,8 @@ class TierControl:
         self._next_number = 0
         self._opening = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._reaching: dict[str, asyncio.Task[None]] = {}
+        """Tasks that open UNREACHABLE tiers."""
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._puts_skipped: dict[str, int] = {}
@@ -110,13 +119,73 @@ class TierControl:
 
     # -- the start and the end -----------------------------------------------------------------------------
 
-    async def open(self, config: TierConfig) -> None:
-        """Open a tier of the settings and add it at the end. Raises ConfigError or StorageError."""
-        configured = self._build(config)
-        await configured.open(self._context(config.name))
+    async def open(self, config: TierConfig, *, must: bool = False) -> None:
+        """Open a tier of the settings and add it at the end.
+
+        Raises ConfigError.  A tier that cannot be reached, or is not open after `open_s`, is UNREACHABLE, and is
+        opened in the background; with `must` this raises StorageError instead.
+        """
+        tier = Tier(self._build(config), config.entry, is_open=False)
+        opening = self._own(self._open_stack(tier.configured), f"open-{config.name}", answers=True)
+        await asyncio.wait({opening}, timeout=self._open_s)
+        if opening.done() and (must or not isinstance(opening.exception(), StorageError)):
+            opening.result()
         self._next_number = max(self._next_number, config.number + 1)
         self.rows.of_settings(config.name, config.entry)
-        self._join(configured, config.entry, len(self._tiers.placed))
+        self._tiers.insert(tier, len(self._tiers.placed))
+        if opening.done() and opening.exception() is None:
+            tier.opened()
+            self._join(tier)
+        else:
+            reaching = self._own(self._reach(tier, config, opening), f"reach-{config.name}")
+            self._reaching[config.name] = reaching
+
+    async def _reach(self, tier: Tier, config: TierConfig, opening: asyncio.Task[None]) -> None:
+        """Open a tier, after pauses that grow."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if not opening.done():
+                tier.reason = f"{tier.name}: it does not answer"
+            else:
+                error = opening.exception()
+                tier.reason = error.message if isinstance(error, KvstrataError) else repr(error)
+            self._log.repeated(
+                logging.WARNING, f"unreachable {tier.name}", "tier_unreachable", adapter=tier.name, reason=tier.reason,
+                meaning="lookups count its chunks as absent, and it gets no new ones; it is tried again by itself",
+            )  # fmt: skip
+            if opening.done():
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                opening = self._own(self._open_anew(tier, config), f"open-{tier.name}", answers=True)
+            try:
+                await asyncio.wait({opening})
+            except asyncio.CancelledError:
+                opening.cancel()
+                raise
+            if opening.exception() is None:
+                break
+        del self._reaching[tier.name]
+        tier.opened()
+        tier.reason = ""
+        self._join(tier)
+        self._log.info("tier_reached", adapter=tier.name)
+
+    async def _open_anew(self, tier: Tier, config: TierConfig) -> None:
+        tier.configured = await on_a_thread(lambda: self._build(config), "make-adapter")
+        await self._open_stack(tier.configured)
+
+    async def _open_stack(self, stack: Stack) -> None:
+        """Raises ConfigError; StorageError for every other failure. Nothing is left open then."""
+        try:
+            await stack.open(self._context(stack.name))
+        except (ConfigError, StorageError):
+            raise
+        except asyncio.CancelledError:
+            await stack.close()
+            raise
+        except Exception as error:  # the plugin boundary
+            message = f"{stack.name} could not be opened: {type(error).__name__}: {scrubbed(error)}"
+            raise StorageError(message, field=stack.name) from error
 
     async def close(self) -> None:
         """Cancel the changes under way, then close all tiers at the same time. Idempotent."""
@@ -130,7 +199,9 @@ class TierControl:
         tiers = list(self._tiers)
         for tier in tiers:
             self._tiers.discard(tier)
-        await asyncio.gather(*(tier.configured.close() for tier in tiers))
+        await asyncio.gather(
+            *(tier.configured.close() for tier in tiers if tier.state is not TierState.UNREACHABLE)
+        )
 
     # -- the admin's operations ----------------------------------------------------------------------------
 
@@ -175,6 +246,10 @@ class TierControl:
         tier = self._tiers.get(name)
         if tier is None:
             return None
+        if tier.state is TierState.UNREACHABLE:
+            raise BadRequest(
+                f"name: {name} cannot be reached, so nothing waits for it; remove it", field="name"
+            )
         if tier.state is not TierState.REMOVING:
             self._begin_drain(tier, loads)
             await asyncio.wait({self._drains[name]}, timeout=wait_s)
@@ -270,7 +345,9 @@ class TierControl:
             await configured.close()
             self._check_open()
         placed = len(self._tiers.placed)
-        tier = self._join(configured, entry, placed if position is None else min(position, placed))
+        tier = Tier(configured, entry)
+        self._tiers.insert(tier, placed if position is None else min(position, placed))
+        self._join(tier)
         self._log.info("l2_adapter_added", adapter=tier.name, policy=str(tier.policy))
         if backfill:
             self._begin_backfill(tier)
@@ -285,16 +362,7 @@ class TierControl:
 
         # On a thread, because a directory may be slow to look at, and importing a plugin may take long.
         opened = await on_a_thread(make, "make-adapter")
-        configured = opened.stack
-        try:
-            await configured.open(self._context(configured.name))
-        except KvstrataError:
-            raise
-        except Exception as error:  # the plugin boundary
-            raise StorageError(
-                f"{FIELD}: {configured.name} could not be opened: {type(error).__name__}: {scrubbed(error)}",
-                field=FIELD,
-            ) from error
+        await self._open_stack(opened.stack)
         return opened
 
     def _opened_late(self, opening: asyncio.Task[_Opened]) -> None:
@@ -309,16 +377,14 @@ class TierControl:
         await configured.guard.ended()
         self._opening -= 1
 
-    def _join(self, configured: Stack, entry: dict[str, Any], position: int) -> Tier:
-        tier = Tier(configured, entry)
-        if configured.host is None and tier.adapter.capabilities.quiesce == "never":
+    def _join(self, tier: Tier) -> None:
+        """Use an open tier of the set from now on."""
+        if tier.configured.host is None and tier.adapter.capabilities.quiesce == "never":
             advice = 'its calls may never end; with "isolation": "process" they end with their process'
             self._log.warning("l2_adapter_may_hang", adapter=tier.name, advice=advice)
-        self._tiers.insert(tier, position)
         self._store.join(tier)
         self._prefetch.join(tier)
         self._changed()
-        return tier
 
     def _begin_backfill(self, tier: Tier) -> None:
         self._backfills.end(tier.name)
@@ -351,18 +417,22 @@ class TierControl:
         if (draining := self._drains.pop(name, None)) is not None:
             draining.cancel()
         self._backfills.end(tier.name)
-        tier.step(TierEvent.REMOVE)
-        self._store.draining(name)
-        self._shut(tier)
         self._log.info("l2_adapter_removing", adapter=name)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle_of(tier), wait_s)
-        self._puts_skipped[name] = await self._store.leave(name)
-        await self._prefetch.leave(name)
-        await tier.configured.close()
-        if guard.running:
-            self._log.warning("l2_adapter_does_not_let_go", adapter=name, stuck_bytes=guard.stuck_bytes)
-            await guard.ended()
+        if tier.state is TierState.UNREACHABLE:
+            self._reaching.pop(name).cancel()
+            tier.step(TierEvent.REMOVE)
+        else:
+            tier.step(TierEvent.REMOVE)
+            self._store.draining(name)
+            self._shut(tier)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle_of(tier), wait_s)
+            self._puts_skipped[name] = await self._store.leave(name)
+            await self._prefetch.leave(name)
+            await tier.configured.close()
+            if guard.running:
+                self._log.warning("l2_adapter_does_not_let_go", adapter=name, stuck_bytes=guard.stuck_bytes)
+                await guard.ended()
         self._tiers.discard(tier)
         del self._removals[name]
         self._forget(name)

@@ -11,6 +11,7 @@ from kvstrata.server.l2.backfill import Backfills
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import Tier, TierSet, TierState
+from kvstrata.storage.folder import FolderState
 
 
 class TierRows:
@@ -56,7 +57,7 @@ class TierRows:
             tier.name: {
                 "state": str(tier.state),
                 "takes_loads": tier.takes_loads,
-                **tier.configured.status(),
+                **_status(tier),
             }
             for tier in self._tiers
         }
@@ -80,12 +81,24 @@ class TierRows:
             "secrets_left_out": left_out,
             "in_settings": tier.entry in self._settings.values(),
             "backfill_left": self._backfills.left(tier.name),
-            **tier.configured.status(),
+            **_status(tier),
             "puts": self._store.stats_of(tier.name),
             "loads": self._prefetch.stats_of(tier.name),
         }
 
     async def _usage(self, tier: Tier) -> dict[str, int] | None:
-        if tier.state is TierState.REMOVING:
+        if tier.state in (TierState.REMOVING, TierState.UNREACHABLE):
             return None
         return (await tier.adapter.usage())._asdict()
+
+
+def _status(tier: Tier) -> dict[str, Any]:
+    """The stack's status, or why the medium of an UNREACHABLE tier cannot be used."""
+    status = tier.configured.status()
+    if tier.state is TierState.UNREACHABLE:
+        status |= {
+            "medium": str(FolderState.UNREACHABLE),
+            "medium_well": False,
+            "reason": tier.reason,
+        }
+    return status

@@ -1,19 +1,20 @@
 """The set of tiers of a running instance, in order of nearness.
 
-    state     gets chunks           answers lookups
-    --------  --------------------  ----------------------------
-    ACTIVE    yes                   yes
-    DRAINING  those that waited     unless drained without loads
-    DRAINED   no                    unless drained without loads
-    REMOVING  no                    no
+    state        gets chunks        answers lookups
+    -----------  -----------------  ----------------------------
+    UNREACHABLE  no                 no
+    ACTIVE       yes                yes
+    DRAINING     those that waited  unless drained without loads
+    DRAINED      no                 unless drained without loads
+    REMOVING     no                 no
 
 A tier that was REMOVING leaves the set once it has closed and no operation of it is stuck.
 
 Invariants
 1. A name is given only once in the life of the server, so a late report of a removed tier names no other tier.
 2. Positions number the tiers that are not REMOVING, from 0; a lookup asks in this order.
-3. The store and prefetch controllers keep their own state of a tier from `join` to `leave`; they read here which
-   tiers exist, in which order and in which state.
+3. The store and prefetch controllers keep their own state of a tier from `join` to `leave`, but none of an
+   UNREACHABLE one; they read here which tiers exist, in which order and in which state.
 
 Only server/l2/tier_control.py changes the set.
 """
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvstrata.states import Machine
+from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.stack import Stack
 
 REMOVED = "adapter_removed"
@@ -34,6 +36,8 @@ REMOVED = "adapter_removed"
 class TierState(enum.StrEnum):
     """Whether a tier gets chunks, and whether it is being removed."""
 
+    UNREACHABLE = "unreachable"
+    """Its adapter could not be opened yet, and is opened again and again; it gets no chunks and answers no lookups."""
     ACTIVE = "active"
     """It gets the chunks that its policy chooses, and answers lookups."""
     DRAINING = "draining"
@@ -47,6 +51,8 @@ class TierState(enum.StrEnum):
 class TierEvent(enum.Enum):
     """An event in the life of a tier."""
 
+    OPENED = enum.auto()
+    """Its storage was reached."""
     DRAIN = enum.auto()
     """An admin drains the tier, or drains it again, now without loads."""
     QUIET = enum.auto()
@@ -61,8 +67,9 @@ MACHINE = Machine(
     "Tier of an instance",
     TierState,
     TierEvent,
-    TierState.ACTIVE,
+    TierState.UNREACHABLE,
     {
+        TierState.UNREACHABLE: {TierEvent.OPENED: TierState.ACTIVE, TierEvent.REMOVE: TierState.REMOVING},
         TierState.ACTIVE: {TierEvent.DRAIN: TierState.DRAINING, TierEvent.REMOVE: TierState.REMOVING},
         TierState.DRAINING: {
             TierEvent.DRAIN: TierState.DRAINING,
@@ -82,18 +89,33 @@ MACHINE = Machine(
 class Tier:
     """One tier of the set, as the controllers see it."""
 
-    __slots__ = ("adapter", "configured", "entry", "name", "policy", "state", "takes_loads")
+    __slots__ = ("configured", "entry", "name", "policy", "reason", "state", "takes_loads")
 
-    def __init__(self, configured: Stack, entry: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, configured: Stack, entry: Mapping[str, Any] | None = None, *, is_open: bool = True
+    ) -> None:
         """`entry`: the adapter's JSON as it was given."""
         self.configured = configured
         self.entry = dict(entry or {})
         self.name = configured.name
-        self.adapter = configured.adapter
         self.policy = configured.policy
         self.state: TierState = MACHINE.first
-        self.takes_loads = True
+        self.reason = ""
+        """Why it could not be opened the last time."""
+        self.takes_loads = False
         """Whether fetches ask the tier and load from it."""
+        if is_open:
+            self.opened()
+
+    @property
+    def adapter(self) -> StorageAdapter:
+        """The outermost layer."""
+        return self.configured.adapter
+
+    def opened(self) -> None:
+        """The adapter is open."""
+        self.step(TierEvent.OPENED)
+        self.takes_loads = True
 
     def step(self, event: TierEvent) -> None:
         """Enter the state that `MACHINE` gives for this event."""
@@ -140,9 +162,9 @@ class TierSet:
         return next((tier for tier in self._tiers if tier.name == name), None)
 
     def stack(self, name: str) -> Stack | None:
-        """The layers of the tier of that name."""
+        """The layers of the tier of that name, if it is open."""
         tier = self.get(name)
-        return None if tier is None else tier.configured
+        return None if tier is None or tier.state is TierState.UNREACHABLE else tier.configured
 
     def insert(self, tier: Tier, position: int) -> None:
         """Add a tier at a position; a position past the end is the end."""

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvstrata.errors import KvstrataError, StorageError
+from kvstrata.errors import ConfigError, KvstrataError, StorageError
 from kvstrata.native.batches import pack_found, pack_keys, read_found, split_keys
 from kvstrata.storage.base import (
     Capabilities,
@@ -316,7 +316,7 @@ def _too_long(advertisement: bytes) -> StorageError:
 
 def problem(kind: Kind, number: int, raised: BaseException) -> bytes:
     """REFUSED or RAISED."""
-    name = type(raised).__name__
+    name = "ConfigError" if isinstance(raised, ConfigError) else type(raised).__name__
     if isinstance(raised, KvstrataError):
         body = Problem(name, raised.message[:MAX_TEXT_CHARS], raised.field[:MAX_FIELD_CHARS])
     else:

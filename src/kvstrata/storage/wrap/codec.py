@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import Thinning
 from kvstrata.policy import reasons
 from kvstrata.policy.reasons import BAD_ITEM, CODEC, ENCODED, LENGTH, QUEUE_FULL, STAGING_TOO_SMALL, THROTTLED
@@ -94,15 +94,15 @@ class CodecAdapter(StorageAdapter):
         self._kind_of: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
 
     async def open(self, context: AdapterContext) -> None:
-        """As the inner adapter. Also raises StorageError if the adapter cannot work with the configured codec."""
+        """As the inner adapter. Also raises ConfigError if the adapter cannot work with the configured codec."""
         if self.chain.encodes and not self.inner.capabilities.has_heads:
-            raise StorageError(
+            raise ConfigError(
                 f"{self.name}: codec: this kind of storage cannot tell how long encoded records are; remove codec, or"
                 " let the adapter implement `heads`",
                 field="codec",
             )
         if self.chain.encodes and self.inner.capabilities.wants_registered_memory:
-            raise StorageError(
+            raise ConfigError(
                 f"{self.name}: codec: this kind of storage moves bytes of L1 only; remove codec",
                 field="codec",
             )

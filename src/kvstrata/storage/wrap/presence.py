@@ -28,7 +28,7 @@ from typing import cast
 import msgspec
 
 from kvstrata.clock import Clock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError
 from kvstrata.storage.base import (
     AdapterContext,
     Found,
@@ -97,7 +97,7 @@ class PresenceAdapter(StorageAdapter):
         return {**self._counts, "remembered": len(self._told)}
 
     async def open(self, context: AdapterContext) -> None:
-        """As the inner adapter. Raises StorageError too if limits are given and the medium is not shared."""
+        """As the inner adapter. Raises ConfigError too if limits are given and the medium is not shared."""
 
         def evicted(key: bytes) -> None:
             self._evicted.append(key)
@@ -107,7 +107,7 @@ class PresenceAdapter(StorageAdapter):
         self.capabilities = self.inner.capabilities
         if self._configured and not self.capabilities.shared:
             await self.inner.close()
-            raise StorageError(
+            raise ConfigError(
                 f"{self.name}: presence_ttl_ms, negative_ttl_ms: this storage is not shared with other instances,"
                 " so no answers are remembered; remove these fields",
                 field="presence_ttl_ms",

@@ -97,12 +97,12 @@ std::string FsSharer::compare_settings(const FsSharedFolder::Listing& listing) {
       holder.pop_back();
     const std::string who = " (" + (holder.empty() ? "unknown" : holder) + ")";
     if (other.capacity_bytes != self_.capacity_bytes)
-      return "capacity_gb: " + std::to_string(self_.capacity_bytes) + " bytes here, but " +
+      return "!capacity_gb: " + std::to_string(self_.capacity_bytes) + " bytes here, but " +
              std::to_string(other.capacity_bytes) + " bytes in a server that shares '" +
              paths_.base() + "'" + who +
              "; the cap belongs to the directory: give all its servers the same cap";
     if (other.relative_tmp_dir != self_.relative_tmp_dir)
-      return "relative_tmp_dir: '" + self_.relative_tmp_dir + "' here, but '" +
+      return "!relative_tmp_dir: '" + self_.relative_tmp_dir + "' here, but '" +
              other.relative_tmp_dir + "' in a server that shares '" + paths_.base() + "'" + who +
              "; give all its servers the same name";
   }

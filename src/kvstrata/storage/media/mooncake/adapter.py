@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.batches import names_of
 from kvstrata.native.record import CopyOutcome, RecordError, Verifier, record_header
 from kvstrata.observability.logging import Thinning
@@ -135,10 +135,10 @@ class MooncakeAdapter(StorageAdapter):
     # --- life --------------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Check that the servers answer, set the client up and register the pool. Raises StorageError."""
+        """Check that the servers answer, set the client up and register the pool. Raises StorageError, ConfigError."""
         try:
             await self._in_lane(Lane.DELETE, lambda: self._set_up(context))
-        except StorageError:
+        except (StorageError, ConfigError):
             self._closed = True
             await self._lanes.close()
             raise
@@ -173,9 +173,10 @@ class MooncakeAdapter(StorageAdapter):
         store = module.MooncakeDistributedStore()
         code = store.setup(dict(setup))
         if code:
-            raise self._wrong(
-                f"Mooncake's setup answered {code}; Mooncake's own lines in the log above say why. Its options are"
-                f" {dict(setup)}" + (f"; the master's version is {version}" if version else "")
+            raise StorageError(
+                f"{self.name}: Mooncake's setup answered {code}; Mooncake's own lines in the log above say why. Its"
+                f" options are {dict(setup)}" + (f"; the master's version is {version}" if version else ""),
+                field=self.name,
             )
         if self.settings.preregister and (
             code := store.register_buffer(context.region_address, context.region_bytes)
@@ -208,8 +209,8 @@ class MooncakeAdapter(StorageAdapter):
                 raise self._wrong(f"replicate.{name}: must be of type {kind}, found {value!r:.80}") from None
         return config
 
-    def _wrong(self, what: str) -> StorageError:
-        return StorageError(f"{self.name}: {what}", field=self.name)
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.name}: {what}", field=self.name)
 
     # --- the contract ------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class MooncakeAdapter(StorageAdapter):
             return 0
         removed = await self._work.own(self._in_lane(Lane.DELETE, self._remove_all))
         if removed < 0:
-            raise self._wrong(f"not cleared: {_reason(removed)}")
+            raise StorageError(f"{self.name}: not cleared: {_reason(removed)}", field=self.name)
         return removed
 
     async def usage(self) -> Usage:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.patience import patience
 
 PROBE_S = 1.5
@@ -30,14 +30,14 @@ _MAGIC = 21
 
 
 def import_store(name: str) -> Any:
-    """The module `mooncake.store`. Raises StorageError with the line that installs the missing package."""
+    """The module `mooncake.store`. Raises ConfigError with the line that installs the missing package."""
     try:
         return importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mooncake":
             raise
         what = "mooncake_store needs Mooncake's client: pip install 'kvstrata[mooncake]'"
-        raise StorageError(f"{name}: {what}", field=name) from None
+        raise ConfigError(f"{name}: {what}", field=name) from None
     except ImportError as error:
         library = re.search(r"(lib[\w+.-]*?)\.so[.\d]*: cannot open shared object file", str(error))
         if library is None:
@@ -48,42 +48,45 @@ def import_store(name: str) -> Any:
             )
         else:
             advice = f"on Debian or Ubuntu: apt-get install {_APT.get(library[1], library[1])}"
-        raise StorageError(
+        raise ConfigError(
             f"{name}: Mooncake's client cannot be loaded: {scrubbed(error)}; {advice}", field=name
         ) from None
 
 
 def check_nics(name: str, protocol: str, rdma_devices: str) -> None:
-    """Raise StorageError for `rdma` if a named network card is missing; Mooncake itself would not complain."""
+    """Raise ConfigError for `rdma` if a named network card is missing; Mooncake itself would not complain."""
     if protocol != "rdma":
         return
     present = sorted(nic.name for nic in _NICS.iterdir()) if _NICS.is_dir() else []
     if not present:
-        raise StorageError(
+        raise ConfigError(
             f"{name}: protocol: 'rdma' needs an RDMA network card and {_NICS} has none; use 'tcp'", field=name
         )
     missing = [nic for nic in rdma_devices.replace(",", " ").split() if nic not in present]
     if missing:
-        raise StorageError(
+        raise ConfigError(
             f"{name}: rdma_devices: {', '.join(missing)} not found; this machine has {', '.join(present)}",
             field=name,
         )
 
 
 def connect(name: str, field: str, address: str) -> socket.socket:
-    """A connection to `host:port`. Raises StorageError naming field and address."""
+    """A connection to `host:port`. Raises StorageError naming field and address, ConfigError if it is no address."""
     host, _, port = address.rpartition(":")
     try:
         return socket.create_connection((host.strip("[]"), int(port)), timeout=patience(PROBE_S))
     except ValueError:
-        raise StorageError(f"{name}: {field}: must be host:port, found {address!r:.80}", field=name) from None
+        raise ConfigError(f"{name}: {field}: must be host:port, found {address!r:.80}", field=name) from None
     except OSError as error:
         what = f"nothing answers at {address}: {error}; start the server or correct the address"
         raise StorageError(f"{name}: {field}: {what}", field=name) from None
 
 
 def ask_master(name: str, address: str) -> str:
-    """The version that the Mooncake master at an address reports. Raises StorageError if no master answers there."""
+    """The version that the Mooncake master at an address reports.
+
+    Raises StorageError if nothing answers there, ConfigError if something else does.
+    """
     field = "master_server_addr"
     with connect(name, field, address) as connection:
         try:
@@ -101,7 +104,7 @@ def ask_master(name: str, address: str) -> str:
             raise StorageError(f"{name}: {field}: {address} hangs up: {error}", field=name) from None
     if len(reply) < _REPLY.size or reply[0] != _MAGIC or _REPLY.unpack_from(reply)[2] != 0:
         what = f"is not a Mooncake master: it answered {reply!r:.60}"
-        raise StorageError(f"{name}: {field}: {address} {what}", field=name)
+        raise ConfigError(f"{name}: {field}: {address} {what}", field=name)
     version = re.search(rb"\d+(\.\d+)+$", reply)
     return version[0].decode() if version else ""
 

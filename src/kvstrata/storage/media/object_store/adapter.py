@@ -33,7 +33,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, MISMATCH, QUEUE_FULL, THROTTLED
 from kvstrata.storage.base import (
@@ -52,7 +52,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lane, Lanes
-from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, plain, reason_of
+from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
 from kvstrata.storage.media.object_store.listing import WALK_S, pages
 from kvstrata.storage.media.object_store.local import Inside
 from kvstrata.storage.media.object_store.names import (
@@ -121,15 +121,16 @@ class ObjectStoreAdapter(StorageAdapter):
     # -- life ----------------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Reach the store; check, or write, the object that names the records' version. Raises StorageError."""
+        """Reach the store; check, or write, the object that names the version. Raises StorageError, ConfigError."""
         try:
             await self._in_lane(Lane.LOOKUP, self._reach)
         except (*_ERRORS, ValueError) as error:
             await self._lanes.close()
-            raise StorageError(
+            kind = ConfigError if is_wrong(error) else StorageError
+            raise kind(
                 f"{self.name}: url: {self.settings.url!r} {advice(error)}: {plain(error)}", field="url"
             ) from None
-        except StorageError:
+        except ConfigError:
             await self._lanes.close()
             raise
         self._closed = False
@@ -144,7 +145,7 @@ class ObjectStoreAdapter(StorageAdapter):
                 raise
         else:
             if found != MARKER_TEXT:
-                raise StorageError(
+                raise ConfigError(
                     f"{self.name}: url: {self.settings.url!r} holds records of another version, its {MARKER!r} says"
                     f" {found[:60]!r}; choose another prefix",
                     field="url",

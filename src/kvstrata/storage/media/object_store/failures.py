@@ -47,6 +47,16 @@ def reason_of(error: Exception) -> str:
     return "io"
 
 
+def is_wrong(error: Exception) -> bool:
+    """Whether the store answers, and cannot be used before somebody changes a setting or the store."""
+    status = _STATUS.search(str(error))
+    return (
+        isinstance(error, ValueError)
+        or reason_of(error) in ("denied", "no_bucket", NOT_A_FILE)
+        or (status is not None and status[1][0] == "4" and status[1] not in ("408", "429"))
+    )
+
+
 def plain(error: Exception) -> str:
     """The error's text without bodies, queries and everything else that may hold credentials."""
     text = str(error).partition("\n\nDebug source")[0]

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.policy.reasons import BAD_ITEM, CLOSED, FULL, MISMATCH, QUEUE_FULL, THROTTLED, TOO_LARGE
 from kvstrata.storage.base import (
@@ -126,10 +126,10 @@ class RespAdapter(StorageAdapter):
     # -- life ----------------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Check that every server answers and can be used. Raises StorageError that says what to change."""
+        """Check that every server answers and can be used. Raises StorageError, ConfigError."""
         try:
             await self._in_lane(Lane.LOOKUP, self._servers.check)
-        except StorageError:
+        except (StorageError, ConfigError):
             await self._lanes.close()
             raise
         self._closed = False

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.policy.reasons import CLOSED
 from kvstrata.storage.media.resp.connection import Link, LinkLost, Reply, ServerError, command
 from kvstrata.storage.media.resp.replies import fields_of, number_in, port_of, reason_of
@@ -43,6 +43,8 @@ ASK_PAUSE_S = 0.3
 """Shortest time between two requests for the owners of the slots, or for the master, while an older answer is known."""
 MOST_NODES = 1024
 """Beyond this many servers, those without connections are forgotten; redirections may name any number of servers."""
+_WRONG = ("denied", "protocol", "settings", "tls")
+"""Reasons for which a server that answers cannot be used before somebody changes a setting."""
 LEAST_VERSION = (4, 0)
 """The first server version with UNLINK."""
 
@@ -208,7 +210,7 @@ class Servers:
                     return Address(host.decode(errors="replace"), port_of(port))
                 case None:
                     wrong = LinkLost(
-                        "unreachable",
+                        "settings",
                         f"sentinel_master: the sentinel {address} knows no master {settings.master_name!r}",
                     )
                 case _:
@@ -318,7 +320,8 @@ class Servers:
                         connected, server_hostname=settings.tls_server_name or address.host
                     )
                 except OSError as error:
-                    raise LinkLost("unreachable", f"TLS: {_tls_advice(error)}") from None
+                    reason = "tls" if isinstance(error, ssl.SSLCertVerificationError) else "unreachable"
+                    raise LinkLost(reason, f"TLS: {_tls_advice(error)}") from None
             link = Link(connected, deadline_s)
             try:
                 self._greet(link, sentinel=sentinel)
@@ -357,7 +360,7 @@ class Servers:
             link.send([command(b"SELECT", b"%d" % settings.database)])
             reply = link.reply()
             if isinstance(reply, ServerError):
-                raise LinkLost("server_error", f"database_id: {settings.database}: {reply.text:.80}")
+                raise LinkLost("settings", f"database_id: {settings.database}: {reply.text:.80}")
         if settings.master_name and not sentinel:
             link.send([command(b"ROLE")])
             reply = link.reply()
@@ -368,13 +371,18 @@ class Servers:
     # -- at the start --------------------------------------------------------------------------------------
 
     def check(self) -> list[tuple[Address, dict[str, str]]]:
-        """Each server's INFO. Raises StorageError that says what to change if a server cannot be used."""
+        """Each server's INFO. Raises StorageError if a server cannot be reached, ConfigError if it cannot be used."""
         try:
             described = [(address, self._describe(address)) for address in self._places_to_check()]
         except LinkLost as lost:
-            raise StorageError(f"{self._name}: {lost}", field=self._name) from None
+            kind = ConfigError if lost.reason in _WRONG else StorageError
+            raise kind(f"{self._name}: {lost}", field=self._name) from None
         for address, server in described:
             if wrong := self._wrong_with(server):
+                raise ConfigError(f"{self._name}: {address}: {wrong}", field=self._name)
+            if server.get("role") == "slave":  # it may be so during a failover only
+                master = f"{server.get('master_host')}:{server.get('master_port')}"
+                wrong = f"is a replica, which is read-only: give its master {master}, or sentinels"
                 raise StorageError(f"{self._name}: {address}: {wrong}", field=self._name)
         return described
 
@@ -391,7 +399,7 @@ class Servers:
                 continue
             if server.get("cluster_enabled") != "1":
                 raise LinkLost(
-                    "server_error",
+                    "settings",
                     f"{address} belongs to no cluster: set cluster_mode to false and give host and port",
                 )
             return self.masters()
@@ -421,9 +429,6 @@ class Servers:
             )
         if server.get("cluster_enabled") == "1" and not self._settings.cluster:
             return "is a node of a cluster: set cluster_mode to true"
-        if server.get("role") == "slave":
-            master = f"{server.get('master_host')}:{server.get('master_port')}"
-            return f"is a replica, which is read-only: give its master {master}, or sentinels"
         return ""
 
 
