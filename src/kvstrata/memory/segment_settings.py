@@ -61,8 +61,11 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.extents_bytes if self.limit_bytes is None else self.limit_bytes
 
 
-def check_size(settings: SegmentSettings) -> None:
-    """Raises ConfigError for a size of L1 that is invalid for a pool, MachineLacks if memory or cgroup is smaller."""
+def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:
+    """Raises ConfigError for a size of L1 that is invalid for a pool, MachineLacks if memory or cgroup is smaller.
+
+    `processes_bytes`: memory that the server and its adapter hosts take beside the segment.
+    """
     size = settings.extents_bytes
     if size < MIN_EXTENTS_BYTES or size % 4096:
         raise ConfigError(
@@ -76,11 +79,12 @@ def check_size(settings: SegmentSettings) -> None:
             field="l1_size_gb",
         )
     limit = memory_limit()
-    needed = settings.needed_bytes()
+    needed = settings.needed_bytes() + processes_bytes
     if needed > limit.limit_bytes:
+        fits = max(0, size * (limit.limit_bytes - processes_bytes) // settings.needed_bytes())
         raise MachineLacks(
-            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index, but {limit.source} is "
-            f"{limit.limit_bytes} bytes; set --l1-size-gb to less than {limit.limit_bytes / GB:.2f}",
+            f"l1_size_gb: L1 of {size / GB:.2f} GB needs {needed} bytes with its index and the server's processes, but "
+            f"{limit.source} is {limit.limit_bytes} bytes; set --l1-size-gb to {fits * 100 // GB / 100:.2f} or less",
             field="l1_size_gb",
         )
     _check_nodes(settings)

@@ -21,7 +21,8 @@ Rules:
    line that is written says how many were.
 7. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
-8. The child names its pool to the keeper (`hold_pool`), which shares a lock on it as long as it lives: while no child
+8. A child that is told how often it was killed for lack of memory comes back with less of it (server/process.py).
+9. The child names its pool to the keeper (`hold_pool`), which shares a lock on it as long as it lives: while no child
    runs, the pool is not taken for one that nobody needs (memory/pools.py).
 """
 
@@ -37,6 +38,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from kvstrata.naming import name_process
+from kvstrata.process.out_of_memory import oom_kills
 from kvstrata.process.parent import die_with_parent
 
 NO_SUPERVISE = "--no-supervise"
@@ -66,6 +68,8 @@ class Restarts(NamedTuple):
 
     times: int = 0
     cause: str = ""
+    out_of_memory: int = 0
+    """How often the kernel has killed it for lack of memory, by the counts of its control group."""
     keeper_fd: int = -1
     """Where the child names its pool to the keeper; -1: it has no keeper."""
 
@@ -165,7 +169,7 @@ class _Keeper:
         mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
         own_pid, pause_before_s = os.getpid(), 0.0
         while True:
-            started_s = time.monotonic()
+            started_s, killed = time.monotonic(), oom_kills()
             self._child = os.fork()
             if self._child == 0:
                 self._run_child(own_pid, mask_before)
@@ -173,7 +177,10 @@ class _Keeper:
             if self._is_over(ended):
                 return exit_status(ended)
             pause_before_s = pause_s(pause_before_s, time.monotonic() - started_s)
-            self._restarts = Restarts(self._restarts.times + 1, cause_of(ended))
+            cause, times = cause_of(ended), self._restarts.out_of_memory
+            if cause == "SIGKILL" and oom_kills() > killed:
+                cause, times = "SIGKILL of the kernel's OOM killer", times + 1
+            self._restarts = Restarts(self._restarts.times + 1, cause, times)
             self._log(
                 f"process_ended pid={self._child} cause={_quoted(self._restarts.cause)} "
                 f"restart={self._restarts.times} pause_s={pause_before_s:g}"

@@ -21,7 +21,7 @@ from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
 from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
-from kvstrata.memory.segment_settings import SegmentSettings, check_size
+from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
 from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import has_rdma_card, reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
@@ -43,6 +43,8 @@ CACHE_FOLDER = "kvstrata"
 RUNTIME_TYPES = ("disk", "fs")
 """Types of adapters that may be added while the server runs, unless `l2.runtime.types` says others."""
 L1_ALIGNMENT = 1 << 20
+SERVER_BYTES, HOST_BYTES = 96 << 20, 48 << 20
+"""About twice the memory of their own that a server and an adapter host without work have (45 and 18 MB, measured)."""
 T = TypeVar("T")
 
 
@@ -87,7 +89,6 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     size_gb = settings.l1.size_gb
     alignment = HUGE_PAGE_BYTES if settings.l1.use_hugepages else L1_ALIGNMENT
     extents_bytes = (default_l1_bytes() if size_gb is None else round(size_gb * GB)) & ~(alignment - 1)
-    here(lambda: check_size(segment_settings(settings, extents_bytes, Path("/"), Path("/"))), None)
     entries = settings.l2_adapters
     embedded = entries is None
     if entries is None:
@@ -98,6 +99,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
             if (config := here(functools.partial(configure_tier, entry, index), None)) is not None:
                 adapters.append(config)
     wrong.tell()
+    segment = segment_settings(settings, extents_bytes, Path("/"), Path("/"))
+    here(lambda: check_size(segment, processes_bytes(adapters)), None)
     socket_dir(settings.socket_dir, settings.named_port, environment)
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)
@@ -248,6 +251,22 @@ def _check_card(settings: ServerSettings, sizes: Mapping[str, OwnSize]) -> None:
 def default_l1_bytes() -> int:
     """4 GB, or half of the memory of the machine or the control group if that is less."""
     return min(DEFAULT_L1_BYTES, memory_limit().limit_bytes // 2)
+
+
+def processes_bytes(adapters: list[TierConfig]) -> int:
+    """Memory that the server and its adapter hosts take beside L1 and its index, when they begin to serve."""
+    hosts = sum(config.isolated for config in adapters)
+    codecs = [config.recipe.codec for config in adapters]
+    staging_bytes = sum(codec.staging_bytes for codec in codecs if codec.chain.encodes)
+    return SERVER_BYTES + hosts * HOST_BYTES + staging_bytes
+
+
+def after_out_of_memory(planned: Plan, times: int) -> Plan:
+    """A plan with an L1 that is an eighth smaller for each of `times`, at most by half."""
+    alignment = HUGE_PAGE_BYTES if planned.settings.l1.use_hugepages else L1_ALIGNMENT
+    share = max(0.5, 0.875**times)
+    smaller = max(int(planned.extents_bytes * share) & ~(alignment - 1), MIN_EXTENTS_BYTES)
+    return planned._replace(extents_bytes=min(smaller, planned.extents_bytes))
 
 
 def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ Rules:
 3. SIGTERM and SIGINT stop in order: not ready, no new processes, puts and loads get `l2.drain_s`, sockets close, the
    pool stays in shared memory for the next server (unless `l1.forget_on_exit` is set, or the pool is named after a
    port that was taken at random); the last line of the log says so.
-4. After a crash, which process/lifecycle.py describes, the next server adopts the pool.
+4. After a crash, which process/lifecycle.py describes, the next server adopts the pool; if the kernel killed it for
+   lack of memory, the next one makes a smaller pool instead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvstrata.process.listen import serve as http_serve
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.l2.media import MediaWatch
-from kvstrata.server.plan import Plan, plan
+from kvstrata.server.plan import Plan, after_out_of_memory, plan
 from kvstrata.server.reload import Reload
 from kvstrata.types import GB
 
@@ -56,6 +57,16 @@ def run(
     set_up()
     checked = plan(settings, os.environ)
     log = EventLog("server")
+    if (
+        restarts.out_of_memory
+        and (smaller := after_out_of_memory(checked, restarts.out_of_memory)) != checked
+    ):
+        advice = "lower --l1-size-gb or raise the memory limit; L1 has its whole size again when it is started anew"
+        log.error(
+            "l1_smaller", out_of_memory=restarts.out_of_memory, l1_bytes=smaller.extents_bytes,
+            was_bytes=checked.extents_bytes, advice=advice,
+        )  # fmt: skip
+        checked = smaller
     for note in notes:
         log.warning("setting_noted", note=note)
     for field in exposed:

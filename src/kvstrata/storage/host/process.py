@@ -26,6 +26,7 @@ from pathlib import Path
 
 from kvstrata.naming import name_thread
 from kvstrata.process.child_environment import without_settings
+from kvstrata.process.out_of_memory import oom_kills
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class HostProcess:
             *(sys.executable, "-P", "-c", _BOOT, str(root), str(os.getpid())),
             *map(str, (self._channel_fd, *self._pool_fds)),
         ]
+        killed = oom_kills()
         try:
             process = subprocess.Popen(
                 command,
@@ -122,6 +124,10 @@ class HostProcess:
             self._kill()  # also kills processes that the child left in its group
             self.pid = 0
             status = process.wait()
+        if status == -signal.SIGKILL and oom_kills() > killed:
+            return (
+                "signal SIGKILL of the kernel's OOM killer; give this control group more memory, or L1 less"
+            )
         if status >= 0:
             return f"exit status {status}"
         try:

@@ -1,0 +1,59 @@
+"""The plan of a server counts all memory that it takes, and a server that ran out of it comes back smaller."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstrata.config.model import ServerSettings
+from kvstrata.errors import MachineLacks
+from kvstrata.memory import segment_settings
+from kvstrata.memory.memory_limit import MemoryLimit
+from kvstrata.server.plan import HOST_BYTES, SERVER_BYTES, after_out_of_memory, plan
+
+MIB = 1 << 20
+HOSTED = {"type": "fs", "base_path": "/nowhere", "isolation": "process"}
+CODED = {"type": "fs", "base_path": "/nowhere", "codec": "zstd", "codec_staging_mb": 64}
+
+
+def settings(*adapters: dict[str, Any], l1_mb: int = 512) -> ServerSettings:
+    given = {"l1": {"size_gb": l1_mb / 1024}, "l2_adapters": list(adapters)}
+    return msgspec.json.decode(json.dumps(given), type=ServerSettings)
+
+
+@pytest.mark.parametrize(
+    ("adapters", "beside_bytes"),
+    [
+        ((), SERVER_BYTES),
+        ((HOSTED,), SERVER_BYTES + HOST_BYTES),
+        ((CODED,), SERVER_BYTES + 64 * MIB),
+        ((HOSTED, {**CODED, "isolation": "process"}), SERVER_BYTES + 2 * HOST_BYTES + 64 * MIB),
+    ],
+    ids=["server", "host", "staging", "hosts and staging"],
+)
+def test_index_hosts_staging_and_interpreter_count_against_the_memory_limit(
+    monkeypatch: pytest.MonkeyPatch, adapters: tuple[dict[str, Any], ...], beside_bytes: int
+) -> None:
+    wanted, limit = settings(*adapters), 0
+    monkeypatch.setattr(segment_settings, "memory_limit", lambda: MemoryLimit(limit, "the limit"))
+    l1_bytes = 512 * MIB
+    limit = l1_bytes + beside_bytes
+    with pytest.raises(
+        MachineLacks, match=r"with its index and the server's processes, but the limit is"
+    ) as lacks:
+        plan(wanted, os.environ)
+    assert lacks.value.message.endswith("set --l1-size-gb to 0.49 or less"), "what fits"
+    limit += 2 * MIB + 512 * MIB // (64 << 10) * 144
+    assert plan(wanted, os.environ).extents_bytes == l1_bytes
+
+
+def test_each_end_for_lack_of_memory_makes_l1_smaller_down_to_half() -> None:
+    planned = plan(settings(), os.environ)
+    sizes = [after_out_of_memory(planned, times).extents_bytes // MIB for times in range(1, 8)]
+    assert sizes == [448, 392, 343, 300, 262, 256, 256]
+    small = plan(settings(l1_mb=1), os.environ)
+    assert after_out_of_memory(small, 3) == small
