@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import stat
 from collections.abc import Mapping
@@ -11,6 +13,34 @@ from kvstrata.errors import ConfigError
 
 SYSTEM_RUN = Path("/run/user")
 """Where a login gets its XDG_RUNTIME_DIR, in a folder named after the uid."""
+UNITS_RUN = Path("/run/kvstrata")
+"""The XDG_RUNTIME_DIR of the units in configs/systemd."""
+MOST_PASSED_OVER = 1_000
+
+log = logging.getLogger(__name__)
+
+
+def own_path(path: Path) -> Path:
+    """`path`, or if another user has made it the first of `path`+2, `path`+3 … that no other user has made.
+
+    Anybody may make any name in /tmp and /dev/shm, and nobody else may remove it there.  The log says once which
+    names were passed over.
+    """
+    for number in range(2, MOST_PASSED_OVER):
+        if not _is_another_users(path):
+            return path
+        _tell_passed_over(path)
+        path = path.with_name(f"{path.name.partition('+')[0]}+{number}")
+    return path
+
+
+@functools.cache
+def _tell_passed_over(path: Path) -> None:
+    log.warning(
+        "%s was made by another user, so another name is used; an XDG_RUNTIME_DIR, --socket-dir and l1.segment_dir of "
+        "your own have no names that others can take",
+        path,
+    )
 
 
 def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -26,7 +56,7 @@ def run_dir(environ: Mapping[str, str] = os.environ) -> Path:
             field="XDG_RUNTIME_DIR",
         )
     base = Path(runtime) if runtime and _is_ours(runtime) else Path("/tmp")
-    return base / f"kvstrata-{os.geteuid()}"
+    return own_path(base / f"kvstrata-{os.geteuid()}")
 
 
 def run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -35,9 +65,9 @@ def run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
     systemd and cron start processes without the variable, a login shell has it.  Raises ConfigError as `run_dir`.
     """
     name = f"kvstrata-{os.geteuid()}"
-    login = SYSTEM_RUN / str(os.geteuid())
-    places = [run_dir(environ), *([login / name] if _is_ours(str(login)) else []), Path("/tmp") / name]
-    return list(dict.fromkeys(places))
+    systems = [base / name for base in (SYSTEM_RUN / str(os.geteuid()), UNITS_RUN) if _is_ours(str(base))]
+    in_tmp = Path("/tmp") / name
+    return list(dict.fromkeys([run_dir(environ), *systems, in_tmp, own_path(in_tmp)]))
 
 
 def shared_run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -47,7 +77,7 @@ def shared_run_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
     sets.  An XDG_RUNTIME_DIR of our own that is no login's is the only place, so it keeps processes apart.  Raises
     ConfigError as `run_dir`.
     """
-    own, in_tmp_first = run_dir(environ), run_dirs({})
+    own, in_tmp_first = run_dir(environ), [place for place in run_dirs({}) if not _is_another_users(place)]
     return in_tmp_first[::-1] if own in in_tmp_first else [own]
 
 
@@ -73,7 +103,7 @@ def check_private_dir(path: Path, field: str) -> None:
     The per-user directory above a default path is checked the same way, since its owner could replace ours.
     """
     ours = f"kvstrata-{os.geteuid()}"
-    for directory in [path.parent, path] if path.parent.name == ours else [path]:
+    for directory in [path.parent, path] if path.parent.name.partition("+")[0] == ours else [path]:
         try:
             status = os.lstat(directory)
         except OSError as error:
@@ -96,6 +126,22 @@ def check_private_dir(path: Path, field: str) -> None:
                 "write to it; chmod 700 it or choose another place",
                 field=field,
             )
+
+
+def path_id(path: Path | str) -> tuple[int, int] | None:
+    """(device, inode) of the file at a path, links not followed; None if none is there."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _is_another_users(path: Path) -> bool:
+    try:
+        return os.lstat(path).st_uid != os.geteuid()
+    except OSError:
+        return False
 
 
 def _is_ours(path: str) -> bool:

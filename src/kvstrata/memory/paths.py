@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstrata.config.private_dir import run_dir, run_dirs
+from kvstrata.config.private_dir import own_path, run_dir, run_dirs
 from kvstrata.errors import ConfigError
 
 ATTACH_SOCKET = "attach.sock"
@@ -86,11 +86,14 @@ def check_socket_path(path: Path) -> None:
 
 
 def segment_dir(port: int, instance_id: str = "", root: Path = SHM_ROOT) -> Path:
-    """Directory of the segment's files: one per uid, port and instance id. Raises ConfigError for a bad id."""
+    """Directory of the segment's files: one per uid, port and instance id, see `own_path`.
+
+    Raises ConfigError for a bad id.
+    """
     if instance_id and not _INSTANCE_ID.fullmatch(instance_id):
         raise ConfigError(
             f"instance_id: {instance_id!r} must be 1 to 64 letters, digits, '.', '_' or '-', the first a "
             "letter or digit",
             field="instance_id",
         )
-    return root / "-".join(["kvstrata", str(os.geteuid()), str(port), *filter(None, [instance_id])])
+    return own_path(root / "-".join(["kvstrata", str(os.geteuid()), str(port), *filter(None, [instance_id])]))

@@ -57,6 +57,31 @@ def test_no_client_looks_in_a_login_folder_of_another_user(
     assert paths.socket_dirs("", 7, {}) == [Path("/tmp") / OURS / "7"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
+def test_names_that_another_user_has_taken_are_passed_over_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Anybody may make any name in /tmp and /dev/shm: a server once never started again for that."""
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    for name in (OURS, f"{OURS}+2", f"{OURS}-5555"):
+        (tmp_path / name).mkdir()
+        os.chown(tmp_path / name, 12345, -1)
+    ours = tmp_path / f"{OURS}+3"
+    assert paths.socket_dir(None, 5555, environ) == ours / "5555"
+    assert private_dir.run_dirs(environ)[0] == ours
+    private_dir.make_private_dir(ours / "5555", "socket_dir")
+    assert paths.segment_dir(5555, root=tmp_path) == tmp_path / f"{OURS}-5555+2"
+    assert paths.segment_dir(5556, root=tmp_path) == tmp_path / f"{OURS}-5556"
+    assert paths.socket_dir(None, 5555, environ) == ours / "5555", "the same again, also for clients"
+    (tmp_path / OURS).rmdir()
+    (tmp_path / f"{OURS}+2").rmdir()
+    (tmp_path / f"{OURS}-5555").rmdir()
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" ")[0] for line in told] == [
+        str(tmp_path / name) for name in (OURS, f"{OURS}+2", f"{OURS}-5555")
+    ], "each once"
+
+
 def test_relative_runtime_dir_is_refused_naming_the_variable() -> None:
     with pytest.raises(ConfigError, match=r"XDG_RUNTIME_DIR: 'run/me' is not an absolute path"):
         paths.socket_dir(None, 5555, {"XDG_RUNTIME_DIR": "run/me"})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.config.flags import controller_parser, gateway_parser, server_parser
+from kvstrata.config.private_dir import UNITS_RUN
 from kvstrata.process.keeper import NO_SUPERVISE
 
 UNITS = sorted((Path(__file__).parents[3] / "configs" / "systemd").glob("*.service"))
@@ -43,6 +44,17 @@ def test_systemd_waits_for_the_command_to_say_that_it_is_ready_and_watches_it(pa
     assert "NotifyAccess" not in service, "the default: the main process alone"
     assert 0 < int(service["WatchdogSec"]) <= int(service["TimeoutStartSec"])
     assert service["ExecReload"] == "/bin/kill -HUP $MAINPID"
+
+
+def test_no_other_user_can_take_a_units_names_and_the_unit_can_change_nothing_of_the_system(
+    path: Path,
+) -> None:
+    service = unit(path)["Service"]
+    assert (service["RuntimeDirectory"], service["RuntimeDirectoryMode"]) == (UNITS_RUN.name, "0700")
+    assert service["RuntimeDirectoryPreserve"] == "yes", "the other units still use it"
+    assert f"XDG_RUNTIME_DIR={UNITS_RUN}" in service["Environment"].split()
+    assert [service[name] for name in ("PrivateTmp", "NoNewPrivileges")] == ["yes", "yes"]
+    assert service["ProtectSystem"] == "full"
 
 
 def test_systemd_analyze_finds_no_fault_in_the_units(path: Path, tmp_path: Path) -> None:
