@@ -82,7 +82,7 @@ async def opening_fails(base: Path, kind: type[Exception] = StorageError) -> str
 class TestOpening:
     async def test_a_file_in_the_way_is_named(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("x")
-        message = await opening_fails(tmp_path / "file" / "log")
+        message = await opening_fails(tmp_path / "file" / "log", ConfigError)
         assert "disk-7: base_path" in message and "Not a directory" in message
 
     async def test_a_log_in_use_names_its_owner(self, tmp_path: Path) -> None:

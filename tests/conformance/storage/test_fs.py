@@ -14,7 +14,7 @@ from types import MappingProxyType
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
@@ -257,7 +257,7 @@ async def test_a_link_in_place_of_a_folder_of_records_is_not_followed(open_fs, t
 
 async def test_a_directory_that_cannot_be_written_is_a_named_error(open_fs, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StorageError, match=r"base_path: .* cannot be used: .*kv/tmp: Not a directory"):
+    with pytest.raises(ConfigError, match=r"base_path: .* cannot be used: .*kv/tmp: Not a directory"):
         await open_fs(base_path=str(tmp_path / "file" / "kv"))
 
 

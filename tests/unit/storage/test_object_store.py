@@ -225,7 +225,7 @@ async def test_wrong_credentials_stop_the_start(endpoint: str, monkeypatch: pyte
     monkeypatch.setattr("kvstrata.storage.media.object_store.adapter.MARKER", "not-there")
     Answers.status, Answers.body = 403, b"<Error><Code>InvalidAccessKeyId</Code></Error>"
     with pytest.raises(
-        StorageError, match=r"must allow getting, putting, deleting and listing.*InvalidAccessKeyId"
+        ConfigError, match=r"must allow getting, putting, deleting and listing.*InvalidAccessKeyId"
     ):
         await adapter_at(endpoint).open(lent_context(lambda key: None))
 

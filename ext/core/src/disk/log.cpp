@@ -69,7 +69,7 @@ std::string DiskLog::lock_folder(const ConnectorContext& context) {
   const std::string wrong = "base_path: '" + folder + "' cannot be used: ";
   Status status = make_folders(shared_.files, folder);
   if (!status.ok())
-    return wrong + describe_file_error(folder, status) +
+    return stops_start(status) + wrong + describe_file_error(folder, status) +
            "; give a directory that this user may write";
   std::string holder;
   status = shared_.files.lock(folder + kLockName, &folder_lock_, &holder);

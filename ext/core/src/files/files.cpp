@@ -22,6 +22,13 @@ bool is_not_there(const Status& status) noexcept {
   return is_os_error(status, ENOENT) || is_os_error(status, ESTALE);
 }
 
+const char* stops_start(const Status& status) {
+  const bool is_wrong = status.code() == StatusCode::kOsError &&
+                        (status.detail(0) == ENOTDIR || status.detail(0) == ELOOP ||
+                         status.detail(0) == ENAMETOOLONG);
+  return is_wrong ? "!" : "";
+}
+
 std::string describe_file_error(const std::string& path, const Status& status) {
   if (status.code() != StatusCode::kOsError) return path + ": " + status.message();
   return path + ": " + ::strerror(static_cast<int>(status.detail(0)));

@@ -153,6 +153,9 @@ class FileLayer {
 // The operating system's files. The object is never destroyed.
 FileLayer& posix_files() noexcept;
 
+// "!" (see Connector::open) if no folder can ever be used at the path that failed so, else "".
+[[nodiscard]] const char* stops_start(const Status& status);
+
 // Describes a failed call: "path: No space left on device".
 std::string describe_file_error(const std::string& path, const Status& status);
 

@@ -11,7 +11,7 @@ namespace kvstrata {
 std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
                                  std::uint64_t* min_free_bytes) {
   const auto unusable = [&](const std::string& path, const Status& status) {
-    return "base_path: '" + paths.base() +
+    return stops_start(status) + ("base_path: '" + paths.base()) +
            "' cannot be used: " + describe_file_error(path, status) +
            "; give a directory that this user may write and lock";
   };
