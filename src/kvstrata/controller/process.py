@@ -251,6 +251,7 @@ class Controller(Process):
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
         self._http_token = ServedToken(access, settings.http, listener, token, "controller", self.log)
         self.closers.append(soon(self._http_token.close))
+        self.supervisor.spawn(self._http_token.keep(), "token")
         door = Door(access, logins, url if listener.path is None else "")
         operations = Operations(cluster, self.supervisor)
         make_app = functools.partial(self._make_app, cluster, operations, around, door)

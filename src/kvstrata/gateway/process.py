@@ -154,6 +154,7 @@ class Gateway(Process):
         door.set_tenants(self._plan.tenants)
         token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
         self.closers.append(soon(token.close))
+        self.supervisor.spawn(token.keep(), "token")
         self._residency = residency = Residency(now_s)
         self.closers.append(soon(residency.close))
         self._tokens = tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, links, now_s)

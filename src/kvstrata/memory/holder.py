@@ -30,6 +30,7 @@ import socket
 import sys
 import time
 
+from kvstrata.config.private_dir import path_id
 from kvstrata.memory import linux
 from kvstrata.naming import name_process
 from kvstrata.patience import patience
@@ -50,7 +51,7 @@ class Holder:
     def __init__(self, listener: socket.socket, path: str) -> None:
         self._listener = listener
         self._path = path
-        self._socket_id = self._path_id()
+        self._socket_id = path_id(self._path)
         self._connections: dict[int, tuple[socket.socket, float]] = {}
         self._held: dict[bytes, list[int]] = {}
         self._told_to_end = False
@@ -58,7 +59,7 @@ class Holder:
     def run(self) -> None:
         """Serve until told to end, or until no process can reach the socket any more."""
         self._listener.setblocking(False)
-        while not self._told_to_end and self._path_id() == self._socket_id:
+        while not self._told_to_end and path_id(self._path) == self._socket_id:
             poller = select.poll()
             if len(self._connections) < MAX_CONNECTIONS:
                 poller.register(self._listener, select.POLLIN)
@@ -70,13 +71,6 @@ class Holder:
                 else:
                     self._serve(self._connections.pop(fd)[0])
             self._drop_silent()
-
-    def _path_id(self) -> tuple[int, int] | None:
-        try:
-            status = os.lstat(self._path)
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino
 
     def _accept(self) -> None:
         try:

@@ -28,10 +28,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstrata.config.private_dir import make_private_dir
+import msgspec
+
+from kvstrata.config.private_dir import make_private_dir, path_id
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import holder_client, linux, numa
-from kvstrata.memory.paths import HOLDER_SOCKET
+from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE
 from kvstrata.memory.segment_files import (
     EXTENTS,
     HOSTS_BYTE,
@@ -149,6 +151,45 @@ class Segment:
         if self.backing == "memfd":
             return Path(f"/proc/{os.getpid()}/fd/{self.descriptors.sessions_lock}")
         return self._settings.directory / SESSIONS_LOCK
+
+    # --- files that others may remove -----------------------------------------------------------------------
+
+    @property
+    def has_lock(self) -> bool:
+        """Whether the server.pid in the socket directory is the one that this segment has locked."""
+        lock = self._instance_lock
+        return lock is not None and path_id(self._settings.socket_dir / PID_FILE) == linux.file_id(lock)
+
+    def lock_again(self, socket_dir: Path) -> None:
+        """Lock this socket directory instead. Raises SegmentError if another server has it."""
+        before, self._instance_lock = self._instance_lock, lock_instance(socket_dir)
+        self._settings = msgspec.structs.replace(self._settings, socket_dir=socket_dir)
+        if before is not None:
+            os.close(before)
+
+    def paths(self) -> list[Path]:
+        """Of its files, or of its holder's socket."""
+        if self.backing == "memfd":
+            return [self._settings.socket_dir / HOLDER_SOCKET]
+        return [self._settings.directory / name for name in (INDEX, EXTENTS, SESSIONS_LOCK)]
+
+    def can_be_found(self) -> bool:
+        """Whether a later server would find the segment."""
+        found = [path_id(path) for path in self.paths()]
+        return None not in found and (
+            self.backing == "memfd" or found == list(map(linux.file_id, self._parts))
+        )
+
+    def hold(self) -> None:
+        """Have a holder keep the segment, whose files were removed. Raises OSError, HolderUnreachable."""
+        index_fd = linux.open_again(
+            self._parts.index_fd, os.O_RDWR
+        )  # ours is locked, and so would the holder's be
+        try:
+            _hand_over(self._settings, [index_fd, *self._parts[1:]])
+        finally:
+            os.close(index_fd)
+        self.backing = "memfd"
 
     @property
     def place(self) -> Path:
@@ -401,7 +442,6 @@ def _is_kept(path: Path, name: str, index_fd: int) -> bool:
 
 def _make_held(settings: SegmentSettings, reason: str) -> _Found:
     """Make a segment of memfds and hand it to a holder. `reason`: why files are not used. Raises SegmentError."""
-    path = settings.socket_dir / HOLDER_SOCKET
     fds: list[int] = []
     pool: Pool | None = None
     try:
@@ -416,11 +456,7 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
             pool = _create(parts, settings)
             for fd in fds:
                 linux.seal_size(fd)
-            try:
-                holder_client.keep(path, fds, settings.holder_name)
-            except holder_client.HolderUnreachable:
-                holder_client.start(path)
-                holder_client.keep(path, fds, settings.holder_name)
+            _hand_over(settings, fds)
         except BaseException:
             if pool is not None:
                 pool.close()
@@ -435,6 +471,16 @@ def _make_held(settings: SegmentSettings, reason: str) -> _Found:
     os.close(fds[0])  # the holder has this description, which stays unlocked
     _log.warning("segment: a holder process keeps it in memfds: %s", reason)
     return _Found(pool, parts, "memfd", False, f"made, because {reason}")
+
+
+def _hand_over(settings: SegmentSettings, fds: list[int]) -> None:
+    """Hand descriptors to the holder, which is started if none is there. Raises OSError, HolderUnreachable."""
+    path = settings.socket_dir / HOLDER_SOCKET
+    try:
+        holder_client.keep(path, fds, settings.holder_name)
+    except holder_client.HolderUnreachable:
+        holder_client.start(path)
+        holder_client.keep(path, fds, settings.holder_name)
 
 
 def _dismiss_holder(settings: SegmentSettings) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kvstrata.config.private_dir import check_private_dir, make_private_dir, run_dir, run_dirs
+from kvstrata.config.private_dir import check_private_dir, make_private_dir, path_id, run_dir, run_dirs
 from kvstrata.errors import ConfigError
 from kvstrata.process.ports import port_uids
 
@@ -58,10 +58,19 @@ class _RunFile:
                 field=FIELD,
             ) from None
 
+    def is_there(self) -> bool:
+        """Whether the file is the one that was written, and not removed or replaced."""
+        written = os.fstat(self._fd)
+        return path_id(self.path) == (written.st_dev, written.st_ino)
+
+    def touch(self) -> None:
+        """Mark the file as used."""
+        os.utime(self._fd)
+
     def close(self) -> None:
         """Remove the file, unless a later process has replaced it."""
-        with contextlib.suppress(OSError):
-            if os.stat(self.path).st_ino == os.fstat(self._fd).st_ino:
+        if self.is_there():
+            with contextlib.suppress(OSError):
                 self.path.unlink()
         os.close(self._fd)
 

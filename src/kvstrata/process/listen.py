@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import platform
 import socket
@@ -28,6 +29,10 @@ from kvstrata.process.ports import port_holder
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
+
+
+LOOK_S = 5.0
+"""Interval at which the file with a port's token is looked at."""
 
 
 class Listener(NamedTuple):
@@ -115,6 +120,7 @@ class ServedToken:
         """Publish the token. Raises ConfigError; for this and `kind` see `publish`."""
         self._access = access
         self._token = token
+        self._log = log
         self._publish = functools.partial(publish, settings, listener, kind=kind, log=log)
         self._file = self._publish(token)
 
@@ -133,6 +139,28 @@ class ServedToken:
         if before is not None:
             before.close()
         return True
+
+    async def keep(self) -> None:
+        """Put the file back whenever somebody has removed it, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Put the file back if somebody has removed it."""
+        before = self._file
+        if before is None:
+            return
+        if before.is_there():
+            before.touch()
+            return
+        try:
+            self._file = self._publish(self._token)
+        except ConfigError as error:
+            self._log.repeated(logging.ERROR, "token", "http_token_file_lost", reason=error.message)
+            return
+        before.close()
+        self._log.warning("http_token_file_made_anew", path=self.path, was=before.path)
 
     def close(self) -> None:
         """Remove the file."""

@@ -11,9 +11,9 @@ def oom_kills(root: str = "/") -> int:
     for line in _lines(f"{root}proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            mounts, name = ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.events"
+            mounts, name = ["sys/fs/cgroup", "sys/fs/cgroup/unified"], "memory.events"
         elif "memory" in controllers.split(","):
-            mounts, name = ("sys/fs/cgroup/memory",), "memory.oom_control"
+            mounts, name = ["sys/fs/cgroup/memory"], "memory.oom_control"
         else:
             continue
         for mount in mounts:

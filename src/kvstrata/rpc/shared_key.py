@@ -28,8 +28,8 @@ from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret, read_cluster_keys
 from kvstrata.text import remember_secret
 
 FILE = "cluster.keys"
-TOUCH_S = 6 * 3_600
-"""Interval at which the file is marked as used."""
+TOUCH_S = 5.0
+"""Interval at which the file is marked as used, and put back if it is gone."""
 ADVICE = "processes of other users or hosts need key files: kvstrata cluster init (docs/cluster.md, Security)"
 """What logs say to a process that is refused because it does not have the key."""
 

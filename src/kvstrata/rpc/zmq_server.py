@@ -39,6 +39,7 @@ from zmq.backend import Socket as BareSocket
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from kvstrata.config.private_dir import path_id
 from kvstrata.errors import ConfigError, MachineLacks, Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
@@ -126,6 +127,7 @@ class ZmqServer:
         self._clients: Callable[[], frozenset[bytes] | None] = frozenset
         """Public keys (Z85) of the clients that may connect; None: any may."""
         self._ipc_path: Path | None = None
+        self._ipc_id: tuple[int, int] | None = None
         self._again: set[bool] = set()
         self._reading = False
         self._draining = False
@@ -142,8 +144,14 @@ class ZmqServer:
         self._log = EventLog("zmq")
 
     def bind_ipc(self, path: Path) -> None:
-        """Listen on a unix socket that only this user can open; replaces the file that a dead server left behind."""
-        server = self._router(local=True)
+        """Listen on a unix socket that only this user can open, instead of the one before; connections stay.
+
+        Replaces the file that a dead server left behind.  Raises Unavailable.
+        """
+        server = self._sockets.get(True) or self._router(local=True)
+        if self._ipc_path is not None:
+            server.unbind(f"ipc://{self._ipc_path}")
+            self._ipc_path = None
         path.unlink(missing_ok=True)
         old_umask = os.umask(0o177)
         try:
@@ -155,8 +163,12 @@ class ZmqServer:
         finally:
             os.umask(old_umask)
         path.chmod(0o600)
-        self._ipc_path = path
+        self._ipc_path, self._ipc_id = path, path_id(path)
         self._inboxes[True].listen(str(path))
+
+    def listens(self) -> bool:
+        """Whether the unix socket at its path is ours, and not removed or replaced."""
+        return self._ipc_path is not None and path_id(self._ipc_path) == self._ipc_id
 
     def bind_tcp(
         self,

@@ -20,7 +20,6 @@ import functools
 import os
 import platform
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
@@ -107,9 +106,7 @@ class Instance(NamedTuple):
     ground: Ground
     adopted: bool
     """L1 was taken over from the previous server."""
-    l1_place: Path
-    """The folder of L1's files, or that of the socket of the holder process that keeps L1 (`l1_held`)."""
-    l1_held: bool
+    segment: Segment
     tables: Tables
     l2: L2
     rpc: ZmqServer
@@ -254,8 +251,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         facts=facts,
         ground=ground,
         adopted=segment.adopted,
-        l1_place=segment.place,
-        l1_held=segment.backing == "memfd",
+        segment=segment,
         tables=tables,
         l2=l2,
         rpc=rpc,

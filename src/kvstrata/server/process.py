@@ -35,6 +35,7 @@ from kvstrata.process.listen import serve as http_serve
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.l2.media import MediaWatch
+from kvstrata.server.own_files import OwnFiles
 from kvstrata.server.plan import Plan, after_out_of_memory, plan
 from kvstrata.server.reload import Reload
 from kvstrata.types import GB
@@ -109,12 +110,17 @@ class Server(Process):
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.ground.trend.run(), "trend")
         self.supervisor.spawn(MediaWatch(instance.l2.tiers, instance.l2.store).run(), "media")
+        folder, segment = instance.facts.socket_dir, instance.segment
+        own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach, instance.rpc)
+        self.supervisor.spawn(own_files.run(), "own-files")
         if settings.l1.prefault_threads:
             instance.ground.pool.prefault_start(settings.l1.prefault_threads)
         if instance.membership is not None:
             instance.membership.start()
         if instance.http is not None:
             self.supervisor.spawn(http_serve(*instance.http), "http")
+        if instance.http_token is not None:
+            self.supervisor.spawn(instance.http_token.keep(), "token")
         instance.ground.readiness.set()
         gc.collect()
         gc.freeze()
@@ -153,7 +159,8 @@ class Server(Process):
 
     def left_behind(self) -> tuple[str, dict[str, object]] | None:
         """The pool that stays in memory, and how to free it; or that it was removed (`l1.forget_on_exit`)."""
-        place, held = self._instance.l1_place, self._instance.l1_held
+        segment = self._instance.segment
+        place, held = segment.place, segment.backing == "memfd"
         left = pools_left(place, held=held)
         if left:
             memory_bytes = sum(pool.memory_bytes for pool in left)

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvstrata import failpoints
+from kvstrata.config.private_dir import path_id
 from kvstrata.errors import BadRequest, DeadlineExceeded, InternalError, KvstrataError, NotPermitted, Refused
 from kvstrata.memory import linux
 from kvstrata.memory.attach.checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
@@ -195,6 +196,8 @@ class AttachServer:
         }
         self._places = (self._shared, *self._own.values())
         self._listener: socket.socket | None = None
+        self._path_id: tuple[int, int] | None = None
+        """Identity of the file at `path` as long as it is our socket's."""
         self._connections: set[_Connection] = set()
         self._pending: dict[_Connection, asyncio.TimerHandle] = {}
         """Unfinished handshakes in order of arrival, each with its timeout."""
@@ -212,7 +215,15 @@ class AttachServer:
         self._loop = asyncio.get_running_loop()
         for place in self._places:
             await place.rows.start()
-        self._path.unlink(missing_ok=True)
+        self.listen(self._path)
+
+    def listens(self) -> bool:
+        """Whether the socket at the path is ours, and not removed or replaced."""
+        return self._listener is not None and path_id(self._path) == self._path_id
+
+    def listen(self, path: Path) -> None:
+        """Listen at this path from now on; connections stay. Raises OSError."""
+        path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             os.fchmod(listener.fileno(), 0o600)  # before bind, so that the path never has another mode
@@ -222,7 +233,10 @@ class AttachServer:
         except OSError:
             listener.close()
             raise
-        self._listener = listener
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        self._listener, self._path, self._path_id = listener, path, path_id(path)
         self._loop.add_reader(listener.fileno(), self._accept)
 
     async def stop(self) -> None:
