@@ -88,6 +88,8 @@ class Orders:
         self._write_first = write_first
         self._listeners: list[Callable[[], None]] = []
         self._pins: dict[str, Pin] = {}
+        self._ends_s: dict[tuple[str, int], float] = {}
+        """By claim and expiry of a pin: when it ends by the monotonic clock, since the system's time may be set."""
         self.drained: dict[str, None] = {}
         self.removed: dict[str, None] = {}
         """Instances that were removed while they lived; they may not join."""
@@ -117,8 +119,12 @@ class Orders:
         return list(self._pins.values())
 
     def is_over(self, pin: Pin) -> bool:
-        """Whether the pin has expired."""
-        return pin.expires_unix_ms <= self._clock.unix_ms()
+        """Whether the pin has expired, by the time that was left when this controller first heard of it."""
+        known = pin.claim, pin.expires_unix_ms
+        if known not in self._ends_s:
+            left_s = (pin.expires_unix_ms - self._clock.unix_ms()) / 1000
+            self._ends_s[known] = self._clock.monotonic_s() + left_s
+        return self._ends_s[known] <= self._clock.monotonic_s()
 
     def entries(self) -> dict[str, bytes]:
         """All orders by name."""
@@ -200,6 +206,8 @@ class Orders:
         self._changed()
 
     def _changed(self) -> None:
+        listed = {(pin.claim, pin.expires_unix_ms) for pin in self._pins.values()}
+        self._ends_s = {known: ends_s for known, ends_s in self._ends_s.items() if known in listed}
         for listener in self._listeners:
             listener()
 
@@ -223,7 +231,8 @@ class Orders:
                 elif instances is not None:
                     instances.pop(what, None)
                 elif kind == PINS and value is not None:
-                    self._pins[what] = msgspec.json.decode(value, type=Pin)
+                    pin = self._pins[what] = msgspec.json.decode(value, type=Pin)
+                    self.is_over(pin)  # notes when it ends
                 elif kind == PINS:
                     self._pins.pop(what, None)
                 elif kind == KEYS:

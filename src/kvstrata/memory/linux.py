@@ -20,6 +20,7 @@ import errno
 import fcntl
 import os
 import platform
+import select
 import socket
 import struct
 from typing import NamedTuple
@@ -111,6 +112,13 @@ def byte_locker(fd: int, byte: int, length: int = 1) -> int | None:
 
 
 # --- descriptors ------------------------------------------------------------------------------------------
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Whether the other process has closed its end of a connection, also while messages of it are unread."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def open_again(fd: int, flags: int) -> int:

@@ -158,6 +158,7 @@ class _Keeper:
         self._told_to_end = False
         self._dropped_lines = 0
         self._named_pools, self._pool_writer = os.pipe()
+        os.set_blocking(self._named_pools, False)
         self._pool_fd = -1
 
     def run(self) -> int:
@@ -216,9 +217,9 @@ class _Keeper:
                 os.kill(self._child, told.si_signo)
 
     def _hold_pool(self) -> None:
-        """Share a lock on the pool that the child has named."""
-        path = os.read(self._named_pools, 1 << 16).split(b"\0")[-2]
+        """Share a lock on the pool that the child has named, if it has: anybody of our user may send the signal."""
         try:
+            *_, path, _ = [b"", *os.read(self._named_pools, 1 << 16).split(b"\0")]
             there = os.stat(path)
             if self._pool_fd >= 0 and os.path.samestat(os.fstat(self._pool_fd), there):
                 return  # to close a second descriptor of the same file would end the lock

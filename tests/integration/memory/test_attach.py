@@ -326,6 +326,29 @@ def test_an_unfinished_handshake_is_ended_after_its_time_limit(
         assert server.event("attached")["pid"] == worker.pid
 
 
+def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such(
+    place: Place, log: Path, worker: Child
+) -> None:
+    """Seen where 200 engines attached at once: its wait ends, and the server, still busy, finds the byte unlocked."""
+    with AttachServerChild(place, log=log) as server:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+            asked.connect(os.fspath(place.socket_dir / "attach.sock"))
+            pidfd = os.pidfd_open(os.getpid())
+            linux.send(asked, GOOD_REQUEST, [pidfd])
+            received = linux.receive(asked, 1 << 16, 3)
+            row = msgspec.msgpack.decode(received.data, type=AttachReply).row
+            os.kill(server.pid, signal.SIGSTOP)
+            assert linux.lock_byte(received.fds[2], row)
+            linux.send(asked, b"locked")
+        linux.unlock_byte(received.fds[2], row)
+        linux.close_all([pidfd, *received.fds])
+        os.kill(server.pid, signal.SIGCONT)
+        until(lambda: server.ask("stats")["refused"])
+        assert server.ask("stats")["refused"] == {"gave_up": 1}
+        until(lambda: rows_of(server) == {})
+        attach(worker, place, session_name("good"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(

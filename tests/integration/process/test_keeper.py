@@ -176,6 +176,18 @@ def test_other_signals_are_passed_to_the_child(kept):
     assert keeper.end()[0] == 0
 
 
+def test_a_stray_signal_about_a_pool_does_not_hang_the_keeper(kept):
+    keeper = start(kept, "serve", "0")
+    first, _, _ = keeper.serving()
+    keeper.process.send_signal(signal.SIGRTMIN)
+    keeper.process.send_signal(signal.SIGUSR1)
+    assert keeper.line() == ["told", "SIGUSR1"], "it goes on forwarding"
+    send(first, signal.SIGKILL)
+    assert keeper.serving()[1] == 1
+    keeper.process.terminate()
+    keeper.end()
+
+
 def test_an_ignored_hangup_stays_ignored(kept):
     keeper = start(kept, "serve", "0", ignored=(signal.SIGHUP,))
     first, _, _ = keeper.serving()

@@ -249,10 +249,10 @@ def _attach(
         sock.settimeout(None)
         return Attachment(sock, reply, request.session, locks, *pool_fds)
     except BaseException:
+        sock.close()  # first, so that a server that finds the byte unlocked sees that nobody waits any more
         if undo_lock is not None:
             locks.unlock(*undo_lock, request.session)
         linux.close_all(pool_fds)
-        sock.close()
         raise
 
 

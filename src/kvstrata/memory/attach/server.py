@@ -439,6 +439,8 @@ class AttachServer:
 
     def _locked(self, connection: _Connection) -> None:
         assert connection.owner is not None
+        if linux.has_hung_up(connection.sock):  # and has unlocked the byte, or is about to
+            raise GaveUp("it has ended its wait for an answer")
         _place_of(connection).rows.locked(connection.owner, connection.secret)
         connection.move(ConnectionEvent.LOCKED)
         self._handshake_over(connection)
