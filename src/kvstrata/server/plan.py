@@ -99,8 +99,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
             if (config := here(functools.partial(configure_tier, entry, index), None)) is not None:
                 adapters.append(config)
     wrong.tell()
-    segment = segment_settings(settings, extents_bytes, Path("/"), Path("/"))
-    here(lambda: check_size(segment, processes_bytes(adapters)), None)
+    nowhere, beside_bytes = Path("/"), processes_bytes(adapters)
+    here(lambda: check_size(segment_settings(settings, extents_bytes, nowhere, nowhere), beside_bytes), None)
     socket_dir(settings.socket_dir, settings.named_port, environment)
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)

@@ -18,9 +18,9 @@ from kvstrata.process.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, ke
 from kvstrata.rpc.zmq_plain import PlainConnection
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
-from tests.harness.memory_group import memory_group
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
+from tests.integration.process.memory_group import memory_group
 
 pytestmark = pytest.mark.integration
 
