@@ -20,6 +20,7 @@ from kvstrata.memory.paths import HOLDER_SOCKET
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
+from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import check_and_release, clear_l1
 from tests.harness.open_files import open_files
 from tests.harness.rpc_client import HANG_S, RpcClient, chain_of, until
@@ -281,21 +282,27 @@ def test_a_pool_in_a_memfd_is_lent_to_a_host_and_adopted_after_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("operation", "how", "says"),
     [
-        (
-            "make",
-            "raise",
-            r"l2_adapters\[0\]: tests.harness.bad_adapter.BadAdapter cannot be made: RuntimeError: ordered to raise",
-        ),
         ("open", "refuse", "bad medium: mend it"),
         ("make", "null", "plugin-0: its host process ended with signal SIGSEGV before the adapter was open"),
         ("open", "exit", "plugin-0: its host process ended with exit status 3 before the adapter was open"),
     ],
 )
-def test_an_adapter_that_cannot_be_opened_in_its_host_stops_the_start(
+def test_an_adapter_that_cannot_be_opened_in_its_host_is_told_and_tried_again_while_l1_serves(
     tmp_path: Path, operation: str, how: str, says: str
 ) -> None:
     with HostedServer(tmp_path) as server:
         server.order(operation, how)
+        server.start()
+        said = "tier_unreachable adapter=plugin-0"
+        eventually("it is told", lambda: said in server.log.read_text() and says in server.log.read_text())
+        assert "Task exception" not in server.log.read_text()
+
+
+@pytest.mark.long
+def test_an_adapter_that_cannot_be_made_in_its_host_stops_the_start(tmp_path: Path) -> None:
+    says = r"l2_adapters\[0\]: tests.harness.bad_adapter.BadAdapter cannot be made: RuntimeError: ordered to raise"
+    with HostedServer(tmp_path) as server:
+        server.order("make", "raise")
         with pytest.raises(ServerFailed, match=says) as failed:
             server.start()
         assert "Task exception" not in str(failed.value)
