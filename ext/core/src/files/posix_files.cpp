@@ -32,8 +32,8 @@ Status os_error(const char* message) noexcept {
 class Descriptor {
  public:
   explicit Descriptor(int fd) noexcept : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&&) = delete;
   ~Descriptor() {
     if (fd_ >= 0) ::close(fd_);
   }
@@ -218,7 +218,8 @@ class PosixFile final : public File {
 
 class PosixLock final : public FileLock {
  public:
-  explicit PosixLock(int fd) noexcept : fd_(fd) {}
+  PosixLock(Descriptor file, Descriptor folder) noexcept
+      : fd_(std::move(file)), folder_(std::move(folder)) {}
 
   void note(const std::string& text) noexcept override {
     if (::ftruncate(fd_.get(), 0) != 0) return;
@@ -227,6 +228,7 @@ class PosixLock final : public FileLock {
 
  private:
   Descriptor fd_;
+  Descriptor folder_;  // -1: it is not locked
 };
 
 // Whether `error` of an open() means that the name belongs to something other than a regular file:
@@ -343,44 +345,42 @@ class PosixFiles final : public FileLayer {
 
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override {
-    return lock_as(LOCK_EX, path, out, holder);
+    return lock_as(LOCK_EX, path, Descriptor(-1), out, holder);
   }
 
-  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+  Status lock_folder(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
                      std::string* holder) noexcept override {
-    return lock_as(LOCK_SH, path, out, holder);
+    const int how = shared ? LOCK_SH : LOCK_EX;
+    const std::string folder = path.substr(0, path.rfind('/'));
+    Descriptor locked(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    if (locked.get() < 0) return os_error("open");
+    const bool busy = ::flock(locked.get(), how | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    // The file has the name of the holder.
+    KVSTRATA_RETURN_IF_ERROR(lock_as(how, path, std::move(locked), out, holder));
+    if (!busy) return Status();
+    out->reset();
+    return Status(StatusCode::kBusy, "its folder is locked");
   }
 
  private:
-  static Status lock_as(int how, const std::string& path, std::unique_ptr<FileLock>* out,
-                        std::string* holder) noexcept {
-    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | kOpenFlags, 0600);
-    if (fd < 0) return means_other_kind(errno) ? not_a_file() : os_error("open");
-    if (!is_regular(fd)) {
-      ::close(fd);
-      return not_a_file();
-    }
-    if (::flock(fd, how | LOCK_NB) != 0) {
-      Status failed = os_error("flock");
-      if (errno == EWOULDBLOCK) {
-        failed = Status(StatusCode::kBusy, "locked");
-        std::array<char, 200> text{};
-        const ssize_t length = ::pread(fd, text.data(), text.size(), 0);
-        try {
-          holder->assign(text.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
-        } catch (const std::bad_alloc&) {
-          holder->clear();
-        }
+  static Status lock_as(int how, const std::string& path, Descriptor folder,
+                        std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
+    Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | kOpenFlags, 0600));
+    if (file.get() < 0) return means_other_kind(errno) ? not_a_file() : os_error("open");
+    if (!is_regular(file.get())) return not_a_file();
+    if (::flock(file.get(), how | LOCK_NB) != 0) {
+      if (errno != EWOULDBLOCK) return os_error("flock");
+      std::array<char, 200> text{};
+      const ssize_t length = ::pread(file.get(), text.data(), text.size(), 0);
+      try {
+        holder->assign(text.data(), static_cast<std::size_t>(std::max<ssize_t>(length, 0)));
+      } catch (const std::bad_alloc&) {
+        holder->clear();
       }
-      ::close(fd);
-      return failed;
+      return Status(StatusCode::kBusy, "locked");
     }
-    out->reset(new (std::nothrow) PosixLock(fd));
-    if (*out == nullptr) {
-      ::close(fd);
-      return Status(StatusCode::kNoSpace, "memory for a lock");
-    }
-    return Status();
+    out->reset(new (std::nothrow) PosixLock(std::move(file), std::move(folder)));
+    return *out != nullptr ? Status() : Status(StatusCode::kNoSpace, "memory for a lock");
   }
 };
 

@@ -42,8 +42,7 @@ std::string fs_holder_note(const std::string& instance_id) {
 std::string lock_fs_directory(FileLayer& layer, const FsPaths& paths, bool shared,
                               const std::string& instance_id, std::unique_ptr<FileLock>* out) {
   std::string holder;
-  const Status status = shared ? layer.lock_shared(paths.lock(), out, &holder)
-                               : layer.lock(paths.lock(), out, &holder);
+  const Status status = layer.lock_folder(paths.lock(), shared, out, &holder);
   if (status.code() == StatusCode::kBusy) {
     while (!holder.empty() && std::isspace(static_cast<unsigned char>(holder.back())))
       holder.pop_back();

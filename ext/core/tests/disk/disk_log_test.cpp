@@ -148,6 +148,8 @@ TEST(a_log_belongs_to_one) {
   const std::string wrong = second.open({.instance_id = "second"});
   CHECK(wrong.find("belongs to another running server") != std::string::npos);
   CHECK(wrong.find("instance first") != std::string::npos);
+  CHECK_OK(posix_files().unlink(disk.options.folder + "/.kvstrata.lock"));
+  CHECK(second.open({}).find("belongs to another running server") != std::string::npos);
   disk.put({1});
   CHECK(disk.load(1) == LoadStatus::kLoaded);
 }

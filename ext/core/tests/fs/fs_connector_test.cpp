@@ -228,6 +228,10 @@ TEST(without_direct_files_it_says_so_once_and_works) {
                 std::string* holder) noexcept override {
       return posix_files().lock(a, out, holder);
     }
+    Status lock_folder(const std::string& a, bool shared, std::unique_ptr<FileLock>* out,
+                       std::string* holder) noexcept override {
+      return posix_files().lock_folder(a, shared, out, holder);
+    }
   } files;
   const TestFolder folder;
   FsConnector connector(fs_options(folder.path), files);
@@ -359,6 +363,13 @@ TEST(a_record_of_another_length_is_replaced) {
   std::string reason;
   CHECK(load_one(*fs.connector, 1, kPayload, &reason) == LoadStatus::kFailed);
   CHECK_EQ(reason, std::string("length"));
+}
+
+TEST(a_directory_whose_lock_file_was_removed_still_belongs_to_one) {
+  Fs fs;
+  std::filesystem::remove(fs.base + "/.kvstrata.lock");
+  FsConnector second(fs_options(fs.base), posix_files());
+  CHECK(second.open({}).find("belongs to another running server") != std::string::npos);
 }
 
 TEST(batches_that_put_each_others_keys_end_in_one_thread) {

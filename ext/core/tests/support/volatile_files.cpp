@@ -378,9 +378,9 @@ Status VolatileFiles::lock(const std::string& path, std::unique_ptr<FileLock>* o
   return lock_as(path, false, out, holder);
 }
 
-Status VolatileFiles::lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
-                                  std::string* holder) noexcept {
-  return lock_as(path, true, out, holder);
+Status VolatileFiles::lock_folder(const std::string& path, bool shared,
+                                  std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
+  return lock_as(path, shared, out, holder);
 }
 
 Status VolatileFiles::lock_as(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,

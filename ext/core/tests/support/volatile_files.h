@@ -167,7 +167,7 @@ class VolatileFiles final : public FileLayer {
   Status space(const std::string& path, FileSpace* out) noexcept override;
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override;
-  Status lock_shared(const std::string& path, std::unique_ptr<FileLock>* out,
+  Status lock_folder(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
                      std::string* holder) noexcept override;
 
  private:
