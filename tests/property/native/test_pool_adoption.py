@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.types import unpack_extents
 from tests.harness.amount import amount
 
+LIBC = ctypes.CDLL(None)
+LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+KEEP_SIZE, PUNCH_HOLE = 1, 2
 PAGE = 4096
 EXTENTS, ENTRIES = 24, 24
 IDENTITY = hashlib.sha256(b"identity").digest()
@@ -128,6 +132,27 @@ def test_noise_over_a_part_of_the_index_is_survived_by_server_and_clients(begin:
         try:
             pool = Pool.adopt(index, extents, max_session_share=2)
         except PoolFormatError:
+            return
+        use(pool)
+        pool.close()
+
+
+@given(
+    holes=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 2 * EXTENTS), st.integers(1, 6)), min_size=1, max_size=6
+    )
+)
+@settings(max_examples=amount(40, 400))
+def test_holes_in_both_files_are_survived(holes: list[tuple[bool, int, int]]) -> None:
+    with segment() as files:
+        for in_extents, page, pages in holes:
+            fd = files[in_extents]
+            page %= os.fstat(fd).st_size // PAGE
+            assert LIBC.fallocate(fd, PUNCH_HOLE | KEEP_SIZE, page * PAGE, pages * PAGE) == 0
+        try:
+            pool = Pool.adopt(*files, max_session_share=2)
+        except PoolFormatError as refusal:
+            assert refusal.field
             return
         use(pool)
         pool.close()

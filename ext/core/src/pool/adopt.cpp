@@ -3,17 +3,21 @@
 // Taking over a pool that another server left, however it ended.
 //
 // An entry is adopted (EntryEvent::kAdopt) if it was READY or UNVERIFIED, was not half changed, is
-// the only entry on its extent, and was used later than any other entry of its key. Rows of earlier
-// servers that may touch it keep it from eviction. Any other entry is quarantined while such rows
-// may touch it, and FREE otherwise; a RESERVED entry can only be touched by its owner.
+// the only entry on its extent, was used later than any other entry of its key, and if its extent
+// lies in no hole of the file: where the file system is full, to read a hole ends the process. Rows
+// of earlier servers that may touch it keep it from eviction. Any other entry is quarantined while
+// such rows may touch it, and FREE otherwise; a RESERVED entry can only be touched by its owner.
 //
 // A server killed in the middle of an adoption leaves a state from which it can be done again: rows
 // are written before the state that depends on them.
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -33,14 +37,30 @@ std::uint64_t epoch_after(std::uint64_t old_epoch) noexcept {
   return old_epoch < now_ns + kYearNs ? std::max(now_ns, old_epoch + 1) : now_ns;
 }
 
+// The parts of a file that are not holes: where each begins -> where it ends.
+std::map<std::uint64_t, std::uint64_t> data_of(int fd, std::uint64_t file_bytes) {
+  struct stat found{};
+  if (fstat(fd, &found) == 0 && static_cast<std::uint64_t>(found.st_blocks) * 512 >= file_bytes)
+    return {{0, file_bytes}};
+  std::map<std::uint64_t, std::uint64_t> parts;
+  for (off_t end = 0;;) {
+    const off_t begin = lseek(fd, end, SEEK_DATA);
+    if (begin < 0 && errno == ENXIO) return parts;
+    end = begin < 0 ? begin : lseek(fd, begin, SEEK_HOLE);
+    if (end < 0) return {{0, file_bytes}};  // the file system does not know
+    parts.emplace(begin, end);
+  }
+}
+
 }  // namespace
 
 // Fills the parts of a new Pool from the contents of its files. Used once, before anybody else has
 // the pool.
 class Adoption {
  public:
-  explicit Adoption(Pool& pool)
+  Adoption(Pool& pool, int extents_fd)
       : pool_(pool),
+        data_(data_of(extents_fd, pool.extents_bytes())),
         entries_(pool.entries_),
         slabs_(pool.slabs_),
         rows_(pool.rows_),
@@ -55,11 +75,13 @@ class Adoption {
  private:
   void take_rows();
   void take_entries();
+  [[nodiscard]] bool has_data(std::uint64_t offset, std::uint64_t length) const noexcept;
   void place(std::uint32_t entry);
   void take(std::uint32_t entry);
   void take_forest();
 
   Pool& pool_;
+  const std::map<std::uint64_t, std::uint64_t> data_;  // of the extents file
   Entries& entries_;
   SlabMap& slabs_;
   Rows& rows_;
@@ -122,7 +144,7 @@ Status Pool::adopt(int index_fd, int extents_fd, const PoolOptions& options,
 
   const std::uint64_t epoch = options.epoch != 0 ? options.epoch : epoch_after(old_epoch);
   const std::shared_ptr<Pool> pool(new Pool(std::move(segment), options, epoch));
-  Adoption(*pool).run();
+  Adoption(*pool, extents_fd).run();
   store_word<std::uint64_t>(header.flags, 0);
   store_word(header.epoch, epoch);
   pool->heartbeat();
@@ -144,6 +166,11 @@ void Adoption::take_rows() {
   }
   store_word<std::uint64_t>(index_.row(0).claimed, 1);
   store_word(index_.row(0).epoch, rows_.epoch);
+}
+
+bool Adoption::has_data(std::uint64_t offset, std::uint64_t length) const noexcept {
+  const auto behind = data_.upper_bound(offset);
+  return behind != data_.begin() && offset + length <= std::prev(behind)->second;
 }
 
 // Places the entry on its extent, or frees it.
@@ -172,15 +199,15 @@ void Adoption::place(std::uint32_t entry) {
     touchers.set(static_cast<std::uint32_t>(owner));
   if (owner != Rows::kNoOwner && !touchers.test(static_cast<std::uint32_t>(owner)))
     owner = Rows::kNoOwner;
-  const bool keeps_key =
-      (state == EntryState::kReady || state == EntryState::kUnverified) && (head & 1) == 0;
+  const std::uint32_t length = index_.length(entry);
+  const bool keeps_key = (state == EntryState::kReady || state == EntryState::kUnverified) &&
+                         (head & 1) == 0 && has_data(index_.offset(entry), length);
   if (!keeps_key && !touchers.any()) {
     pool_.adoption_counts_.adoption_dropped += 1;
     return set_free();
   }
   SlabPlace found;
   std::uint32_t holder = kNoEntry;
-  const std::uint32_t length = index_.length(entry);
   const bool tail = load_word(cold.tail) == 1;
   if (length == 0 || !slabs_.occupy(index_.offset(entry), SlabMap::round_up(length), tail, entry,
                                     &found, &holder)) {

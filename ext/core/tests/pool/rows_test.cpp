@@ -1,3 +1,5 @@
+#include <fcntl.h>
+
 #include <vector>
 
 #include "support/pool_fixture.h"
@@ -79,6 +81,30 @@ TEST(rows_that_share_a_bit_are_told_apart_until_a_restart_which_waits_for_both) 
     if (other != far) CHECK_OK(f.pool->row_quiesced(other));
   }
   CHECK_EQ(copy(f.pool->stats().blocked_bytes), 0);
+  CHECK_OK(f.pool->validate());
+}
+
+// Where the file system is full, to read a hole ends the process.
+TEST(an_entry_whose_extent_lies_in_a_hole_is_not_adopted) {
+  Fixture f;
+  const std::uint32_t a = f.row(1);
+  const auto keys = chain(1, 4), reserved = chain(2, 1);
+  f.store(keys);
+  const auto extents = f.lease(keys, {a}).extents;
+  f.reserve(reserved, a);  // nobody has written to it yet
+  CHECK_OK(f.pool->row_gone(a));
+  f.reserve(reserved, f.row(2));
+  for (const std::uint32_t entry : {1, 3})
+    CHECK_EQ(fallocate(f.files.extents, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                       static_cast<off_t>(extents[entry].offset + 4096 * (entry / 2)), 4096),
+             0);
+  f.adopt();
+  CHECK_EQ(f.count(EntryState::kUnverified), 2);
+  CHECK_EQ(f.count(EntryState::kQuarantined), 1);
+  CHECK_EQ(copy(f.pool->stats().adoption_dropped), 2);
+  std::uint64_t remaining = 9;
+  CHECK_OK(f.pool->verify_next(1 << 30, &remaining));
+  CHECK_EQ(f.peek(keys), 1);
   CHECK_OK(f.pool->validate());
 }
 
