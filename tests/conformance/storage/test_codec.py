@@ -363,12 +363,8 @@ async def test_damaged_stored_bytes_are_never_served_and_are_healed(
         for at in (0, 9, 17, 50, 81, 89, 97, 105, 253, 260, 290, 520, 4096, 4110, 5000, length - 1):
             folder.flip(key_of(1), at)
             [outcome] = await load_soft(adapter, records)
-            assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT, LoadStatus.FAILED), at
-            if outcome.status is LoadStatus.FAILED:  # the flipped bit is in the format version
-                assert outcome.reason == "mismatch", at
-                folder.flip(key_of(1), at)
-            else:
-                records = await put_soft(adapter, 1)
+            assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT), at
+            records = await put_soft(adapter, 1)
             assert await load_soft(adapter, records) == [LOADED], at
 
 

@@ -95,12 +95,12 @@ Status check_outer(const OuterHeader& outer) noexcept {
   if (outer.magic != kOuterMagic) {
     return corrupt("outer.magic: not a record");
   }
+  if (outer.crc != crc32c(&outer, offsetof(OuterHeader, crc))) {
+    return corrupt("outer.crc: the outer header was altered");
+  }
   if (outer.version != kRecordVersion) {
     return Status(StatusCode::kIncompatible, "outer.version: written by another format version",
                   outer.version, kRecordVersion, -1);
-  }
-  if (outer.crc != crc32c(&outer, offsetof(OuterHeader, crc))) {
-    return corrupt("outer.crc: the outer header was altered");
   }
   if (outer.flags != 0) {
     return Status(StatusCode::kIncompatible, "outer.flags: unknown flag", outer.flags, 0, -1);
@@ -118,10 +118,6 @@ Status check_inner(const Headers& h) noexcept {
   if (inner.magic != kInnerMagic) {
     return corrupt("inner.magic: not a chunk");
   }
-  if (inner.version != kRecordVersion) {
-    return Status(StatusCode::kIncompatible, "inner.version: written by another format version",
-                  inner.version, kRecordVersion, -1);
-  }
   if (inner.section_count == 0 || inner.section_count > kMaxSections) {
     return corrupt("inner.section_count: out of range", inner.section_count, kMaxSections);
   }
@@ -134,6 +130,10 @@ Status check_inner(const Headers& h) noexcept {
 
 Status check_agreement(const Headers& h) noexcept {
   const auto& [outer, inner] = h;
+  if (inner.version != kRecordVersion) {
+    return Status(StatusCode::kIncompatible, "inner.version: written by another format version",
+                  inner.version, kRecordVersion, -1);
+  }
   if ((inner.flags & ~kRecordCrcPending) != 0) {
     return Status(StatusCode::kIncompatible, "inner.flags: unknown flag", inner.flags, 0, -1);
   }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <map>
 #include <mutex>
 
@@ -194,8 +195,9 @@ TEST(an_encoded_record_is_checked_as_stored_and_one_of_another_version_is_left_a
   encoding.stored_bytes = kPayload - 7;
   encoding.stored_crc = crc32c(payload, kPayload - 7);
   CHECK_OK(write_encoded_header(plain.bytes, plain.length, header.spec, &section, 1, encoding));
-  auto& stored = memory->records[key_of(5)];
+  std::vector<std::uint8_t> stored(plain.bytes, plain.bytes + plain.length - 7);
   const auto load = [&] {
+    memory->records[key_of(5)] = stored;
     const Extent extent(-1);
     std::vector<LoadItem> items(1);
     items[0].key = key_of(5);
@@ -205,12 +207,20 @@ TEST(an_encoded_record_is_checked_as_stored_and_one_of_another_version_is_left_a
     run_all(job);
     return job.items[0].status;
   };
-  stored.assign(plain.bytes, plain.bytes + plain.length - 7);
   CHECK(load() == LoadStatus::kLoaded);
-  stored[8] = 2;  // version
+  const auto set_version = [&](std::uint8_t version) {
+    stored[8] = version;
+    const std::uint32_t crc = crc32c(stored.data(), kOuterHeaderBytes - sizeof(crc));
+    std::memcpy(stored.data() + kOuterHeaderBytes - sizeof(crc), &crc, sizeof(crc));
+  };
+  set_version(2);
   CHECK(load() == LoadStatus::kFailed);
   CHECK(memory->records.contains(key_of(5)));
-  stored[8] = 1;
+  stored[8] ^= 1;  // damage, not another version
+  CHECK(load() == LoadStatus::kCorrupt);
+  CHECK(memory->records.empty());
+  set_version(1);
+  CHECK(load() == LoadStatus::kLoaded);
   stored.back() ^= 1;
   CHECK(load() == LoadStatus::kCorrupt);
   CHECK(memory->records.empty());
