@@ -78,10 +78,26 @@ def _table(path: Path, data: bytes, number: int, generation: int) -> list[Frame]
 
 def _chain(path: Path, data: bytes, number: int, generation: int) -> list[Frame]:
     frames: list[Frame] = []
-    offset, previous = BLOCK, (0, 0)
+    offset, last = BLOCK, 0
     while offset + BLOCK <= len(data):
-        (magic, kind, flags, count, segment, _, of_generation, run, sequence, previous_run, previous_sequence, _,
-         record_bytes, key, _, crc) = FRAME.unpack_from(data, offset)  # fmt: skip
+        (
+            magic,
+            kind,
+            flags,
+            count,
+            segment,
+            _,
+            of_generation,
+            _,
+            sequence,
+            _,
+            _,
+            _,
+            record_bytes,
+            key,
+            _,
+            crc,
+        ) = FRAME.unpack_from(data, offset)
         keys = data[offset + 152 : offset + 152 + 32 * count]
         if (
             magic != b"KVFRAME1"
@@ -89,13 +105,16 @@ def _chain(path: Path, data: bytes, number: int, generation: int) -> list[Frame]
             or kind not in (RECORD, TOMBSTONES, CLEAR, SKIP)
             or count > 123
             or crc != crc32c(data[offset : offset + 148] + keys)
-            or (segment, of_generation) != (number, generation)
-            or (previous_run, previous_sequence) != previous
+            or segment != number
+            or (of_generation == generation and sequence <= last)
         ):
+            offset += BLOCK
+            continue
+        if of_generation != generation:
             break
         dead = [keys[32 * i : 32 * i + 32] for i in range(count)]
         frames.append(Frame(path, offset, sequence, kind, key, record_bytes, dead))
-        previous = (run, sequence)
+        last = sequence
         offset += BLOCK + blocks(record_bytes)
     return frames
 

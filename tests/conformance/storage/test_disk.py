@@ -15,6 +15,7 @@ from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.testing.adapter_contract import AdapterContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length
 from tests.oracles import disk_log
+from tests.oracles.crc32c import crc32c_fast as crc32c
 
 
 class Segments(Medium):
@@ -105,7 +106,8 @@ class TestOpening:
         assert Segments(tmp_path / "real" / "log").used_bytes() > 0
 
     async def test_a_newer_log_is_refused_and_not_touched(self, tmp_path: Path) -> None:
-        header = b"KVSEGMNT" + (9).to_bytes(2, "little")
+        header = b"KVSEGMNT" + (9).to_bytes(2, "little").ljust(36, b"\0")
+        header += crc32c(header).to_bytes(4, "little")
         (tmp_path / "00000000.seg").write_bytes(header.ljust(1 << 20, b"\0"))
         message = await opening_fails(tmp_path, ConfigError)
         assert "written by another version of kvstrata" in message

@@ -21,11 +21,6 @@ std::uint64_t random_run() {
 Appender::Appender(Shared& shared, Segments& segments)
     : shared_(shared), segments_(segments), run_(random_run()) {}
 
-void Appender::adopt(std::uint64_t sequence, bool unmarked) noexcept {
-  sequence_ = synced_ = sequence;
-  unmarked_ = unmarked;
-}
-
 void Appender::happened(LogEvent event) noexcept {
   mode_ = kLogMachine.after(mode_, event);
 }
@@ -85,7 +80,6 @@ PlacedFrame Appender::place(FrameHeader header) {
                      .table_at = segment.table.size()};
   const FrameHeader& made = placed.header;
   add_entries(made, placed.block, &segment.table);
-  unmarked_ = made.kind != FrameKind::kSkip || made.synced + 1 < made.name.sequence;
   segment.last = made.name;
   segment.end += made.frame_bytes();
   writing_.insert(made.name.sequence);
@@ -193,29 +187,10 @@ Status Appender::commit(Lock& lock, std::uint64_t sequence) noexcept {
   return Status();
 }
 
-Status Appender::sync(Lock& lock, Segment& segment) noexcept {
-  lock.unlock();
-  const Status status = segment.file->sync();
-  lock.lock();
-  if (!status.ok()) sync_failed(status);
-  return status;
-}
-
 void Appender::sync_failed(const Status& status) noexcept {
   happened(LogEvent::kSyncFailed);
   shared_.notes.add(true, "a sync failed: " + describe_file_error(shared_.options.folder, status) +
                               "; nothing more is put until the server is started again");
-}
-
-bool Appender::mark(Lock& lock) noexcept {
-  if (!unmarked_) return true;
-  if (!commit(lock, sequence_).ok()) return false;
-  // The room is checked only now, because a put may have filled the active segment while commit()
-  // had unlocked the mutex.
-  if (segments_.active() == nullptr || !fits(*segments_.active(), kFrameHeaderBytes, 1))
-    return false;
-  // The mark gets no sync of its own: if it is lost, the next open only has to read more records.
-  return append(lock, FrameHeader{.kind = FrameKind::kSkip}).ok();
 }
 
 }  // namespace kvstrata::disk

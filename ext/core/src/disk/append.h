@@ -33,9 +33,8 @@ class Appender {
  public:
   Appender(Shared& shared, Segments& segments);
 
-  // Called once, by recovery. `sequence` is that of the last frame that counts. `unmarked`: records
-  // may lie behind the highest mark (invariant 2).
-  void adopt(std::uint64_t sequence, bool unmarked) noexcept;
+  // Called once, by recovery: new frames get greater sequences than `sequence`.
+  void adopt(std::uint64_t sequence) noexcept { sequence_ = synced_ = sequence; }
 
   // -- the log's mode
 
@@ -69,15 +68,6 @@ class Appender {
   // Returns OK when all frames up to this sequence are on the medium. One of the waiting threads
   // syncs for all. An error: a sync failed, or one of these frames is a hole. Unlocks the mutex.
   Status commit(Lock& lock, std::uint64_t sequence) noexcept;
-  // Syncs one segment, dirty or not. An error ends all writing (invariant 4). Unlocks the mutex.
-  Status sync(Lock& lock, Segment& segment) noexcept;
-  // Syncs all frames placed before this call and appends a skip frame as a mark of that; then the
-  // next open need not read their records. False: the sync failed, the active segment has no room
-  // for the skip frame, or the skip frame cannot be written. Unlocks the mutex.
-  bool mark(Lock& lock) noexcept;
-  // Called when the file that holds the highest mark may be about to be removed: the next mark()
-  // writes a new one.
-  void doubt() noexcept { unmarked_ = true; }
 
   [[nodiscard]] std::uint64_t sequence() const noexcept { return sequence_; }  // the last placed
   [[nodiscard]] std::uint64_t synced() const noexcept { return synced_; }
@@ -99,7 +89,6 @@ class Appender {
   // Skip frames that could not be written either (invariant 3). They stay in writing_.
   std::vector<PlacedFrame> holes_;
   Status hole_error_;
-  bool unmarked_ = false;
   bool syncing_ = false;  // one thread syncs at a time
 };
 

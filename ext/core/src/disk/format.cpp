@@ -135,9 +135,8 @@ BlockState decode(const FileBlock& block, SegmentHeader* out) noexcept {
                                    [](unsigned char byte) { return byte == 0; });
     return empty ? BlockState::kEmpty : BlockState::kBad;
   }
-  if (disk.version != kDiskVersion) return BlockState::kOther;
   if (disk.crc != crc32c(&disk, offsetof(SegmentOnDisk, crc))) return BlockState::kBad;
-  if (disk.flags != 0) return BlockState::kOther;
+  if (disk.version != kDiskVersion || disk.flags != 0) return BlockState::kOther;
   *out = SegmentHeader{.segment = disk.segment,
                        .generation = disk.generation,
                        .length = disk.length,
@@ -170,6 +169,10 @@ void encode(const FrameHeader& header, FileBlock* out) noexcept {
                 sizeof(Digest));
   disk.crc = frame_crc(*out, tombstones);
   std::memcpy(out->bytes.data() + offsetof(FrameOnDisk, crc), &disk.crc, sizeof(disk.crc));
+}
+
+bool begins_as_frame(const FileBlock& block) noexcept {
+  return read_at<Magic>(block, 0) == kFrameMagic;
 }
 
 std::optional<FrameHeader> decode_frame(const FileBlock& block) {

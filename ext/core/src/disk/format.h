@@ -7,9 +7,10 @@
 //   header (4096) | frame | frame | ... | unused | table (whole blocks)
 //
 // A frame is one header block and, if it holds a record, the record in whole blocks. Each frame
-// names the segment's generation and the frame before it, so that bytes from an earlier generation,
-// or from before a lost write, are never taken for the log's next frame. The table lists the frames
-// of a full segment; it is written when all of them are on the medium.
+// names the segment's generation, so that bytes from an earlier generation are never taken for the
+// log's next frame, and the frame before it, so that a missing frame is noticed. The table lists
+// the frames of a segment that is full or whose log was closed; it is written when all of them are
+// on the medium, and overwritten before the segment gets another frame.
 //
 // The bytes under one CRC either lie in one block of 512 bytes, which a power cut cannot tear, or
 // do not count if they are torn.
@@ -42,15 +43,14 @@ enum class FrameKind : std::uint16_t {
   kRecord = 1,
   kTombstones = 2,  // removes all earlier records of its keys
   kClear = 3,       // removes all earlier records
-  // A mark (disk/append.h), or a stand-in for a frame that could not be written; as a stand-in it
-  // has the `record_bytes` of that frame.
+  // A stand-in for a frame that could not be written, with the `record_bytes` of that frame.
   kSkip = 4,
 };
 
 // Identifies a frame. The run is a random number, a new one each time that the log is opened.
 struct FrameName {
   std::uint64_t run = 0;
-  std::uint64_t sequence = 0;  // 1, 2, ... through all segments
+  std::uint64_t sequence = 0;  // ascending, through all segments
   bool operator==(const FrameName&) const = default;
 };
 
@@ -105,10 +105,12 @@ enum class BlockState : std::uint8_t {
   kGood,
   kEmpty,  // only zeros
   kBad,    // not a header of ours, or damaged
-  kOther,  // written by another version
+  kOther,  // written by another version: its checksum is right
 };
 
 BlockState decode(const FileBlock& block, SegmentHeader* out) noexcept;
+// Whether the block begins as a frame header does, sound or damaged.
+bool begins_as_frame(const FileBlock& block) noexcept;
 // nullopt: the block is not a sound frame header.
 std::optional<FrameHeader> decode_frame(const FileBlock& block);
 

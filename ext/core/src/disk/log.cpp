@@ -88,8 +88,9 @@ std::string DiskLog::recover() {
   std::string failed = disk::recover(shared_, &recovered);
   Lock lock(shared_.mutex);
   shared_.counts.unreadable_segments += recovered.unreadable_segments;
+  shared_.counts.corrupt_records += recovered.lost_frames;
   if (!failed.empty()) return failed;
-  appender_.adopt(recovered.sequence, recovered.unmarked);
+  appender_.adopt(recovered.sequence);
   for (const auto& [number, length_bytes] : recovered.foreign)
     segments_.adopt_foreign(number, length_bytes);
   for (disk::Leftover& file : recovered.leftovers)
@@ -130,7 +131,7 @@ void DiskLog::close() noexcept {
   threads_.clear();
   {
     Lock lock(shared_.mutex);
-    (void)appender_.mark(lock);
+    retirer_.write_last_tables(lock);
     segments_.clear();
   }
   folder_lock_.reset();

@@ -18,6 +18,10 @@ namespace {
 
 // How many times a read is tried.
 constexpr int kReadTries = 3;
+// Each opening of the log numbers its frames in a range of its own, of this size.
+constexpr int kSequenceBits = 32;
+// Read at a time, to search for a frame.
+constexpr std::uint64_t kSearchBytes = 256 << 10;
 
 // Reads, and tries again after an error, which may be transient. kOutOfRange is not transient: the
 // file ends there.
@@ -64,6 +68,30 @@ Status look_at_payload(const Segment& segment, std::uint32_t block, const FrameH
   return Status();
 }
 
+// Finds the first sound frame header of this segment, of any generation, from `*at` on, and sets
+// `*at` to where it begins. nullopt: there is none.
+Status find_frame(const Segment& segment, std::uint64_t* at, std::optional<FrameHeader>* header) {
+  // The header lies at `*at` unless something is damaged, or the log ends here.
+  std::vector<FileBlock> blocks(1);
+  header->reset();
+  while (*at + kFrameHeaderBytes <= segment.length) {
+    blocks.resize(std::min(blocks.size(), (segment.length - *at) / kFileBlockBytes));
+    const ReadPart parts[] = {{blocks.data(), blocks.size() * kFileBlockBytes}};
+    KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, parts, *at));
+    for (const FileBlock& block : blocks) {
+      *header = decode_frame(block);
+      if (header->has_value() && (*header)->segment == segment.number) return Status();
+      *at += kFileBlockBytes;
+    }
+    header->reset();
+    const std::uint64_t data = segment.file->next_data(*at);
+    if (data >= segment.length) break;
+    *at = std::max(*at, data / kFileBlockBytes * kFileBlockBytes);
+    blocks.resize(kSearchBytes / kFileBlockBytes);
+  }
+  return Status();
+}
+
 class Recovery {
  public:
   Recovery(Shared& shared, Recovered* out) : shared_(shared), out_(out) {}
@@ -77,14 +105,28 @@ class Recovery {
       FrameHeader header;
       std::uint32_t block;
     };
+    [[nodiscard]] std::uint64_t first_sequence() const noexcept {
+      return listed ? entries.front().sequence : chain.front().header.name.sequence;
+    }
+
     std::unique_ptr<Segment> segment;
+    bool whole = false;     // it has a sound header, and is as long as that says
+    bool headless = false;  // its header is damaged, and its frames tell the generation
     bool listed = false;
     std::vector<Frame> chain;         // if not listed
     std::vector<TableEntry> entries;  // of the table, if listed
+    std::uint64_t lost = 0;           // frames that cannot be read and whose sequence is unknown
+  };
+  // Of a frame that does not count.
+  struct Cut {
+    Segment* segment;
+    std::uint32_t block;
   };
 
   std::string read_segment(const FolderEntry& entry);
+  void leave_alone(const Segment& segment);
   Status read_chain(Found& found);
+  void judge_headless();
   std::string find_end();
   Status cut_log() noexcept;
   Status settle();
@@ -92,8 +134,8 @@ class Recovery {
   Shared& shared_;
   Recovered* out_;
   std::vector<Found> found_;
-  std::uint64_t synced_ = 0;   // the highest mark
-  std::vector<Segment*> cut_;  // segments that have a frame behind the last one that counts
+  std::uint64_t synced_ = 0;  // the highest mark
+  std::vector<Cut> cut_;
 };
 
 std::string Recovery::run() {
@@ -110,6 +152,7 @@ std::string Recovery::run() {
     status = read_chain(found);
     if (!status.ok()) return unreadable(*found.segment, status);
   }
+  judge_headless();
   std::string failed = find_end();
   if (!failed.empty()) return failed;
   status = cut_log();
@@ -150,40 +193,59 @@ std::string Recovery::read_segment(const FolderEntry& entry) {
     return "!base_path: " + segment->path +
            " was written by another version of kvstrata; start that version, or give another "
            "directory (nothing was changed)";
-  const bool sound = state == BlockState::kGood && header.segment == *number &&
-                     header.length % kFileBlockBytes == 0 && header.length >= kMinSegmentBytes &&
-                     header.generation > 0;
-  if (state != BlockState::kEmpty && !sound) {
-    out_->foreign.push_back({*number, length});
-    ++out_->unreadable_segments;
-    shared_.notes.add(true,
-                      segment->path + " has no sound header; it is left alone and counts as used");
-    return "";
-  }
-  // A file without a header, or shorter than its header says, was being made when its log ended: no
-  // frame in it was ever synced.
-  if (sound && length >= header.length) {
-    segment->length = header.length;
+  Found found;
+  segment->length = length / kFileBlockBytes * kFileBlockBytes;
+  segment->generation = 0;
+  if (state == BlockState::kGood && header.segment == *number) {
+    found.whole = length >= header.length;
+    if (!found.whole)
+      shared_.notes.add(true, segment->path +
+                                  " is shorter than its header says: " + std::to_string(length) +
+                                  " instead of " + std::to_string(header.length) + " bytes");
+    segment->length = std::min(segment->length, header.length);
     segment->generation = header.generation;
     synced_ = std::max(synced_, header.synced);
+  } else {
+    std::uint64_t at = kSegmentHeaderBytes;
+    std::optional<FrameHeader> first;
+    status = find_frame(*segment, &at, &first);
+    if (!status.ok()) return unreadable(*segment, status);
+    if (first.has_value()) segment->generation = first->generation;
+    found.headless = first.has_value();
+    if (!found.headless && state != BlockState::kEmpty) {
+      leave_alone(*segment);
+      return "";
+    }
   }
-  found_.emplace_back().segment = std::move(segment);
+  found.segment = std::move(segment);
+  found_.push_back(std::move(found));
   return "";
 }
 
-// Reads the table or, if the segment has no sound table, its frames one after the other.
+void Recovery::leave_alone(const Segment& segment) {
+  std::uint64_t length_bytes = segment.length;
+  (void)segment.file->length(&length_bytes);
+  out_->foreign.push_back({segment.number, length_bytes});
+  ++out_->unreadable_segments;
+  shared_.notes.add(true,
+                    segment.path + " has no sound header; it is left alone and counts as used");
+}
+
+// Reads the table or, if the segment has no sound table, its frames one after the other. Behind a
+// damaged frame, searches for the next one.
 Status Recovery::read_chain(Found& found) {
   Segment& segment = *found.segment;
-  if (segment.length == 0) return Status();
+  if (segment.generation == 0) return Status();
   FileBlock block;
   const ReadPart part[] = {{block.bytes.data(), kFileBlockBytes}};
-  KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, part, segment.length - kFileBlockBytes));
+  if (segment.length > kSegmentHeaderBytes)
+    KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, part, segment.length - kFileBlockBytes));
   const auto bytes = table_length(block, segment.number, segment.generation);
   if (bytes.has_value() && *bytes <= segment.length - kSegmentHeaderBytes) {
     std::vector<FileBlock> blocks(*bytes / kFileBlockBytes);
     const ReadPart parts[] = {{blocks.data(), *bytes}};
     KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, parts, segment.length - *bytes));
-    if (auto table = decode_table(blocks)) {
+    if (auto table = decode_table(blocks); table.has_value() && !table->entries.empty()) {
       found.listed = true;
       found.entries = std::move(table->entries);
       segment.last = table->last;
@@ -192,88 +254,139 @@ Status Recovery::read_chain(Found& found) {
       return Status();
     }
   }
-  while (segment.end + kFrameHeaderBytes <= segment.length) {
-    KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, part, segment.end));
-    std::optional<FrameHeader> header = decode_frame(block);
-    if (!header.has_value() || header->segment != segment.number ||
-        header->generation != segment.generation || header->previous != segment.last ||
-        header->record_bytes > segment.length - segment.end - kFrameHeaderBytes)
-      break;
+  for (std::uint64_t at = kSegmentHeaderBytes;;) {
+    std::optional<FrameHeader> header;
+    KVSTRATA_RETURN_IF_ERROR(find_frame(segment, &at, &header));
+    // Where a frame of an earlier generation lies, no frame of this one was written. So no frame
+    // behind that place was acknowledged.
+    if (!header.has_value() || header->generation < segment.generation) break;
     synced_ = std::max(synced_, header->synced);
-    const std::uint64_t frame_bytes = header->frame_bytes();
+    const std::uint64_t begin = std::exchange(at, at + kFileBlockBytes);
+    if (header->record_bytes > segment.length - begin - kFrameHeaderBytes) {
+      ++found.lost;  // the file was cut within its record
+      continue;
+    }
+    // (A frame that an earlier server did not acknowledge may lie behind those of a later one.)
+    if (header->generation > segment.generation || header->name.sequence <= segment.last.sequence)
+      continue;
+    at = begin + header->frame_bytes();
     segment.last = header->name;
+    segment.end = at;
     found.chain.push_back({.header = std::move(*header),
-                           .block = static_cast<std::uint32_t>(segment.end / kFileBlockBytes)});
-    segment.end += frame_bytes;
+                           .block = static_cast<std::uint32_t>(begin / kFileBlockBytes)});
+  }
+  if (segment.end + kFrameHeaderBytes <= segment.length) {
+    KVSTRATA_RETURN_IF_ERROR(read_patiently(*segment.file, part, segment.end));
+    if (begins_as_frame(block) && !decode_frame(block).has_value()) ++found.lost;
   }
   return Status();
 }
 
-// Finds the last frame that counts and ends the chains there, in memory. Changes nothing on the
-// medium.
-std::string Recovery::find_end() {
-  struct Loose {
-    std::uint64_t sequence;
-    Found* in;
-    std::size_t at;
-  };
-  std::vector<Loose> loose;
-  for (Found& found : found_) {
-    for (std::size_t at = 0; at < found.chain.size(); ++at) {
-      const std::uint64_t sequence = found.chain[at].header.name.sequence;
-      if (sequence > synced_) loose.push_back({sequence, &found, at});
+// Segments retire in their order, so a segment whose frames are all older than those of any other
+// may have retired already. Without its header that is unknown, and a removed record might be found
+// again.
+void Recovery::judge_headless() {
+  for (auto at = found_.begin(); at != found_.end();) {
+    std::uint64_t oldest = ~std::uint64_t{0};  // of the others
+    for (const Found& other : found_) {
+      if (&other != &*at && other.segment->has_frames())
+        oldest = std::min(oldest, other.first_sequence());
     }
+    const Segment& segment = *at->segment;
+    const bool may_have_retired = ~oldest != 0 && segment.last.sequence < oldest;
+    if (at->headless && may_have_retired) {
+      leave_alone(segment);
+      at = found_.erase(at);
+      continue;
+    }
+    if (at->headless)
+      shared_.notes.add(true,
+                        segment.path + " has a damaged header; its frames were read without it");
+    ++at;
   }
-  std::sort(loose.begin(), loose.end(),
-            [](const Loose& a, const Loose& b) { return a.sequence < b.sequence; });
-  std::uint64_t last = synced_;
-  for (const Loose& frame : loose) {
-    const Found::Frame& at = frame.in->chain[frame.at];
-    if (frame.sequence != last + 1) break;
-    bool whole = false;
-    const Status status = look_at_payload(*frame.in->segment, at.block, at.header, &whole);
-    if (!status.ok()) return unreadable(*frame.in->segment, status);
-    if (!whole) break;
-    last = frame.sequence;
-    out_->unmarked = out_->unmarked || at.header.kind != FrameKind::kSkip;
-  }
-  out_->sequence = last;
+}
+
+// Finds the frames that count: those up to the highest mark, and those behind it that are whole.
+// Changes nothing on the medium.
+std::string Recovery::find_end() {
+  out_->sequence = synced_;
   for (Found& found : found_) {
-    const auto end = std::find_if(found.chain.begin(), found.chain.end(), [&](const auto& frame) {
-      return frame.header.name.sequence > last;
-    });
-    if (end == found.chain.end()) continue;
     Segment& segment = *found.segment;
-    segment.end = std::uint64_t{end->block} * kFileBlockBytes;
-    found.chain.erase(end, found.chain.end());
-    segment.last = found.chain.empty() ? FrameName{} : found.chain.back().header.name;
-    cut_.push_back(&segment);
+    if (found.listed) continue;
+    segment.last = FrameName{};
+    segment.end = kSegmentHeaderBytes;
+    std::vector<Found::Frame> chain;
+    // A cut may have gone between two frames.
+    std::uint64_t lost = found.lost + (!found.whole && !found.headless && !found.chain.empty());
+    FrameName before;
+    for (Found::Frame& frame : found.chain) {
+      const FrameName& previous = frame.header.previous;
+      const std::uint64_t missing_up_to = std::min(previous.sequence, synced_);
+      if (missing_up_to > before.sequence)
+        lost += previous.run == before.run ? missing_up_to - before.sequence : 1;
+      before = frame.header.name;
+      const std::uint64_t sequence = frame.header.name.sequence;
+      bool counts = sequence <= synced_;
+      if (!counts) {
+        const Status status = look_at_payload(segment, frame.block, frame.header, &counts);
+        if (!status.ok()) return unreadable(segment, status);
+      }
+      if (!counts) {
+        cut_.push_back({&segment, frame.block});
+        continue;
+      }
+      out_->sequence = std::max(out_->sequence, sequence);
+      segment.last = frame.header.name;
+      segment.end = std::uint64_t{frame.block} * kFileBlockBytes + frame.header.frame_bytes();
+      chain.push_back(std::move(frame));
+    }
+    found.chain = std::move(chain);
+    if (lost == 0) continue;
+    out_->lost_frames += lost;
+    shared_.notes.add(true, segment.path + ": " + std::to_string(lost) +
+                                " frames are damaged, or were unfinished when a server ended; "
+                                "their records are lost, and a record that one of them removed may "
+                                "be found again");
   }
+  // Behind all frames that do not count, found or not.
+  out_->sequence = ((out_->sequence >> kSequenceBits) + 1) << kSequenceBits;
   return "";
 }
 
-// Overwrites the first frame that does not count in each segment: otherwise the marks in later
-// frames would one day say that this frame had been synced.
+// Overwrites the headers of frames that do not count: otherwise a later mark would one day say that
+// they had been synced.
 Status Recovery::cut_log() noexcept {
-  for (Segment* const segment : cut_) {
-    const FileBlock zeros;
-    const WritePart parts[] = {{zeros.bytes.data(), kFileBlockBytes}};
-    KVSTRATA_RETURN_IF_ERROR(segment->file->write(parts, segment->end));
-  }
+  const FileBlock zeros;
+  const WritePart parts[] = {{zeros.bytes.data(), kFileBlockBytes}};
+  for (const Cut& cut : cut_)
+    KVSTRATA_RETURN_IF_ERROR(
+        cut.segment->file->write(parts, std::uint64_t{cut.block} * kFileBlockBytes));
   return Status();
 }
 
 // Makes the frames that count durable and sorts the segments.
 Status Recovery::settle() {
+  // The newest segment gets more frames, so its table goes.
+  const auto newest = std::ranges::max_element(
+      found_, {}, [](const Found& found) { return found.segment->last.sequence; });
+  if (newest != found_.end() && newest->listed) {
+    const FileBlock zeros;
+    const WritePart parts[] = {{zeros.bytes.data(), kFileBlockBytes}};
+    Segment& segment = *newest->segment;
+    KVSTRATA_RETURN_IF_ERROR(segment.file->write(parts, segment.length - kFileBlockBytes));
+    segment.table = std::move(newest->entries);
+    newest->listed = false;
+  }
   for (Found& found : found_) {
     Segment& segment = *found.segment;
     if (!found.listed) KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
-    // A file without frames is removed, because its name may never have been synced. A power cut
-    // may bring the file back; then the next open removes it again. Frames that were cut off from
-    // it are overwritten by then, whether this process or an earlier one cut them off.
-    if (segment.generation == 1 && !segment.has_frames()) {
-      std::uint64_t length_bytes = segment.length;
-      if (length_bytes == 0) KVSTRATA_RETURN_IF_ERROR(segment.file->length(&length_bytes));
+    // A file without frames is removed, because its name may never have been synced, or because its
+    // log ended while the file was being made. A power cut may bring the file back; then the next
+    // open removes it again. Frames that were cut off from it are overwritten by then, whether this
+    // process or an earlier one cut them off.
+    if ((segment.generation <= 1 || !found.whole) && !segment.has_frames()) {
+      std::uint64_t length_bytes = 0;
+      KVSTRATA_RETURN_IF_ERROR(segment.file->length(&length_bytes));
       out_->leftovers.push_back({.path = segment.path,
                                  .number = segment.number,
                                  .length_bytes = length_bytes,

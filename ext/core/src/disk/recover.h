@@ -6,12 +6,14 @@
 //   1. Every segment's header is read. If another version has written one, the open fails before
 //      anything has changed.
 //   2. The table of each segment is read, or, if it has none, its frames one after the other.
-//   3. Frames behind the highest mark (disk/append.h, invariant 2) count up to the first gap, or up
-//      to the first record that is not whole. The frames behind that point were never acknowledged
-//      and are made unreachable. If a read fails, the log is not opened and nothing has changed.
+//   3. A frame behind the highest mark (disk/append.h, invariant 2) counts if it is whole. The
+//      others were never acknowledged, and their headers are overwritten. If a read fails, the log
+//      is not opened and nothing has changed.
 //   4. The frames that count are synced: a process that died may have left them in a cache.
 //
-// Only step 3 reads payloads.
+// Only step 3 reads payloads. Damage costs the frames that it hits: where no frame begins, step 2
+// searches on, up to where nothing was written in this generation of the segment. A segment whose
+// header is damaged has the generation of its frames. What is lost is counted and noted.
 #pragma once
 
 #include <cstdint>
@@ -39,9 +41,9 @@ struct Recovered {
   std::vector<FoundSegment> segments;  // first the empty ones, then from oldest to newest
   std::vector<ForeignFile> foreign;
   std::vector<Leftover> leftovers;  // files of segments that were being made
-  std::uint64_t sequence = 0;       // of the last frame that counts; all frames up to it are synced
-  bool unmarked = false;            // records may lie behind the highest mark
+  std::uint64_t sequence = 0;       // new frames get greater ones; all frames up to it are synced
   std::uint64_t unreadable_segments = 0;
+  std::uint64_t lost_frames = 0;  // damaged ones, as far as others show that they are missing
 };
 
 // Returns an empty string, or a message that says why the log cannot be opened and what to do;

@@ -73,12 +73,11 @@ Status Retirer::shrink(Lock& lock) noexcept {
   const std::uint64_t capacity_bytes = shared_.options.capacity_bytes;
   if (segments_.total_bytes() <= capacity_bytes) return Status();
   maintaining_ = true;
-  appender_.doubt();  // the highest mark may be in a file that is removed here, or not synced
   Status status;
   while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.free().empty()) {
     Segment& segment = segments_.at(segments_.free().back());
     segments_.move(segment, SegmentEvent::kRetire);
-    status = drop(lock, segment);
+    status = segments_.drop(lock, segment);
   }
   while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.full().empty())
     status = retire(lock, segments_.at(segments_.full().front()));
@@ -98,8 +97,20 @@ void Retirer::write_tables(Lock& lock) noexcept {
   }
 }
 
+void Retirer::write_last_tables(Lock& lock) noexcept {
+  if (!appender_.commit(lock, appender_.sequence()).ok()) return;
+  Segment* const active = segments_.active();
+  if (active != nullptr && active->has_frames()) segments_.move(*active, SegmentEvent::kFilled);
+  write_tables(lock);
+}
+
 // REQUIRES: the segment is full, all its frames are synced, and it has no table yet.
 Status Retirer::write_table(Lock& lock, Segment& segment) noexcept {
+  // A file that was cut may have no room.
+  if (segment.end + table_bytes(segment.table.size()) > segment.length) {
+    segment.table_failed = true;
+    return Status(StatusCode::kNoSpace, "room for the table of a segment that was cut");
+  }
   SegmentTable table{.segment = segment.number,
                      .generation = segment.generation,
                      .last = segment.last,
@@ -156,18 +167,9 @@ Status Retirer::retire(Lock& lock, Segment& segment) noexcept {
                     segments_.total_bytes() > shared_.options.capacity_bytes;
   const std::uint32_t number = segment.number;
   const Status status =
-      goes ? drop(lock, segment) : segments_.renew(lock, segment, appender_.synced());
+      goes ? segments_.drop(lock, segment) : segments_.renew(lock, segment, appender_.synced());
   if (status.ok() || segments_.find(number) == nullptr) ++shared_.counts.retired_segments;
   return status;
-}
-
-// REQUIRES: the segment is drained.
-Status Retirer::drop(Lock& lock, Segment& segment) noexcept {
-  if (const Status status = write_mark_durably(lock); !status.ok()) {
-    segments_.move(segment, SegmentEvent::kFailed);
-    return status;
-  }
-  return segments_.drop(lock, segment);
 }
 
 // Writes the most recently loaded records of the segment again, at the log's end, up to the share
@@ -207,10 +209,11 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
       if (is_missing(status)) ++shared_.counts.corrupt_records;
       continue;
     }
-    const DiskPlace* const now = finder_.find(record.key);
-    if (now == nullptr || now->sequence != record.place.sequence) continue;
     const std::optional<Status> room = appender_.take_room(lock, header.frame_bytes(), 1, false);
     if (!room.has_value() || !room->ok()) break;
+    // (take_room() may have unlocked the mutex.)
+    const DiskPlace* const now = finder_.find(record.key);
+    if (now == nullptr || now->sequence != record.place.sequence) continue;
     left -= std::min(left, header.frame_bytes());
     header.head_crc = head_crc_of(memory.get(), record.place.record_bytes);
     const PlacedFrame placed = appender_.place(std::move(header));
@@ -248,24 +251,6 @@ void Retirer::evict_records(Lock& lock, Segment& segment) noexcept {
   }
   segment.records.clear();
   segment.records.shrink_to_fit();
-}
-
-// Marks all frames so far as synced, in a segment that stays, and syncs the mark. Without the mark,
-// the frames behind those of a removed segment would lie behind a gap and not count. The mark is a
-// frame or, if the active segment has no room for a frame, the table of the newest full segment,
-// which always has room for its table.
-Status Retirer::write_mark_durably(Lock& lock) noexcept {
-  KVSTRATA_RETURN_IF_ERROR(appender_.refused());
-  if (appender_.mark(lock)) return appender_.commit(lock, appender_.sequence());
-  KVSTRATA_RETURN_IF_ERROR(appender_.refused());
-  if (segments_.active() != nullptr) segments_.move(*segments_.active(), SegmentEvent::kFilled);
-  if (segments_.full().empty()) return Status();  // no frame is left
-  // Puts may fill more segments while the mutex is unlocked. `newest` stays valid, because no other
-  // thread retires it.
-  Segment& newest = segments_.at(segments_.full().back());
-  KVSTRATA_RETURN_IF_ERROR(appender_.commit(lock, newest.last.sequence));
-  if (!newest.table.empty()) KVSTRATA_RETURN_IF_ERROR(write_table(lock, newest));
-  return appender_.sync(lock, newest);
 }
 
 }  // namespace kvstrata::disk

@@ -5,9 +5,8 @@
 //
 // A segment retires in this order: the records to keep are written again at the log's end and
 // synced; the other records leave the index and are reported as evicted; the loads that read the
-// segment end; the header of its next generation is written and synced. Only then may the segment
-// be overwritten. If its file is removed instead, a mark that its frames were synced is first
-// written to another segment, which stays, and synced.
+// segment end; the header of its next generation is written and synced, or its file is removed.
+// Only then may the segment be overwritten.
 //
 // REQUIRES, for every call: Shared::mutex is held.
 #pragma once
@@ -37,6 +36,10 @@ class Retirer {
   // Whether the log's own thread should call maintain() now.
   [[nodiscard]] bool is_due() const noexcept;
 
+  // Called by close(): writes the tables of all segments that have frames, so that the next open
+  // finds each frame in two places. Unlocks the mutex. REQUIRES: no other thread uses the log.
+  void write_last_tables(Lock& lock) noexcept;
+
   // Called by open(). If the capacity was lowered, removes free segments and then the oldest ones,
   // until the log fits. Unlocks the mutex. REQUIRES: no other thread uses the log.
   Status shrink(Lock& lock) noexcept;
@@ -46,10 +49,8 @@ class Retirer {
   Status write_table(Lock& lock, Segment& segment) noexcept;
   Status next_segment(Lock& lock) noexcept;
   Status retire(Lock& lock, Segment& segment) noexcept;
-  Status drop(Lock& lock, Segment& segment) noexcept;
   void reinsert(Lock& lock, Segment& segment) noexcept;
   void evict_records(Lock& lock, Segment& segment) noexcept;
-  Status write_mark_durably(Lock& lock) noexcept;
 
   Shared& shared_;
   Segments& segments_;

@@ -42,7 +42,7 @@ struct Segment {
   std::uint32_t number = 0;
   SegmentState state = SegmentState::kAbsent;  // changed by Segments::move() alone
   std::uint64_t generation = 1;
-  std::uint64_t length = 0;  // of the file; 0: the log ended while the file was being made
+  std::uint64_t length = 0;  // of the file, in whole blocks
   std::string path;
   std::shared_ptr<File> file;
   std::uint64_t end = kSegmentHeaderBytes;  // where the next frame goes

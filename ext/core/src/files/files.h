@@ -67,6 +67,10 @@ class File {
   // written since the last successful sync can be relied on, and no later sync repairs that.
   virtual Status sync() noexcept = 0;
 
+  // The first offset from `offset` on that may hold bytes other than zeros; the file's length or
+  // more if there is none. A file system that does not know returns `offset`.
+  virtual std::uint64_t next_data(std::uint64_t offset) noexcept { return offset; }
+
   // Makes the file at least `length` bytes long; new bytes read as zeros. Reserves its blocks where
   // the file system can; elsewhere a later write may find no space.
   virtual Status allocate(std::uint64_t length) noexcept = 0;

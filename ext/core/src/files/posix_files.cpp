@@ -94,6 +94,12 @@ class PosixFile final : public File {
     return ::fdatasync(fd_.get()) == 0 ? Status() : os_error("fdatasync");
   }
 
+  std::uint64_t next_data(std::uint64_t offset) noexcept override {
+    const off_t found = ::lseek(fd_.get(), static_cast<off_t>(offset), SEEK_DATA);
+    if (found >= 0) return static_cast<std::uint64_t>(found);
+    return errno == ENXIO ? ~std::uint64_t{0} : offset;
+  }
+
   Status allocate(std::uint64_t length) noexcept override {
     if (::fallocate(fd_.get(), 0, 0, static_cast<off_t>(length)) == 0) return Status();
     if (errno != EOPNOTSUPP) return os_error("fallocate");

@@ -7,6 +7,7 @@
 #include <functional>
 #include <thread>
 
+#include "hash/crc32c.h"
 #include "support/check.h"
 #include "support/disk_log_fixture.h"
 
@@ -163,6 +164,8 @@ TEST(a_log_of_another_version_is_refused_and_not_touched) {
   std::string before = read_file(path);
   for (const int version : {1, 3}) {
     before[8] = static_cast<char>(version);
+    const std::uint32_t crc = crc32c(before.data(), 44);
+    std::memcpy(before.data() + 44, &crc, sizeof(crc));
     write_file(path, before);
     CHECK(disk.try_open().find("another version") != std::string::npos);
     CHECK(read_file(path) == before);

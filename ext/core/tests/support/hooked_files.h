@@ -124,6 +124,9 @@ class HookedFiles final : public FileLayer {
     Status allocate(std::uint64_t length) noexcept override {
       return layer_.hooked("allocate", path_, [&] { return file_->allocate(length); });
     }
+    std::uint64_t next_data(std::uint64_t offset) noexcept override {
+      return file_->next_data(offset);
+    }
     Status truncate(std::uint64_t length) noexcept override {
       return layer_.hooked("truncate", path_, [&] { return file_->truncate(length); });
     }
