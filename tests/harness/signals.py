@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -28,11 +29,13 @@ def send(pid: int, number: int) -> None:
 
 def has_stopped(pid: int) -> bool:
     """Return whether every thread of a process is stopped or has ended."""
+    return all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in of_threads(pid, "stat"))
+
+
+def of_threads(pid: int, file: str) -> list[str]:
+    """Return what `/proc` has in this file about each thread of a process that has not ended meanwhile."""
+    texts = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state not in "TtZX":
-            return False
-    return True
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            texts.append((task / file).read_text())
+    return texts

@@ -16,6 +16,7 @@ from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, eventually
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.server_process import ServerProcess
+from tests.harness.signals import of_threads
 
 pytestmark = pytest.mark.integration
 
@@ -89,19 +90,17 @@ def test_systemd_hears_of_a_controller(tmp_path: Path, systemd: socket.socket, m
         heard(systemd, "STOPPING=1")
 
 
-def name(pid: int | str, thread: int | str = "") -> str:
-    task = f"task/{thread}/" if thread else ""
-    return Path(f"/proc/{pid}/{task}comm").read_text().strip()
+def name(pid: int | str) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def names_of_threads(pid: int) -> set[str]:
-    return {name(pid, thread) for thread in os.listdir(f"/proc/{pid}/task")}
+    return {comm.strip() for comm in of_threads(pid, "comm")}
 
 
 def children(pid: int) -> list[int]:
     """The processes that any thread of this process has started."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [int(child) for told in of_threads(pid, "children") for child in told.split()]
 
 
 def test_processes_and_threads_have_names(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.harness.controller_process import ControllerProcess
 from tests.harness.redis_server import RedisServer
 from tests.harness.refusals import refusal
 from tests.harness.server_process import ServerProcess
+from tests.harness.signals import of_threads
 
 pytestmark = pytest.mark.integration
 
@@ -84,8 +85,8 @@ def family(pid: int) -> list[int]:
     """A process and all of its descendants."""
     found = [pid]
     for parent in found:
-        for thread in Path(f"/proc/{parent}/task").iterdir():
-            found += map(int, (thread / "children").read_text().split())
+        for children in of_threads(parent, "children"):
+            found += map(int, children.split())
     return found
 
 

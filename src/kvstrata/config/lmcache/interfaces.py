@@ -76,7 +76,7 @@ SERVER_PATHS: dict[str, Name] = {
     **dict.fromkeys(
         ("/meta", "/backends", "/bypass", "/freeze", "/hot_cache", "/chunk_statistics"), _OF_ENGINES
     ),
-    "/lookup/{name}": replaced("GET /v1/explain/{request}", "it tells why a recent request hit or missed"),
+    "/lookup/{name}": replaced("GET /v1/explain/{request_id}", "it tells why a recent request hit or missed"),
 }
 """Paths of `lmcache server`; `target` is our path, command or flag."""
 
