@@ -41,7 +41,7 @@ def require_cupy() -> None:
         from cupy.cuda import cublas, curand  # noqa: F401
     except ImportError as error:
         raise NotHere(
-            f"needs CuPy, which computes beside the copies: pip install 'kvstrata[gpu]' ({error})"
+            f"needs CuPy, which computes beside the copies: pip install '.[gpu]' ({error})"
         ) from error
 
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Two engines that share a Mooncake Store. Usage: run.sh MODEL [ARGUMENT OF VLLM SERVE ...]
-# Needs pip install 'kvstrata[mooncake]' (Debian, Ubuntu: apt-get install libibverbs1 libcurl4 libnuma1) and vLLM on PATH.
+# Needs vLLM on PATH and, in the clone, pip install '.[mooncake]' (Debian: apt-get install libibverbs1 libcurl4 libnuma1).
 # Ports: three from MASTER_PORT (50051) on.
 set -eu
 shared=$(dirname "$0")/../shared

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Two engines that share a bucket. Usage: run.sh MODEL [ARGUMENT OF VLLM SERVE ...]
-# Needs pip install 'kvstrata[object_store]' and vLLM on PATH. S3_URL=s3://BUCKET/PREFIX names a bucket of yours, with
+# Needs pip install '.[object_store]' in the clone and vLLM on PATH. S3_URL=s3://BUCKET/PREFIX names a bucket of yours, with
 # the credentials that AWS's tools find; without it a stand-in is started: pip install 'moto[s3,server]'.
 set -eu
 shared=$(dirname "$0")/../shared

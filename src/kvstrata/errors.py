@@ -19,6 +19,11 @@ from kvstrata.text import one_line
 MAX_FIELD_CHARS = 200
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra. kvstrata is on no package index, so it names the clone or a wheel file."""
+    return f"pip install '.[{extra}]' in kvstrata's clone, or pip install 'kvstrata-….whl[{extra}]'"
+
+
 class KvstrataError(Exception):
     """Base of every error that kvstrata raises on purpose.
 

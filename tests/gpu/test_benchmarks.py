@@ -127,7 +127,7 @@ def test_an_engines_traffic_is_timed_with_a_cache_and_without() -> None:
 
 def test_without_cupy_the_benchmark_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(NotHere, match=r"needs CuPy, .* pip install 'kvstrata\[gpu\]'"):
+    with pytest.raises(NotHere, match=r"needs CuPy, .* pip install '\.\[gpu\]'"):
         require_cupy()
 
 

@@ -1,4 +1,4 @@
-"""The adapter keeps kvstrata's storage contract: `pytest tests`, with kvstrata[test] installed."""
+"""The adapter keeps kvstrata's storage contract: `pytest tests`, with kvstrata's extra `test` installed."""
 
 from __future__ import annotations
 

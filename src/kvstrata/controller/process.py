@@ -34,7 +34,7 @@ from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.snapshot import Snapshots
 from kvstrata.controller.sockets import Sockets, zmq_host
 from kvstrata.controller.surroundings import Surroundings
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
@@ -135,7 +135,7 @@ def check_etcd(settings: ControllerSettings) -> None:
     """Raise ConfigError if these settings allow no election."""
     if importlib.util.find_spec("aetcd") is None:
         raise ConfigError(
-            "etcd.endpoints: the client library is missing; install it: pip install 'kvstrata[etcd]'",
+            f"etcd.endpoints: the client library is missing: {install('etcd')}",
             field="etcd.endpoints",
         )
     from kvstrata.controller import election  # needs the extra

@@ -11,7 +11,7 @@ import msgspec
 from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.config.gateway_model import GatewaySettings, GatewayTenantSettings
 from kvstrata.config.tokens import read_bearer_token
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, install
 from kvstrata.gateway.controller_engines import Allowed
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account
@@ -60,9 +60,7 @@ class Plan(NamedTuple):
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:
     """Check the settings, and read the files that they name, but for the tokenizers in `made`. Raises ConfigError."""
     if importlib.util.find_spec(NEEDED) is None:
-        raise ConfigError(
-            f"the gateway needs {NEEDED}; install it: pip install 'kvstrata[gateway]'", field="gateway"
-        )
+        raise ConfigError(f"the gateway needs {NEEDED}: {install('gateway')}", field="gateway")
     http, picker = settings.http, settings.picker
     _check_picker(settings)
     sharing_keys = _check_sharing(settings)
@@ -186,7 +184,7 @@ def _check_picker(settings: GatewaySettings) -> None:
     for module, package in PICKER_NEEDS.items():
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"the picker needs {package}; install it: pip install 'kvstrata[gateway,picker]'",
+                f"the picker needs {package}: {install('gateway,picker')}",
                 field="picker.enabled",
             )
     if bool(picker.tls_cert_file) != bool(picker.tls_key_file):

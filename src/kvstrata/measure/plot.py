@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, install
 
 _RATES = (
     ("put", "value", "put", "#1f5fa8"),
@@ -21,7 +21,7 @@ def check_plot(flag: str) -> None:
     """Raise ConfigError, which names the flag and what to install, if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            f"{flag}: needs the Python package 'matplotlib', which is not installed; pip install 'kvstrata[bench]'",
+            f"{flag}: needs the Python package 'matplotlib', which is not installed: {install('bench')}",
             field=flag,
         )
 

@@ -15,7 +15,7 @@ from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
-from kvstrata.errors import AllWrong, ConfigError, MachineLacks
+from kvstrata.errors import AllWrong, ConfigError, MachineLacks, install
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
@@ -226,8 +226,8 @@ def _check_mac(settings: ServerSettings) -> None:
         )
     if importlib.util.find_spec(mac.MODULE) is None:
         raise MachineLacks(
-            f"p2p.mac: true needs the Python package {mac.MODULE!r}, which is not installed; pip install "
-            "'kvstrata[codecs]'",
+            f"p2p.mac: true needs the Python package {mac.MODULE!r}, which is not installed: "
+            f"{install('codecs')}",
             field="p2p.mac",
         )
 

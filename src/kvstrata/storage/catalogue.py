@@ -157,8 +157,8 @@ def find(kind: str, where: str) -> FoundType:
         return FoundType(INSTALLED, f"{__name__}:INSTALLED", others[kind])
     if not own:
         raise ConfigError(
-            f"{where}: the installation of {OWN_PACKAGE} names no types of adapter; reinstall it (make setup in a "
-            "clone, else pip install --force-reinstall kvstrata)",
+            f"{where}: the installation of {OWN_PACKAGE} names no types of adapter; reinstall it (`make setup` "
+            "in the clone, or pip install --force-reinstall with a wheel file)",
             field=where,
         )
     if kind in ELSEWHERE:

@@ -284,7 +284,7 @@ FUZZED_S = 5
 def test_atheris_finds_nothing_in_a_short_run(target: str, tmp_path: Path) -> None:
     """Coverage-guided; `python -m tests.fuzz.rpc.coverage_guided rpc` alone runs until it is stopped."""
     if importlib.util.find_spec("atheris") is None:
-        reason = "atheris is not installed: pip install 'kvstrata[test]'"
+        reason = "atheris is not installed: pip install '.[test]'"
         if HAS_WHEEL and os.environ.get("CI") == "true":
             pytest.fail(f"CI=true requires it: {reason}")
         pytest.skip(reason)

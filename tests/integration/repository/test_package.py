@@ -185,7 +185,7 @@ def test_without_its_extra_the_gateway_says_what_to_install(installed: Path, tmp
     for more in ([], ["--check"]):
         ran = run([str(installed / "lmcache-gateway"), "--engine", "http://127.0.0.1:1", *more], tmp_path)
         assert ran.returncode == 2, ran.stderr
-        assert "gateway needs httptools; install it: pip install 'kvstrata[gateway]'" in ran.stderr
+        assert "gateway needs httptools: pip install '.[gateway]'" in ran.stderr
         assert "Traceback" not in ran.stderr
 
 

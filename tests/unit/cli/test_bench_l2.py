@@ -88,7 +88,7 @@ def test_without_matplotlib_only_svg_is_refused(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", importing)
     arguments = ("--l2-adapter", FS % tmp_path, "--chunk-mb", "0.25", "--count", "2", "--rounds", "1")
     status, err = ended(capsys, *arguments, "--svg", str(tmp_path / "a.svg"))
-    assert status == 2 and "--svg" in err and "pip install 'kvstrata[bench]'" in err
+    assert status == 2 and "--svg" in err and "pip install '.[bench]'" in err
     assert list(tmp_path.iterdir()) == []
     assert bench.main(["l2", *arguments]) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
@@ -68,3 +69,12 @@ def test_tests_that_a_page_names_are_there() -> None:
         if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
     ]
     assert wrong == []
+
+
+def test_nothing_promises_a_package_index_that_has_us() -> None:
+    """`kvstrata` is on none, so whoever registers the name would get these installs: name the clone or a wheel file."""
+    promise = re.compile(r"pip install[\s\"']+(?:-\S+[\s\"']+)*kvstrata(?![/.-])")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / file for file in listed.stdout.split("\0")[:-1]]
+    texts = {file: file.read_text(errors="replace") for file in files if file.is_file()}
+    assert [name(file) for file, text in texts.items() if promise.search(text)] == []

@@ -185,7 +185,7 @@ def test_a_missing_library_is_named_with_the_line_that_installs_it(
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else real(name))
-    wanted = rf"codec\[0\]: '{codec}' needs the Python package '{package}'.*pip install 'kvstrata\[codecs\]'"
+    wanted = rf"codec\[0\]: '{codec}' needs the Python package '{package}'.*pip install '\.\[codecs\]'"
     with pytest.raises(ConfigError, match=wanted):
         configure_tier({**FS, "codec": [codec]}, 0)
 

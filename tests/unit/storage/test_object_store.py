@@ -37,7 +37,7 @@ S3 = {"type": "object_store", "url": "s3://bucket/kv", "region": "us-east-1"}
 
 def test_a_missing_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvstrata\[object_store\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[object_store\]'"):
         configure_tier(S3, 0)
 
 

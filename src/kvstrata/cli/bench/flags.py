@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, install
 from kvstrata.measure.plot import check_plot
 
 
@@ -39,7 +39,7 @@ def progress(total: int, unit: str, notes: list[str]) -> Iterator[Callable[[int]
     try:
         from tqdm import tqdm
     except ImportError:
-        notes.append("for a progress bar: pip install 'kvstrata[bench]'")
+        notes.append(f"for a progress bar: {install('bench')}")
         yield lambda count: None
         return
     with tqdm(total=total, unit=unit, unit_scale=unit == "B", leave=False, file=sys.stderr) as bar:
@@ -52,7 +52,7 @@ def add_report_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--json-file", default="", metavar="FILE", help="also write the report as JSON to this file (none)")
     add("--svg", default="", metavar="FILE",
-        help="also draw the figures into this file (none); needs pip install 'kvstrata[bench]'")  # fmt: skip
+        help=f"also draw the figures into this file (none); needs {install('bench')}")  # fmt: skip
 
 
 def run_and_report(

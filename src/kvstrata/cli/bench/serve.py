@@ -23,7 +23,7 @@ from kvstrata.cli.asking import read_token
 from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
-from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.errors import ConfigError, Unavailable, install
 from kvstrata.measure.figures import machine
 from kvstrata.measure.plot import draw_serve
 from kvstrata.measure.serving import (
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="kvstrata bench serve",
         description="Measure OpenAI-compatible endpoints as their users see them.",
-        epilog="If OPENAI_API_KEY is set, it is sent. Needs pip install 'kvstrata[bench]'.",
+        epilog="If OPENAI_API_KEY is set, it is sent. Needs the extra `bench`.",
     )
     workloads = top.add_subparsers(dest="workload", required=True, metavar="WORKLOAD")
     tokens = whole(1, MOST_TOKENS)
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None) -> int:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure; returns the report. Raises KvstrataError; in any case nothing is running afterwards."""
     if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("needs the Python package 'httpx'; pip install 'kvstrata[bench]'")
+        raise ConfigError(f"needs the Python package 'httpx': {install('bench')}")
     return asyncio.run(_measure(options, _workload(options)))
 
 

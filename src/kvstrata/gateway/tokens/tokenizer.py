@@ -12,7 +12,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.errors import ConfigError
+from kvstrata.errors import ConfigError, install
 from kvstrata.gateway.tokens.cuts import certain, parts_of
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import Chat, Text
@@ -39,9 +39,7 @@ class OwnTokenizer:
         """Read the tokenizer of `model` from `folder`. Raises ConfigError, which names `field`."""
         for module in NEEDED:
             if importlib.util.find_spec(module) is None:
-                says = (
-                    f"{field}: a tokenizer needs {module}; install it: pip install 'kvstrata[gateway-tokens]'"
-                )
+                says = f"{field}: a tokenizer needs {module}: {install('gateway-tokens')}"
                 raise ConfigError(says, field=field)
         self.model, self.folder = model, folder
         self._field = field

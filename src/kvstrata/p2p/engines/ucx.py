@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvstrata.errors import TransferError
+from kvstrata.errors import TransferError, install
 from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.engines.base import (
     BUSY,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INSTALL = "pip install 'kvstrata[p2p]', or a system package such as libucx0"
+INSTALL = f"{install('p2p')}, or a system package such as libucx0"
 BUILD = "run `make setup` where PyPI can be reached, or install libucx-dev, and build again"
 MAX_ITEMS_UNDER_WAY = 16 * MAX_ITEMS
 

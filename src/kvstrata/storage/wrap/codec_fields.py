@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.tokens import read_token_file
-from kvstrata.errors import AllWrong, ConfigError
+from kvstrata.errors import AllWrong, ConfigError, install
 
 MIN_KEY_CHARS = 32
 NAMES = ("fp8", "zstd", "aes-gcm", "mac")
 MOST_KEYS = 8
-_PIP = "pip install 'kvstrata[codecs]'"
 
 
 class ZstdOptions(NamedTuple):
@@ -135,7 +134,7 @@ def _with(settings: ChainSettings, entry: object, where: str, seen: list[str]) -
 def _need(module: str, where: str, name: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ConfigError(
-            f"{where}: {name!r} needs the Python package {module!r}, which is not installed; {_PIP}",
+            f"{where}: {name!r} needs the Python package {module!r}, which is not installed: {install('codecs')}",
             field=where,
         )
 

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import ConfigError, StorageError
+from kvstrata.errors import ConfigError, StorageError, install
 from kvstrata.patience import patience
 
 PROBE_S = 1.5
 """Longest wait for a connection, or for the answer on it, before the client is set up."""
 _NICS = Path("/sys/class/infiniband")
 _APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "libnl-3": "libnl-3-200"}
+_PACKAGE = "mooncake-transfer-engine-non-cuda"
+"""The wheel without CUDA, of the extra `mooncake`."""
 
 # A request of Mooncake's RPC (coro_rpc): magic, version, serialisation, kind, sequence, function, lengths of body and
 # attachment. The function is ServiceReady, which has no arguments and answers with the store's version.
@@ -36,16 +38,14 @@ def import_store(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "mooncake":
             raise
-        what = "mooncake_store needs Mooncake's client: pip install 'kvstrata[mooncake]'"
+        what = f"mooncake_store needs Mooncake's client: {install('mooncake')}"
         raise ConfigError(f"{name}: {what}", field=name) from None
     except ImportError as error:
         library = re.search(r"(lib[\w+.-]*?)\.so[.\d]*: cannot open shared object file", str(error))
         if library is None:
-            advice = "reinstall it: pip install --force-reinstall 'kvstrata[mooncake]'"
+            advice = f"reinstall it: pip install --force-reinstall {_PACKAGE}"
         elif library[1] == "libcuda":
-            advice = (
-                "the wheel for CUDA is installed on a machine without a GPU: pip install 'kvstrata[mooncake]'"
-            )
+            advice = f"the wheel for CUDA is installed on a machine without a GPU: pip install {_PACKAGE}"
         else:
             advice = f"on Debian or Ubuntu: apt-get install {_APT.get(library[1], library[1])}"
         raise ConfigError(

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import AllWrong, ConfigError
+from kvstrata.errors import AllWrong, ConfigError, install
 from kvstrata.patience import patience
 from kvstrata.storage.catalogue import Make, Medium, Reach
 from kvstrata.storage.common import COMMON
@@ -99,7 +99,7 @@ class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def _missing() -> str:
     if importlib.util.find_spec("obstore") is None:
-        return "the package obstore is missing; pip install 'kvstrata[object_store]'"
+        return f"the package obstore is missing: {install('object_store')}"
     return ""
 
 
