@@ -32,7 +32,7 @@ from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
 from kvstrata.controller.snapshot import Snapshots
-from kvstrata.controller.sockets import Sockets, zmq_host
+from kvstrata.controller.sockets import Sockets, zmq_host, zmq_host_setting
 from kvstrata.controller.surroundings import Surroundings
 from kvstrata.errors import ConfigError, install
 from kvstrata.observability.logging import current_level, set_level
@@ -53,7 +53,7 @@ from kvstrata.process.listen import (
     serve,
     warn_if_open,
 )
-from kvstrata.process.ports import Listening, refuse_port_twice
+from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
 from kvstrata.rpc.key_file import KeyFile
 from kvstrata.rpc.shared_key import ADVICE, SharedKey
 from kvstrata.rpc.zmq_curve import OPEN, ControllerKeys, CurveKeys, read_controller_keys
@@ -97,6 +97,8 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
     snapshot_dir(settings, settings.http.port, environment)
     token = read_token(settings.http, insecure=settings.security.insecure)
     curve_file = settings.security.curve_secret_file
+    if not (curve_file or settings.security.insecure):
+        refuse_open(zmq_host(settings), zmq_host_setting(settings))
     if settings.etcd.endpoints:
         check_etcd(settings)
     keys = KeyFile(curve_file, read_controller_keys) if curve_file else None

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from kvstrata.config.controller_model import DirectorySettings
+from kvstrata.config.private_dir import make_private_dir
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import SlotsExhausted
 from kvstrata.controller.lookups import Place
@@ -92,7 +93,7 @@ class Snapshots:
         """Make the folder and restore the members; `keep` restores their placements. Raises ConfigError."""
         folder = self._path.parent
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_dir(folder, "directory.snapshot_dir")
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(f"{folder} cannot be written")
         except OSError as error:

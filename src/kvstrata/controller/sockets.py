@@ -25,6 +25,11 @@ def zmq_host(settings: ControllerSettings) -> str:
     return host if socket_path(host) is None else "localhost"
 
 
+def zmq_host_setting(settings: ControllerSettings) -> str:
+    """The setting that names the address of the ZMQ ports."""
+    return "monitor_host" if settings.monitor_host else "http.host"
+
+
 class Sockets:
     """The three sockets of one controller. Belongs to the event loop."""
 
@@ -65,7 +70,7 @@ class Sockets:
                 curve=curve,
                 clients=clients,
                 insecure=settings.security.insecure,
-                host_setting="monitor_host" if settings.monitor_host else "http.host",
+                host_setting=zmq_host_setting(settings),
                 port_setting=f"monitor_ports.{name}",
                 flag="--monitor-ports",
                 refused_note=refused_note,

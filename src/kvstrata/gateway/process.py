@@ -32,7 +32,7 @@ from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
-from kvstrata.process.listen import Listener, ServedToken, listen
+from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
 
 if TYPE_CHECKING:
     import uvicorn
@@ -237,6 +237,9 @@ class Gateway(Process):
         if settings.insecure and not loopback and not settings.tenants:
             says = "--insecure: everybody who reaches this port may use the engines"
             self.log.warning("http_port_open", host=settings.http.host, port=listener.port, note=says)
+        warn_if_plain(settings.http.host, listener.port, self.log)
+        if self._picker is not None and not settings.picker.tls_cert_file:
+            warn_if_plain(settings.picker.host, self._picker.port, self.log)
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_OBJECTS)

@@ -169,13 +169,26 @@ class ServedToken:
 
 
 def warn_if_open(settings: ListenSettings, token: str, port: int, log: EventLog, *, insecure: bool) -> None:
-    """Log that `--insecure` opens a port to everybody."""
+    """Log that `--insecure` opens a port to everybody, and that other machines reach it without TLS."""
+    warn_if_plain(settings.host, port, log)
     if insecure and not token and port:
         log.warning(
             "http_port_open",
             host=settings.host,
             port=port,
             note="--insecure: everybody who reaches this port may read and change everything; set http.token_file",
+        )
+
+
+def warn_if_plain(host: str, port: int, log: EventLog) -> None:
+    """Log that other machines reach a port that speaks no TLS; `port`: 0 for a unix socket."""
+    if port and not is_loopback(host):
+        log.warning(
+            "port_without_tls",
+            host=host,
+            port=port,
+            note="whoever can listen on the network reads tokens, prompts and answers: put a proxy or a mesh with TLS "
+            "before this port (docs/deploy.md#tls)",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator
@@ -51,6 +52,18 @@ def resolve(host: str, setting: str = "host") -> tuple[str, socket.AddressFamily
         raise MachineLacks(f"{setting}: {host!r} is not an address: {error}", field=setting) from None
     family, _, _, _, where = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(where[0]).partition("%")[0], family
+
+
+def refuse_open(
+    host: str, setting: str, keys_setting: str = "security.curve_secret_file (--curve-secret-file)"
+) -> None:
+    """Raise ConfigError if other machines reach a port at `host`; for a ZMQ port without keys."""
+    if not ipaddress.ip_address(resolve(host, setting)[0]).is_loopback:
+        raise ConfigError(
+            f"{setting}: {host} is reachable from other machines; give {keys_setting}, listen on localhost, or allow "
+            "it with --insecure",
+            field=setting,
+        )
 
 
 def port_holder(port: int) -> str:

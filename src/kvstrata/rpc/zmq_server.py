@@ -24,7 +24,6 @@ anything; the refusal is counted and logged.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 import socket
@@ -40,10 +39,10 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from kvstrata.config.private_dir import path_id
-from kvstrata.errors import ConfigError, MachineLacks, Unavailable
+from kvstrata.errors import MachineLacks, Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
-from kvstrata.process.ports import port_holder, resolve
+from kvstrata.process.ports import port_holder, refuse_open, resolve
 from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_inbox import Inbox, Message
@@ -194,12 +193,8 @@ class ZmqServer:
         """
         address, family = resolve(host, host_setting)
         guarded = curve is not None and curve.clients is not None
-        if not ipaddress.ip_address(address).is_loopback and not guarded and not insecure:
-            raise ConfigError(
-                f"{host_setting}: {host} is reachable from other machines; give {keys_setting}, "
-                "listen on localhost, or allow it with --insecure",
-                field=host_setting,
-            )
+        if not guarded and not insecure:
+            refuse_open(host, host_setting, keys_setting)
         server = self._router(local=False)
         if family == socket.AF_INET6:
             server.setsockopt(zmq.IPV6, 1)

@@ -27,7 +27,7 @@ from kvstrata.p2p.engines.ports import has_rdma_card, reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
-from kvstrata.process.ports import Listening, refuse_port_twice
+from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys, read_curve_file
 from kvstrata.server.facts import MAX_SESSION_SHARE
 from kvstrata.server.own_pools import own_sizes
@@ -111,6 +111,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     http_token = ""
     if settings.http.enabled:
         http_token = here(lambda: read_token(settings.http, insecure=settings.security.insecure), "")
+    if settings.has_tcp and not (settings.security.curve_secret_file or settings.security.insecure):
+        refuse_open(settings.named_host, "host")
     if settings.security.curve_secret_file:
         if not settings.has_tcp:
             raise ConfigError(

@@ -9,11 +9,13 @@ import time
 import pytest
 
 from kvstrata.rpc import cluster_wire as wire
+from tests.harness import own_commands
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, Refused, holders, key_of, tags_of
 from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
+ANY = '{"pull": 0, "reply": 0, "heartbeat": 0}'
 SNAPSHOTS = {**os.environ, "KVSTRATA_CONTROLLER_DIRECTORY_SNAPSHOT_S": "1"}
 
 
@@ -181,3 +183,25 @@ def test_sigterm_writes_a_last_snapshot(tmp_path):
         controller.start()
         assert controller.ask("/v1/instances/a")["state"] == "restored"
         assert a.register().sync
+
+
+def test_a_folder_of_snapshots_that_others_can_write_stops_the_start(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    folder.chmod(0o770)
+    words = (
+        "controller",
+        "--no-supervise",
+        "--port",
+        "0",
+        "--monitor-ports",
+        ANY,
+        "--snapshot-dir",
+        str(folder),
+    )
+    ran = own_commands.run("kvstrata", *words)
+    assert (
+        ran.returncode == 2
+        and "directory.snapshot_dir: directory " in ran.stderr
+        and "chmod 700" in ran.stderr
+    )

@@ -221,6 +221,27 @@ def test_a_token_file_that_others_can_read_stops_the_start(tmp_path: Path) -> No
         server.start()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_off_loopback_only_the_probes_answer_without_the_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 32)
+    server = ServerProcess(
+        tmp_path / "server", l1_mb=16, flags=("--http-host", "0.0.0.0"),
+        environment={**os.environ, "KVSTRATA_HTTP_TOKEN_FILE": str(token)},
+    )  # fmt: skip
+    flags = ("--host", "0.0.0.0", "--monitor-host", "127.0.0.1", "--token-file", str(token))
+    controller = ControllerProcess(tmp_path / "controller", flags=flags)
+    asked = ["GET /healthz", "GET /readyz", "GET /metrics", "POST /v1/clear", "GET /openapi.json"]
+    with server, controller:
+        server.start()
+        for process in (server, controller):
+            assert asked_by_another_user(process, asked) == [200] * 2 + [401] * 3
+            process.expect("port_without_tls", "host=0.0.0.0", f"port={port_of(process)}")
+            right = {"authorization": f"Bearer {token.read_text()}"}
+            assert send(port_of(process), right, request="GET /metrics")[0] == 200
+
+
 def test_insecure_opens_the_port_and_the_log_says_so_at_each_start(tmp_path: Path) -> None:
     with ServerProcess(tmp_path, l1_mb=16, flags=("--insecure",)) as server:
         for starts in (1, 2):

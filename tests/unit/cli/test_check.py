@@ -176,3 +176,25 @@ def test_a_port_named_twice_stops_the_start(command: str, flags: tuple[str, ...]
     status, said = check(*flags, command=command)
     assert status == 2
     assert said[-1].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "field"),
+    [
+        ("server", ("--host", "0.0.0.0"), "host"),
+        ("server", ("--http-host", "0.0.0.0"), "http.host"),
+        ("controller", ("--monitor-host", "0.0.0.0"), "monitor_host"),
+        ("controller", ("--host", "0.0.0.0", "--token-file", "TOKEN"), "http.host"),
+    ],
+)
+def test_a_port_that_others_reach_without_a_key_stops_the_start(
+    tmp_path: Path, command: str, flags: tuple[str, ...], field: str
+) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 32)
+    given = [str(token) if word == "TOKEN" else word for word in flags]
+    status, said = check(*given, command=command)
+    assert status == 2
+    assert said[-1].startswith(f"{field}: ") and "--insecure" in said[-1]
+    assert check(*given, "--insecure", command=command)[0] == 0
