@@ -149,13 +149,14 @@ class GatewayProtocol(Timed, HttpToolsProtocol):
         self._in_head = True
         super().on_message_begin()
         self.arriving()
-        self.bounds.busy(self)
         self.scope["state"]["connection"] = self
 
     def on_message_complete(self) -> None:
         self._moves = True
         super().on_message_complete()
         self.arrived()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.bounds.busy(self)  # only now, so that a half request is closed for a new connection
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
