@@ -147,6 +147,27 @@ def test_with_a_key_nothing_that_somebody_else_wrote_is_served(
             assert (counts["unauthenticated"], counts.get("wrong_key")) == (8, None), f"{told}: {counts}"
 
 
+def test_without_a_key_a_record_is_served_if_it_fits_and_no_other(
+    start: Callable[..., ServerProcess], medium: RedisServer
+) -> None:
+    server = start()
+    with RpcClient(server.socket_dir) as client, medium.client() as attacker:
+        identity, chain = new_prompt(client, 2)
+        client.store(identity, chain)
+        put_of(client, 2)
+        first, second = names_of(client, identity.root, chain)
+        clear_l1(client)
+        forged = forged_record(client, identity.root, chain[:KEY_BYTES], b"FORGED!!")
+        attacker.set(second, forged)  # the key of another chunk
+        attacker.set(first, forged)
+        n_chunks, reason, starts = read_back(client, identity.identity_id, chain)
+        assert (n_chunks, reason, starts) == (1, "corrupt", [b"FORGED!!"])
+        other = client.identify(salt="another identity")
+        clear_l1(client)
+        attacker.set(first, forged_record(client, other.root, chain[:KEY_BYTES], b"FORGED!!"))
+        assert read_back(client, identity.identity_id, chain[:KEY_BYTES])[:2] == (0, "corrupt")
+
+
 @pytest.mark.long
 def test_accept_plain_serves_old_records_and_says_so_at_each_start(
     start: Callable[..., ServerProcess], medium: RedisServer, tmp_path: Path

@@ -259,6 +259,22 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
                 check=False,
             )
             assert "PermissionError" in ran.stderr, (oct(mode), name, ran.stderr)
+    attach = server.socket_dir / "attach.sock"
+    attach.chmod(0o666)  # also if somebody has opened the socket itself
+    ask = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])"
+    )
+    ask += "; s.settimeout(60); print(s.recv(65_536), len(s.recv(1)))"
+    ran = subprocess.run(
+        [*OTHER_USER, sys.executable, "-c", ask, str(attach)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    server.socket_dir.chmod(0o700)
+    attach.chmod(0o600)
+    assert "uid 65534 may not attach to a server of uid 0" in ran.stdout and ran.stdout.endswith(" 0\n"), ran
 
 
 @pytest.mark.long

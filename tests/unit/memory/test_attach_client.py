@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvstrata.errors import ConfigError, Unavailable
+from kvstrata.errors import ConfigError, NotPermitted, Unavailable
 from kvstrata.memory.attach.client import LockHolder, attach, attach_in
 from kvstrata.memory.paths import ATTACH_SOCKET
 from tests.harness.attach_worker import make_request
@@ -63,3 +64,31 @@ def test_nobody_connects_to_a_socket_in_a_folder_that_others_control(root, whose
             attach_in([theirs, root / "ours"], make_request(session=b"s" * 16), LockHolder(), 0.1)
         with pytest.raises(BlockingIOError):
             listener.accept()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_nobody_speaks_to_a_socket_at_which_another_user_listens(root):
+    """It was bound while the folder stood open."""
+    ours = root / "ours"
+    ours.mkdir()
+    ours.chmod(0o777)
+    listen = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind(sys.argv[1])"
+    )
+    listen += "; s.listen(); print('bound', flush=True); print(s.accept()[0].recv(65_536))"
+    thief = [
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        "/usr/bin/env",
+        "python3",
+        "-c",
+        listen,
+    ]
+    with subprocess.Popen([*thief, ATTACH_SOCKET], cwd=ours, stdout=subprocess.PIPE, text=True) as listener:
+        assert listener.stdout is not None and listener.stdout.readline() == "bound\n"
+        ours.chmod(0o700)
+        with pytest.raises(NotPermitted, match="is served by uid 65534, not by us"):
+            attach_in([ours], make_request(session=b"s" * 16), LockHolder(), 0.1)
+        assert listener.stdout.read() == "b''\n"

@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata import cli
 from kvstrata.errors import ConfigError
 from kvstrata.process.http_token import TokenFile, find_token, fresh_token
 
-LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+HEAR = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+print(listener.accept()[0].recv(65_536).decode())
+"""
 
 
 @pytest.fixture
@@ -71,16 +77,20 @@ def test_a_token_that_others_can_read_is_not_used(environ, port):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_a_token_is_not_sent_to_a_port_that_another_user_has_taken(environ):
-    other_user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env")
-    command = [*other_user, "python3", "-c", LISTEN]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as thief:
-        assert thief.stdout is not None
-        port = int(thief.stdout.readline())
+@pytest.mark.parametrize("whose", ["another user", "the same user"])
+def test_a_token_is_not_sent_to_a_port_that_another_user_has_taken(environ, monkeypatch, capsys, whose):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", environ["XDG_RUNTIME_DIR"])
+    other_user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] * (whose == "another user")
+    command = [*other_user, "/usr/bin/env", "python3", "-c", HEAR]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listener:
+        assert listener.stdout is not None
+        port = int(listener.stdout.readline())
         file = TokenFile(fresh_token(), port, environ)
-        assert find_token(f"http://localhost:{port}", environ) == ""
+        assert cli.main(["ctl", "status", "--url", f"http://localhost:{port}"]) != 0
         file.close()
-        thief.communicate("\n")
+        heard = listener.stdout.read()
+    capsys.readouterr()
+    assert "GET /v1/status" in heard and ("Authorization" in heard) == (whose == "the same user")
 
 
 def test_a_folder_that_others_can_write_to_stops_the_start(tmp_path, environ, port):
