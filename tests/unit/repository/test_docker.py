@@ -8,18 +8,34 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+import redis
 import yaml
 
 from kvstrata.config.model import HttpSettings
 from kvstrata.observability.families import FAMILIES, sample_names
 from kvstrata.process.listen import read_token
+from tests.harness.daemon import Unavailable
+from tests.harness.redis_server import RedisServer
+from tests.unit.repository.test_pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 DOCKER = ROOT / "docker"
 COMPOSE_FILES = sorted(DOCKER.glob("compose*.yaml"))
 DASHBOARD = ROOT / "configs/grafana/kvstrata.json"
+
+
+SECRETS = {"http-token", "redis-password", "redis.conf", "l2-key"}
+"""Files that the README's commands make."""
+
+
+def make_secrets(folder: Path) -> None:
+    """Run the README's commands that make the secrets in this folder."""
+    before, compose, _ = (DOCKER / "README.md").read_text().partition("\ndocker compose")
+    assert compose
+    commands = before.partition("```\n")[2]
+    subprocess.run(["bash", "-euc", f"umask 077\n{commands}"], cwd=folder, check=True, timeout=60)
 
 
 def services(file: Path) -> dict[str, dict[str, Any]]:
@@ -35,19 +51,20 @@ def services(file: Path) -> dict[str, dict[str, Any]]:
 def test_the_server_of_each_compose_file_accepts_its_command_line(file: Path, tmp_path: Path) -> None:
     command = services(file)["kvstrata"]["command"]
     assert command[0] == "lmcache-server"
-    secret = tmp_path / "http-token"
-    secret.write_text("a-token-for-the-test-only-0123456789\n")
-    secret.chmod(0o600)
+    make_secrets(tmp_path)
     settings = tmp_path / "server.yaml"
     text = (DOCKER / "server.yaml").read_text()
     for inside, outside in {
-        "/run/secrets/http-token": str(secret),
+        "/run/secrets/": f"{tmp_path}/",
         "/run/kvstrata": str(tmp_path / "sockets"),
     }.items():
         assert inside in text
         text = text.replace(inside, outside)
     settings.write_text(text)
-    arguments = [argument.replace("/etc/kvstrata/server.yaml", str(settings)) for argument in command[1:]]
+    arguments = [
+        argument.replace("/etc/kvstrata/server.yaml", str(settings)).replace("/run/secrets/", f"{tmp_path}/")
+        for argument in command[1:]
+    ]
     checked = subprocess.run(
         [sys.executable, "-m", "kvstrata.cli.server", *arguments, "--check"],
         capture_output=True,
@@ -61,11 +78,13 @@ def test_the_server_of_each_compose_file_accepts_its_command_line(file: Path, tm
 @pytest.mark.parametrize("file", COMPOSE_FILES, ids=lambda file: file.name)
 def test_files_and_ports_of_a_compose_file_exist_and_are_local(file: Path) -> None:
     base = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    secrets = base["secrets"] | yaml.safe_load(file.read_text()).get("secrets", {})
+    assert {Path(secret["file"]).name for secret in secrets.values()} <= SECRETS
     merged = services(file)
     for name, service in merged.items():
         assert ("image" in service) or ("build" in service), name
         assert set(service.get("depends_on", [])) <= set(merged), name
-        assert set(service.get("secrets", [])) <= set(base["secrets"]), name
+        assert set(service.get("secrets", [])) <= set(secrets), name
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert (DOCKER / source).exists() if source.startswith(".") else source in base["volumes"], volume
@@ -101,18 +120,36 @@ def test_each_host_that_an_adapter_connects_to_is_a_service() -> None:
         for argument in merged["kvstrata"]["command"]:
             if argument.startswith("--l2-adapter="):
                 entry = json.loads(argument.partition("=")[2])
-                hosts = [entry.get("host"), str(entry.get("master_server_addr", "")).partition(":")[0]]
+                hosts = [
+                    urlsplit(entry.get("url", "")).hostname,
+                    str(entry.get("master_server_addr", "")).partition(":")[0],
+                ]
                 assert {host for host in hosts if host} <= set(merged)
 
 
 def test_the_token_that_the_readme_makes_can_be_used(tmp_path: Path) -> None:
-    before, compose, _ = (DOCKER / "README.md").read_text().partition("\ndocker compose")
-    assert compose
-    commands = before.partition("```\n")[2]
-    subprocess.run(["bash", "-euc", f"umask 077\n{commands}"], cwd=tmp_path, check=True, timeout=60)
-    token = tmp_path / "http-token"
-    assert token.stat().st_mode & 0o777 == 0o600
-    assert len(read_token(HttpSettings(token_file=str(token)), insecure=False)) == 32
+    make_secrets(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == SECRETS
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert len(read_token(HttpSettings(token_file=str(tmp_path / "http-token")), insecure=False)) == 32
+
+
+def test_redis_asks_for_the_password_that_the_server_has(tmp_path: Path) -> None:
+    make_secrets(tmp_path)
+    command = services(DOCKER / "compose.redis.yaml")["redis"]["command"]
+
+    class Composed(RedisServer):
+        def _arguments(self) -> list[str]:
+            settings = [str(word).replace("/run/secrets/", f"{tmp_path}/") for word in command[1:]]
+            return [*settings, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(tmp_path)]
+
+    try:
+        server = Composed(tmp_path / "redis", password=(tmp_path / "redis-password").read_text().strip())
+        server.start()  # it answers with the password
+    except Unavailable as error:
+        pytest.skip(str(error))
+    with server, redis.Redis("127.0.0.1", server.port) as stranger, pytest.raises(redis.AuthenticationError):
+        stranger.ping()
 
 
 def plotted() -> set[str]:
@@ -139,13 +176,36 @@ def test_the_dashboard_shows_every_number_of_a_tier() -> None:
     assert missing == ["kvstrata_l2_host_pid"], "a process id is nothing to plot; add panels for the others"
 
 
-def test_the_image_is_built_from_existing_files_and_extras() -> None:
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
+def test_the_image_is_built_from_existing_files_and_extras(name: str) -> None:
     import tomllib
 
-    text = (DOCKER / "Dockerfile").read_text()
+    text = (DOCKER / name).read_text()
     for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.MULTILINE):
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for named in re.findall(r"\[([a-z_,]+)\]\"", text):
         assert set(named.split(",")) <= set(extras)
+
+
+def test_the_image_of_an_engine_has_a_version_of_vllm_that_was_run_and_the_servers_user() -> None:
+    text = (DOCKER / "Dockerfile.vllm").read_text()
+    [version] = re.findall(r"^ARG VLLM=v(.*)$", text, re.MULTILINE)
+    assert f"| {version} | for real |" in (ROOT / "docs/vllm-versions.md").read_text()
+    assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1000:1000"]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
+def test_an_image_takes_from_a_registry_what_a_lock_pins_alone(name: str) -> None:
+    text = re.sub(r"\\\n", "", (DOCKER / name).read_text())
+    steps = re.findall(r"((?:\w+=\S+ )*(?:python3 -m )?pip (?:install|wheel) [^&\n]*)", text)
+    assert len(steps) >= 3
+    for step in steps:
+        pinned = "--require-hashes" in step and re.search(r"-r requirements/[\w-]+\.lock", step)
+        own = step.split()[-1] in (".", "/wheels/*.whl") and ("--no-deps" in step)
+        assert (
+            pinned
+            or "--no-index" in step
+            or (own and ("--no-build-isolation" in step or "PIP_NO_INDEX=1" in step))
+        ), step

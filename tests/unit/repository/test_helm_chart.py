@@ -17,19 +17,25 @@ from tests.tools import fetch_wheels
 from tests.tools.provision import ROOT
 
 CHART = ROOT / "docker" / "helm" / "kvstrata"
-EVERYTHING = {"controller": {"enabled": True}, "picker": {"enabled": True}}
+NODE = "node-a.example"
+EVERYTHING = {
+    "controller": {"enabled": True, "nodes": [NODE, "node-b"]},
+    "gateway": {"settings": {"sharing": {"port": 9004}}},
+    "picker": {"enabled": True},
+}
 CHANGED = {
     "image": {"repository": "registry.example/kvstrata", "tag": "1.2"},
     "uid": 2_000,
     "server": {"disk": {"path": ""}, "settings": {"l1": {"size_gb": 10.5}}, "args": ["--p2p-listen=$(POD_IP):5600"]},
     "gateway": {"keysSecret": "", "settings": {"tenants": None, "insecure": True, "drain_s": 5}},
-    "picker": {"enabled": True, "pool": {"create": False}, "engines": {"create": False}, "metricsFrom": []},
+    "picker": {"enabled": True, "pool": {"create": False}},
+    "engines": {"service": ""},
+    "metricsFrom": [],
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {"defaults": {}, "everything": EVERYTHING, "changed": CHANGED}
 by_case = pytest.mark.parametrize(
     "case", ["everything", *(pytest.param(case, marks=pytest.mark.long) for case in ("defaults", "changed"))]
 )
-NODE = "node-a.example"
 _CODE = """import json, sys, helm_python as helm
 told = []
 with helm.Chart.load(sys.argv[1]) as chart:
@@ -81,6 +87,11 @@ def one(found: list[dict[str, Any]], kind: str, part: str) -> dict[str, Any]:
     return each
 
 
+def part_of(found: dict[str, Any]) -> str:
+    """The component that an object belongs to."""
+    return str(found["metadata"]["labels"]["app.kubernetes.io/component"])
+
+
 def pods(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The templates of all pods."""
     return (each["spec"]["template"] for each in found if "template" in each.get("spec", {}))
@@ -97,10 +108,7 @@ def test_helm_finds_nothing_wrong_and_kubernetes_takes_what_it_makes(
 
 
 def test_each_component_is_there_only_if_it_is_enabled(told: dict[str, dict[str, Any]]) -> None:
-    parts = {
-        case: {pod["metadata"]["labels"]["app.kubernetes.io/component"] for pod in pods(objects(told, case))}
-        for case in CASES
-    }
+    parts = {case: {part_of(pod) for pod in pods(objects(told, case))} for case in CASES}
     assert parts["defaults"] == {"server", "gateway"}
     assert parts["everything"] == {"server", "controller", "gateway", "picker"}
     assert parts["changed"] == {"server", "gateway", "picker"}
@@ -139,18 +147,96 @@ def test_services_and_policies_name_pods_and_ports_that_are_there(
         for pod in pods(found)
     }
 
+    def those(selector: dict[str, str]) -> list[set[str]]:
+        return [names for labels, names in ports.items() if selector.items() <= dict(labels).items()]
+
     def of(selector: dict[str, str]) -> set[str]:
-        [names] = [names for labels, names in ports.items() if selector.items() <= dict(labels).items()]
+        [names] = those(selector)
         return names
 
     for each in found:
         spec = each.get("spec", {})
-        if each["kind"] == "Service" and each["metadata"]["name"] != "vllm":
+        if part_of(each) == "engines":
+            continue
+        if each["kind"] == "Service":
             assert {port["targetPort"] for port in spec["ports"]} <= of(spec["selector"])
         elif each["kind"] in ("Deployment", "DaemonSet", "PodDisruptionBudget"):
             assert of(spec["selector"]["matchLabels"])
         elif each["kind"] == "NetworkPolicy":
-            assert of(spec["podSelector"]["matchLabels"]) and all(rule["from"] for rule in spec["ingress"])
+            assert those(spec["podSelector"]["matchLabels"]) and all(rule["from"] for rule in spec["ingress"])
+
+
+def doors(found: list[dict[str, Any]]) -> dict[str, dict[str, set[int]]]:
+    """By component: who reaches which of its ports; all of them: {0}."""
+    told: dict[str, dict[str, set[int]]] = {}
+    for each in found:
+        if each["kind"] == "NetworkPolicy":
+            assert each["spec"]["policyTypes"] == ["Ingress"]
+            those = told.setdefault(part_of(each), {})
+            for rule in each["spec"]["ingress"]:
+                for peer in rule["from"]:
+                    labels = peer["podSelector"].get("matchLabels", {"": "the namespace"})
+                    who = labels.get("app.kubernetes.io/component") or next(iter(labels.values()))
+                    those.setdefault(who, set()).update(
+                        port["port"] for port in rule.get("ports", [{"port": 0}])
+                    )
+    return told
+
+
+def test_each_pod_is_reached_by_those_alone_that_need_its_ports(told: dict[str, dict[str, Any]]) -> None:
+    assert doors(objects(told, "everything")) == {
+        "server": {"server": {0}, "prometheus": {8080}},
+        "controller": {
+            "server": {8082, 8300, 8400},
+            "gateway": {8400},
+            "picker": {8400},
+            "prometheus": {9000},
+        },
+        "gateway": {"the namespace": {8090}, "prometheus": {8090}, "gateway": {9004}},
+        "picker": {"inference": {9002}, "prometheus": {8090}},
+        "engines": {
+            **{ours: {8000, 5557, 5558} for ours in ("gateway", "picker")},
+            **{other: {8000} for other in ("inference", "prometheus")},
+        },
+    }
+    assert doors(objects(told, "changed"))["server"] == {}  # without Prometheus nobody, and not everybody
+    for case in CASES:
+        found = objects(told, case)
+        assert {part_of(pod) for pod in pods(found)} <= set(doors(found))
+
+
+def test_a_node_gets_its_own_keys_of_the_cluster_alone(told: dict[str, dict[str, Any]]) -> None:
+    sets = [each for each in objects(told, "everything") if each["kind"] == "DaemonSet"]
+    nodes = []
+    for each in sets:
+        spec = each["spec"]["template"]["spec"]
+        [term] = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+            "nodeSelectorTerms"
+        ]
+        [node] = term["matchFields"][0]["values"]
+        secrets = {volume["secret"]["secretName"] for volume in spec["volumes"] if "secret" in volume}
+        assert secrets == {"kvstrata-http-token", f"kvstrata-cluster-keys-{node}"}
+        nodes.append(node)
+    assert nodes == EVERYTHING["controller"]["nodes"]
+    selectors = [each["spec"]["selector"]["matchLabels"] for each in sets]
+    assert selectors[0] != selectors[1]
+
+
+def test_the_engines_key_reaches_gateway_and_picker(told: dict[str, dict[str, Any]]) -> None:
+    for part in ("gateway", "picker"):
+        found = objects(told, "everything")
+        spec = one(found, "Deployment", part)["spec"]["template"]["spec"]
+        settings = yaml.safe_load(one(found, "ConfigMap", part)["data"]["gateway.yaml"])
+        mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+        [secret] = [each["secret"]["secretName"] for each in spec["volumes"] if each["name"] == "engine-key"]
+        assert settings["engines_from"]["kubernetes"]["api_key_file"] == f"{mounts['engine-key']}/key"
+        [engine] = [
+            each
+            for each in yaml.safe_load_all((ROOT / "configs/kubernetes/engine.yaml").read_text())
+            if each["kind"] == "Pod"
+        ]
+        [env] = engine["spec"]["containers"][0]["env"]
+        assert env["valueFrom"]["secretKeyRef"] == {"name": secret, "key": "key"}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +245,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("secrets")
     (folder / "account").mkdir()
     texts = {"token": "a-token-for-the-test-only-0123456789", "red.key": "a-key-for-the-test-only-0123456789"}
+    texts["engine.key"] = "a-key-of-engines-for-the-test-0123456789"
     for name, text in {**texts, "account/token": "x", "account/namespace": "ai"}.items():
         (folder / name).write_text(f"{text}\n")
         (folder / name).chmod(0o600)
@@ -168,6 +255,7 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "/run/secrets/kvstrata-cluster/member.keys": str(folder / "keys" / f"{NODE}.keys"),
         "/run/secrets/kvstrata-cluster/controller.keys": str(folder / "keys" / "controller.keys"),
         "/run/secrets/kvstrata/": f"{folder}/",
+        "/run/secrets/kvstrata-engines/key": str(folder / "engine.key"),
         "/var/run/secrets/kubernetes.io/serviceaccount": str(folder / "account"),
         "$(NODE)": NODE,
         "$(POD_IP)": "10.0.0.7",
@@ -194,7 +282,7 @@ def test_each_command_takes_its_settings(
     for each in found:
         if "template" not in each.get("spec", {}):
             continue
-        part = each["metadata"]["name"].removeprefix("kv-")
+        part = part_of(each)
         program, *arguments = each["spec"]["template"]["spec"]["containers"][0]["command"]
         for name, text in one(found, "ConfigMap", part)["data"].items():
             settings = yaml.safe_load(here(text))
@@ -233,7 +321,9 @@ def test_memory_follows_l1_and_a_stop_waits_for_the_drain(told: dict[str, dict[s
 def test_pods_are_those_of_the_manifests(told: dict[str, dict[str, Any]], kind: str, part: str) -> None:
     manifests = yaml.safe_load_all((ROOT / f"configs/kubernetes/{part}.yaml").read_text())
     [wanted] = [each["spec"]["template"]["spec"] for each in manifests if each["kind"] == kind]
-    made = one(objects(told, "everything"), kind, part)["spec"]["template"]["spec"]
+    made = one(objects(told, "defaults" if part == "server" else "everything"), kind, part)["spec"][
+        "template"
+    ]["spec"]
     [there], [here] = wanted["containers"], made["containers"]
     assert set(there["command"]) <= set(here["command"])
     for same in ("ports", "readinessProbe", "livenessProbe", "securityContext", "resources"):
@@ -248,6 +338,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a word for a number": ({"gateway": {"replicas": "two"}}, "replicas"),
     "root": ({"uid": 0}, "uid"),
     "a picker that all may ask": ({"picker": {"enabled": True, "from": []}}, "from"),
+    "a cluster without nodes": ({"controller": {"enabled": True}}, "nodes"),
     "no size of L1": ({"server": {"settings": {"l1": {"size_gb": 0}}}}, "size_gb"),
 }
 

@@ -1,4 +1,4 @@
-"""The manifests of gateway and picker. No cluster runs here: schemas and our own `--check` take them."""
+"""The manifests of gateway, picker and engines. No cluster runs here: schemas and our own `--check` take them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def one(name: str, kind: str) -> dict[str, Any]:
-    """Its object of this kind, of services the one that has the file's name."""
-    [found] = [
-        each for each in documents(name) if each["kind"] == kind and each["metadata"]["name"] != "vllm"
-    ]
+    """Its object of this kind."""
+    [found] = [each for each in documents(name) if each["kind"] == kind]
     return found
 
 
@@ -36,7 +34,7 @@ def pod(name: str) -> dict[str, Any]:
     return dict(one(name, "Deployment")["spec"]["template"]["spec"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "engine", "server"])
 def test_objects_are_what_kubernetes_takes(name: str) -> None:
     kubernetes_schemas.check(documents(name))
 
@@ -47,7 +45,9 @@ def test_the_command_takes_its_settings(name: str, tmp_path: Path) -> None:
     key = tmp_path / "red.key"
     key.write_text("a-key-for-the-test-only-0123456789\n")
     key.chmod(0o600)
-    settings = yaml.safe_load(text.replace("/run/secrets/kvstrata/red.key", str(key)))
+    for inside in ("/run/secrets/kvstrata/red.key", "/run/secrets/kvstrata-engines/key"):
+        text = text.replace(inside, str(key))
+    settings = yaml.safe_load(text)
     account = tmp_path / "account"
     account.mkdir()
     for file in ("token", "namespace"):
@@ -75,11 +75,55 @@ def test_the_pool_asks_the_picker_that_watches_its_pods() -> None:
     ports = {each["name"]: each["port"] for each in service["spec"]["ports"]}
     reference = pool["spec"]["endpointPickerRef"]
     assert (reference["name"], reference["port"]["number"]) == (service["metadata"]["name"], ports["grpc"])
-    engines = next(each for each in documents("picker") if each["metadata"]["name"] == "vllm" and "spec" in each
-                   and each["kind"] == "Service")  # fmt: skip
+    engines = one("engine", "Service")
     assert engines["spec"]["selector"] == pool["spec"]["selector"]["matchLabels"]
     settings = yaml.safe_load(one("picker", "ConfigMap")["data"]["gateway.yaml"])
     named = settings["engines_from"]["kubernetes"]
     [port] = [each["port"] for each in engines["spec"]["ports"] if each["name"] == named["port_name"]]
     assert named["service"] == engines["metadata"]["name"]
     assert [each["number"] for each in pool["spec"]["targetPorts"]] == [port]
+    assert engines["spec"]["selector"].items() <= one("engine", "Pod")["metadata"]["labels"].items()
+
+
+def test_each_pod_is_reached_by_those_alone_that_need_its_ports() -> None:
+    doors: dict[str, dict[str, set[int]]] = {}
+    for name in (*NAMES, "engine", "server"):
+        policy = one(name, "NetworkPolicy")["spec"]
+        [label] = policy["podSelector"]["matchLabels"].values()
+        assert policy["policyTypes"] == ["Ingress"]
+        for rule in policy["ingress"]:
+            ports = {
+                port
+                for each in rule["ports"]
+                for port in range(each["port"], each.get("endPort", each["port"]) + 1)
+            }
+            for peer in rule["from"]:
+                selector = peer["podSelector"]
+                who = [*selector.get("matchLabels", {}).values()] or ["the namespace"]
+                who = [
+                    value for each in selector.get("matchExpressions", []) for value in each["values"]
+                ] or who
+                for one_of in who:
+                    doors.setdefault(label, {}).setdefault(one_of, set()).update(ports)
+    assert doors == {
+        "kvstrata": {"prometheus": {8080}},
+        "kvstrata-gateway": {"the namespace": {8090}, "prometheus": {8090}},
+        "kvstrata-picker": {"inference": {9002}, "prometheus": {8090}},
+        "vllm": {
+            **{ours: {8000, 5557, 5558} for ours in ("kvstrata-gateway", "kvstrata-picker")},
+            **{other: {8000} for other in ("inference", "prometheus")},
+        },
+    }
+
+
+def test_gateway_and_picker_have_the_engines_key() -> None:
+    [env] = one("engine", "Pod")["spec"]["containers"][0]["env"]
+    assert env["name"] == "VLLM_API_KEY"
+    for name in NAMES:
+        [volume] = [each for each in pod(name)["volumes"] if each["name"] == "engine-key"]
+        [mount] = [
+            each for each in pod(name)["containers"][0]["volumeMounts"] if each["name"] == "engine-key"
+        ]
+        key = yaml.safe_load(one(name, "ConfigMap")["data"]["gateway.yaml"])["engines_from"]["kubernetes"]
+        assert env["valueFrom"]["secretKeyRef"]["name"] == volume["secret"]["secretName"]
+        assert key["api_key_file"] == f"{mount['mountPath']}/{env['valueFrom']['secretKeyRef']['key']}"

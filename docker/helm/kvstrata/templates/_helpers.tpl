@@ -75,6 +75,33 @@ data:
     {{- toYaml .settings | nindent 4 }}
 {{- end }}
 
+{{/* A component's pods, as a peer of a NetworkPolicy. */}}
+{{- define "kvstrata.pods" -}}
+podSelector:
+  matchLabels: {{- include "kvstrata.selector" . | nindent 4 }}
+{{- end }}
+
+{{/* A component's NetworkPolicy: what no rule allows is refused. Called with "rules" (list (dict "from" … "ports" …)) too;
+a rule without peers is left out, since it would mean everybody. "pods": labels of pods that are not ours. */}}
+{{- define "kvstrata.policy" -}}
+{{- $rules := list }}
+{{- range .rules }}
+{{- $ports := list }}
+{{- range .ports }}{{ $ports = append $ports (dict "port" (int .) "protocol" "TCP") }}{{ end }}
+{{- if .from }}{{ $rules = append $rules (ternary (dict "from" .from "ports" $ports) (dict "from" .from) (gt (len $ports) 0)) }}{{ end }}
+{{- end }}
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: {{ include "kvstrata.prefix" .root }}-{{ .part }}
+  labels: {{- include "kvstrata.labels" . | nindent 4 }}
+spec:
+  podSelector:
+    matchLabels: {{- toYaml (.pods | default (include "kvstrata.selector" . | fromYaml)) | nindent 6 }}
+  policyTypes: [Ingress]
+  ingress: {{- toYaml $rules | nindent 4 }}
+{{- end }}
+
 {{- define "kvstrata.disruption" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
