@@ -8,13 +8,18 @@ import io
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import yaml
 
 from kvstrata import cli
+from kvstrata.cli import controller, gateway, server
 from kvstrata.config.flags import Flags, parse_controller_flags, parse_gateway_flags, parse_server_flags
+from kvstrata.process.keeper import NOT_RESTARTED
 from tests.harness.cases import case
 from tests.unit.repository.test_pages import PAGES, ROOT
 
@@ -143,3 +148,37 @@ def test_commands_are_found(text: str, blocks: list[str], inline: list[str]) -> 
 @pytest.mark.parametrize("line", ["kvstrata ctl staus", "kvstrata stat", "lmcache-server --l1-sizes 1"])
 def test_a_wrong_command_is_refused(line: str) -> None:
     assert refusal(line.split())
+
+
+def test_the_commands_for_four_hosts_take_the_keys_and_the_settings_of_their_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (ROOT / "docs/cluster.md").read_text().partition("## Four hosts\n")[2].partition("\n## ")[0]
+    blocks = [found["text"] for found in BLOCK.finditer(section)]
+    lines = [line for text in blocks for line in lines_of_block(text, console=False)]
+
+    def arguments(command: str) -> list[str]:
+        [words] = [shlex.split(line) for line in lines if line.startswith(command)]
+        return words[1:]
+
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments("kvstrata cluster init")) == 0
+    shutil.copy("keys/host-a.keys", "cluster.keys")  # what scp does
+    for secret in ("http.token", "engine.key", "red.key"):
+        (tmp_path / secret).touch(0o600)
+        (tmp_path / secret).write_text(f"{secret:_<40}")
+    (tmp_path / "gateway.yaml").write_text(next(text for text in blocks if text.startswith("http:")))
+    assert controller.serve([*arguments("lmcache-controller"), "--check"], NOT_RESTARTED) == 0
+    assert gateway.serve([*arguments("lmcache-gateway"), "--check"], NOT_RESTARTED) == 0
+    small = ("--l1-size-gb", "0.1", "--l2-adapter", "none")
+    assert server.serve([*arguments("lmcache-server"), *small, "--check"], NOT_RESTARTED) == 0
+
+
+def test_the_file_for_production_has_the_disk_that_the_page_advises() -> None:
+    [advised] = re.findall(r"`'(\{.*?\})'` for a production server", (ROOT / "docs/deploy.md").read_text())
+    file = yaml.safe_load((ROOT / "configs/server-production.yaml").read_text())
+    assert file["l2_adapters"] == [json.loads(advised)]
+    assert (
+        server.serve(["--config", str(ROOT / "configs/server-production.yaml"), "--check"], NOT_RESTARTED)
+        == 0
+    )
