@@ -151,7 +151,7 @@ def test_a_wrong_command_is_refused(line: str) -> None:
 
 
 def test_the_commands_for_four_hosts_take_the_keys_and_the_settings_of_their_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = (ROOT / "docs/cluster.md").read_text().partition("## Four hosts\n")[2].partition("\n## ")[0]
     blocks = [found["text"] for found in BLOCK.finditer(section)]
@@ -172,6 +172,7 @@ def test_the_commands_for_four_hosts_take_the_keys_and_the_settings_of_their_pag
     assert gateway.serve([*arguments("lmcache-gateway"), "--check"], NOT_RESTARTED) == 0
     small = ("--l1-size-gb", "0.1", "--l2-adapter", "none")
     assert server.serve([*arguments("lmcache-server"), *small, "--check"], NOT_RESTARTED) == 0
+    assert ".keys" not in capsys.readouterr().err  # --check only notes a file that is not here
 
 
 def test_the_file_for_production_has_the_disk_that_the_page_advises() -> None:

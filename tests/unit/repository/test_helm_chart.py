@@ -174,6 +174,7 @@ def doors(found: list[dict[str, Any]]) -> dict[str, dict[str, set[int]]]:
             assert each["spec"]["policyTypes"] == ["Ingress"]
             those = told.setdefault(part_of(each), {})
             for rule in each["spec"]["ingress"]:
+                assert rule["from"], "nobody would mean everybody"
                 for peer in rule["from"]:
                     labels = peer["podSelector"].get("matchLabels", {"": "the namespace"})
                     who = labels.get("app.kubernetes.io/component") or next(iter(labels.values()))
