@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.harness import network
+from tests.harness.cache_engine import eventually
+from tests.harness.child import ChildError
 from tests.harness.namespaces import CONTAINER, hidden_shm, why_not
-from tests.unit.repository.test_commands_of_pages import BLOCK, lines_of_block
+from tests.unit.repository.test_commands_of_pages import BLOCK, four_hosts, lines_of_block, make_secrets
 from tests.unit.repository.test_pages import ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -210,3 +215,58 @@ def test_the_fit_of_the_page_is_an_engine_file() -> None:
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     fitted = json.loads(done.stdout)
     assert (round(fitted["step_us"]), round(fitted["prefill_token_us"])) == (5000, 40), done.stderr
+
+
+@pytest.mark.skipif(bool(network.why_not()), reason=network.why_not() or "-")
+def test_the_commands_for_four_hosts_make_a_cluster(tmp_path: Path) -> None:
+    """Hosts are namespaces of one machine, so folders and the names of hosts are given; the page leaves them out."""
+    told, settings = four_hosts()
+
+    def here(text: str) -> str:
+        return text.replace("10.0.0.", f"{network.NET}.")
+
+    make_secrets(tmp_path)
+    made = [sys.executable, "-m", "kvstrata", *told["kvstrata cluster init"]]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    (tmp_path / "gateway.yaml").write_text(here(settings))
+    with network.Network(tmp_path, 3) as hosts, contextlib.ExitStack() as stack:
+
+        def start(host: network.Host, command: str, name: str, *more: str) -> None:
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "shm").mkdir(mode=0o700)
+            module = ["-m", f"kvstrata.cli.{command.removeprefix('lmcache-')}", "--no-supervise"]
+            words = [here(word).replace("10.73.0.2:", f"{host.address}:") for word in told[command]]
+            environment = {
+                **os.environ,
+                **dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "XDG_CACHE_HOME"), str(folder)),
+                "KVSTRATA_L1_SEGMENT_DIR": str(folder / "shm"),
+            }
+            with (folder / "log").open("wb") as log:
+                process = subprocess.Popen(
+                    [*host.under, sys.executable, *module, *words, *more],
+                    cwd=tmp_path, env=environment, stdout=log, stderr=log,
+                )  # fmt: skip
+            stack.callback(process.wait, 60)
+            stack.callback(process.terminate)
+
+        start(hosts.hub, "lmcache-controller", "controller")
+        for host, name in zip(hosts.hosts, ("host-a", "host-b", "host-c"), strict=True):
+            more = ("--instance-id", f"{name}-5555", "--l1-size-gb", "0.06", "--l2-adapter", "none")
+            start(host, "lmcache-server", name, *more, "--cluster-curve-file", f"keys/{name}.keys")
+        start(hosts.hub, "lmcache-gateway", "gateway")
+
+        def document(path: str) -> Any:
+            token = (tmp_path / "http.token").read_text()
+            with contextlib.suppress(ChildError):
+                return json.loads(hosts.hub.http(f"http://{network.NET}.1:9000{path}", token=token))
+            return {}
+
+        def members() -> set[str]:
+            rows = document("/v1/instances").get("instances", [])
+            return {row["id"] for row in rows if row["state"] == "live" and row["confirmed"]}
+
+        eventually("all servers are members", lambda: len(members()) == 3)
+        eventually("the gateway asks the controller", lambda: document("/v1/cluster").get("gateways"))
+        logs = "".join((tmp_path / name / "log").read_text() for name in ("controller", "gateway"))
+        assert logs.count("port_without_tls") == 2

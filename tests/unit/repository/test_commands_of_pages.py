@@ -150,28 +150,38 @@ def test_a_wrong_command_is_refused(line: str) -> None:
     assert refusal(line.split())
 
 
+def four_hosts() -> tuple[dict[str, list[str]], str]:
+    """The section of four hosts: the arguments of each command, by its first words, and the gateway's file."""
+    section = (ROOT / "docs/cluster.md").read_text().partition("## Four hosts\n")[2].partition("\n## ")[0]
+    blocks = [found["text"] for found in BLOCK.finditer(section)]
+    words = [shlex.split(line) for text in blocks for line in lines_of_block(text, console=False)]
+    commands = {each[0]: each[1:] for each in words if each[0].startswith("lmcache-")}
+    [commands["kvstrata cluster init"]] = [
+        each[1:] for each in words if each[:3] == ["kvstrata", "cluster", "init"]
+    ]
+    return commands, next(text for text in blocks if text.startswith("http:"))
+
+
+def make_secrets(folder: Path) -> None:
+    """The files of one key that the section names."""
+    for secret in ("http.token", "engine.key", "red.key"):
+        (folder / secret).touch(0o600)
+        (folder / secret).write_text(f"{secret:_<40}")
+
+
 def test_the_commands_for_four_hosts_take_the_keys_and_the_settings_of_their_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = (ROOT / "docs/cluster.md").read_text().partition("## Four hosts\n")[2].partition("\n## ")[0]
-    blocks = [found["text"] for found in BLOCK.finditer(section)]
-    lines = [line for text in blocks for line in lines_of_block(text, console=False)]
-
-    def arguments(command: str) -> list[str]:
-        [words] = [shlex.split(line) for line in lines if line.startswith(command)]
-        return words[1:]
-
+    commands, settings = four_hosts()
     monkeypatch.chdir(tmp_path)
-    assert cli.main(arguments("kvstrata cluster init")) == 0
+    assert cli.main(commands["kvstrata cluster init"]) == 0
     shutil.copy("keys/host-a.keys", "cluster.keys")  # what scp does
-    for secret in ("http.token", "engine.key", "red.key"):
-        (tmp_path / secret).touch(0o600)
-        (tmp_path / secret).write_text(f"{secret:_<40}")
-    (tmp_path / "gateway.yaml").write_text(next(text for text in blocks if text.startswith("http:")))
-    assert controller.serve([*arguments("lmcache-controller"), "--check"], NOT_RESTARTED) == 0
-    assert gateway.serve([*arguments("lmcache-gateway"), "--check"], NOT_RESTARTED) == 0
+    make_secrets(tmp_path)
+    (tmp_path / "gateway.yaml").write_text(settings)
+    assert controller.serve([*commands["lmcache-controller"], "--check"], NOT_RESTARTED) == 0
+    assert gateway.serve([*commands["lmcache-gateway"], "--check"], NOT_RESTARTED) == 0
     small = ("--l1-size-gb", "0.1", "--l2-adapter", "none")
-    assert server.serve([*arguments("lmcache-server"), *small, "--check"], NOT_RESTARTED) == 0
+    assert server.serve([*commands["lmcache-server"], *small, "--check"], NOT_RESTARTED) == 0
     assert ".keys" not in capsys.readouterr().err  # --check only notes a file that is not here
 
 
