@@ -9,6 +9,8 @@ from kvstrata.process.http_login import Logins
 
 LOGIN = "/v1/login"
 """Path of the request that turns a code into a session; it needs no token."""
+LOGINS = frozenset({LOGIN, "/v1/dashboard-link", "/v1/logout"})
+"""The paths of routes/login.py, which use nothing else of the controller."""
 
 
 class Door(NamedTuple):

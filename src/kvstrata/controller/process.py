@@ -27,7 +27,7 @@ from kvstrata.config.controller_model import ControllerSettings
 from kvstrata.config.folders import user_folder
 from kvstrata.controller.answers import Answers
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.door import LOGIN, Door
+from kvstrata.controller.door import LOGIN, LOGINS, Door
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.orders import Orders
 from kvstrata.controller.peer_hosts import PeerHosts
@@ -39,18 +39,16 @@ from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_login import CODE_S, Logins
+from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import (
     Listener,
-    Prepared,
     ServedToken,
     listen,
-    prepare,
     read_token,
-    serve,
     warn_if_open,
 )
 from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
@@ -199,7 +197,7 @@ class Controller(Process):
         self._ready_fd = ready_fd
         self._started_s = time.monotonic()
         self._snapshots: Snapshots | None = None
-        self._http_server: Prepared | None = None
+        self._http_port: Port | None = None
 
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
@@ -251,13 +249,13 @@ class Controller(Process):
         own_name = urlsplit(settings.etcd.advertise_url).netloc
         logins = Logins(listener.port)
         access = Access(settings.http, token, public=PUBLIC, pages=DASHBOARD, names=[own_name], logins=logins)
-        self._http_token = ServedToken(access, settings.http, listener, token, "controller", self.log)
-        self.closers.append(soon(self._http_token.close))
-        self.supervisor.spawn(self._http_token.keep(), "token")
         door = Door(access, logins, url if listener.path is None else "")
         operations = Operations(cluster, self.supervisor)
         make_app = functools.partial(self._make_app, cluster, operations, around, door)
-        self._http_server = http_server = await prepare(make_app, access, streams=STREAMS)
+        self._http_port = port = await make_port(make_app, access, streams=STREAMS, here=LOGINS)
+        self._http_token = ServedToken(port.set_token, settings.http, listener, token, "controller", self.log)
+        self.closers.append(soon(self._http_token.close))
+        self.supervisor.spawn(self._http_token.keep(), "token")
         Answers(cluster, operations, sockets, self.supervisor, self._plan.peer_hosts).start()
         if election is not None:
             self.closers.append(election.close)
@@ -267,7 +265,7 @@ class Controller(Process):
         self.supervisor.spawn(cluster.directory.keep_swept(), "sweep")
         if self._snapshots is not None:
             self.supervisor.spawn(self._snapshots.keep(), "snapshots")
-        self.supervisor.spawn(serve(listener, http_server), "http")
+        self.supervisor.spawn(port.serve(listener), "http")
         cluster.set_ready()
         gc.collect()
         gc.freeze()
@@ -344,7 +342,7 @@ class Controller(Process):
             await self._snapshots.finish()
 
     def _http_stats(self) -> dict[str, int]:
-        return self._http_server.stats() if self._http_server is not None else {}
+        return self._http_port.stats() if self._http_port is not None else {}
 
     def _make_app(
         self, cluster: Cluster, operations: Operations, around: Surroundings, door: Door

@@ -33,6 +33,7 @@ from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
+from kvstrata.process.threads import SWITCH_S
 
 if TYPE_CHECKING:
     import uvicorn
@@ -54,8 +55,6 @@ if TYPE_CHECKING:
 
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
-SWITCH_S = 0.000_5
-"""Time for which a thread that tokenises may keep the event loop waiting for the interpreter."""
 RESTART = frozenset(("log_format", "state_dir"))
 """Settings that need a restart, beside those of OPENED."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
@@ -152,7 +151,7 @@ class Gateway(Process):
         access = Access(settings.http, self._plan.token, pages=PAGES, logins=logins)
         self._door = door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
-        token = ServedToken(access, settings.http, listener, self._plan.token, "gateway", self.log)
+        token = ServedToken(access.set_token, settings.http, listener, self._plan.token, "gateway", self.log)
         self.closers.append(soon(token.close))
         self.supervisor.spawn(token.keep(), "token")
         self._residency = residency = Residency(now_s)

@@ -64,7 +64,7 @@ class Arriving:
     def __init__(self, limit: int, without: str = "") -> None:
         self._limit = limit
         self._without = without
-        self._length = self._containers = self._ends = self._members = self._quotes = 0
+        self.length = self._containers = self._ends = self._members = self._quotes = 0
         self._refused: BodyRefused | None = None
         self._body = bytearray()
 
@@ -78,8 +78,8 @@ class Arriving:
 
         A client that still sends when it is answered would find its connection reset instead of the answer.
         """
-        self._length += len(part)
-        self.expect(self._length)
+        self.length += len(part)
+        self.expect(self.length)
         if self._refused is not None:
             return
         self._containers += part.count(b"{") + part.count(b"[")

@@ -1,20 +1,21 @@
 """Bounds of an HTTP port, so that no client can use up the port, or the process's descriptors.
 
 1. A port has at most MAX_CONNECTIONS connections, and at most a quarter of the descriptors that the process may open.
-   A further connection closes the one that has been idle longest (without a request under way).
+   A further connection closes the one that has been idle longest: without a whole request under way.
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
    nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
-3. At most MAX_REQUESTS requests are under way; further ones get 503 at once.  The probes (PROBES) do not count, nor do
-   streams, which their routes bound.
+3. At most MAX_REQUESTS whole requests are under way; further ones get 503 at once.  Probes and `/metrics` do not
+   count, nor do streams, which their routes bound.  A request that still arrives does not count.
 4. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_unix.py).
-5. Since requests under way and streams together are fewer than the connections allowed, there is always an idle
+5. Since whole requests under way and streams together are fewer than the connections allowed, there is always an idle
    connection to close, and a probe always gets through.
+6. A request that has not ended when its answer has ends its connection, and so does a body of more than MAX_PARTS
+   parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import resource
 import socket
@@ -27,6 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvstrata.errors import Unavailable
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
+from kvstrata.process.http_gate import CLOSE, METRICS, PROBES, refuse
 from kvstrata.process.http_unix import is_ours
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ DESCRIPTORS_SHARE = 4
 MAX_REQUESTS = 64
 REQUEST_S = 15.0
 STALLED_S = 30.0
-PROBES = frozenset({"/healthz", "/readyz", "/healthcheck", "/metrics"})
+MAX_PARTS, PART_BYTES = 1_024, 1_024
 
 
 class Bounds:
@@ -56,7 +58,7 @@ class Bounds:
         self._stalled_s = stalled_s
         self._connections: dict[Timed, None] = {}
         self._idle: dict[Timed, None] = {}
-        """Connections without a request under way, the longest idle first."""
+        """Connections without a whole request under way, the longest idle first."""
         self._requests = 0
         self._closed = {"idle": 0, "late": 0, "stalled": 0, "stranger": 0}
         self._refused = 0
@@ -90,11 +92,11 @@ class Bounds:
             self._idle[connection] = None
 
     def busy(self, connection: Timed) -> None:
-        """A request of this connection is under way."""
+        """A whole request of this connection is under way."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: Timed) -> None:
-        """No request of this connection is under way any more."""
+        """No whole request of this connection is under way any more."""
         if connection in self._connections:
             self._idle.setdefault(connection)
 
@@ -114,7 +116,7 @@ class Bounds:
 
     def limited(self, app: ASGIApp, streams: frozenset[str]) -> ASGIApp:
         """`app` with bounded requests; `streams`: paths that bound their requests themselves."""
-        free = PROBES | streams
+        free = {*PROBES, METRICS, *streams}
 
         async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in free:
@@ -122,7 +124,8 @@ class Bounds:
             elif self._requests >= MAX_REQUESTS:
                 self._refused += 1
                 self._log.repeated(logging.WARNING, "refused", "request_refused", under_way=self._requests)
-                await _refuse(send)
+                message = f"{MAX_REQUESTS} requests are under way; ask again"
+                await refuse(send, {}, 503, Unavailable.code, message, [(b"retry-after", b"1"), CLOSE])
             else:
                 self._requests += 1
                 try:
@@ -187,14 +190,47 @@ class Timed(asyncio.Protocol):
             self._arrival = None
 
 
+class _Parts(h11.Connection):
+    """h11's connection, which counts the parts of a body."""
+
+    _parts = _part_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._parts += 1
+            self._part_bytes += len(event.data)
+            if self._parts > MAX_PARTS + self._part_bytes // PART_BYTES:
+                self._parts = self._part_bytes = 0
+                raise h11.RemoteProtocolError("the body comes in too many small parts")
+        elif isinstance(event, h11.Request):
+            self._parts = self._part_bytes = 0
+        return event
+
+
 class BoundedProtocol(Timed, H11Protocol):
     """uvicorn's connection on h11, with bounds."""
+
+    def __init__(self, bounds: Bounds, *arguments: Any, **more: Any) -> None:
+        super().__init__(bounds, *arguments, **more)
+        self.conn = _Parts(h11.SERVER, self.config.h11_max_incomplete_event_size)  # type: ignore[arg-type]
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._look()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not HTTP, unless its answer has begun; its application then writes to nobody."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
     def on_response_complete(self) -> None:
+        if self.conn.their_state is h11.SEND_BODY:
+            self.transport.close()
         super().on_response_complete()
         self._look()
 
@@ -209,7 +245,7 @@ class BoundedProtocol(Timed, H11Protocol):
             self.arrived()
         else:
             self.arriving()
-        if under_way:
+        if under_way and whole:
             self.bounds.busy(self)
         else:
             self.bounds.idle(self)
@@ -228,16 +264,3 @@ def max_connections() -> int:
     """How many connections one port may have: at most a share of this process's descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft < 0 else max(8, min(MAX_CONNECTIONS, soft // DESCRIPTORS_SHARE))
-
-
-async def _refuse(send: Send) -> None:
-    message = f"{MAX_REQUESTS} requests are under way; ask again"
-    body = json.dumps({"code": Unavailable.code, "message": message, "field": ""}).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"retry-after", b"1"),
-        (b"connection", b"close"),
-    ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

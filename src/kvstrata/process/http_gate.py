@@ -7,7 +7,8 @@
 3. Everything but the probes needs the bearer token of this port or a browser's session (process/http_login.py), unless
    the port is open (401).
 4. A body has the bounds of http_body.py (413), which are narrower without a token or session, whatever its
-   `Content-Length` says.  The application gets whole bodies only, without their long lists.
+   `Content-Length` says; a probe has none (400).  The application gets whole bodies only, without their long lists.
+5. Bodies that arrive have at most MAX_ARRIVING_BYTES in all, beside the first MAX_STRANGER_BYTES of each (503).
 
 Probes may have any `Host`, since the checks of load balancers and of Kubernetes name pods by what they know.
 """
@@ -23,7 +24,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.config.common_model import ListenSettings
-from kvstrata.errors import BadRequest, NotPermitted
+from kvstrata.errors import BadRequest, NotPermitted, Unavailable
 from kvstrata.process.http_body import (
     MAX_BODY_BYTES,
     MAX_STRANGER_BYTES,
@@ -41,9 +42,11 @@ if TYPE_CHECKING:
 
 PROBES = frozenset({"/healthz", "/readyz", "/healthcheck"})
 METRICS = "/metrics"
+CLOSE = (b"connection", b"close")
 OWN_SITE = ("", "none", "same-origin")
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]\s/@]+)(?::\d{1,5})?")
 
+MAX_ARRIVING_BYTES = 256 << 20
 MAX_KNOWN_HOSTS, MAX_HOST_CHARS = 64, 256
 """Bounds of the `Host` headers that are remembered, and of each."""
 
@@ -168,20 +171,22 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
                 f"Host: {host!a:.80} is no name of this port; ask by its address, or add the name to "
                 "http.allowed_hosts"
             )
-            await _refuse(send, headers, 403, NotPermitted.code, message)
+            await refuse(send, headers, 403, NotPermitted.code, message)
         elif not access.knows_origin(headers, path):
             shown = headers.get(b"origin", headers.get(b"sec-fetch-site", b"")).decode("latin-1")
             message = (
                 f"Origin: a page of another site ({shown!a:.80}) may not use this port; if it is this port's name "
                 "behind a proxy, add it to http.allowed_hosts"
             )
-            await _refuse(send, headers, 403, NotPermitted.code, message)
+            await refuse(send, headers, 403, NotPermitted.code, message)
         elif not access.is_public(path) and not access.proven(headers):
             message = (
                 "missing or wrong bearer token; `kvstrata ctl` finds it if the user of this port's process runs it, "
                 "otherwise give --token-file"
             )
-            await _refuse(send, headers, 401, NotPermitted.code, message, [(b"www-authenticate", b"Bearer")])
+            await refuse(send, headers, 401, NotPermitted.code, message, [(b"www-authenticate", b"Bearer")])
+        elif path in PROBES and (b"transfer-encoding" in headers or _length(headers)):
+            await refuse(send, headers, 400, BadRequest.code, "body: a probe has none", field="body")
         else:
             await app(scope, receive, send)
 
@@ -189,21 +194,41 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
 
 
 def sized(app: ASGIApp, access: Access) -> ASGIApp:
-    """`app` behind rule 4."""
+    """`app` behind rules 4 and 5."""
+    arriving = 0
+
+    async def whole_body(receive: Receive, headers: Headers) -> tuple[bytes, dict[str, LongList]]:
+        """The body without its long lists, and these. Raises BodyRefused, and ConnectionError if the client goes."""
+        nonlocal arriving
+        limit = (MAX_BODY_BYTES, "") if access.proven(headers) else (MAX_STRANGER_BYTES, " without a token")
+        body, counted, more = Arriving(*limit), 0, True
+        body.expect(_length(headers))
+        try:
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ConnectionError
+                body.add(message.get("body", b""))
+                more = message.get("more_body", False)
+                before, counted = counted, max(0, body.length - MAX_STRANGER_BYTES)
+                arriving += counted - before
+                if arriving > MAX_ARRIVING_BYTES:
+                    raise BodyRefused(503, "body: too many large bodies arrive at this port; send it again")
+            return await shorten(body.whole())
+        finally:
+            arriving -= counted
 
     async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         try:
-            if scope["path"] in PROBES:
-                body = b""
-            else:
-                body, taken = await _body(receive, headers, access.proven(headers))
-                TAKEN.set(taken)
+            body, taken = await whole_body(receive, headers)
         except BodyRefused as error:
-            await _refuse(send, headers, error.status, BadRequest.code, error.message, field=error.field)
+            code = Unavailable.code if error.status == 503 else BadRequest.code
+            await refuse(send, headers, error.status, code, error.message, field=error.field)
             return
         except ConnectionError:
             return
+        TAKEN.set(taken)
         told = False
 
         async def whole() -> Any:
@@ -218,27 +243,13 @@ def sized(app: ASGIApp, access: Access) -> ASGIApp:
     return bounded
 
 
-async def _body(receive: Receive, headers: Headers, proven: bool) -> tuple[bytes, dict[str, LongList]]:
-    """The body without its long lists, and these. Raises BodyRefused, and ConnectionError if the client goes away."""
-    arriving = Arriving(MAX_BODY_BYTES) if proven else Arriving(MAX_STRANGER_BYTES, " without a token")
-    arriving.expect(_length(headers))
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ConnectionError
-        arriving.add(message.get("body", b""))
-        more = message.get("more_body", False)
-    return await shorten(arriving.whole())
-
-
 def _length(headers: Headers) -> int:
     """The length of a body, as far as the request tells it."""
     text = headers.get(b"content-length", b"")
     return int(text) if text.isdigit() and len(text) < 16 else MAX_BODY_BYTES + 1 if text else 0
 
 
-async def _refuse(
+async def refuse(
     send: Send,
     headers: Headers,
     status: int,
@@ -249,7 +260,7 @@ async def _refuse(
 ) -> None:
     """Answer with an error as JSON. The connection is closed if much of the request may still arrive."""
     if b"transfer-encoding" in headers or _length(headers) > MAX_STRANGER_BYTES:
-        more = [*more, (b"connection", b"close")]
+        more = [*more, CLOSE]
     body = json.dumps({"code": code, "message": message, "field": field}).encode()
     answered = [
         (b"content-type", b"application/json"),

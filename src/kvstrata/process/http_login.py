@@ -8,6 +8,7 @@
    send neither.
 2. Only digests of codes and secrets are kept, and compared in constant time.
 3. At most MAX_CODES codes and MAX_SESSIONS sessions exist; a further one ends the oldest.  All end with the process.
+4. One thread changes them; others may ask `proven`, since each list is replaced, never changed.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Logins:
     def end(self, headers: Mapping[bytes, bytes]) -> None:
         """End the session whose secrets a request carries, if it does."""
         if (session := self._of(headers)) is not None:
-            self._sessions.remove(session)
+            self._sessions = [one for one in self._sessions if one is not session]
 
     def end_all(self) -> None:
         """End all sessions, and forget all codes."""

@@ -1,8 +1,4 @@
-"""Runs an HTTP API on the process's own loop.
-
-`prepare` imports FastAPI, which takes longer than the rest of a start and occupies the interpreter meanwhile.  So it
-runs before the process says that it is ready, and on a thread, so that the process still answers signals.
-"""
+"""The socket of an HTTP port, and the token that it asks for."""
 
 from __future__ import annotations
 
@@ -13,23 +9,18 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError, MachineLacks
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.http_gate import Access, guard, is_loopback, sized
+from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_token import FIELD, SocketFile, TokenFile, fresh_token
 from kvstrata.process.http_unix import SCHEME, listen_at, socket_path
 from kvstrata.process.ports import port_holder
-
-if TYPE_CHECKING:
-    import uvicorn
-    from fastapi import FastAPI
-
 
 LOOK_S = 5.0
 """Interval at which the file with a port's token is looked at."""
@@ -106,19 +97,20 @@ def publish(
 
 
 class ServedToken:
-    """The token of a port that is served: `access` asks for it, and clients of the same user find it in a file."""
+    """The token of a port that is served: the port asks for it, and clients of the same user find it in a file."""
 
     def __init__(
         self,
-        access: Access,
+        set_token: Callable[[str], None],
         settings: ListenSettings,
         listener: Listener,
         token: str,
         kind: str,
         log: EventLog,
     ) -> None:
-        """Publish the token. Raises ConfigError; for this and `kind` see `publish`."""
-        self._access = access
+        """Publish the token. Raises ConfigError; for this and `kind` see `publish`. `set_token` makes the port ask for
+        another one."""
+        self._set_token = set_token
         self._token = token
         self._log = log
         self._publish = functools.partial(publish, settings, listener, kind=kind, log=log)
@@ -135,7 +127,7 @@ class ServedToken:
             return False
         before, self._file = self._file, self._publish(token)
         self._token = token
-        self._access.set_token(token)
+        self._set_token(token)
         if before is not None:
             before.close()
         return True
@@ -216,63 +208,3 @@ def listen(settings: ListenSettings, *, flag: str = "--http-port") -> Listener:
     listener.listen(128)
     listener.setblocking(False)
     return Listener(listener, listener.getsockname()[1])
-
-
-class Prepared(NamedTuple):
-    """A uvicorn server for `serve`, and the counters of its port's bounds."""
-
-    server: uvicorn.Server
-    stats: Callable[[], dict[str, int]]
-
-
-async def prepare(
-    make_app: Callable[[], FastAPI],
-    access: Access,
-    *,
-    streams: frozenset[str] = frozenset(),
-) -> Prepared:
-    """Make a server for `serve`. `make_app` runs on a thread; `streams`: paths that bound their requests themselves."""
-    server = await asyncio.get_running_loop().run_in_executor(None, _make_server, make_app, access, streams)
-    from anyio import to_thread
-
-    to_thread.current_default_thread_limiter()  # imports the rest of anyio now, not in the first request
-    return server
-
-
-async def serve(listener: Listener, prepared: Prepared) -> None:
-    """Serve until cancelled; the listener is closed at the end."""
-    try:
-        await prepared.server.serve(sockets=[listener.socket])
-    finally:
-        listener.close()
-
-
-def _make_server(
-    make_app: Callable[[], FastAPI],
-    access: Access,
-    streams: frozenset[str],
-) -> Prepared:
-    import uvicorn
-
-    from kvstrata.process.http_connections import Bounds, protocol_of
-
-    class _Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Leave signals to the process."""
-            yield
-
-    bounds = Bounds()
-    config = uvicorn.Config(
-        guard(bounds.limited(sized(make_app(), access), streams), access),
-        ws="none",
-        http=protocol_of(bounds),  # type: ignore[arg-type]  # a factory, which uvicorn calls as it would a class
-        log_config=None,  # uvicorn's lines go where ours go, by the root logger
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_keep_alive=15,
-        h11_max_incomplete_event_size=64 << 10,
-    )
-    config.load()
-    return Prepared(_Server(config), bounds.stats)

@@ -11,6 +11,8 @@ from typing import TypeVar
 from kvstrata.naming import name_thread
 
 T = TypeVar("T")
+SWITCH_S = 0.000_5
+"""Time for which a busy thread may keep the event loop waiting for the interpreter (`sys.setswitchinterval`)."""
 
 
 def on_a_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:

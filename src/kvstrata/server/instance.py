@@ -33,12 +33,12 @@ from kvstrata.observability.logging import EventLog, log_stats
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.misses import Explainer
 from kvstrata.process.http_gate import Access
+from kvstrata.process.http_thread import Port, make_port
 from kvstrata.process.keeper import Restarts, hold_pool
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
-from kvstrata.process.listen import Listener, Prepared, ServedToken, warn_if_open
+from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
-from kvstrata.process.listen import prepare as http_prepare
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
 from kvstrata.rpc.zmq_curve import read_curve_file
@@ -115,7 +115,7 @@ class Instance(NamedTuple):
     housekeeping: Housekeeping
     peer_server: PeerServer | None
     membership: Membership | None
-    http: tuple[Listener, Prepared] | None
+    http: tuple[Listener, Port] | None
     http_token: ServedToken | None
     """The admin port's token; None without that port."""
     tenants: TenantRows
@@ -241,12 +241,13 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         insecure = settings.security.insecure
         warn_if_open(settings.http, plan.http_token, listener.port, shell.log, insecure=insecure)
         access = Access(settings.http, plan.http_token)
-        http_token = ServedToken(access, settings.http, listener, plan.http_token, "server", shell.log)
+        http_port = await make_port(functools.partial(_make_app, whole_admin), access)
+        http_token = ServedToken(
+            http_port.set_token, settings.http, listener, plan.http_token, "server", shell.log
+        )
         closers.append(soon(http_token.close))
-        make_app = functools.partial(_make_app, whole_admin)
-        prepared = await http_prepare(make_app, access)
-        ground.board.put("http", prepared.stats)
-        http = listener, prepared
+        ground.board.put("http", http_port.stats)
+        http = listener, http_port
     return Instance(
         facts=facts,
         ground=ground,

@@ -31,7 +31,6 @@ from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, tell_ready
 from kvstrata.process.lifecycle import run as run_process
-from kvstrata.process.listen import serve as http_serve
 from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.l2.media import MediaWatch
@@ -118,7 +117,8 @@ class Server(Process):
         if instance.membership is not None:
             instance.membership.start()
         if instance.http is not None:
-            self.supervisor.spawn(http_serve(*instance.http), "http")
+            listener, port = instance.http
+            self.supervisor.spawn(port.serve(listener), "http")
         if instance.http_token is not None:
             self.supervisor.spawn(instance.http_token.keep(), "token")
         instance.ground.readiness.set()

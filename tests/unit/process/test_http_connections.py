@@ -12,9 +12,11 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 
 from kvstrata.config.common_model import ListenSettings
-from kvstrata.process import http_connections, listen
+from kvstrata.process import http_connections
 from kvstrata.process.http import make_base
 from kvstrata.process.http_gate import Access
+from kvstrata.process.http_thread import make_port
+from kvstrata.process.listen import Listener
 
 SOON_S = 0.05
 GET = "GET {} HTTP/1.1\r\nhost: localhost\r\n{}\r\n"
@@ -58,10 +60,10 @@ class Port:
         async def echo(request: Request) -> Response:
             return Response(await request.body())
 
-        self.prepared = await listen.prepare(
+        self.served = await make_port(
             lambda: app, Access(ListenSettings(), ""), streams=frozenset({"/stream"})
         )
-        self.task = asyncio.create_task(listen.serve(listen.Listener(self.listener, 0), self.prepared))
+        self.task = asyncio.create_task(self.served.serve(Listener(self.listener, 0)))
 
     async def connect(self, text: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection(*self.listener.getsockname())
@@ -107,7 +109,7 @@ async def test_silent_connections_keep_no_request_out_and_the_oldest_one_is_clos
     for path in ("/healthz", "/readyz", "/metrics"):
         assert await port.ask(path) == 200
     assert await ended(silent[0][0]) == b""
-    stats = port.prepared.stats()
+    stats = port.served.stats()
     assert stats["connections"] <= 10
     assert stats["closed_idle"] >= 30
     for _, writer in silent:
@@ -127,11 +129,14 @@ async def test_requests_under_way_are_bounded_and_probes_are_not(
     reader, stream = await port.connect(GET.format("/stream", ""))
     assert b"200 OK" in await reader.readuntil(b"first\n")
     stream.close()
-    assert (port.prepared.stats()["requests"], port.prepared.stats()["refused"]) == (3, 1)
+    assert (port.served.stats()["requests"], port.served.stats()["refused"]) == (3, 1)
     port.release.set()
     for reader, writer in holding:
         assert b'"held"' in await reader.readuntil(b"}")
         writer.close()
+    async with asyncio.timeout(30):
+        while port.served.stats()["requests"]:  # noqa: ASYNC110 (an answer arrives before its request has ended)
+            await asyncio.sleep(0.001)
     assert await port.ask("/hold") == 200
 
 
@@ -165,7 +170,7 @@ async def test_a_connection_is_closed_if_its_request_does_not_arrive_whole_in_ti
     monkeypatch.setattr(http_connections, "REQUEST_S", SOON_S)
     reader, writer = await port.connect(text)
     await ended(reader)
-    assert port.prepared.stats()["closed_late"] == 1
+    assert port.served.stats()["closed_late"] == 1
     writer.close()
 
 
@@ -196,7 +201,7 @@ async def test_a_client_that_does_not_read_its_answer_is_disconnected(
     deaf.connect(port.listener.getsockname())
     deaf.sendall(GET.format("/large", "").encode())
     async with asyncio.timeout(30):
-        while not port.prepared.stats()["closed_stalled"]:  # noqa: ASYNC110
+        while not port.served.stats()["closed_stalled"]:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert await port.ask("/healthz") == 200
     deaf.close()

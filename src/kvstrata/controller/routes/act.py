@@ -28,7 +28,7 @@ WaitS = Annotated[
 def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIRouter:
     """The routes of this module."""
 
-    def redirect_to_leader(request: Request) -> None:
+    async def redirect_to_leader(request: Request) -> None:
         leader = cluster.leadership.election.leader if cluster.leadership.election is not None else None
         if (
             cluster.leadership.token is None

@@ -1,0 +1,233 @@
+"""process/http_thread.py with real sockets: what a stranger sends needs no turn of the process's loop.
+
+Where a test's own sockets block, the process's loop, on which the test runs, stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+
+from kvstrata.config.common_model import ListenSettings
+from kvstrata.process import http_gate
+from kvstrata.process.http import make_base
+from kvstrata.process.http_gate import Access
+from kvstrata.process.http_thread import Port, make_port
+from kvstrata.process.listen import Listener
+
+TOKEN = "t" * 32
+BEARER = f"authorization: Bearer {TOKEN}\r\n"
+CHUNKED = "transfer-encoding: chunked\r\n\r\n"
+ONE_BYTE_CHUNKS = "1\r\nx\r\n" * 5_000
+WAIT_S = 30
+
+
+class Process:
+    """A port with a token. `/hold` and `/stream`, after its first line, wait for ever; `/file` is answered here."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.listener.setblocking(False)
+        self.threads: list[int] = []
+        """Threads on which routes ran."""
+        self.held = asyncio.Event()
+        self.cancelled = 0
+
+    async def start(self) -> None:
+        access = Access(ListenSettings(), TOKEN, public=["/file"])
+        self.port: Port = await make_port(self._app, access, streams=frozenset({"/stream"}))
+        self.task = asyncio.create_task(self.port.serve(Listener(self.listener, 0)))
+
+    def _app(self) -> FastAPI:
+        app, _ = make_base("test", lambda: (True, ""), {})
+
+        @app.get("/file")
+        async def file() -> Response:
+            self.threads.append(threading.get_ident())
+            return Response("file")
+
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(bytes(16 << 20))
+
+        @app.post("/echo")
+        async def echo(request: Request) -> Response:
+            self.threads.append(threading.get_ident())
+            return Response(await request.body())
+
+        async def for_ever() -> None:
+            self.held.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
+
+        @app.get("/hold")
+        async def hold() -> None:
+            await for_ever()
+
+        @app.get("/stream")
+        async def stream() -> StreamingResponse:
+            async def lines() -> AsyncIterator[str]:
+                yield "first\n"
+                await for_ever()
+
+            return StreamingResponse(lines())
+
+        return app
+
+    def send(self, text: str, head: str = "") -> socket.socket:
+        """Send a request that goes on with `text` behind its first header; blocks the process's loop."""
+        first, _, rest = text.partition("\r\n")
+        link = socket.create_connection(self.listener.getsockname(), WAIT_S)
+        link.sendall(f"{first}\r\nhost: localhost\r\n{head}{rest}".encode())
+        return link
+
+    async def ask(self, text: str, head: str = "") -> bytes:
+        """The answer to a request, up to the end of its connection, while the loop goes on."""
+        return await asyncio.to_thread(lambda: read(self.send(text, head)))
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[Process]:
+    process = Process()
+    await process.start()
+    yield process
+    await process.stop()
+
+
+def read(link: socket.socket) -> bytes:
+    """All that comes until the connection ends."""
+    with link:
+        parts = []
+        try:
+            while part := link.recv(65_536):
+                parts.append(part)
+        except ConnectionError:
+            pass
+        return b"".join(parts)
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("GET /v1/status HTTP/1.1\r\nconnection: close\r\n\r\n", 401),
+        ("GET /file HTTP/1.1\r\nconnection: close\r\n\r\n", 200),
+        ("GET /file HTTP/1.1\r\norigin: http://evil.example\r\nconnection: close\r\n\r\n", 403),
+        (f"GET /healthz HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
+        ("GET /healthz HTTP/1.1\r\ncontent-length: 3\r\n\r\nabc", 400),
+        (f"POST /echo HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
+        (f"POST /file HTTP/1.1\r\n{CHUNKED}{ONE_BYTE_CHUNKS}", 400),
+        ("POST /echo HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc", 401),
+        ("POST /file HTTP/1.1\r\ncontent-length: 70000\r\n\r\nabc", 413),
+        ("nothing of HTTP\r\n\r\n", 400),
+    ],
+)
+async def test_what_a_stranger_sends_is_answered_while_the_loop_stands_still(
+    process: Process, caplog: pytest.LogCaptureFixture, text: str, expected: int
+) -> None:
+    """Each of these connections ends by itself: those whose request did not end when its answer did, too."""
+    assert status(read(process.send(text))) == expected
+    assert threading.get_ident() not in process.threads
+    assert not caplog.records
+
+
+async def test_probes_wait_for_one_turn_of_the_loop(process: Process) -> None:
+    text = "GET /healthz HTTP/1.1\r\nconnection: close\r\n\r\n"
+    links = [process.send(text) for _ in range(3)]
+    assert status(read(process.send("GET /file HTTP/1.1\r\nconnection: close\r\n\r\n"))) == 200
+    for link in links:
+        link.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            link.recv(1)
+    for link in links:
+        link.settimeout(WAIT_S)
+        assert status(await asyncio.to_thread(read, link)) == 200
+
+
+async def test_routes_run_on_the_process_s_loop_and_get_whole_bodies(process: Process) -> None:
+    body = "x" * 60_000
+    chunks = "".join(f"3e8\r\n{body[:1000]}\r\n" for _ in range(60)) + "0\r\n\r\n"
+    close = f"{BEARER}connection: close\r\n"
+    for text in (f"content-length: 60000\r\n\r\n{body}", CHUNKED + chunks):
+        answer = await process.ask(f"POST /echo HTTP/1.1\r\n{text}", close)
+        assert (status(answer), answer.endswith(b"\r\n\r\n" + body.encode())) == (200, True)
+    assert process.threads == [threading.get_ident()] * 2
+
+
+async def test_a_reader_of_the_metrics_that_does_not_read_keeps_no_other_one_out(process: Process) -> None:
+    ask = f"GET /metrics HTTP/1.1\r\nhost: localhost\r\n{BEARER}"
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    deaf.connect(process.listener.getsockname())
+    deaf.sendall(f"{ask}\r\n".encode() * 3)
+    answer = await process.ask("GET /metrics HTTP/1.1\r\nconnection: close\r\n\r\n", BEARER)
+    assert (status(answer), len(answer) > 16 << 20) == (200, True)
+    deaf.close()
+
+
+async def test_half_requests_keep_no_whole_one_out(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.process import http_connections
+
+    monkeypatch.setattr(http_connections, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(http_connections, "max_connections", lambda: 8)
+    half = "POST /echo HTTP/1.1\r\ncontent-length: 100\r\n\r\nabc"
+    links = [process.send(half, BEARER) for _ in range(20)]
+    whole = "POST /echo HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+    assert (await process.ask(whole, BEARER)).endswith(b"abc")
+    assert process.port.stats()["refused"] == 0
+    for link in links:
+        link.close()
+
+
+async def test_large_bodies_that_arrive_are_bounded_in_all(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_gate, "MAX_ARRIVING_BYTES", 100_000)
+    length, part = "content-length: 200000\r\nconnection: close\r\n\r\n", "x" * 130_000
+    first = await asyncio.to_thread(process.send, f"POST /echo HTTP/1.1\r\n{length}{part}", BEARER)
+    answers = [await process.ask(f"POST /echo HTTP/1.1\r\n{length}{part}{part[:70_000]}", BEARER)]
+    assert [status(answer) for answer in answers] == [503]
+    whole = "POST /echo HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+    assert (await process.ask(whole, BEARER)).endswith(b"abc")
+    first.close()
+
+
+async def test_another_token_holds_from_now_on(process: Process) -> None:
+    process.port.set_token("u" * 32)
+    whole = "POST /echo HTTP/1.1\r\ncontent-length: 3\r\nconnection: close\r\n\r\nabc"
+    assert status(await process.ask(whole, BEARER)) == 401
+    assert status(await process.ask(whole, BEARER.replace("t" * 32, "u" * 32))) == 200
+
+
+@pytest.mark.parametrize("path", ["/hold", "/stream"])
+async def test_a_stop_ends_the_routes_that_run_and_cuts_their_connections(
+    process: Process, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    link = await asyncio.to_thread(process.send, f"GET {path} HTTP/1.1\r\n\r\n", BEARER)
+    half = await asyncio.to_thread(
+        process.send, "POST /echo HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc", BEARER
+    )
+    await asyncio.wait_for(process.held.wait(), WAIT_S)
+    await process.stop()
+    assert process.cancelled == 1
+    read(link), read(half)
+    for thread in threading.enumerate():
+        if thread.name == "kv-http":
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+    assert not caplog.records
