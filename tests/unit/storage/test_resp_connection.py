@@ -74,3 +74,13 @@ def test_the_longest_replies_of_real_servers_are_read() -> None:
     sending.join(WAIT_S)
     link.close()
     theirs.close()
+
+
+def test_what_the_server_said_before_it_broke_the_connection_is_in_the_error() -> None:
+    ours, theirs = socket.socketpair()
+    link = Link(ours, time.monotonic() + WAIT_S)
+    theirs.sendall(b"+OK\r\n-ERR Protocol error: invalid bulk length\r\n")
+    theirs.close()
+    with pytest.raises(LinkLost, match="the connection broke: ERR Protocol error: invalid bulk length"):
+        link.send([b"*3\r\n"])
+    link.close()

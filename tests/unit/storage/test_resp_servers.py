@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Self
 
 import pytest
 
+from kvstrata.errors import StorageError
 from kvstrata.storage.base import (
     Found,
     LoadOutcome,
@@ -19,6 +22,9 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.storage.entry import make_adapter
+from kvstrata.storage.media.resp.connection import ServerError
+from kvstrata.storage.media.resp.pipeline import _directed
+from kvstrata.storage.media.resp.servers import Address
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
 
 INFO = b"redis_version:7.0.0\r\nredis_mode:standalone\r\nrole:master\r\n"
@@ -31,11 +37,16 @@ def bulk(value: bytes) -> bytes:
 class Peer:
     """Greets as Redis does, and answers every other command with what `answer` makes of its words."""
 
-    def __init__(self, answer: Callable[[list[bytes]], bytes]) -> None:
+    def __init__(self, answer: Callable[[list[bytes]], bytes], *, path: Path | None = None) -> None:
+        """`path`: of a unix socket, in place of a port."""
         self.answer = answer
+        self.pong = b"+PONG\r\n"
         self.accepted = 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
+        if path is None:
+            self._listener = socket.create_server(("127.0.0.1", 0))
+            self.port: int = self._listener.getsockname()[1]
+        else:
+            self._listener = socket.create_server(str(path), family=socket.AF_UNIX)
         self._threads = [threading.Thread(target=self._accept)]
 
     def _accept(self) -> None:
@@ -59,7 +70,7 @@ class Peer:
                         words.append(stream.read(length + 2)[:-2])
                     match words[0]:
                         case b"PING":
-                            reply = b"+PONG\r\n"
+                            reply = self.pong
                         case b"INFO":
                             reply = bulk(INFO)
                         case _:
@@ -109,3 +120,114 @@ async def test_a_value_of_an_impossible_length_is_absent(length: int) -> None:
         adapter = await adapter_of(peer)
         assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
         await adapter.close()
+
+
+def stores(words: list[bytes]) -> bytes:
+    """Nothing is stored yet, and everything is stored when it comes."""
+    return b"+OK\r\n" if words[0] == b"SET" else b":0\r\n"
+
+
+async def test_a_clear_that_a_server_refuses_raises_in_its_words() -> None:
+    names = [b"kvstrata:" + key_of(number).hex().encode() for number in range(3)]
+
+    def answer(words: list[bytes]) -> bytes:
+        if words[0] == b"SCAN":
+            return b"*2\r\n" + bulk(b"0") + b"*3\r\n" + b"".join(map(bulk, names))
+        return b":1\r\n" if words[1] == names[0] else b"-NOPERM this user may not run 'unlink'\r\n"
+
+    with Peer(answer) as peer:
+        adapter = await adapter_of(peer)
+        with pytest.raises(StorageError, match=r"1 records were removed, then: .*UNLINK.*NOPERM this user"):
+            await adapter.clear()
+        assert await adapter.delete([key_of(1)]) == 0
+        assert "NOPERM" in adapter.remarks()["refusal"]
+        await adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"-NOREPLICAS Not enough good replicas to write.\r\n", "no_replicas"),
+        (b"-MISCONF Redis is configured to save RDB snapshots\r\n", "not_saved"),
+        (b"-ERR Protocol error: invalid bulk length\r\n", "server_error"),
+    ],
+)
+async def test_the_server_s_own_words_are_in_the_log_once_and_in_the_status_until_a_put_is_stored(
+    caplog: pytest.LogCaptureFixture, said: bytes, reason: str
+) -> None:
+    text = said[1:-2].decode()
+    with Peer(lambda words: said if words[0] == b"SET" else b":0\r\n") as peer:
+        adapter = await adapter_of(peer)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                assert await adapter.put([put_item(key_of(1), 1000)]) == [
+                    PutOutcome(PutStatus.FAILED, reason)
+                ]
+        assert [text in record.getMessage() for record in caplog.records] == [True]
+        assert adapter.remarks() == {"refusal": text}
+        peer.answer = stores
+        assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
+        assert adapter.remarks() == {"refusal": ""}
+        await adapter.close()
+
+
+async def test_a_server_at_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    with Peer(stores, path=path):
+        adapter = make_adapter({"type": "resp", "url": f"unix://{path}"}, 0)
+        await adapter.open(lent_context(lambda key: None))
+        assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
+        await adapter.close()
+    adapter = make_adapter({"type": "resp", "url": f"unix://{path}x"}, 0)
+    with pytest.raises(StorageError, match="cannot be reached: No such file"):
+        await adapter.open(lent_context(lambda key: None))
+    await adapter.close()
+
+
+@pytest.mark.parametrize("username", ["", "of-the-servers"])
+async def test_a_sentinel_that_wants_a_password_gets_that_of_the_servers(username: str) -> None:
+    asked: list[list[bytes]] = []
+    with Peer(lambda words: b"+OK\r\n" if words[0] == b"AUTH" else b":0\r\n") as master:
+
+        def sentinel(words: list[bytes]) -> bytes:
+            asked.append(words)
+            if words[0] != b"AUTH":
+                return b"*2\r\n" + bulk(b"127.0.0.1") + bulk(b"%d" % master.port)
+            return b"+OK\r\n" if words[1:] == [b"secret"] else b"-WRONGPASS no such user\r\n"
+
+        def role(words: list[bytes]) -> bytes:
+            return b"*1\r\n" + bulk(b"master") if words[0] == b"ROLE" else b"+OK\r\n"
+
+        master.answer = role
+        with Peer(sentinel) as peer:
+            peer.pong = b"-NOAUTH Authentication required.\r\n"
+            named = {"username": username} if username else {}
+            entry = {"sentinels": f"127.0.0.1:{peer.port}", "sentinel_master": "m", "password": "secret"}
+            adapter = make_adapter({"type": "resp", **entry, **named}, 0)
+            await adapter.open(lent_context(lambda key: None))
+            await adapter.close()
+    with_user = [[b"AUTH", username.encode(), b"secret"]] if username else []
+    assert asked[:-1] == [*with_user, [b"AUTH", b"secret"]]
+
+
+def test_a_node_that_does_not_know_its_own_name_redirects_to_where_it_was_asked() -> None:
+    by = Address("10.0.0.7", 7000)
+    for host in ("?", ""):
+        assert _directed(ServerError(f"MOVED 3999 {host}:7001"), by) == (Address("10.0.0.7", 7001), False)
+    assert _directed(ServerError("ASK 3999 10.0.0.8:7001"), by) == (Address("10.0.0.8", 7001), True)
+
+
+async def test_no_server_names_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "private.sock"
+    with Peer(stores, path=path) as private:
+
+        def sentinel(words: list[bytes]) -> bytes:
+            return b"*2\r\n" + bulk(str(path).encode()) + bulk(b"6379")
+
+        with Peer(sentinel) as peer:
+            entry = {"sentinels": f"127.0.0.1:{peer.port}", "sentinel_master": "m", "password": "secret"}
+            adapter = make_adapter({"type": "resp", **entry}, 0)
+            with pytest.raises(StorageError, match="cannot be reached"):
+                await adapter.open(lent_context(lambda key: None))
+            await adapter.close()
+        assert private.accepted == 0

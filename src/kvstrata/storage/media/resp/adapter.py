@@ -21,6 +21,7 @@ the server is configured.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ from kvstrata.storage.media.resp.connection import (
     Buffer,
     Link,
     LinkLost,
+    Reply,
     ServerError,
     command,
 )
@@ -61,9 +63,11 @@ from kvstrata.storage.media.resp.pipeline import SHORT_BYTES, Answer, BadValue, 
 from kvstrata.storage.media.resp.replies import fields_of, number_in, reason_of
 from kvstrata.storage.media.resp.servers import Address, RespServers, Servers
 from kvstrata.storage.work import Work
+from kvstrata.text import one_line
 from kvstrata.types import KEY_BYTES
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Payload bytes of one piece of a batch."""
@@ -122,6 +126,8 @@ class RespAdapter(StorageAdapter):
         """Monotonic time until which the last answer of `_has_room` is reused, and that answer."""
         self._full = 0
         self._bad_values = 0
+        self._refusal = ServerError("")
+        """The servers' last error reply, until a put is stored again."""
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -150,6 +156,10 @@ class RespAdapter(StorageAdapter):
             "bad_values": self._bad_values,
             "redirections": self._pipelines.redirections,
         }
+
+    def remarks(self) -> dict[str, str]:
+        """What the servers have answered with an error, in their words; empty since a later put was stored."""
+        return {"refusal": one_line(f"{self._refusal.text:.200}")}
 
     # -- the contract, on the event loop -------------------------------------------------------------------
 
@@ -251,7 +261,17 @@ class RespAdapter(StorageAdapter):
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
     def _find(self, keys: list[bytes]) -> list[Found]:
-        return [_found(answer) for answer in self._lengths(keys)]
+        return [self._found(answer) for answer in self._lengths(keys)]
+
+    def _found(self, answer: Answer) -> Found:
+        if isinstance(answer, int):
+            return Found(Presence.PRESENT, answer) if 0 < answer <= MAX_VALUE_BYTES else _ABSENT
+        if isinstance(answer, LinkLost):
+            return Found(Presence.UNKNOWN, 0, answer.reason)
+        assert not isinstance(answer, BadValue)
+        if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":
+            return _ABSENT
+        return Found(Presence.UNKNOWN, 0, self._refused(answer))
 
     def _lengths(self, keys: Sequence[bytes]) -> list[Answer]:
         return self._pipelines.exchange(keys, self._pipelines.about(b"STRLEN"))
@@ -267,6 +287,9 @@ class RespAdapter(StorageAdapter):
 
     def _unlink(self, keys: list[bytes]) -> list[int]:
         answers = self._pipelines.exchange(keys, self._pipelines.about(b"UNLINK"))
+        for answer in answers:
+            if isinstance(answer, ServerError):
+                self._refused(answer)
         return [answer if isinstance(answer, int) else 0 for answer in answers]
 
     def _put(self, items: list[PutItem]) -> list[PutOutcome]:
@@ -332,15 +355,24 @@ class RespAdapter(StorageAdapter):
     def _not_put(self, answer: Answer) -> PutOutcome:
         """The outcome of a put whose SET, or the STRLEN before it, got this answer."""
         if answer == b"OK":
+            self._refusal = ServerError("")
             return PutOutcome(PutStatus.STORED)
         if isinstance(answer, LinkLost):
             return PutOutcome(PutStatus.FAILED, answer.reason)
         assert not isinstance(answer, BadValue)
-        reason = reason_of(answer)
+        reason = self._refused(answer)
         if reason == "full":
             self._full += 1
             return PutOutcome(PutStatus.THROTTLED, reason)
         return PutOutcome(PutStatus.FAILED, reason)
+
+    def _refused(self, reply: Reply) -> str:
+        """The short reason for a reply that is not the requested one; the server's own words go to log and status."""
+        if isinstance(reply, ServerError):
+            before, self._refusal = self._refusal, reply
+            if before.code != reply.code:
+                log.warning("%s: the server answers: %s", self.name, one_line(f"{reply.text:.200}"))
+        return reason_of(reply)
 
     def _load(self, items: list[LoadItem]) -> list[LoadOutcome]:
         try:
@@ -387,7 +419,7 @@ class RespAdapter(StorageAdapter):
             case LinkLost():
                 return LoadOutcome(LoadStatus.FAILED, answer.reason)
             case _:
-                return LoadOutcome(LoadStatus.FAILED, reason_of(answer))
+                return LoadOutcome(LoadStatus.FAILED, self._refused(answer))
 
     def _remove_bad(self, item: LoadItem) -> Answer:
         """Read the value again under WATCH. If it is still bad, remove it; if somebody has replaced it, load it."""
@@ -433,7 +465,13 @@ class RespAdapter(StorageAdapter):
             for address, chosen in self._scan(CLEAR_S):
                 with self._servers.link(address, self._pipelines.deadline_s(0)) as link:
                     link.send([command(b"UNLINK", name) for name in chosen])
-                    removed += sum(link.reply() == 1 for _ in chosen)
+                    replies = [link.reply() for _ in chosen]
+                removed += replies.count(1)
+                for reply in replies:
+                    if isinstance(reply, ServerError):
+                        raise LinkLost(
+                            self._refused(reply), f"{address} answers UNLINK with {reply.text:.200}"
+                        )
         except LinkLost as lost:
             raise StorageError(
                 f"{self.name}: not cleared: {removed} records were removed, then: {lost}", field=self.name
@@ -467,17 +505,6 @@ class RespAdapter(StorageAdapter):
 
 
 _ABSENT = Found(Presence.ABSENT)
-
-
-def _found(answer: Answer) -> Found:
-    if isinstance(answer, int):
-        return Found(Presence.PRESENT, answer) if 0 < answer <= MAX_VALUE_BYTES else _ABSENT
-    if isinstance(answer, LinkLost):
-        return Found(Presence.UNKNOWN, 0, answer.reason)
-    assert not isinstance(answer, BadValue)
-    if isinstance(answer, ServerError) and answer.code == "WRONGTYPE":
-        return _ABSENT
-    return Found(Presence.UNKNOWN, 0, reason_of(answer))
 
 
 def _drop(one: Any) -> None:

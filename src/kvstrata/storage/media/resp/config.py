@@ -23,6 +23,8 @@ from kvstrata.text import remember_secret
 from kvstrata.types import GB
 
 PORT, SENTINEL_PORT = 6379, 26379
+MAX_SOCKET_PATH_BYTES = 107
+"""The kernel has room for no longer path of a unix socket."""
 DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
 """A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
@@ -38,8 +40,8 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             extra={"secret": True, "empty": True},
-            description="`redis://[user@]host[:port][/database]`, `rediss://` for TLS. Exactly one of `url`, `host`, "
-            "`startup_nodes` and `sentinels` is required.",
+            description="`redis://[user@]host[:port][/database]`, `rediss://` for TLS, `unix:///path/of/a.sock`. "
+            "Exactly one of `url`, `host`, `startup_nodes` and `sentinels` is required.",
         ),
     ] = None
     host: Annotated[
@@ -218,6 +220,8 @@ def _named(config: RespConfig, place: Place) -> tuple[str, tuple[Address, ...]]:
 
 def _check_mode(config: RespConfig, source: str, addresses: tuple[Address, ...], place: Place) -> None:
     """Raises ConfigError unless `cluster_mode` fits the field that says where the servers are."""
+    if config.cluster_mode and addresses[0].is_path:
+        raise place.wrong("cluster_mode", True, "must not be true with a unix socket: give startup_nodes")
     if source == "startup_nodes" and len(addresses) > 1 and not config.cluster_mode:
         must = "must be one server unless cluster_mode is true"
         raise place.wrong("startup_nodes", config.startup_nodes, must)
@@ -254,13 +258,16 @@ def _url(text: str, place: Place) -> _Url:
         host, port = parts.hostname, parts.port or PORT
     except ValueError:
         raise place.hidden("url", "its port must be a number from 1 to 65535") from None
+    if parts.scheme == "unix" and not parts.netloc and not parts.query and not parts.fragment:
+        return _Url(Address(_socket_path(parts.path, place), 0), "", None, False)
     if (
         parts.scheme not in ("redis", "rediss", "valkey", "valkeys")
         or not host
         or parts.query
         or parts.fragment
     ):
-        raise place.hidden("url", "must be redis://[user@]host[:port][/database], or rediss:// for TLS")
+        must = "must be redis://[user@]host[:port][/database], rediss:// for TLS, or unix:///path/of/a.sock"
+        raise place.hidden("url", must)
     if parts.password is not None:
         raise place.hidden("url", "must hold no password: use password_file, password_env or password")
     database = parts.path.strip("/")
@@ -272,6 +279,13 @@ def _url(text: str, place: Place) -> _Url:
         int(database) if database else None,
         parts.scheme in ("rediss", "valkeys"),
     )
+
+
+def _socket_path(text: str, place: Place) -> str:
+    path = unquote(text)
+    if not path.startswith("/") or "\0" in path or len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise place.hidden("url", f"its path must be absolute, of at most {MAX_SOCKET_PATH_BYTES} bytes")
+    return path
 
 
 def _addresses(value: Any, default_port: int, place: Place, name: str) -> tuple[Address, ...]:
@@ -318,6 +332,8 @@ def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[st
 
 def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext | None:
     by_url = url is not None and url.tls
+    if url is not None and url.address.is_path and config.tls_enable:
+        raise place.wrong("tls_enable", True, "must not be true with a unix socket, which has no TLS")
     uses_tls = by_url if config.tls_enable is None else config.tls_enable
     if by_url and not uses_tls:
         raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")

@@ -14,12 +14,15 @@ caller's business.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
 import struct
 import time
 from collections.abc import Sequence
+
+from kvstrata.text import one_line
 
 BUFFER_BYTES = 1 << 16
 """Longest line that the server may send."""
@@ -104,7 +107,7 @@ class Link:
                     self._arm(sending=True)
                     sent = self._socket.sendmsg(left[:SOME_BUFFERS])
             except OSError as error:
-                raise _lost(error) from None
+                raise _lost(error, self._last_words()) from None
             first = 0
             while first < len(left) and sent >= len(left[first]):
                 sent -= len(left[first])
@@ -112,6 +115,16 @@ class Link:
             del left[:first]
             if sent:
                 left[0] = left[0][sent:]
+
+    def _last_words(self) -> str:
+        """The error with which the server ended the connection while we sent; empty without one."""
+        if self._tls:
+            return ""
+        said = bytes(self._view[self._begin : self._end])
+        with contextlib.suppress(OSError):
+            said += self._socket.recv(BUFFER_BYTES, socket.MSG_DONTWAIT)
+        last = said.rstrip().rpartition(b"\r\n")[2]
+        return last[1:201].decode(errors="replace") if last.startswith(b"-") else ""
 
     def reply(self, depth: int = 0) -> Reply:
         """The next reply. Raises LinkLost."""
@@ -216,7 +229,8 @@ class Link:
         except OSError as error:
             raise _lost(error) from None
         if count == 0:
-            raise LinkLost("lost", "the server closed the connection")
+            why = "; its log says why (such as client-output-buffer-limit)" if whole else ""
+            raise LinkLost("lost", f"the server closed the connection{why}")
         return count
 
     def _arm(self, *, sending: bool = False) -> None:
@@ -233,10 +247,10 @@ class Link:
         self._socket.setsockopt(socket.SOL_SOCKET, option, time_limit)
 
 
-def _lost(error: OSError) -> LinkLost:
+def _lost(error: OSError, said: str = "") -> LinkLost:
     if isinstance(error, TimeoutError | BlockingIOError):
         return LinkLost("timeout", "the server did not answer in time")
-    return LinkLost("lost", f"the connection broke: {error.strerror or error}")
+    return LinkLost("lost", f"the connection broke: {one_line(said) or error.strerror or error}")
 
 
 def _strange(line: bytes) -> LinkLost:

@@ -157,4 +157,5 @@ def _directed(answer: ServerError, by: Address) -> tuple[Address, bool] | None:
     host, colon, port = answer.rest.partition(" ")[2].rpartition(":")
     if answer.code not in ("MOVED", "ASK") or not colon or not port_of(port):
         return None
-    return Address(host or by.host, port_of(port)), answer.code == "ASK"
+    # As in CLUSTER SLOTS, an empty host, or "?", means the node that answered.
+    return Address(by.host if host in ("", "?") else host, port_of(port)), answer.code == "ASK"

@@ -35,6 +35,8 @@ _REASONS = {
     "OOM": "full",
     "LOADING": "loading",
     "BUSY": "busy",
+    "MISCONF": "not_saved",
+    "NOREPLICAS": "no_replicas",
     "READONLY": "read_only",
     "MASTERDOWN": "read_only",
     "NOAUTH": "denied",

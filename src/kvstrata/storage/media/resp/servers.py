@@ -51,9 +51,16 @@ LEAST_VERSION = (4, 0)
 
 class Address(NamedTuple):
     host: str
+    """Or, if `port` is 0, the path of a unix socket, which only settings can name."""
     port: int
 
+    @property
+    def is_path(self) -> bool:
+        return not self.port
+
     def __str__(self) -> str:
+        if self.is_path:
+            return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -307,13 +314,14 @@ class Servers:
         settings = self._settings
         deadline_s = time.monotonic() + settings.connection_timeout_s
         try:
-            connected = socket.create_connection(address, settings.connection_timeout_s)
+            connected = _connected(address, settings.connection_timeout_s)
         except (OSError, ValueError) as error:  # ValueError: a server has named an impossible host
             sentence = f"cannot be reached: {getattr(error, 'strerror', None) or error}"
             raise LinkLost("unreachable", sentence) from None
         try:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if not address.is_path:
+                connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if settings.tls is not None:
                 try:
                     connected = settings.tls.wrap_socket(
@@ -339,21 +347,23 @@ class Servers:
         settings = self._settings
         link.send([command(b"PING")])
         reply = link.reply()
-        password = "" if sentinel else settings.password
-        if isinstance(reply, ServerError) and reply.code == "NOAUTH" and not password:
-            wants = (
-                "the sentinel wants a password"
-                if sentinel
-                else "the server wants a password: set password_file"
-            )
-            raise LinkLost("denied", wants)
+        wants_one = isinstance(reply, ServerError) and reply.code == "NOAUTH"
+        # A sentinel that asks for a password gets the servers'.
+        password = settings.password if wants_one or not sentinel else ""
+        who = "sentinel" if sentinel else "server"
+        if wants_one and not password:
+            raise LinkLost("denied", f"the {who} wants a password: set password_file")
         if password:
-            who = [settings.username.encode()] if settings.username else []
-            link.send([command(b"AUTH", *who, password.encode())])
+            user = [settings.username.encode()] if settings.username else []
+            link.send([command(b"AUTH", *user, password.encode())])
             reply = link.reply()
+            if isinstance(reply, ServerError) and user and sentinel:  # which may not know the servers' users
+                link.send([command(b"AUTH", password.encode())])
+                reply = link.reply()
             if isinstance(reply, ServerError):
-                user = f"username {settings.username!r}, password" if settings.username else "password"
-                raise LinkLost("denied", f"{user}: refused by the server ({reply.code})")
+                named = f"username {settings.username!r}, password" if user else "password"
+                also = "; sentinels must have the servers' password, or none" if sentinel else ""
+                raise LinkLost("denied", f"{named}: refused by the {who} ({reply.code}){also}")
         elif isinstance(reply, ServerError) and reply.code not in ("NOPERM", "MASTERDOWN"):
             raise LinkLost(reason_of(reply), f"the server answers PING with {reply.text:.80}")
         if settings.database and not sentinel:
@@ -430,6 +440,20 @@ class Servers:
         if server.get("cluster_enabled") == "1" and not self._settings.cluster:
             return "is a node of a cluster: set cluster_mode to true"
         return ""
+
+
+def _connected(address: Address, timeout_s: float) -> socket.socket:
+    """A connected socket. Raises OSError, and ValueError for an impossible host."""
+    if not address.is_path:
+        return socket.create_connection(address, timeout_s)
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(timeout_s)
+        connected.connect(address.host)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
 
 
 def slot_of(name: bytes) -> int:
