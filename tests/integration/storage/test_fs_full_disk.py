@@ -1,4 +1,4 @@
-"""`fs` on a disk that is full: a real file system of 16 MiB, mounted in a namespace of the child's own."""
+"""`fs` on a full disk: a real file system of 16 MiB, or of 300 inodes, mounted in a namespace of the child's own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,8 @@ async def open_fs(min_free_bytes: int) -> FsAdapter:
     return adapter
 
 
-async def put(adapter: FsAdapter, number: int) -> tuple[PutStatus, str]:
-    item = put_item(key_of(number), SIZE)
+async def put(adapter: FsAdapter, number: int, size: int = SIZE) -> tuple[PutStatus, str]:
+    item = put_item(key_of(number), size)
     [outcome] = await adapter.put([item])
     watched(item).check()
     return outcome
@@ -78,19 +79,37 @@ async def examine() -> None:
     await adapter.close()
 
 
-def test_a_full_disk_evicts_then_throttles_and_can_be_opened() -> None:
+async def examine_names() -> None:
+    """In the child, where the file system has 300 inodes: each record takes one, and two more for its directories."""
+    adapter = await open_fs(0)
+    for turn in range(2):
+        for number in range(400):
+            assert await put(adapter, number, 1000) == (PutStatus.STORED, ""), number
+        assert (await adapter.usage()).records > 50
+        if turn == 0:
+            await adapter.clear()  # its directories stay
+    await adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "size"), [(examine, "16m"), (examine_names, "16m,nr_inodes=300")], ids=["bytes", "inodes"]
+)
+def test_a_full_disk_evicts_then_throttles_and_can_be_opened(
+    function: Callable[[], Awaitable[None]], size: str
+) -> None:
     if reason := why_not():
         pytest.skip(reason)
     command = [
         *CONTAINER,
-        *hidden_shm("16m"),
+        *hidden_shm(size),
         sys.executable,
         "-m",
         "tests.integration.storage.test_fs_full_disk",
+        function.__name__,
     ]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":
-    asyncio.run(examine())
+    asyncio.run(globals()[sys.argv[1]]())

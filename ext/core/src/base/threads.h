@@ -8,6 +8,7 @@
 
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace kvstrata {
 
@@ -24,6 +25,13 @@ class SignalsBlocked {
  private:
   sigset_t before_;
 };
+
+// Starts a thread that receives no signals. Raises std::system_error.
+template <typename... Work>
+std::thread start_thread(Work&&... work) {
+  const SignalsBlocked blocked;
+  return std::thread(std::forward<Work>(work)...);
+}
 
 // Lowers the priority of the calling thread, for as long as it lives, by this many steps of nice(2)
 // below the process's. A system that refuses leaves it as it is.

@@ -28,6 +28,16 @@ Status os_error(const char* message) noexcept {
   return Status(StatusCode::kOsError, message, errno);
 }
 
+// Repeats a call while a signal interrupts it.
+template <typename Call>
+int uninterrupted(Call&& call) noexcept {
+  int result;
+  do {
+    result = call();
+  } while (result == -1 && errno == EINTR);
+  return result;
+}
+
 // Owns one descriptor.
 class Descriptor {
  public:
@@ -91,7 +101,8 @@ class PosixFile final : public File {
   }
 
   Status sync() noexcept override {
-    return ::fdatasync(fd_.get()) == 0 ? Status() : os_error("fdatasync");
+    return uninterrupted([&] { return ::fdatasync(fd_.get()); }) == 0 ? Status()
+                                                                      : os_error("fdatasync");
   }
 
   std::uint64_t next_data(std::uint64_t offset) noexcept override {
@@ -101,7 +112,8 @@ class PosixFile final : public File {
   }
 
   Status allocate(std::uint64_t length) noexcept override {
-    if (::fallocate(fd_.get(), 0, 0, static_cast<off_t>(length)) == 0) return Status();
+    const auto size = static_cast<off_t>(length);
+    if (uninterrupted([&] { return ::fallocate(fd_.get(), 0, 0, size); }) == 0) return Status();
     if (errno != EOPNOTSUPP) return os_error("fallocate");
     std::uint64_t there = 0;
     KVSTRATA_RETURN_IF_ERROR(this->length(&there));
@@ -109,8 +121,9 @@ class PosixFile final : public File {
   }
 
   Status truncate(std::uint64_t length) noexcept override {
-    return ::ftruncate(fd_.get(), static_cast<off_t>(length)) == 0 ? Status()
-                                                                   : os_error("ftruncate");
+    return uninterrupted([&] { return ::ftruncate(fd_.get(), static_cast<off_t>(length)); }) == 0
+               ? Status()
+               : os_error("ftruncate");
   }
 
   Status stat(FileStat* out) noexcept override {
@@ -264,7 +277,8 @@ class PosixFiles final : public FileLayer {
     int flags = kOpenFlags;
     flags |= mode == FileMode::kRead ? O_RDONLY : O_RDWR;
     if (mode == FileMode::kCreate) flags |= O_CREAT | O_EXCL;
-    const int fd = ::open(path.c_str(), flags | (direct ? O_DIRECT : 0), 0600);
+    const int how = flags | (direct ? O_DIRECT : 0);
+    const int fd = uninterrupted([&] { return ::open(path.c_str(), how, 0600); });
     if (fd < 0) {
       if (mode != FileMode::kCreate && means_other_kind(errno)) return not_a_file();
       if (!direct || errno != EINVAL) return os_error("open");
@@ -300,10 +314,15 @@ class PosixFiles final : public FileLayer {
     return ::mkdir(path.c_str(), 0700) == 0 ? Status() : os_error("mkdir");
   }
 
+  Status remove_folder(const std::string& path) noexcept override {
+    return ::rmdir(path.c_str()) == 0 ? Status() : os_error("rmdir");
+  }
+
   Status sync_folder(const std::string& path) noexcept override {
-    const Descriptor folder(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    constexpr int kHow = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
+    const Descriptor folder(uninterrupted([&] { return ::open(path.c_str(), kHow); }));
     if (folder.get() < 0) return os_error("open");
-    return ::fsync(folder.get()) == 0 ? Status() : os_error("fsync");
+    return uninterrupted([&] { return ::fsync(folder.get()); }) == 0 ? Status() : os_error("fsync");
   }
 
   Status stat(const std::string& path, FileStat* out) noexcept override {
@@ -358,7 +377,8 @@ class PosixFiles final : public FileLayer {
                      std::string* holder) noexcept override {
     const int how = shared ? LOCK_SH : LOCK_EX;
     const std::string folder = path.substr(0, path.rfind('/'));
-    Descriptor locked(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    constexpr int kHow = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
+    Descriptor locked(uninterrupted([&] { return ::open(folder.c_str(), kHow); }));
     if (locked.get() < 0) return os_error("open");
     const bool busy = ::flock(locked.get(), how | LOCK_NB) != 0 && errno == EWOULDBLOCK;
     // The file has the name of the holder.
@@ -371,7 +391,8 @@ class PosixFiles final : public FileLayer {
  private:
   static Status lock_as(int how, const std::string& path, Descriptor folder,
                         std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
-    Descriptor file(::open(path.c_str(), O_RDWR | O_CREAT | kOpenFlags, 0600));
+    constexpr int kHow = O_RDWR | O_CREAT | kOpenFlags;
+    Descriptor file(uninterrupted([&] { return ::open(path.c_str(), kHow, 0600); }));
     if (file.get() < 0) return means_other_kind(errno) ? not_a_file() : os_error("open");
     if (!is_regular(file.get())) return not_a_file();
     if (::flock(file.get(), how | LOCK_NB) != 0) {

@@ -41,6 +41,12 @@ class FsDurableFolders {
   // Forgets all that know() has remembered, because some directories were removed.
   void forget_known();
 
+  // Removes the directories of these keys that are empty, and forgets all these directories.
+  // REQUIRES: nothing is published meanwhile, for which make() was called before.
+  void prune(std::span<const Digest> keys);
+  // As prune(), for all directories that exist.
+  void prune_all();
+
   // Remembers that a file was unlinked in the directory of this key. Called after the unlink,
   // because a sync that began before the unlink does not count.
   void note_unlinked(const Digest& key);

@@ -110,7 +110,8 @@ void FsFiles::publish(std::span<Publication> items) {
       if (!is_no_space(item.status))
         notes_.add(true,
                    "cannot publish " + describe_file_error(paths_.record(item.key), item.status));
-      if (!item.part.empty()) discard(item.part);
+      const bool kept = item.keeps_part && is_no_space(item.status);
+      if (!item.part.empty() && !kept) discard(item.part);
       continue;
     }
     item.renamed = !item.part.empty();

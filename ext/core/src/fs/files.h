@@ -52,13 +52,15 @@ class FsFiles {
 
   struct Publication {
     Digest key{};
-    std::string part;      // empty: the record exists already
-    Status status;         // set by publish()
-    bool renamed = false;  // the part has the record's name; a record that had it before is gone
+    std::string part;         // empty: the record exists already
+    Status status;            // set by publish()
+    bool renamed = false;     // the part has the record's name; a record that had it before is gone
+    bool keeps_part = false;  // if the medium is full, so that it can be published later
   };
   // Renames synced parts to their records' names. Then syncs, once each, the directories that
   // changed and the directories of records that exist already, whose server may have died before it
-  // synced them. If an item with a part fails, neither the part nor the name is left.
+  // synced them. If an item with a part fails, neither the part nor the name is left, but for
+  // `keeps_part`.
   void publish(std::span<Publication> items);
 
   enum class Read : std::uint8_t { kWhole, kAbsent, kOtherLength, kTorn, kFailed };
@@ -89,6 +91,9 @@ class FsFiles {
 
   // Syncs the directories in which a power cut may bring unlinked files back.
   void sync_unlinked() { folders_.sync_unlinked(); }
+  // Removes the directories of these keys that are empty. REQUIRES: no publish() runs.
+  void prune(std::span<const Digest> keys) { folders_.prune(keys); }
+  void prune_all() { folders_.prune_all(); }
 
   // Unlinks the file that a failed operation has left. If the unlink fails too, it becomes a note;
   // a later start removes parts.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <filesystem>
 #include <fstream>
 #include <future>
 #include <latch>
@@ -165,6 +166,33 @@ TEST(a_full_disk_evicts_what_can_leave_and_then_throttles) {
     CHECK_EQ(std::string(items[0].reason), std::string("disk_full"));
   }
   fs.mend();
+  fs.check_usage();
+}
+
+TEST(a_file_system_with_fewer_names_than_records_evicts_and_never_stops) {
+  constexpr std::size_t kNames = 40;
+  Fs fs;
+  const auto names = [&] {
+    std::filesystem::recursive_directory_iterator all(fs.base);
+    return static_cast<std::size_t>(std::distance(begin(all), end(all)));
+  };
+  fs.files.before = [&](const std::string& call, const std::string&) {
+    const bool makes = call == "create" || call == "make_folder";
+    return makes && names() >= kNames ? error(ENOSPC) : Status();
+  };
+  for (int number = 0; number < 60; ++number) {
+    CHECK(stored(*fs.connector, {number}, kPayload));
+    CHECK(exists(*fs.connector, number));
+  }
+  CHECK(fs.connector->usage().records > kNames / 8);
+  std::vector<PutItem> items = put_all(*fs.connector, records_of({101, 102, 103, 104}, kPayload));
+  for (const PutItem& item : items)
+    CHECK(item.status == PutStatus::kStored);
+  fs.check_usage();
+  (void)fs.connector->clear();  // only empty directories are left, which take all names
+  for (int name = 10; names() < kNames; ++name)
+    std::filesystem::create_directories(fs.base + "/aa/" + std::to_string(name));
+  CHECK(stored(*fs.connector, {200}, kPayload));
   fs.check_usage();
 }
 

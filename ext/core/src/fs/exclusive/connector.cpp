@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "base/threads.h"
 
 namespace kvstrata {
 
@@ -38,7 +39,7 @@ std::string FsConnector::open(const ConnectorContext& context) {
   wrong = lock_fs_directory(layer_, paths_, false, context.instance_id, &lock_);
   if (!wrong.empty()) return wrong;
   if (options_.own_threads)
-    scanner_ = std::thread([this] { scan(); });
+    scanner_ = start_thread([this] { scan(); });
   else
     scan();
   return "";
@@ -146,7 +147,9 @@ PutOutcome FsConnector::put_one(PutItem& item) {
   const FsFiles::NewPart file{
       .path = paths_.part(item.key, number), .bytes = item.bytes, .length = item.length};
   const Status status = write_fs_part(lock, files_, file, item.length, min_free_bytes_,
-                                      [&](std::uint64_t) { return evict(lock, charge); });
+                                      [&](std::uint64_t missing_bytes) {
+                                        return make_space(lock, std::max(missing_bytes, charge), 1);
+                                      });
   if (status.ok())
     parts_.happened(part, FsPartEvent::kWrote);
   else

@@ -1,15 +1,32 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // FsConnector: publishing written parts.
-#include "fs/exclusive/connector.h"
+#include <utility>
 
 #include "base/clock.h"
+#include "fs/exclusive/connector.h"
 
 namespace kvstrata {
 
-// Publishes and settles parts. REQUIRES: this thread has claimed them, and has no mark.
+namespace {
+
+// A record may need a directory for itself, and one for that.
+constexpr std::size_t kNamesOfRecord = 2;
+
+}  // namespace
+
+// Publishes and settles parts, those for which the medium had no name free once more. REQUIRES:
+// this thread has claimed them, and has no mark.
 void FsConnector::publish(Lock& lock, std::vector<std::uint64_t> claimed) {
-  while (!claimed.empty()) {
+  std::vector<std::uint64_t> unnamed;
+  bool again = false;
+  for (;;) {
+    if (claimed.empty()) {
+      if (unnamed.empty()) return;
+      (void)make_space(lock, 0, unnamed.size() * kNamesOfRecord);
+      claimed = std::exchange(unnamed, {});
+      again = true;
+    }
     std::vector<std::uint64_t> marked;
     std::vector<std::uint64_t> later;  // another thread has marked their keys
     for (const std::uint64_t number : claimed) {
@@ -19,34 +36,42 @@ void FsConnector::publish(Lock& lock, std::vector<std::uint64_t> claimed) {
     if (marked.empty())
       changed_.wait(lock);
     else
-      publish_marked(lock, marked);
+      publish_marked(lock, marked, again ? nullptr : &unnamed);
     claimed = std::move(later);
   }
 }
 
-// Publishes and settles parts, and unmarks their keys. REQUIRES: this thread has marked the keys,
-// which are all different.
-void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> marked) {
+// Publishes and settles parts, and unmarks their keys. Parts for which the medium had no name free
+// stay claimed and get into `unnamed`, if that is not null. REQUIRES: this thread has marked the
+// keys, which are all different.
+void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> marked,
+                                 std::vector<std::uint64_t>* unnamed) {
   std::vector<std::uint64_t> chosen;
+  std::vector<std::uint64_t> not_needed;
   std::vector<FsFiles::Publication> items;
   std::vector<std::string> needless;
   for (const std::uint64_t number : marked) {
     const FsPart& part = parts_.at(number);
     const FsRecord* const there = index_.find(part.key);
     if (part.cancelled || (there != nullptr && there->length == part.length)) {
+      not_needed.push_back(number);
       needless.push_back(paths_.part(part.key, number));
     } else {
       chosen.push_back(number);
       FsFiles::Publication& item = items.emplace_back();
       item.key = part.key;
       item.part = paths_.part(part.key, number);
+      item.keeps_part = unnamed != nullptr;
     }
   }
+  changed_.wait(lock, [&] { return !pruning_; });
+  publishing_ += 1;
   lock.unlock();
   for (const std::string& path : needless)
     files_.discard(path);
   files_.publish(items);
   lock.lock();
+  publishing_ -= 1;
   const std::int64_t now_ns = now_unix_ns();
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     FsPart& part = parts_.at(chosen[i]);
@@ -54,18 +79,20 @@ void FsConnector::publish_marked(Lock& lock, std::span<const std::uint64_t> mark
     if (items[i].status.ok()) {
       index_.add(part.key, part.length, now_ns);
       settle(part, FsPartEvent::kPublished, {PutStatus::kStored, Reason::kNone});
+    } else if (unnamed != nullptr && !items[i].renamed && is_no_space(items[i].status)) {
+      unnamed->push_back(chosen[i]);
     } else {
       settle(part, FsPartEvent::kPublishFailed, put_refusal(file_reason(items[i].status)));
     }
   }
-  for (const std::uint64_t number : marked) {
+  for (const std::uint64_t number :
+       not_needed) {  // the record exists, or its key was deleted since
     FsPart& part = parts_.at(number);
-    // A part that was not needed: its record exists, or its key was deleted after the put.
-    if (part.state == FsPartState::kClaimed)
-      settle(part, FsPartEvent::kNeedless,
-             {part.cancelled ? PutStatus::kStored : PutStatus::kExists, Reason::kNone});
-    marks_.erase(part.key);
+    settle(part, FsPartEvent::kNeedless,
+           {part.cancelled ? PutStatus::kStored : PutStatus::kExists, Reason::kNone});
   }
+  for (const std::uint64_t number : marked)
+    marks_.erase(parts_.at(number).key);
   changed_.notify_all();
 }
 
