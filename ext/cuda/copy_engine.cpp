@@ -58,14 +58,13 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   *status = engine->ledger_.open(options.queue);
   if (!status->ok()) return Failure{};
   const auto thread = [&](const char* name, auto work) {
-    engine->threads_.emplace_back(work);
+    engine->threads_.push_back(start_thread(work));
     name_thread(engine->threads_.back(), name);
   };
   Impl* const self = engine.get();
   Direction& store = engine->direction_of(CopyKind::kGather);
   Direction& load = engine->direction_of(CopyKind::kScatter);
   try {
-    const SignalsBlocked blocked;
     for (int i = 0; i < options.threads; ++i) {
       thread("kv-gpu-crc", [self] { self->help(); });
     }

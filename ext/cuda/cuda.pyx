@@ -289,11 +289,15 @@ cdef class HostRegion:
         check_cuda(failure)
 
 
+cdef object MADE_HERE = object()
+
+
 cdef class Moment:
     cdef shared_ptr[CMoment] moment
 
-    def __init__(self):
-        raise TypeError("moments come from CudaCopyEngine.moment()")
+    def __cinit__(self, made=None):
+        if made is not MADE_HERE:
+            raise TypeError("moments come from CudaCopyEngine.moment()")
 
 
 cdef class CudaCopyPlan:
@@ -434,7 +438,7 @@ cdef class CudaCopyEngine:
 
     def moment(self, stream):
         cdef Stream on = <Stream><size_t>whole(stream, "stream")
-        cdef Moment result = Moment.__new__(Moment)
+        cdef Moment result = Moment.__new__(Moment, MADE_HERE)
         cdef Failure failure
         with nogil:
             failure = self.native.get().moment(on, &result.moment)

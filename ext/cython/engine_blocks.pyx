@@ -67,9 +67,7 @@ cdef class Sequence:
     cdef bint viewed
     cdef bint decodes
 
-    def __init__(self, tokens, uint64_t root=0):
-        if self.viewed:
-            raise TypeError("a sequence keeps the tokens that it was made with")
+    def __cinit__(self, tokens, uint64_t root=0):
         PyObject_GetBuffer(tokens, &self.view, PyBUF_FORMAT | PyBUF_ND)
         self.viewed = True
         if self.view.itemsize != 4 or self.view.format == NULL or self.view.format[0] != b"I":
@@ -123,7 +121,7 @@ cdef class EngineBlocks:
     cdef list joined
     cdef Py_ssize_t block_tokens
 
-    def __init__(self, Py_ssize_t count, Py_ssize_t block_tokens, *, bint finds):
+    def __cinit__(self, Py_ssize_t count, Py_ssize_t block_tokens, *, bint finds):
         if not 0 < count < 1 << 31 or block_tokens < 1:
             raise ValueError(f"{count} blocks of {block_tokens} tokens: both must be positive and below 2**31")
         self.joined = []

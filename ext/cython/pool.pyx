@@ -122,11 +122,16 @@ cdef bytes _key_bytes(const CKey& key):
     return PyBytes_FromStringAndSize(<char*>raw, KEY_BYTES)
 
 
+# Without it nobody makes an object around nothing, by `__new__` either.
+cdef object MADE_HERE = object()
+
+
 cdef class Hold:
     """See pool.pyi."""
 
-    def __init__(self):
-        raise TypeError("a Hold comes from Pool.hold()")
+    def __cinit__(self, made=None):
+        if made is not MADE_HERE:
+            raise TypeError("a Hold comes from Pool.hold()")
 
     @property
     def key(self):
@@ -181,7 +186,7 @@ cdef class Hold:
 
 
 cdef Hold _wrap_hold(CHold& hold):
-    cdef Hold result = Hold.__new__(Hold)
+    cdef Hold result = Hold.__new__(Hold, MADE_HERE)
     result.held = make_shared[CHold](move(hold))
     return result
 
@@ -211,13 +216,14 @@ cdef class Pool:
 
     cdef shared_ptr[CPool] pool
 
-    def __init__(self):
-        raise TypeError("a Pool comes from Pool.create() or Pool.adopt()")
+    def __cinit__(self, made=None):
+        if made is not MADE_HERE:
+            raise TypeError("a Pool comes from Pool.create() or Pool.adopt()")
 
     @staticmethod
     def create(int index_fd, int extents_fd, *, extents_bytes, entry_capacity, policy="LRU", watermark=None,
                max_session_share=8, epoch=0):
-        cdef Pool self = Pool.__new__(Pool)
+        cdef Pool self = Pool.__new__(Pool, MADE_HERE)
         cdef PoolOptions options = _options(
             extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch
         )
@@ -230,7 +236,7 @@ cdef class Pool:
     @staticmethod
     def adopt(int index_fd, int extents_fd, *, policy="LRU", watermark=None, max_session_share=8, extents_bytes=0,
               entry_capacity=0, epoch=0):
-        cdef Pool self = Pool.__new__(Pool)
+        cdef Pool self = Pool.__new__(Pool, MADE_HERE)
         cdef PoolOptions options = _options(
             extents_bytes, entry_capacity, policy, watermark, max_session_share, epoch
         )

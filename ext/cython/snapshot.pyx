@@ -76,7 +76,7 @@ cdef class IndexSnapshot:
     cdef CIndexSnapshot snapshot
     cdef int index_fd
 
-    def __init__(self, int index_fd):
+    def __cinit__(self, int index_fd):
         cdef FormatMismatch mismatch
         cdef Status status = CIndexSnapshot.open(index_fd, &self.snapshot, &mismatch)
         raise_for_format(status, SNAPSHOT, mismatch.field, mismatch.found, mismatch.expected)

@@ -58,14 +58,18 @@ cdef extern from "splice/splicer.h" namespace "kvstrata" nogil:
 ENDS = ("", "done", "engine_closed", "engine_failed", "not_chunked", "silent", "client_gone", "stalled", "stopped")
 
 
+cdef object MADE_HERE = object()
+
+
 cdef class Splice:
     """See splice.pyi."""
 
     cdef shared_ptr[CSplice] core
     cdef readonly bint is_over
 
-    def __init__(self):
-        raise TypeError("splices come from Splicer.start")
+    def __cinit__(self, made=None):
+        if made is not MADE_HERE:
+            raise TypeError("splices come from Splicer.start")
 
     @property
     def number(self):
@@ -110,7 +114,7 @@ cdef class Splicer:
     cdef unique_ptr[CSplicer] core
     cdef dict open
 
-    def __init__(self, bounds_s):
+    def __cinit__(self, bounds_s):
         cdef vector[int64_t] bounds_ns = [round(bound_s * 1e9) for bound_s in bounds_s]
         raise_for(CSplicer.create(move(bounds_ns), &self.core), CALL)
         self.open = {}
@@ -125,7 +129,7 @@ cdef class Splicer:
     def start(self, int engine_fd, int client_fd, const uint8_t[::1] head, const uint8_t[::1] early, *,
               double silence_s, double stalled_s, bint events):
         cdef SpliceOptions options
-        cdef Splice splice = Splice.__new__(Splice)
+        cdef Splice splice = Splice.__new__(Splice, MADE_HERE)
         cdef cbool under_way = False
         options.engine_fd, options.client_fd = engine_fd, client_fd
         options.silence_ns, options.stalled_ns = <int64_t>(silence_s * 1e9), <int64_t>(stalled_s * 1e9)

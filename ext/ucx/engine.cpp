@@ -10,6 +10,7 @@
 #include <chrono>
 #include <fstream>
 
+#include "base/threads.h"
 #include "connection.h"
 
 namespace kvstrata {
@@ -43,7 +44,7 @@ void reset(int eventfd) {
 UcxEngine::UcxEngine(UcxOptions options) : options_(std::move(options)) {
   event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
 }
 
 UcxEngine::~UcxEngine() {

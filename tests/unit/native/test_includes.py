@@ -120,3 +120,16 @@ def test_includes_of_the_core_name_folder_and_file() -> None:
         if not ((SOURCES / name).is_file() or (PUBLIC / name).is_file())
     }
     assert wrong == set()
+
+
+def test_every_native_thread_is_started_without_signals() -> None:
+    """A signal that reaches one of them interrupts its system calls, and is not seen by the application's threads."""
+    started = re.compile(r"std::thread\(|(?:threads|helpers)_?\.emplace_back\(\[|std::jthread|pthread_create")
+    wrong = [
+        f"{path.relative_to(EXT)}: {found[0]}"
+        for path in sorted(EXT.rglob("*.*"))
+        if path.suffix in (".cpp", ".h", ".pyx") and not {"tests", "bench"} & set(path.parts)
+        if path.name != "threads.h"
+        for found in started.finditer(path.read_text())
+    ]
+    assert not wrong, "start threads with start_thread() of base/threads.h"

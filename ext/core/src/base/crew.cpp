@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <system_error>
 
+#include "base/threads.h"
+
 namespace kvstrata {
 
 Crew::~Crew() {
@@ -23,7 +25,7 @@ void Crew::each(std::size_t count, const std::function<void(std::size_t)>& work)
   open_.push_back(&round);
   while (helpers_.size() < std::min(limit_, count - 1)) {
     try {
-      helpers_.emplace_back([this] { help(); });
+      helpers_.push_back(start_thread([this] { help(); }));
     } catch (const std::system_error&) {
       break;  // no thread can be started: the caller and the running helpers do the work
     }

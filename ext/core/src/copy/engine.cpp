@@ -72,9 +72,8 @@ Status CopyEngine::Impl::create(int threads, std::size_t queue,
     engine->owner_ = getpid();
     KVSTRATA_RETURN_IF_ERROR(engine->ledger_.open(queue));
     try {
-      const SignalsBlocked blocked;
       for (int i = 0; i < threads; ++i) {
-        engine->threads_.emplace_back(&Impl::work, engine.get());
+        engine->threads_.push_back(start_thread(&Impl::work, engine.get()));
         name_thread(engine->threads_.back(), "kv-copy-" + std::to_string(i));
       }
     } catch (const std::system_error& error) {
@@ -295,7 +294,7 @@ void CopyEngine::drain() noexcept {
 }
 
 void CopyEngine::close() noexcept {
-  impl_->close();
+  if (impl_->owned()) impl_->close();
 }
 
 }  // namespace kvstrata

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "base/threads.h"
 #include "disk/recover.h"
 
 namespace kvstrata {
@@ -58,8 +59,9 @@ std::string DiskLog::open(const ConnectorContext& context) {
     return failed;
   }
   if (shared_.options.own_threads) {
-    threads_.emplace_back([this] { keep_maintaining(); });
-    if (shared_.options.scrub_bytes_per_s > 0) threads_.emplace_back([this] { scrubber_.run(); });
+    threads_.push_back(start_thread([this] { keep_maintaining(); }));
+    if (shared_.options.scrub_bytes_per_s > 0)
+      threads_.push_back(start_thread([this] { scrubber_.run(); }));
   }
   return "";
 }

@@ -87,9 +87,8 @@ Status LaneGroup::start_threads(std::size_t more) noexcept {
   missing = std::min<std::size_t>(missing, workers_ - threads_.size());
   if (missing == 0) return Status();
   try {
-    const SignalsBlocked blocked;
     for (; missing > 0; --missing) {
-      threads_.emplace_back([this] { work(); });
+      threads_.push_back(start_thread([this] { work(); }));
       present_ += 1;
       name_thread(threads_.back(), name_.substr(0, 12) + "-" + std::to_string(threads_.size() - 1));
     }

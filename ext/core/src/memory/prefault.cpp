@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <system_error>
 
+#include "base/threads.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -32,10 +34,10 @@ Status Prefault::start(std::uint8_t* address, Backing* backing, std::uint32_t th
   try {
     for (std::uint32_t i = 0; i < threads; ++i) {
       running_.fetch_add(1, std::memory_order_relaxed);
-      threads_.emplace_back([this] {
+      threads_.push_back(start_thread([this] {
         work();
         running_.fetch_sub(1, std::memory_order_release);
-      });
+      }));
     }
   } catch (const std::system_error& failure) {
     running_.fetch_sub(1, std::memory_order_relaxed);

@@ -10,6 +10,8 @@
 #include <new>
 #include <system_error>
 
+#include "base/threads.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -64,7 +66,7 @@ std::uint64_t Registry::Arena::touched_bytes(std::uint64_t used) noexcept {
 }
 
 bool Registry::Arena::start_touching() noexcept try {
-  thread_ = std::thread([this] { touch_all(); });
+  thread_ = start_thread([this] { touch_all(); });
   return true;
 } catch (const std::system_error&) {
   return false;

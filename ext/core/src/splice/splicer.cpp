@@ -107,8 +107,7 @@ Status Splicer::create(std::vector<std::int64_t> bounds_ns,
         ::epoll_ctl(made->epoll_fd_, EPOLL_CTL_ADD, made->wake_.fd(), &event) != 0) {
       return Status(StatusCode::kOsError, "epoll: cannot create", errno);
     }
-    const SignalsBlocked blocked;
-    made->thread_ = std::thread([splicer = made.get()] { splicer->run(); });
+    made->thread_ = start_thread([splicer = made.get()] { splicer->run(); });
     name_thread(made->thread_, "kv-splice");
     *out = std::move(made);
   } catch (const std::bad_alloc&) {

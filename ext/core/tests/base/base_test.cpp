@@ -41,6 +41,13 @@ TEST(an_event_is_readable_from_a_signal_to_the_next_drain) {
   event.drain();  // an event that nobody signalled is drained without waiting
 }
 
+TEST(a_thread_of_ours_blocks_signals) {
+  bool inner = false;
+  start_thread([&] { inner = blocks(SIGTERM) && blocks(SIGHUP); }).join();
+  CHECK(inner);
+  CHECK(!blocks(SIGTERM));
+}
+
 TEST(only_threads_started_meanwhile_block_signals) {
   bool inner = false;
   std::thread thread;

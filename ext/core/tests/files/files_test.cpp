@@ -1,8 +1,10 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 #include "files/files.h"
 
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -48,6 +50,23 @@ std::unique_ptr<File> create(const std::string& path) {
     status = posix_files().open(path, FileMode::kCreate, false, &file);
   CHECK_OK(status);
   return file;
+}
+
+TEST(a_signal_fails_no_call) {
+  struct sigaction interrupts{};
+  struct sigaction before{};
+  interrupts.sa_handler = [](int) {};  // without SA_RESTART
+  CHECK_EQ(::sigaction(SIGALRM, &interrupts, &before), 0);
+  const std::string path = "/dev/shm/kvstrata-files-" + std::to_string(::getpid());
+  for (int turn = 0; turn < 20; ++turn) {
+    std::unique_ptr<File> file;
+    CHECK_OK(posix_files().open(path, FileMode::kCreate, false, &file));
+    const itimerval once{.it_interval = {}, .it_value = {.tv_sec = 0, .tv_usec = 200}};
+    CHECK_EQ(::setitimer(ITIMER_REAL, &once, nullptr), 0);
+    CHECK_OK(file->allocate(16 << 20));
+    CHECK_OK(posix_files().unlink(path));
+  }
+  CHECK_EQ(::sigaction(SIGALRM, &before, nullptr), 0);
 }
 
 TEST(parts_come_back_in_order_from_memory_of_any_alignment) {

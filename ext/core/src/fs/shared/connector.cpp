@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/clock.h"
+#include "base/threads.h"
 
 namespace kvstrata {
 
@@ -64,7 +65,7 @@ std::string FsSharedConnector::open(const ConnectorContext& context) {
     return wrong;
   }
   if (options_.own_threads)
-    ticker_ = std::thread([this] { keep_ticking(); });
+    ticker_ = start_thread([this] { keep_ticking(); });
   else
     tick();
   return "";
