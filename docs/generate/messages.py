@@ -52,7 +52,7 @@ def wire_codes() -> str:
         parts.append(f"\n### {reply.__struct_config__.tag}\n\n{line(reply.__doc__)}\n\n")
         parts.append("".join(f"{line(text)}\n\n" for text in more[1:]) + fields(reply, ("seq", "epoch")))
     parts.append("\n## Inside messages\n")
-    for struct in (LayoutIdentity, RequestIdentity, Slice, DeviceCopies, LoadRate):
+    for struct in (LayoutIdentity, RequestIdentity, Slice, DeviceCopies, LoadRate, wire.Miss):
         parts.append(f"\n### {struct.__name__}\n\n{line(struct.__doc__)}\n\n{fields(struct)}")
     parts.append(
         "\n## Error codes\n\nIn error replies, attach replies and the JSON of the admin HTTP port (with that status)."

@@ -65,6 +65,7 @@ class FakeClient:
 
     `forbidden`: tenants that the server refuses.  `hits`: chunks that lookups find; `whole`: chunks that L1 has in the
     slices that are needed in every chunk.  `ahead`: tokens behind a chunk that its key covers.
+    `missed_chunks`: request and number of chunks of each miss that was told without a lookup.
     `leases`: held by the scheduler; `handed_on`: given to the workers; `revoked`: taken back by the server.
     """
 
@@ -80,6 +81,7 @@ class FakeClient:
         self.forbidden = set()
         self.ahead = 0
         self.whole = 0
+        self.missed_chunks = []
 
     def may_fail(self, method):
         """Raise once if `fails` names the method."""
@@ -102,6 +104,9 @@ class FakeClient:
     def peek(self, identity, hasher):
         self.may_fail("peek")
         return min(self.hits, chunks_of(hasher))
+
+    def missed(self, identity, chain, *, request_id, probe):
+        self.missed_chunks.append((request_id, chunks_of(chain)))
 
     def peek_whole(self, identity, chain):
         return min(self.whole, chunks_of(chain))

@@ -245,6 +245,21 @@ class CacheClient:
         """
         return self._lookups.begin(identity, chain, request_id, probe, deadline_ms, tails)
 
+    def missed(
+        self, identity: Identity, chain: bytes | ChunkHasher, *, request_id: str, probe: bytes = b""
+    ) -> None:
+        """Tell the server with the next ping of a prompt for which `peek` found nothing, instead of looking it up.
+
+        `chain` is the part of the prompt's chain that is absent; the other arguments are those of `lookup`.  The
+        server then counts and explains the miss as if it had been asked.  Never blocks.
+        """
+        if isinstance(chain, ChunkHasher):
+            probe = probe or chain.probe
+            chain = chain.chain
+        # Where only the end of a hit is needed in some slices, the others may have chunks whose end these lack.
+        end = self.pool.peek_whole(identity, chain) if identity.spans else 0
+        self._lookups.missed(identity, chain, max(0, end - 1), request_id, probe)
+
     def release(self, leases: Sequence[LeaseName], *, group: bool = False) -> None:
         """End this process's share of these leases. Never blocks.
 

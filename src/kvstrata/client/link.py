@@ -312,11 +312,14 @@ class Link:
                 due_s,
                 self._started_owner.link_due_s(),
                 self.silence.check_due_s(),
-                self.silence.ping_due_s(self.table.awaited),
+                self._ping_due_s(),
             )
             if self._may_send:
                 due_s = min(due_s, self.table.due_s())
         return max(0.0, due_s - now_s)
+
+    def _ping_due_s(self) -> float:
+        return self.silence.ping_due_s(self.table.awaited, bool(self._started_owner.untold_misses()))
 
     @property
     def _may_send(self) -> bool:
@@ -333,16 +336,18 @@ class Link:
                     self.table.sent(pending, now_s)
                 else:
                     self.table.not_sent(pending, now_s)
-        if self.silence.ping_due_s(self.table.awaited) <= now_s:
+        if self._ping_due_s() <= now_s:
             live = self._started_owner.live_lookups()
             named = live if len(live) <= wire.MAX_LIVE else None
             copies = self._started_owner.device_copies()
             news = None if copies == self._copies_told else copies
             rate = self._started_owner.load_rate()
             new_rate = None if rate == self._rate_told else rate
-            ping = wire.Ping(self.session, self.table.next_seq(), named, news, new_rate)
+            misses = self._started_owner.untold_misses()
+            ping = wire.Ping(self.session, self.table.next_seq(), named, news, new_rate, misses)
             if dealer.try_send(prove(self._secret, wire.encode(ping))):
                 self._copies_told, self._rate_told = copies, rate
+                self._started_owner.misses_told(len(misses))
             self.silence.pinged(time.monotonic())
 
     def _receive(self, dealer: Dealer) -> None:

@@ -42,6 +42,12 @@ class LinkOwner(Protocol):
     def load_rate(self) -> LoadRate | None:
         """How fast this process loads; None until that is known."""
 
+    def untold_misses(self) -> list[wire.Miss]:
+        """What the next ping tells of misses that were answered without the server, at most `wire.MAX_MISSES`."""
+
+    def misses_told(self, count: int) -> None:
+        """The first `count` of these were sent."""
+
     def link_due_s(self) -> float:
         """When `link_pass` has something to do, even if nothing is received."""
 

@@ -1,23 +1,27 @@
 """Lookups: sent in the background, answered with leases, and undone when no caller wants them.
 
 `LiveLookups` holds the lookups that this process still wants.  Every ping names them, and the server ends the leases of
-the lookups that a ping does not name.  `Lookups` carries each lookup from its call to its answer or its end.
+the lookups that a ping does not name.  `Lookups` carries each lookup from its call to its answer or its end.  It also
+keeps the misses that a caller saw without a lookup, until a ping has told the server of them.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
+
+import msgspec
 
 from kvstrata.client.handles import AskedTails, LookupCall, LookupResult, miss
 from kvstrata.client.identities import Identity, IdentityTable
 from kvstrata.client.link import Link
 from kvstrata.client.requests import Kind, Pending
 from kvstrata.errors import DeadlineExceeded, KvstrataError, Unavailable, UnknownIdentity
-from kvstrata.keys import ChunkHasher
+from kvstrata.keys import ChunkHasher, batch
 from kvstrata.rpc import wire
 from kvstrata.rpc.tail_wire import TailSet
 from kvstrata.types import EXTENT, KEY_BYTES, LeaseName, MissReason
@@ -26,6 +30,10 @@ log = logging.getLogger(__name__)
 
 LOOKUP_MARGIN_MS = 10
 """The server's deadline is this much shorter than the caller's, so that its answer arrives in time."""
+
+
+MAX_UNTOLD = 256
+"""Misses that wait for a ping; the oldest ones beyond are never told."""
 
 
 class LiveLookups:
@@ -75,6 +83,7 @@ class Lookups:
         self._identities = identities
         self._timeout_ms = timeout_ms
         self._asking: dict[LookupCall, Pending] = {}
+        self._untold: deque[tuple[Identity, wire.Miss]] = deque(maxlen=MAX_UNTOLD)
         self._told_of_unknown_reason = False
         self.begun = 0
         self.hit_chunks = 0
@@ -107,6 +116,35 @@ class Lookups:
         sets = [TailSet(*asked) for asked in tails]
         self._link.post(lambda: self._ask(call, identity, keys, sets, request_id[:256], probe, deadline_s))
         return call
+
+    def missed(self, identity: Identity, chain: bytes, absent: int, request_id: str, probe: bytes) -> None:
+        """See `CacheClient.missed`. `absent`: number of the absent chunk in `chain`."""
+        chain = chain[: wire.MAX_CHUNKS * KEY_BYTES]
+        seen = wire.Miss(
+            0, request_id[:256], batch.count(chain), batch.nth(chain, absent), chain[-KEY_BYTES:], probe
+        )
+        self._link.post(lambda: self._untold.append((identity, seen)))
+
+    def untold_misses(self) -> list[wire.Miss]:
+        """What the next ping tells: misses of identities that the server knows, as far as one message takes them."""
+        misses: list[wire.Miss] = []
+        for identity, seen in list(self._untold)[: wire.MAX_MISSES]:
+            try:
+                declared = self._identities.declared(identity)
+            except KvstrataError:
+                self._untold.remove(
+                    (identity, seen)
+                )  # the server refuses the identity, so it counts nothing of it
+                continue
+            if declared is None:
+                break
+            misses.append(msgspec.structs.replace(seen, identity_id=declared.identity_id))
+        return misses
+
+    def misses_told(self, count: int) -> None:
+        """Forget the first misses of `untold_misses`."""
+        for _ in range(count):
+            self._untold.popleft()
 
     def take_back(self, seqs: Sequence[int], spend: Callable[[LeaseName], bool]) -> list[LeaseName]:
         """Give up the leases of these lookups, as the server asks, unless claimed or in use; returns those given up.

@@ -7,7 +7,8 @@ although the server answered it long ago: the answer waits unread in this proces
 `LATE_S` after it was due does not yet call the server silent; the next check does, `SECOND_LOOK_S` later, if the server
 was not heard by then.
 
-Pings go out every `BUSY_PING_S` while requests are outstanding, else every `IDLE_PING_S`.  To a silent server they go
+Pings go out every `TELL_PING_S` while they have something to tell, every `BUSY_PING_S` while requests are outstanding,
+else every `IDLE_PING_S`.  To a silent server they go
 out every `SILENT_PING_S`, so that a server that runs again is noticed within that time.
 """
 
@@ -19,6 +20,7 @@ import math
 from kvstrata.patience import patience
 from kvstrata.states import Machine
 
+TELL_PING_S = 0.01
 BUSY_PING_S = 0.1
 IDLE_PING_S = 1.0
 SILENT_PING_S = 0.5
@@ -111,11 +113,11 @@ class Silence:
         self._move(Sign.OVERDUE)
         return True
 
-    def ping_due_s(self, busy: bool) -> float:
-        """When the next ping is due; -inf: now. `busy`: requests are outstanding."""
+    def ping_due_s(self, busy: bool, tells: bool = False) -> float:
+        """When the next ping is due; -inf: now. `busy`: requests are outstanding; `tells`: it has something to tell."""
         if self.silent:
             return self._last_ping_s + SILENT_PING_S
-        return self._last_ping_s + (BUSY_PING_S if busy else IDLE_PING_S)
+        return self._last_ping_s + (TELL_PING_S if tells else BUSY_PING_S if busy else IDLE_PING_S)
 
     def check_due_s(self) -> float:
         """When `check` may next change something; inf when no answer is awaited."""

@@ -110,6 +110,14 @@ class Upkeep(LinkOwner):
         """See LinkOwner."""
         return self._loads.rate()
 
+    def untold_misses(self) -> list[wire.Miss]:
+        """See LinkOwner."""
+        return self._lookups.untold_misses()
+
+    def misses_told(self, count: int) -> None:
+        """See LinkOwner."""
+        self._lookups.misses_told(count)
+
     def link_due_s(self) -> float:
         """See LinkOwner."""
         return min(self._identities.due_s(), self._releases.due_s())

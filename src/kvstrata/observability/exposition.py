@@ -187,6 +187,7 @@ def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
         "kvstrata_first_misses": by_word(counters.misses),
         "kvstrata_reserve_outcomes": by_word(counters.reserve_outcomes),
         "kvstrata_put_skipped": by_word(counters.put_skipped),
+        "kvstrata_peeked_misses": [([], counters.peeked_misses)],
         "kvstrata_lookup_chunks": [([], counters.lookup_chunks)],
         "kvstrata_l1_hit_chunks": [([], counters.l1_hit_chunks)],
         "kvstrata_l2_hit_chunks": [([], counters.l2_hit_chunks)],

@@ -39,6 +39,12 @@ COUNTED: dict[str, Family] = {
         "counter", ("outcome",), "Chunks that reserves asked for, by outcome."
     ),
     "kvstrata_put_skipped": Family("counter", ("reason",), "Chunks not put to L2, by reason."),
+    "kvstrata_peeked_misses": Family(
+        "counter",
+        (),
+        "Lookups that engines answered themselves as misses, from the shared index. All numbers of lookups, chunks and "
+        "misses contain them; `kvstrata_lookup_seconds` does not.",
+    ),
     "kvstrata_lookup_chunks": Family("counter", (), "Chunks that lookups asked for."),
     "kvstrata_l1_hit_chunks": Family("counter", (), "Chunks served from L1."),
     "kvstrata_l2_hit_chunks": Family("counter", (), "Chunks served after a load from L2."),

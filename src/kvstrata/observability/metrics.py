@@ -119,6 +119,8 @@ class ServerCounters:
         self.errors: dict[str, int] = {}
         self.wrong_proofs = 0
         self.misses: dict[str, int] = {}
+        self.peeked_misses = 0
+        """Lookups that engines answered themselves, from the shared index; they are in all other numbers of lookups."""
         self.lookup_chunks = 0
         self.l1_hit_chunks = 0
         self.l2_hit_chunks = 0
@@ -172,6 +174,7 @@ class ServerCounters:
             "errors": dict(self.errors),
             "wrong_proofs": self.wrong_proofs,
             "first_miss_reasons": dict(self.misses),
+            "peeked_misses": self.peeked_misses,
             "lookup_chunks": self.lookup_chunks,
             "l1_hit_chunks": self.l1_hit_chunks,
             "l2_hit_chunks": self.l2_hit_chunks,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.message import Scan
-from kvstrata.rpc.wire import MAX_CHUNKS, MAX_LIVE, SECRET_BYTES
+from kvstrata.rpc.wire import MAX_CHUNKS, MAX_LIVE, MAX_MISSES, SECRET_BYTES
 from kvstrata.types import KEY_BYTES
 
 PROOF_PREFIX = bytes((0xC4, SECRET_BYTES))
@@ -26,7 +26,7 @@ PROOF_BYTES = len(PROOF_PREFIX) + SECRET_BYTES
 MAX_UNPROVEN_BYTES = 64 << 10
 """Longest frame that does not come from an attached session."""
 MAX_DEPTH = 8
-MAX_VALUES = MAX_LIVE + 256
+MAX_VALUES = MAX_LIVE + 8 * MAX_MISSES + 256
 """The longest ping has the most values."""
 MAX_TEXT_BYTES = 16 << 10
 MAX_BINARY_BYTES = MAX_CHUNKS * KEY_BYTES

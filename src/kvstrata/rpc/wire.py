@@ -29,6 +29,8 @@ MAX_RESERVE_CHUNKS = 4_096
 """Chunks in one reserve, commit, abort or corrupt; a longer prompt takes several."""
 MAX_LIVE = 16_384
 """Lookups named in one ping."""
+MAX_MISSES = 32
+"""Misses told in one ping."""
 MAX_RELEASES = 1_024
 """Leases in one release."""
 MAX_RETRIEVE_BYTES = 4 << 20
@@ -115,6 +117,22 @@ class IdentifyReply(Reply, frozen=True, tag="identify"):
     """For each slice how many of a hit's last chunks are needed in it, 0: all. Empty if all are in each slice."""
 
 
+class Miss(msgspec.Struct, array_like=True, frozen=True):
+    """A miss that the process saw in the shared index, so that it sent no lookup; a list."""
+
+    identity_id: Count
+    request_id: RequestId
+    """As in a lookup."""
+    chunks: Annotated[int, Meta(ge=1, le=MAX_CHUNKS)]
+    """Chunks from the first absent one to the last that was wanted."""
+    absent: Key
+    """Chain key of the first absent chunk."""
+    last: Key
+    """Chain key of the last chunk that was wanted."""
+    probe: Probe = b""
+    """As in a lookup; empty if the first absent chunk is not the prompt's first."""
+
+
 class Ping(Request, frozen=True, tag="ping"):
     """Says that the process is alive. `live` names the lookups older than this ping that the session still wants.
 
@@ -127,6 +145,8 @@ class Ping(Request, frozen=True, tag="ping"):
     """Sent when it has changed, and once to each new server."""
     loads: LoadRate | None = None
     """Sent when it is known and has changed by more than a tenth, and once to each new server."""
+    misses: Annotated[list[Miss], Meta(max_length=MAX_MISSES)] = []
+    """Misses since the last ping; the server counts and explains them as it does those of lookups."""
 
 
 class Pong(Reply, frozen=True, tag="ping"):

@@ -7,6 +7,7 @@ import pytest
 from kvstrata.connectors.vllm.lookup_table import EARLY_LOOKUPS, WAIT_S
 from kvstrata.types import RequestIdentity
 from tests.harness.scheduler_side import (
+    CHUNK,
     Clock,
     FakeClient,
     arrive,
@@ -27,10 +28,11 @@ def test_the_identity_of_plain_requests_is_declared_before_the_first_request():
     assert client.identities == [RequestIdentity(tenant="blue")]
 
 
-def test_a_prompt_with_nothing_stored_is_a_miss_without_a_message():
+def test_a_prompt_with_nothing_stored_is_a_miss_without_a_message_and_told_once():
     client, side, request = scene(100)
-    assert ask(side, request) == (0, False)
+    assert ask(side, request) == ask(side, request) == (0, False)
     assert client.calls == []
+    assert client.missed_chunks == [(request.request_id, 100 // CHUNK)]
 
 
 @pytest.mark.parametrize("params", [{"lmcache.skip_load": True}, {"lmcache.skip_load": True, "more": 1}])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from kvstrata.connectors.sglang.identity import layout_identity, pool_slice
+from kvstrata.connectors.sglang.page_cache import PageCache
 from kvstrata.connectors.sglang.pages import read_pages
 from kvstrata.errors import ConfigError, NotPermitted
 from kvstrata.native.copying import gather_record, scatter_record
@@ -180,3 +182,18 @@ def test_without_pools_and_after_errors_everything_is_missing_and_nothing_is_rai
     storage.close()
     with pytest.raises(NotPermitted, match="kvstrata ctl clear"):
         storage.clear()
+
+
+def test_pages_that_l1_lacks_are_told_as_a_miss_where_there_is_no_l2():
+    told = []
+    client = SimpleNamespace(
+        connected=True,
+        has_l2=False,
+        identity=lambda request: SimpleNamespace(root=bytes(32), ready=True),
+        peek=lambda identity, chain: 2,
+        missed=lambda identity, chain, *, request_id: told.append((request_id, len(chain) // 32)),
+    )
+    pages = PageCache(client, SimpleNamespace(plan=lambda: None), tenant="", wait_s=1.0)
+    assert pages.count(["a", "b"]) == 2 and told == []
+    assert pages.count(["a", "b", "c", "d", "e"]) == 2
+    assert told == [("sglang-1", 3)]

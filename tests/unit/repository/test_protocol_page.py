@@ -65,7 +65,7 @@ def test_limits_are_those_of_the_code() -> None:
     assert f"{wire.MAX_CHUNKS:,} chunks in a lookup" in text
     assert f"{wire.MAX_RESERVE_CHUNKS:,} chunks in a reserve" in text
     assert f"{wire.MAX_RELEASES:,} leases in a release" in text
-    assert f"{wire.MAX_LIVE:,} lookups in a ping" in text
+    assert f"{wire.MAX_LIVE:,} lookups and {wire.MAX_MISSES} misses in a ping" in text
     assert f"deadlines of {wire.MAX_DEADLINE_MS // 1000} s" in text
     limits = Limits()
     assert f"the last {limits.max_outcomes:,} outcomes" in text

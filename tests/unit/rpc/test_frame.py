@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import BadRequest
 from kvstrata.rpc import wire
-from kvstrata.rpc.frame import PROOF_BYTES, SCAN, check_limits, prove, proves, read_head
+from kvstrata.rpc.frame import MAX_VALUES, PROOF_BYTES, SCAN, check_limits, prove, proves, read_head
 from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
 from kvstrata.types import KEY_BYTES, RequestIdentity
 
 SESSION = b"one session.....".ljust(16, b".")
 SECRET, OTHER = bytes(range(32)), bytes(32)
 PING = wire.encode(wire.Ping(SESSION, 5))
+MISS = wire.Miss(1, "r" * 256, wire.MAX_CHUNKS, bytes(KEY_BYTES), bytes(KEY_BYTES), bytes(8))
 
 
 def test_only_the_secret_itself_proves_a_frame() -> None:
@@ -39,7 +40,14 @@ def longest_requests() -> list[wire.Request]:
     name = "😀" * 4096
     copies = DeviceCopies("kernel", "r" * 512, {str(n): n for n in range(16)}, 1, "p" * 512)
     return [
-        wire.Ping(SESSION, wire.MAX_SEQ, [wire.MAX_SEQ] * wire.MAX_LIVE, copies, LoadRate(1, 1)),
+        wire.Ping(
+            SESSION,
+            wire.MAX_SEQ,
+            [wire.MAX_SEQ] * wire.MAX_LIVE,
+            copies,
+            LoadRate(1, 1),
+            [MISS] * wire.MAX_MISSES,
+        ),
         wire.Lookup(SESSION, 1, 1, 1, "r" * 256, [wire.KeyGroup(wire.Rule.PREFIX, keys)], bytes(8)),
         wire.Prefetch(SESSION, 1, 1, keys, 1, 1),
         wire.Release(SESSION, 1, [(SESSION, wire.MAX_SEQ)] * wire.MAX_RELEASES),
@@ -78,7 +86,7 @@ def head_of(op: bytes = b"ping") -> bytes:
     [
         (b"\x91" * (8 << 20), "nests values deeper than 8"),
         (b"\x81\xa1k" * (1 << 20), "nests values deeper than 8"),
-        (b"\xdd\x00\x80\x00\x00" + b"\x01" * (8 << 20), "more than 16640 values"),
+        (b"\xdd\x00\x80\x00\x00" + b"\x01" * (8 << 20), f"more than {MAX_VALUES} values"),
         (b"\xdb\x00\x80\x00\x00" + b"\xf0" * (8 << 20), "a text of more than 16384 bytes"),
         (b"\xc6\x00\x80\x00\x00" + bytes(8 << 20), "a byte string of more than 2097152 bytes"),
     ],

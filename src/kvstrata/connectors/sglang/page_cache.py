@@ -15,6 +15,7 @@ from typing import Any
 from kvstrata.client import CacheClient, Identity, LoadItem, LookupResult, StoreJob, StoreOutcome
 from kvstrata.client.handles import miss
 from kvstrata.connectors.sglang.pages import PageRuns
+from kvstrata.keys import batch
 from kvstrata.types import MissReason, RequestIdentity, unpack_extents
 
 KEPT = frozenset({StoreOutcome.STORED, StoreOutcome.PRESENT, StoreOutcome.IN_FLIGHT})
@@ -46,7 +47,11 @@ class PageCache:
             return 0  # the index may still be readable, but no page could be leased
         chain = self.chain(names)
         there = self._client.peek(self._identity, chain)
-        if there == len(names) or (not self._client.has_l2 and self._identity.ready):
+        if there == len(names):
+            return there
+        if not self._client.has_l2 and self._identity.ready:
+            absent = batch.part(chain, there, len(names))
+            self._client.missed(self._identity, absent, request_id=f"sglang-{next(self._numbers)}")
             return there
         found = self._look_up(chain)
         if found.lease is not None:

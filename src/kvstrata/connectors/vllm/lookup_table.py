@@ -357,6 +357,7 @@ class LookupTable:
             self._missed(tracked, MissReason.NOT_IN_L1)
             return
         if not tails and not self._client.has_l2 and not self._client.peek(identity, chain):
+            self._client.missed(identity, chain, request_id=tracked.request.request_id, probe=hasher.probe)
             self._missed(tracked, MissReason.NOT_IN_L1)
             return
         tracked.call = self._client.lookup(

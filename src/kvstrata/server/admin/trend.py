@@ -74,7 +74,7 @@ class Trend:
         counters = self._counters
         return Sample(
             self._clock.monotonic_s(),
-            sum(counters.lookup.counts),
+            sum(counters.lookup.counts) + counters.peeked_misses,
             counters.lookup_chunks,
             counters.l1_hit_chunks,
             counters.l2_hit_chunks,

@@ -161,6 +161,8 @@ class Boundary:
             self._replies.ended(op, started_s)
         if kind is Lookup:
             self._lookups.note_answered()
+        elif type(request) is Ping and request.misses and sender is not None:
+            self._lookups.note_missed(sender, request.misses)
         return True
 
     def on_frame_count(self, address: Address, count: int) -> bytes:

@@ -22,21 +22,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, Literal, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.errors import Refused
 from kvstrata.keys.batch import nth, split
 from kvstrata.keys.prompt_keys import PromptKeys
+from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.misses import Explained, Explainer, with_advice
-from kvstrata.policy.processes import AttachedProcess, DeclaredIdentity, ProcessTable
+from kvstrata.policy.processes import AttachedProcess, DeclaredIdentity, EngineGroup, ProcessTable
 from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.session import Call
-from kvstrata.rpc.wire import Lookup, LookupReply
+from kvstrata.rpc.wire import Lookup, LookupReply, Miss
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
@@ -48,7 +49,7 @@ from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import InFlight, Lease
 from kvstrata.server.requests.running import KeptOutcome
 from kvstrata.server.requests.tails import Leased, NamedTails, lease, split_extents
-from kvstrata.types import MissReason
+from kvstrata.types import KEY_BYTES, MissReason
 
 REPLY_MARGIN_S = 0.003
 """Time before the deadline that is kept for the last lease, the reply and its way back."""
@@ -377,14 +378,20 @@ class Lookups:
             late = self._late(asked)
             why = "since the restart" if late else "since the restart: too much waits to be verified"
             return (MissReason.DEADLINE if late else MissReason.REFUSED), f"present, but not verified {why}"
-        key = asked.keys.nth(number)
+        first = number < asked.keys.n_slices
+        return self._why_absent(asked.keys.nth(number), asked.identity, asked.request.probe, first=first)
+
+    def _why_absent(
+        self, key: bytes, identity: DeclaredIdentity, probe: bytes, *, first: bool
+    ) -> tuple[MissReason, str]:
+        """The reason why a key is absent, and a detail. `first`: it is a key of the prompt's first chunk."""
         reason, detail = self._explainer.why(
             key,
-            first=number < asked.keys.n_slices,
-            probe=asked.request.probe,
-            root=asked.identity.root,
-            layout=asked.identity.layout,
-            request=asked.identity.request,
+            first=first,
+            probe=probe,
+            root=identity.root,
+            layout=identity.layout,
+            request=identity.request,
             in_flight=key in self._in_flight,
             policy=self._policy,
         )
@@ -459,28 +466,60 @@ class Lookups:
         while self._unnoted:
             self._note(self._unnoted.pop())
 
+    def note_missed(self, process: AttachedProcess, misses: Sequence[Miss]) -> None:
+        """Count and explain misses that an engine saw in the shared index, as those of lookups.
+
+        A miss of an identity that this process has not declared is left out.
+        """
+        self._events.drain()  # a chunk may have left L1 after they were last read
+        group = process.group
+        pool, slices = group.own_pool or self._pool, group.packed_slices
+        for miss in misses:
+            identity = process.identities.get(miss.identity_id)
+            if identity is None or not slices:
+                continue
+            keys = split(storage_keys(identity.root, miss.absent, slices))
+            absent = [key for key in keys if not pool.peek(key)]
+            reason, detail = MissReason.NOT_IN_L1, "it was absent when the engine looked, and is there now"
+            key = next((key for key in absent if self._has_event(key)), absent[0] if absent else keys[0])
+            if absent:
+                reason, detail = self._why_absent(key, identity, miss.probe, first=bool(miss.probe))
+            self._counters.peeked_misses += 1
+            last_key = storage_keys(identity.root, miss.last, slices[:KEY_BYTES])
+            self._remember(
+                group,
+                identity,
+                last_key,
+                Explained(
+                    miss.request_id,
+                    identity.request.tenant,
+                    identity.root,
+                    self._clock.unix_ms(),
+                    0.0,
+                    miss.chunks,
+                    0,
+                    0,
+                    0,
+                    str(reason),
+                    detail,
+                    key,
+                ),
+            )
+
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
-        request, keys, group = asked.request, asked.keys, asked.process.group
-        counters = self._counters
-        counters.lookup.add(now_s - asked.started_s, request.request_id)
-        counters.lookup_chunks += asked.n_chunks
-        counters.l1_hit_chunks += l1_chunks
-        counters.l2_hit_chunks += n - l1_chunks
-        if (of_tenant := counters.tenants.get(asked.identity.tenant)) is not None:
-            of_tenant.asked += asked.n_chunks
-            of_tenant.in_l1 += l1_chunks
-            of_tenant.in_l2 += n - l1_chunks
+        request, keys, identity = asked.request, asked.keys, asked.identity
+        self._counters.lookup.add(now_s - asked.started_s, request.request_id)
         misses = n < asked.n_chunks and keys.n_slices > 0
         last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
-        self._savings.looked_up(group.use, group.layout, asked.n_chunks, n, last_key, now_s)
-        if reason:
-            counters.misses[reason] = counters.misses.get(reason, 0) + 1
-        self._explainer.requests.add(
+        self._remember(
+            asked.process.group,
+            identity,
+            last_key,
             Explained(
                 request.request_id,
-                asked.identity.request.tenant,
-                asked.identity.root,
+                identity.request.tenant,
+                identity.root,
                 self._clock.unix_ms(),
                 (now_s - asked.started_s) * 1000,
                 asked.n_chunks,
@@ -490,5 +529,24 @@ class Lookups:
                 str(reason),
                 detail or (f"a tail of {tail_tokens} tokens follows" if tail_tokens else ""),
                 missing_key,
-            )
+            ),
         )
+
+    def _remember(
+        self, group: EngineGroup, identity: DeclaredIdentity, last_key: bytes, found: Explained
+    ) -> None:
+        """Count a lookup. `last_key`: a storage key of its last chunk, if that was not found."""
+        counters = self._counters
+        counters.lookup_chunks += found.chunks
+        counters.l1_hit_chunks += found.l1_chunks
+        counters.l2_hit_chunks += found.l2_chunks
+        if (of_tenant := counters.tenants.get(identity.tenant)) is not None:
+            of_tenant.asked += found.chunks
+            of_tenant.in_l1 += found.l1_chunks
+            of_tenant.in_l2 += found.l2_chunks
+        self._savings.looked_up(
+            group.use, group.layout, found.chunks, found.served_chunks, last_key, self._clock.monotonic_s()
+        )
+        if found.reason:
+            counters.misses[found.reason] = counters.misses.get(found.reason, 0) + 1
+        self._explainer.requests.add(found)

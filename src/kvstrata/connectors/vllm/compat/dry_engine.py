@@ -90,6 +90,9 @@ class Client:
     def peek_whole(self, identity: Any, chain: bytes) -> int:
         return self.peek(identity, chain)
 
+    def missed(self, identity: Any, chain: ChunkHasher | bytes, *, request_id: str, probe: bytes) -> None:
+        pass
+
     def present(self, chunks: Sequence[tuple[bytes, bytes]]) -> list[bool] | None:
         return None
 
