@@ -1,7 +1,7 @@
 """What `lmcache-server --check` looks at beyond the settings themselves.
 
-The settings may be for another machine, so what this machine lacks is only said.  A setting that is wrong everywhere is
-an error.  Nothing is opened, written or asked over the network.
+The settings may be for another machine, so what this machine lacks is told apart from a setting that is wrong
+everywhere.  A server starts here with neither.  Nothing is opened, written or asked over the network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,22 @@ def look_at(tiers: list[TierConfig], ports: list[Listening]) -> list[str]:
 
     Raises ConfigError for a plugin that can be imported and refuses its settings.
     """
-    return [*(said for tier in tiers for said in _tier(tier)), *_taken(ports)]
+    return [*(said for tier in tiers for said in _tier(tier)), *taken(ports)]
+
+
+def small_folders(tiers: list[TierConfig]) -> Iterator[str]:
+    """The new folders of tiers that have more capacity than their file systems have free."""
+    for tier in tiers:
+        place, medium = tier.recipe.place, catalogue.load(tier.recipe.medium)
+        capacity_gb = tier.entry.get("capacity_gb")
+        if medium.reach is None or not isinstance(capacity_gb, int | float):
+            continue
+        for folder in medium.reach(tier.recipe.config, place).folders.values():
+            there = existing(Path(folder).absolute())
+            free_gb = shutil.disk_usage(there).free / GB
+            if not Path(folder).exists() and capacity_gb > free_gb:
+                free = f"the file system of {str(there)!r} has {free_gb:.1f} GB free"
+                yield f"{place.at('capacity_gb')}: {capacity_gb}, but {free}"
 
 
 def existing(path: Path) -> Path:
@@ -50,14 +65,10 @@ def _tier(tier: TierConfig) -> Iterator[str]:
         there = existing(Path(folder).absolute())
         if not os.access(there, os.W_OK | os.X_OK):
             yield f"{place.at(field)}: {folder!r}: {str(there)!r} cannot be written to by uid {os.geteuid()}"
-        capacity_gb = tier.entry.get("capacity_gb")
-        free_gb = shutil.disk_usage(there).free / GB
-        if isinstance(capacity_gb, int | float) and not Path(folder).exists() and capacity_gb > free_gb:
-            free = f"the file system of {str(there)!r} has {free_gb:.1f} GB free"
-            yield f"{place.at('capacity_gb')}: {capacity_gb}, but {free}"
 
 
-def _taken(ports: list[Listening]) -> Iterator[str]:
+def taken(ports: list[Listening]) -> Iterator[str]:
+    """The ports that another process has now."""
     for asked in ports:
         if asked.port and (holder := port_holder(asked.port)):
             yield f"{asked.setting}: {asked.port} is held by {holder} now"

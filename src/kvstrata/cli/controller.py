@@ -21,14 +21,13 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.cli.starting import start
     from kvstrata.config.controller_model import ControllerSettings
     from kvstrata.config.flags import parse_controller_flags
-    from kvstrata.controller.process import plan, run
+    from kvstrata.controller.process import plan, run, tcp_ports
 
     def check(settings: ControllerSettings) -> None:
         plan(settings, os.environ)
 
-    return start(
-        "lmcache-controller", ControllerSettings, parse_controller_flags(arguments), restarts, check, run
-    )
+    flags = parse_controller_flags(arguments)
+    return start("lmcache-controller", ControllerSettings, flags, restarts, check, tcp_ports, run)
 
 
 if __name__ == "__main__":

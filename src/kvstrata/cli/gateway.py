@@ -20,10 +20,11 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.cli.starting import start
     from kvstrata.config.flags import parse_gateway_flags
     from kvstrata.config.gateway_model import GatewaySettings
-    from kvstrata.gateway.plan import plan
+    from kvstrata.gateway.plan import plan, tcp_ports
     from kvstrata.gateway.process import run
 
-    return start("lmcache-gateway", GatewaySettings, parse_gateway_flags(arguments), restarts, plan, run)
+    flags = parse_gateway_flags(arguments)
+    return start("lmcache-gateway", GatewaySettings, flags, restarts, plan, tcp_ports, run)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvstrata.cli.boundary import guarded, start_failed
+from kvstrata.cli.boundary import Exit, guarded, start_failed
 from kvstrata.process.keeper import Restarts, keep
 
 
@@ -22,7 +22,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
 
     import msgspec
 
-    from kvstrata.cli.check import look_at
+    from kvstrata.cli.check import look_at, small_folders
     from kvstrata.config.client_model import ClientSettings
     from kvstrata.config.command_line import server_settings
     from kvstrata.config.lmcache.variables import server_notes
@@ -30,7 +30,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
     from kvstrata.config.secrets import shown
     from kvstrata.errors import KvstrataError
     from kvstrata.native.pool import MAX_SESSIONS
-    from kvstrata.server.plan import plan, tcp_ports
+    from kvstrata.server.plan import plan, tcp_ports, used
     from kvstrata.server.process import run
 
     try:
@@ -50,7 +50,8 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
             lacking: list[str] = []
             planned = plan(settings, os.environ, lacking)
             lacking += look_at(planned.adapters, tcp_ports(settings))
-            print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
+            notes += small_folders(planned.adapters)
+            print(json.dumps(shown(msgspec.to_builtins(used(planned, os.environ)))[0], indent=2))
             exposed = [f"{field} is a secret on the command line" for field in flags.exposed]
             for note in (*notes, *exposed):
                 print(f"lmcache-server: note: {note}", file=sys.stderr)
@@ -62,7 +63,7 @@ def serve(arguments: Sequence[str], restarts: Restarts) -> int:
                 f"{MAX_SESSIONS} engine processes attached at a time",
                 file=sys.stderr,
             )
-            return 0
+            return Exit.LATER if lacking else Exit.DONE
         return run(
             settings,
             notes=notes,

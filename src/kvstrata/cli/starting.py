@@ -11,13 +11,15 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvstrata.cli.boundary import start_failed
+from kvstrata.cli.boundary import Exit, start_failed
+from kvstrata.cli.check import taken
 from kvstrata.config.flags import Flags
 from kvstrata.config.load import load
 from kvstrata.config.pod_links import pod_link_notes
 from kvstrata.config.secrets import shown
 from kvstrata.errors import KvstrataError
 from kvstrata.process.keeper import Restarts
+from kvstrata.process.ports import Listening
 
 S = TypeVar("S", bound=msgspec.Struct)
 R = TypeVar("R", bound=msgspec.Struct, contravariant=True)
@@ -34,11 +36,17 @@ class Run(Protocol[R]):
 
 
 def start(
-    command: str, struct: type[S], flags: Flags, restarts: Restarts, check: Callable[[S], object], run: Run[S]
+    command: str,
+    struct: type[S],
+    flags: Flags,
+    restarts: Restarts,
+    check: Callable[[S], object],
+    ports: Callable[[S], list[Listening]],
+    run: Run[S],
 ) -> int:
     """Read the settings, then run, or with `--check` check and print them; returns the exit status.
 
-    `check` raises ConfigError for settings that cannot work.
+    `check` raises ConfigError for settings that cannot work; `ports` are those that they ask for.
     """
     try:
         read = functools.partial(
@@ -57,7 +65,10 @@ def start(
             print(json.dumps(shown(msgspec.to_builtins(settings))[0], indent=2))
             for note in notes:
                 print(f"{command}: note: {note}", file=sys.stderr)
-            return 0
+            lacking = list(taken(ports(settings)))
+            for lack in lacking:
+                print(f"{command}: not on this machine: {lack}", file=sys.stderr)
+            return Exit.LATER if lacking else Exit.DONE
         return run(settings, notes=notes, reread=read, ready_fd=flags.ready_fd, restarts=restarts)
     except KvstrataError as error:
         return start_failed(command, error)

@@ -21,7 +21,7 @@ _WORDS = (
     r"|(?:api|access|private|account|customer|service)[_-]?key|connection_string|dsn"
 )
 SECRET = re.compile(
-    rf"(?:^|[_\-.])(?:{_WORDS})(?:$|[_\-.])|key(?:_base64)?$|apikey|password|secret", re.IGNORECASE
+    rf"(?:^|(?<!_per)[_\-.])(?:{_WORDS})(?:$|[_\-.])|key(?:_base64)?$|apikey|password|secret", re.IGNORECASE
 )
 """Names of fields whose value is never shown, whatever it is."""
 REFERENCE = re.compile(r"_(file|env)$", re.IGNORECASE)

@@ -91,7 +91,7 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
             "instance would be dead after one lost heartbeat; make it longer",
             field="dead_after_s",
         )
-    refuse_port_twice(_ports(settings))
+    refuse_port_twice(tcp_ports(settings))
     snapshot_dir(settings, settings.http.port, environment)
     token = read_token(settings.http, insecure=settings.security.insecure)
     curve_file = settings.security.curve_secret_file
@@ -103,7 +103,7 @@ def plan(settings: ControllerSettings, environment: Mapping[str, str]) -> Plan:
     return Plan(settings, token, keys, PeerHosts(settings.peer_hosts))
 
 
-def _ports(settings: ControllerSettings) -> list[Listening]:
+def tcp_ports(settings: ControllerSettings) -> list[Listening]:
     """The tcp ports that the settings ask for."""
     host, ports = zmq_host(settings), settings.monitor_ports
     found = [

@@ -20,6 +20,7 @@ from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_token import FIELD, fresh_token
 from kvstrata.process.http_unix import socket_path
+from kvstrata.process.ports import Listening
 
 if TYPE_CHECKING:
     from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -55,6 +56,13 @@ class Plan(NamedTuple):
     """Hosts that controllers may name as engines; None: these are not asked for any."""
     controller_keys: ClusterKeys | None = None
     """For the controllers; None: none is asked, or by this user's key."""
+
+
+def tcp_ports(settings: GatewaySettings) -> list[Listening]:
+    """The tcp ports that the settings ask for."""
+    http, picker = settings.http, settings.picker
+    found = [] if socket_path(http.host) else [Listening("http.port", http.host, http.port)]
+    return [*found, *([Listening("picker.port", picker.host, picker.port)] if picker.enabled else [])]
 
 
 def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = None) -> Plan:

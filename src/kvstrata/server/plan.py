@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from kvstrata.config.folders import user_folder
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.private_file import read_private_file
@@ -140,6 +142,21 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         runtime_rules(settings, environment),
         engine,
         l1_is_pinned,
+    )
+
+
+def used(planned: Plan, environment: Mapping[str, str]) -> ServerSettings:
+    """The settings of a plan, with what the server would use in place of each that is not set."""
+    settings = planned.settings
+    l1 = settings.l1
+    shm = l1.segment_dir or str(segment_dir(settings.named_port, settings.instance_id))
+    size_gb = default_l1_bytes() / GB if l1.size_gb is None else l1.size_gb
+    entries = settings.l2_adapters
+    return msgspec.structs.replace(
+        settings,
+        socket_dir=str(socket_dir(settings.socket_dir, settings.named_port, environment)),
+        l1=msgspec.structs.replace(l1, size_gb=size_gb, segment_dir=shm),
+        l2_adapters=[dict(tier.entry) for tier in planned.adapters] if entries is None else entries,
     )
 
 

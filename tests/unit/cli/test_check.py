@@ -8,10 +8,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.controller_model import ControllerSettings
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.config.model import ServerSettings
+from kvstrata.config.secrets import shown
 from kvstrata.errors import ConfigError
 from kvstrata.process.ports import Listening, refuse_port_twice
 
@@ -80,12 +88,12 @@ def test_a_controller_prints_its_notes_too() -> None:
         (("--l2-adapter", json.dumps(MOONCAKE)), {}, "l2_adapters[0]: mooncake_store-0: "),
     ],
 )  # fmt: skip
-def test_what_only_this_machine_lacks_is_a_warning(
+def test_what_only_this_machine_lacks_has_a_status_of_its_own(
     flags: tuple[str, ...], environment: dict[str, str], says: str
 ) -> None:
     elsewhere = () if "--l2-adapter" in flags else ("--l2-adapter", "none")
     status, said = check(*flags, *elsewhere, "--http-port", "0", **environment)
-    assert status == 0, said
+    assert status == 75, said
     [lack] = [line for line in said if line.startswith(HERE)]
     assert lack.startswith(HERE + says)
     assert said[-1].startswith("these settings can be used on a machine that has what this one lacks: L1 of ")
@@ -113,7 +121,7 @@ def test_a_folder_that_cannot_hold_a_tier_is_named(tmp_path: Path) -> None:
     status, said = check("--l2-adapter", json.dumps(adapter))
     assert status == 0
     assert (
-        f"{HERE}l2_adapters[0].capacity_gb: 1000000, but the file system of '{tmp_path}' has "
+        f"note: l2_adapters[0].capacity_gb: 1000000, but the file system of '{tmp_path}' has "
         in "\n".join(said)
     )
 
@@ -124,8 +132,41 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         status, said = check("--http-port", str(port))
-    assert status == 0
+        for command, flag in (("controller", "--http-port"), ("gateway", "--port")):
+            taken_too, why = check(flag, str(port), command=command)
+            assert taken_too == 75, why
+    assert status == 75
     assert any(line.startswith(f"{HERE}http.port: {port} is held by pid {os.getpid()} ") for line in said)
+
+
+def test_what_is_not_set_is_printed_as_the_server_would_use_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstrata", "server", "--check", "--http-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    used = json.loads(done.stdout)
+    [embedded] = used["l2_adapters"]
+    assert embedded["type"] == "disk" and embedded["base_path"].startswith(str(tmp_path))
+    assert 0 < used["l1"]["size_gb"] <= 4 and used["socket_dir"] and used["l1"]["segment_dir"]
+
+
+def test_no_number_or_switch_of_any_settings_is_masked() -> None:
+    for struct in (ServerSettings, ClientSettings, ControllerSettings, GatewaySettings):
+        for key, value in plain(msgspec.to_builtins(struct())):
+            if isinstance(value, int | float):
+                assert shown({key: value})[0] == {key: value}, f"{struct.__name__}.{key}"
+
+
+def plain(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from plain(value)
+        else:
+            yield key, value
 
 
 def test_plugins_are_imported(tmp_path: Path) -> None:
@@ -136,7 +177,7 @@ def test_plugins_are_imported(tmp_path: Path) -> None:
     assert status == 2
     assert "not today" in said[-1]
     status, said = check("--l2-adapter", json.dumps(adapter | {"module_path": "absent_plugin"}))
-    assert status == 0, said
+    assert status == 75, said
     assert any(line.startswith(HERE) and "absent_plugin" in line for line in said)
 
 
