@@ -17,11 +17,15 @@ from kvstrata.cli.unix_http import opener
 from kvstrata.config.model import HttpSettings
 from kvstrata.config.tokens import bearer_token, read_bearer_token
 from kvstrata.errors import BadRequest, ConfigError, Unavailable
+from kvstrata.patience import patience
+from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_token import find_sockets, find_token
 from kvstrata.process.http_unix import SCHEME
 from kvstrata.process.ports import port_uids
 
 TIMEOUT_S = 30
+ALIVE_S = 3
+"""Time in which a process that runs answers `/healthz`."""
 
 
 class Ask(NamedTuple):
@@ -32,6 +36,42 @@ class Ask(NamedTuple):
     method: str = ""
     """Empty: GET without a body, POST with one."""
     timeout_s: float = TIMEOUT_S
+
+
+def _check_answers(url: str, base: str) -> None:
+    """Raise Unavailable if the process behind this URL does not answer a probe within ALIVE_S.
+
+    A request may take longer, but a process that is stopped or hangs should cost nobody more.  For one on this host the
+    error tells what the headers of its user's pools say.
+    """
+    try:
+        with opener(url).open(f"{base}/healthz", timeout=patience(ALIVE_S)):
+            return
+    except (OSError, ValueError, HTTPException) as error:
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            here = url.startswith(SCHEME) or is_loopback(urllib.parse.urlsplit(url).hostname or "")
+            raise Unavailable(
+                f"--url: {url} has not answered for {ALIVE_S} s: its process is stopped or hangs"
+                f"{_pools() if here else ', or its host is not reachable'}"
+            ) from None
+        # Any other failure is told by the request itself.
+
+
+def _pools() -> str:
+    """What the headers of the pools of servers on this host say."""
+    try:
+        # These load the compiled modules; the commands run also on a machine that lacks them.
+        from kvstrata.memory.pools import find_pools
+
+        served = [pool for pool in find_pools() if any(one.startswith("server ") for one in pool.owners)]
+    except (ImportError, OSError):
+        return ""
+    return "".join(
+        f"; {pool.place}: {pool.owners[0]}, "
+        + ("no heartbeat yet" if pool.idle_s is None else f"last heartbeat {pool.idle_s:.1f} s ago")
+        for pool in served
+        if not pool.tenant
+    )
 
 
 def ask(url: str, asked: Ask, *, token: str = "") -> Any:
@@ -45,6 +85,7 @@ def ask(url: str, asked: Ask, *, token: str = "") -> Any:
     method = asked.method or ("GET" if body is None else "POST")
     _check_url(url)
     base = "http://localhost" if url.startswith(SCHEME) else url.rstrip("/")
+    _check_answers(url, base)
     request = urllib.request.Request(base + asked.path, method=method)
     if body is not None:
         request.data = json.dumps(body).encode()

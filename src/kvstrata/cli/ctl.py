@@ -18,7 +18,15 @@ from typing import Any
 import yaml
 
 from kvstrata.cli import ctl_cluster, ctl_explain, ctl_log, ctl_pages, ctl_pool
-from kvstrata.cli.asking import TIMEOUT_S, Ask, ask, default_url, find_url, read_text, read_token
+from kvstrata.cli.asking import (
+    TIMEOUT_S,
+    Ask,
+    ask,
+    default_url,
+    find_url,
+    read_text,
+    read_token,
+)
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.leaves import leaves
 from kvstrata.cli.table import table
@@ -42,10 +50,11 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("top", help="what engines, tiers and tenants do now, drawn again and again")
     )
     commands.add_parser("ready", help="whether requests are served")
-    explain = commands.add_parser("explain", help="why a recent request missed")
-    explain.add_argument(
-        "request_id", metavar="REQUEST_ID", help="as the API returned it, or as the engine logs it"
+    explain = commands.add_parser(
+        "explain", help="why a recent request missed; without an id, recent requests"
     )
+    explain.add_argument("request_id", metavar="REQUEST_ID", nargs="?", default="",
+        help="as the API returned it, or as the engine logs it")  # fmt: skip
     clear = commands.add_parser("clear", help="drop chunks")
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="where (%(default)s)")
     clear.add_argument("--tenant", metavar="NAME", help="only this tenant's chunks (those of every tenant)")
@@ -155,13 +164,16 @@ def run(options: argparse.Namespace) -> Any:
     """Carry out one command; returns the answer of the server or the content of the file."""
     if options.command == "pool":
         return ctl_pool.run(options)
-    answer = _asker(options)(_request(options))
+    asker = _asker(options)
+    if ctl_pages.prints_all(options):
+        return ctl_pages.everything(options, asker)
+    answer = asker(_request(options))
     if options.command == "cluster" and options.action == "dashboard-link":
         answer = ctl_cluster.reachable(answer, options.url)
     if options.command == "cluster":
         return answer if options.json else ctl_cluster.brief(options.action, answer)
     if options.command == "explain":
-        return answer if options.json else ctl_explain.of_server(answer)
+        return answer if options.json else ctl_explain.of_server(answer) or "no request yet"
     if options.command == "l2" and options.action == "export":
         return _export(answer["adapters"])
     if options.command == "l2" and options.action == "show":
@@ -199,7 +211,8 @@ def _request(options: argparse.Namespace) -> Ask:
         case "ready":
             return Ask("/readyz")
         case "explain":
-            return Ask(f"/v1/explain/{urllib.parse.quote(options.request_id)}")
+            one = f"/{urllib.parse.quote(options.request_id)}" if options.request_id else ""
+            return Ask(f"/v1/explain{one}")
         case "job":
             return Ask(f"/v1/prefetch/{options.number}")
         case "clear":

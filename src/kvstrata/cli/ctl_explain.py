@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def of_server(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of a server's `/v1/explain` as rows."""
+def of_server(answer: Mapping[str, Any]) -> Any:
+    """The answer of a server's `/v1/explain` as rows: of one request, or of the recent ones."""
+    if "recent" in answer:
+        return [{"request_id": row["request_id"], **_lookup(row)} for row in answer["recent"]]
     return {"request_id": answer["request_id"], "lookups": [_lookup(row) for row in answer["lookups"]]}
 
 

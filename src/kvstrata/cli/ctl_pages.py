@@ -10,7 +10,8 @@ from kvstrata.cli import live
 from kvstrata.cli.asking import Ask
 from kvstrata.cli.page_cluster import SeenCluster
 from kvstrata.cli.page_cluster import page as cluster_page
-from kvstrata.cli.page_server import Seen
+from kvstrata.cli.page_cluster import warnings_of as warnings_of_cluster
+from kvstrata.cli.page_server import Seen, warnings_of
 from kvstrata.cli.page_server import page as server_page
 from kvstrata.cli.page_top import Top
 
@@ -54,6 +55,12 @@ def draws(options: argparse.Namespace) -> bool:
     return is_status and (options.watch is not None or not (options.all or options.json))
 
 
+def prints_all(options: argparse.Namespace) -> bool:
+    """Whether this command prints a whole document for people."""
+    is_status = options.command == "status" or (options.command == "cluster" and options.action == "status")
+    return is_status and options.all and not options.json
+
+
 def run(options: argparse.Namespace, ask: Callable[[Ask], Any]) -> None:
     """Draw the page, once or again and again. `ask` asks the server or controller. Raises KvstrataError."""
     look, draw = _look_and_draw(options, ask)
@@ -63,6 +70,15 @@ def run(options: argparse.Namespace, ask: Callable[[Ask], Any]) -> None:
         live.watch(look, draw, options.watch, as_json=options.json, whole_screen=False)
     else:
         live.show(draw(look()))
+
+
+def everything(options: argparse.Namespace, ask: Callable[[Ask], Any]) -> dict[str, Any]:
+    """What `status --all` prints: first what needs attention, then the whole document. Raises KvstrataError."""
+    look, _ = _look_and_draw(options, ask)
+    seen = look()
+    if isinstance(seen, SeenCluster):
+        return {"needs_attention": warnings_of_cluster(seen) or "nothing", **seen.cluster}
+    return {"needs_attention": warnings_of(seen) or "nothing", **seen.status}
 
 
 def _look_and_draw(

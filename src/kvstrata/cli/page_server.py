@@ -164,14 +164,18 @@ def _engines(engines: list[dict[str, Any]], most: int) -> list[RenderableType]:
     if not engines:
         return [line("no engine is attached")]
     columns = [
-        Column("engine"), Column("model"), Column("processes", True), Column("chunks asked", True),
-        Column("hits", True), Column("stored", True), Column("saved", True),
+        Column("engine"), Column("pids"), Column("model"), Column("asked", True), Column("hits", True),
+        Column("saved", True), Column("leases", True), Column("last ping", True),
     ]  # fmt: skip
     rows = [
         [
-            engine["engine"][:8], engine["model"][-24:], f"{engine['processes']}{'' if engine['complete'] else ' (!)'}",
-            count(engine["lookup_chunks"]), share(engine["hit_chunks"], engine["lookup_chunks"]),
-            count(engine["stored_records"]), f"≈ {span(engine['avoided_s'])}" if engine["avoided_s"] else "-",
+            engine["url"].partition("//")[2] or engine["engine"][:8],
+            f"{', '.join(map(str, engine['pids'][:2]))}{', …' if len(engine['pids']) > 2 else ''}"
+            f"{'' if engine['complete'] else ' (!)'}",
+            engine["model"][-16:], count(engine["lookup_chunks"]),
+            share(engine["hit_chunks"], engine["lookup_chunks"]),
+            f"≈ {span(engine['avoided_s'])}" if engine["avoided_s"] else "-", count(engine["leases"]),
+            "-" if engine["pinged_ago_s"] is None else span(engine["pinged_ago_s"]),
         ]
         for engine in sorted(engines, key=lambda engine: -engine["lookup_chunks"])
     ]  # fmt: skip

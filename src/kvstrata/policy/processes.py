@@ -178,6 +178,7 @@ class AttachedProcess:
         "lengths",
         "load_rate",
         "pid",
+        "pinged_s",
         "role",
         "row",
         "secret",
@@ -206,6 +207,8 @@ class AttachedProcess:
         self.engine_url = ""
         """Where its engine is reached over HTTP, as it tells; empty: it does not."""
         self.detached = False
+        self.pinged_s = 0.0
+        """Time of its last ping by `time.monotonic`; 0: none since it attached."""
         self.identities: dict[int, DeclaredIdentity] = {}
         self.copies: dict[str, object] | None = None
         """How the process copies, as it last reported; None if its blocks are in host memory."""

@@ -220,7 +220,7 @@ def make_tables(ground: Ground, send: Send) -> Tables:
 
     ground.board.put("sessions", numbers)
     ground.board.put("peers", functools.partial(processes_section, processes), metrics=False)
-    ground.board.put("engines", functools.partial(engines_section, processes), metrics=False)
+    ground.board.put("engines", functools.partial(engines_section, processes, leases), metrics=False)
     return Tables(
         processes=processes,
         payload_kinds=PayloadKinds(processes),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,13 @@ def test_a_page_tells_what_the_server_measured(server: ServerProcess) -> None:
     assert trend["start"]["avoided_s"] == pytest.approx(trend["computed_s"], abs=0.01)
     [engine] = status["engines"]
     assert (engine["lookups"], engine["hit_chunks"], engine["stored_records"]) == (2, CHUNKS, CHUNKS)
-    assert "pool" in ctl(server, "status", "--all")
+    everything = ctl(server, "status", "--all")
+    assert everything.splitlines()[0].startswith("needs_attention") and "pool" in everything
+    assert (len(engine["pids"]), engine["leases"]) == (1, 0) and engine["pinged_ago_s"] is not None
+    [row] = [line for line in page.splitlines() if "llama-8b-shape" in line]
+    assert row.split()[:2] == [engine["engine"][:8], str(engine["pids"][0])]
+    recent = ctl(server, "explain").splitlines()
+    assert recent[0].split()[:2] == ["request_id", "at"] and len(recent) == 3
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,24 @@ def test_pages_follow_each_other_until_ctrl_c(server: ServerProcess, words: list
         assert all(json.loads(line)["instance"]["ready"] for line in seen)
     else:
         assert sum("up " in line for line in seen) >= 2 and "\x1b" not in "".join(seen)
+
+
+@pytest.mark.silence
+def test_a_stopped_server_costs_a_command_some_seconds_and_its_pool_is_told(server: ServerProcess) -> None:
+    os.kill(server.ready["pid"], signal.SIGSTOP)
+    try:
+        begun_s = time.monotonic()
+        done = own_commands.run("kvstrata", "ctl", "status", "--url", server.url)
+        assert time.monotonic() - begun_s < 20
+    finally:
+        os.kill(server.ready["pid"], signal.SIGCONT)
+    assert (
+        done.returncode == 1 and "has not answered for 3 s: its process is stopped or hangs;" in done.stderr
+    )
+    assert (
+        f"{server.segment_dir}" in done.stderr
+        and f"server {server.ready['pid']}, last heartbeat" in done.stderr
+    )
 
 
 class Terminal:

@@ -72,6 +72,7 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
         shutil.rmtree(folder)
         assert f"adapter={name} path={folder} what=" in said(server, "medium_gone")
         assert (tier(server, name)["medium"], tier(server, name)["medium_well"]) == ("gone", False)
+        assert tier(server, name)["state"] == "gone"
         gauge = f'kvstrata_l2_medium_well{{adapter="{kind}-0"}} 0.0'
         assert gauge in read(f"{server.url}/metrics").decode()
         clear_l1(client)

@@ -43,7 +43,9 @@ def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
             "trend": {"minute": window(), "hour": window(), "start": window(), "computed_chunks": 3, **trend},
             "engines": [
                 {"engine": f"{number:032x}", "model": name, "processes": 2, "complete": True, "lookups": 7,
-                 "lookup_chunks": 50, "hit_chunks": 25, "stored_records": 25, "avoided_s": 3.25}
+                 "lookup_chunks": 50, "hit_chunks": 25, "stored_records": 25, "avoided_s": 3.25,
+                 "url": "http://10.0.0.1:8000", "pids": [1_234_567, 1_234_568, 1_234_569], "leases": 3,
+                 "pinged_ago_s": 0.4}
                 for number in range(rows)
             ],
             "tenants": [{"tenant": name, "bytes": GB, "quota_bytes": -1} for _ in range(rows)],

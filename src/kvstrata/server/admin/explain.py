@@ -11,6 +11,8 @@ from kvstrata.policy.misses import Explainer
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.requests.leases import InFlight
 
+MOST_RECENT = 20
+
 
 class Explaining:
     """Answers explain requests. It only reads."""
@@ -37,6 +39,10 @@ class Explaining:
         """
         document = self._explainer.explain(request_id, None)
         return document if document["known"] else None
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The last lookups, newest first."""
+        return self._explainer.recent(MOST_RECENT)
 
     def request_of(self, tenants: frozenset[str] | None, request_id: str) -> dict[str, Any]:
         """As `request`, for a process that may use these tenants (None: any); also answers for an unknown request."""

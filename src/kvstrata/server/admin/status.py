@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvstrata import __version__
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
 from kvstrata.native.pool import Pool
-from kvstrata.policy.processes import ProcessTable, tenant_number
+from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.readiness import Readiness
+from kvstrata.server.requests.leases import Lease
 from kvstrata.types import shown_name
 
 Section = Callable[[], Any]
@@ -101,12 +103,18 @@ def processes_section(processes: ProcessTable) -> list[dict[str, Any]]:
     ]
 
 
-def engines_section(processes: ProcessTable) -> list[dict[str, Any]]:
+def engines_section(processes: ProcessTable, leases: Iterable[Lease]) -> list[dict[str, Any]]:
     """A row for each engine; its totals are since it attached, a record is one slice of a chunk."""
+    held = Counter(lease.group for lease in leases)
+    now_s = time.monotonic()
     return [
         {
             "engine": shown_name(group.name),
+            "url": next((one.engine_url for one in group.members.values() if one.engine_url), ""),
+            "pids": sorted({one.pid for one in group.members.values()}),
             "model": group.layout.model,
+            "leases": held[group.name],
+            "pinged_ago_s": _longest_ago_s(group, now_s),
             "processes": len(group.members),
             "complete": group.complete,
             "lookups": group.use.lookups,
@@ -117,6 +125,12 @@ def engines_section(processes: ProcessTable) -> list[dict[str, Any]]:
         }
         for group in processes.groups
     ]
+
+
+def _longest_ago_s(group: EngineGroup, now_s: float) -> float | None:
+    """Time since the last ping of the process that has been silent longest; None: one has sent none yet."""
+    first_s = min(one.pinged_s for one in group.members.values())
+    return round(now_s - first_s, 3) if first_s else None
 
 
 class TenantRows:

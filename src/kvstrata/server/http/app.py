@@ -53,6 +53,11 @@ def make_app(admin: Admin) -> FastAPI:
         """The status document: pool, sessions, adapters, counters."""
         return admin.board.document()
 
+    @app.get("/v1/explain", dependencies=guarded)
+    async def recent_requests() -> dict[str, list[Any]]:
+        """The last 20 lookups, newest first, each as under its request's id."""
+        return {"recent": admin.explain.recent()}
+
     @app.get("/v1/explain/{request_id:path}", dependencies=guarded)
     async def explain(request_id: str) -> dict[str, Any]:
         """How many chunks of a recent request hit, and where, and why the first missing chunk missed."""

@@ -55,7 +55,7 @@ class TierRows:
         """For the status document, by name."""
         return {
             tier.name: {
-                "state": str(tier.state),
+                "state": _state(tier),
                 "takes_loads": tier.takes_loads,
                 **_status(tier),
             }
@@ -71,7 +71,7 @@ class TierRows:
             "name": tier.name,
             "type": tier.name.rpartition("-")[0],
             "position": placed.index(tier) if tier in placed else None,
-            "state": str(tier.state),
+            "state": _state(tier),
             "policy": str(tier.policy),
             "takes_loads": tier.takes_loads,
             "persistent": capabilities.persistent,
@@ -102,3 +102,11 @@ def _status(tier: Tier) -> dict[str, Any]:
             "reason": tier.reason,
         }
     return status
+
+
+def _state(tier: Tier) -> str:
+    """The state of a tier for people: an active one whose directory is not well has the state of its directory."""
+    folder = tier.configured.folder
+    if tier.state is TierState.ACTIVE and folder is not None and folder.state is not FolderState.WELL:
+        return str(folder.state)
+    return str(tier.state)

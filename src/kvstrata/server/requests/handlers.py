@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -132,6 +133,7 @@ class Handlers:
             raise UnknownSession(
                 "session: not attached to this instance; attach, then send again", field="session"
             )
+        process.pinged_s = time.monotonic()
         undoing = self._sessions.ping(request.session, request.seq, request.live)
         if request.copies is not None:
             process.copies = msgspec.structs.asdict(request.copies)

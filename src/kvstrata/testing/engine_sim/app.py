@@ -7,7 +7,6 @@ the client's end at once.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 import secrets
 import time
@@ -154,9 +153,8 @@ def make_app(face: Face) -> Starlette:
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]
-    numbers = itertools.count()
     for path, dialect in DIALECTS.items():
-        routes.append(Route(path, _Answers(face, dialect, numbers), methods=["POST"]))
+        routes.append(Route(path, _Answers(face, dialect), methods=["POST"]))
         routes.append(Route(f"{path}/render", _render_of(face, dialect), methods=["POST"]))
     return Starlette(
         routes=routes,
@@ -167,24 +165,26 @@ def make_app(face: Face) -> Starlette:
 class _Answers:
     """The handler of one dialect; an ASGI application of its own, since it listens for the client's end."""
 
-    def __init__(self, face: Face, dialect: type[Dialect], numbers: itertools.count[int]) -> None:
+    def __init__(self, face: Face, dialect: type[Dialect]) -> None:
         self._face = face
         self._dialect = dialect
-        self._numbers = numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given_id = next((v.decode("latin-1") for k, v in scope["headers"] if k == b"x-request-id"), "")
         raw = await read(receive)
         body = parse(raw, self._dialect.body)
         ask = ask_of(body, self._face.served)
-        number = next(self._numbers)
-        names = [f"{number}-{index}" for index in range(len(ask.prompts))]
+        request_id = body.request_id or given_id or secrets.token_hex(16)
+        # As vLLM names the requests of an answer.
+        names = [
+            f"{self._dialect.prefix}{request_id}-{i}-{secrets.token_hex(4)}" for i in range(len(ask.prompts))
+        ]
         # As in vLLM, a response is made by any rank.
         live = self._face.rank_of(scope["headers"] if self._dialect is not Responses else ())
         choices = plan(ask, live.engine.model, names)
         requests = [choice.request for choice in choices]
         live.check(requests)
-        answer = self._dialect(ask, choices, body.request_id or given_id or secrets.token_hex(16))
+        answer = self._dialect(ask, choices, request_id)
         changed = live.submit(requests)
         work = self._stream if body.stream else self._whole
         try:

@@ -60,9 +60,13 @@ function tiles(cluster) {
     tile("Lookups", rate(newest?.lookups_per_s), `${count(cluster.lookups.total)} in all, ${duration(cluster.lookups.mean_ms)} each`));
 }
 
-function attention(instances, redraw) {
+function attention(cluster, instances, redraw) {
   const rows = instances.filter((one) => stateOf(one) !== "ready" || one.sync.state !== "exact");
-  return h("section", { key: "attention" }, h("h2", {}, "Sync state"),
+  const refused = cluster.directory.refused_keys_total;
+  return h("section", { key: "attention" }, h("h2", {}, "Needs attention"),
+    !cluster.ready && h("p", { class: "wrong" }, `The controller is not ready: ${cluster.why_not_ready}`),
+    !cluster.election.leader && h("p", { class: "wrong" }, "No controller leads."),
+    refused > 0 && h("p", { class: "wrong" }, `The directory is full: ${count(refused)} chunks were refused.`),
     rows.length === 0 ? h("p", { class: "fine" }, instances.length === 1 ? "The one instance is in sync." : `All ${instances.length} instances are in sync.`)
       : list({ id: "attention", what: "instances that are not in sync", rows, key: (one) => one.id, text: (one) => `${one.id} ${stateOf(one)} ${syncText(one)}`, attributes: { class: "rows" }, redraw,
         item: (one) => [instanceLink(one.id), state(stateOf(one)), h("div", {}, syncText(one))] }));
@@ -153,11 +157,12 @@ export const overviewPage = {
         h("fieldset", { class: "choice" }, h("legend", { class: "unseen" }, "Time shown"), WINDOWS.map(([seconds, name]) => h("button", {
           key: seconds, "aria-pressed": String(seconds === windowS), onclick: () => { windowS = seconds; redraw(); },
         }, name)))),
+      attention(cluster, instances, redraw),
       tiles(cluster),
       error && error.status !== 0 && failure(error, "The charts have no new numbers."),
       h("h2", { class: "unseen" }, "Over time"),
       charts(),
-      h("div", { class: "columns" }, attention(instances, redraw), aboutController(cluster)),
+      aboutController(cluster),
       gateways(cluster.gateways, redraw),
     ];
   },
