@@ -16,9 +16,6 @@ import msgspec
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import quoted
 
-WORDS_OF_YAML = {False: "off", True: "on"}
-"""What YAML makes of unquoted `off` and `on`; a setting that has such a word means the word."""
-
 
 class Problem(NamedTuple):
     """A wrong value, or a key that should not be there. `path` is dotted; `says` does not repeat it."""
@@ -80,9 +77,8 @@ def canonical(kind: Any, value: Any) -> Any:
     """
     bare = bare_type(kind)
     if typing.get_origin(bare) is typing.Literal:
-        word = WORDS_OF_YAML[value] if isinstance(value, bool) else value
-        if isinstance(word, str):
-            return next((one for one in typing.get_args(bare) if one.lower() == word.lower()), value)
+        if isinstance(value, str):
+            return next((one for one in typing.get_args(bare) if one.lower() == value.lower()), value)
     elif _is_struct(bare) and isinstance(value, Mapping):
         kinds = field_types(bare)
         return {key: canonical(kinds[key], one) if key in kinds else one for key, one in value.items()}

@@ -58,6 +58,9 @@ SIMD = ("", "avx2", "none")
 ONLY_TESTS = ("KVSTRATA_FAILPOINTS", "KVSTRATA_PATIENCE", "KVSTRATA_TEST_EVENTS")
 """Variables that need `KVSTRATA_TESTING` and that the reference leaves out."""
 
+NAMES_PATH = re.compile(r"(?:^|[._])(?:path|dir|file|folder|root)s?(?:\[\d+\])?$")
+"""Names of settings that are paths."""
+VARIABLE = re.compile(r"\$(?:\{|[A-Za-z_])")
 SURROGATE = re.compile("[\ud800-\udfff]")
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 
@@ -102,10 +105,13 @@ def with_patience(
 
 def parse_yaml(text: str) -> Any:
     """The value that is written as YAML. Raises ConfigError, whose message may show the text."""
-    import yaml  # a process that reads no YAML starts without it, 10 ms sooner
+    # A process that reads no YAML starts without it, 10 ms sooner.
+    import yaml
+
+    from kvstrata.config import yaml_text
 
     try:
-        return yaml.safe_load(text)
+        return yaml_text.load(text)
     except yaml.YAMLError as error:
         raise ConfigError(" ".join(str(error).split())) from None
 
@@ -129,11 +135,16 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     return loaded
 
 
+def unquoted(text: str) -> str:
+    """The text of a variable without a pair of quotes around it, which `docker --env-file` does not take away."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+
+
 def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str]) -> dict[str, Any]:
     """Nested settings from KVSTRATA_<SECTION>_<KEY> variables (for controller and gateway see OWN_ENV_PREFIX).
 
-    Lists and mappings are written as YAML.  Variables of service links are left out (pod_links.py).  Raises ConfigError
-    for all wrong variables; their values are not checked.
+    Lists and mappings are written as YAML.  An empty variable is not set.  Variables of service links are left out
+    (pod_links.py).  Raises ConfigError for all wrong variables; their values are not checked.
     """
     by_name = variables(struct)
     elsewhere = {
@@ -160,6 +171,8 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
             wrong.append(ConfigError(f"environment: {name}: {says}", field=name))
             continue
         key, kind = by_name[name]
+        if not (text := unquoted(text)):
+            continue
         value: Any = text
         if bare_type(kind) is not str:
             try:
@@ -211,13 +224,16 @@ def merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def odd_value(value: Any, path: str = "") -> tuple[str, str, Any] | None:
     """Find the first infinity, not-a-number or text that cannot be used in nested values: (path, demand, value).
 
-    YAML and JSON can spell these; no setting accepts them.  Text must suit the locale too, since it may be a path.
+    YAML and JSON can spell these; no setting accepts them.  Text must suit the locale too, since it may be a path, and
+    a path must not name a variable of the shell.
     """
     if isinstance(value, float) and not math.isfinite(value):
         return path, "must be a finite number", value
     if isinstance(value, str) and SURROGATE.search(value):
         return path, "must be valid Unicode text, without lone surrogates", value
     if isinstance(value, str):
+        if NAMES_PATH.search(path) and VARIABLE.search(value):
+            return path, "must be written out, since variables of the shell mean nothing here", value
         try:
             os.fsencode(value)
         except UnicodeEncodeError as error:

@@ -18,7 +18,6 @@ from typing import Any, get_origin
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import bare_type
@@ -35,6 +34,7 @@ from kvstrata.config.load import (
     convert,
     from_environment,
     leaves,
+    parse_yaml,
     read_yaml,
     variable_names,
     with_patience,
@@ -164,8 +164,8 @@ def _parse(key: str, text: str, name: str) -> Any:
     if get_origin(OWN.get(key)) is not list:
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return parse_yaml(text)
+    except ConfigError:
         raise ConfigError(f"environment: {name}: is not valid YAML; correct it", field=name) from None
 
 

@@ -206,3 +206,70 @@ def test_values_that_no_setting_can_have_stop_the_start(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         loading.load(ClientSettings, file=file)
+
+
+def test_yaml_means_what_is_written(tmp_path):
+    for text, value in {
+        "0700": 700, "22:30": "22:30", "no": "no", "off": "off", "yes": "yes", "0o17": 15, "0x1F": 31, "1e3": 1000.0,
+        "1_000": "1_000", "2024-01-02": "2024-01-02", "~": None, "true": True, "TRUE": True, ".5": 0.5, "-3": -3,
+        "'1'": "1", "[a, no, 08]": ["a", "no", 8], "": None,
+    }.items():  # fmt: skip
+        found = loading.parse_yaml(text)
+        assert (found, type(found)) == (value, type(value)), text
+    assert loading.parse_yaml("{no: 1, 0700: 2, 22:30: 3, ~: 4, 1.5: 5}") == {
+        "no": 1, "0700": 2, "22:30": 3, "~": 4, "1.5": 5,
+    }  # fmt: skip
+    assert loading.parse_yaml("a: &a {x: 1}\nb: {<<: *a, x: 2, y: 3}") == {
+        "a": {"x": 1},
+        "b": {"x": 2, "y": 3},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("chunk_size: 16\nchunk_size: 32\n", "the key 'chunk_size' is given twice; leave one out"),
+        ("l1: {size_gb: 1, size_gb: 2}\n", "the key 'size_gb' is given twice"),
+        ("quotas_gb: {no: 1, 'no': 2}\n", "the key 'no' is given twice"),
+        (f"chunk_size: {'9' * 5000}\n", "int"),
+        ("[" * 5000, "nested too deep"),
+    ],
+)
+def test_yaml_that_says_two_things_or_nothing_is_refused(tmp_path, text, says):
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="not YAML: ") as error:
+        loading.load(ServerSettings, file=file)
+    assert says in error.value.message
+
+
+def test_quotes_of_an_env_file_are_taken_away_and_an_empty_variable_is_not_set():
+    found = loading.load(
+        ServerSettings,
+        environment={
+            "KVSTRATA_HTTP_HOST": "'127.0.0.1'",
+            "KVSTRATA_HTTP_PORT": '"8081"',
+            "KVSTRATA_L2_ADAPTERS": "'[]'",
+            "KVSTRATA_SECURITY_INSECURE": "'true'",
+            "KVSTRATA_L1_SIZE_GB": "",
+            "KVSTRATA_LOG_LEVEL": '""',
+        },
+    )
+    assert (found.http.host, found.http.port, found.l2_adapters) == ("127.0.0.1", 8081, [])
+    assert found.security.insecure and found.l1.size_gb is None and found.log_level == "info"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"http": {"token_file": "$HOME/token"}},
+        {"socket_dir": "${XDG_RUNTIME_DIR}/kvstrata"},
+        {"l2": {"runtime": {"roots": ["/a", "$HOME/l2"]}}},
+        {"l2_adapters": [{"type": "fs", "base_path": "$HOME/l2", "capacity_gb": 1}]},
+    ],
+)
+def test_a_path_with_a_variable_of_the_shell_is_refused(values):
+    with pytest.raises(
+        ConfigError, match=r"must be written out, since variables of the shell mean nothing here"
+    ):
+        loading.load(ServerSettings, flags=values)

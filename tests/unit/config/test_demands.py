@@ -112,12 +112,11 @@ def test_one_error_is_no_list():
         ("log_level: INFO", ControllerSettings, lambda one: one.log_level == "info"),
         ("tenants: [{name: a, pool: OWN}]", ServerSettings, lambda one: one.tenants[0].pool == "own"),
         ("load_mode: Sync", ClientSettings, lambda one: one.load_mode == "sync"),
-        # To YAML, off is false.
         ("p2p: {engine: off}", ServerSettings, lambda one: one.p2p.engine == "off"),
     ],
 )
 def test_words_of_a_list_are_understood_in_any_case(text, struct, found):
-    assert found(loading.convert(struct, yaml.safe_load(text), "file"))
+    assert found(loading.convert(struct, loading.parse_yaml(text), "file"))
 
 
 def test_the_documented_word_off_works_in_the_environment():
