@@ -52,6 +52,9 @@ class Child:
             if self.reaps_at_once:
                 asyncio.get_running_loop().call_soon(self.reap)
 
+    def last_lines(self) -> str:
+        return "E1128 no such host"
+
     def reap(self) -> None:
         if self.pid:
             self.pid = 0

@@ -255,3 +255,19 @@ def test_pauses_between_children_double_until_one_has_answered_without_failure_f
     assert ends_after(4.0, 0.1, 2.0, 0.1 + WELL_S) == 0.1
     assert [ends_after(1.0, 0.1), ends_after(1.0, 0.1)] == [0.2, 0.4], "each child by itself"
     assert ends_after(STEADY_S) == 0.1, "an idle one that stays is steady too"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_error_of_the_first_open_ends_with_what_the_child_printed_last(dies: bool) -> None:
+    adapter = HostedAdapter(RECIPE, kill_ms=60_000)
+    opening = asyncio.create_task(adapter.open(lent_context(lambda key: None)))
+    await until(lambda: len(Child.made) == 1)
+    [child] = Child.made
+    child.reaps_at_once = True
+    await child.request()
+    if dies:
+        child.kill()
+    else:
+        child.say(channel.problem(Kind.REFUSED, 0, StorageError("hosted-0: setup answered -1")))
+    with pytest.raises(StorageError, match=r"; its last lines: E1128 no such host$"):
+        await opening

@@ -248,6 +248,16 @@ async def test_rdma_without_a_network_card_is_an_error(
         await adapter_of(configure(protocol="rdma")).open(lent_context(lambda key: None))
 
 
+def test_names_of_mooncakes_own_configuration_file_are_those_of_setup() -> None:
+    adapter = adapter_of(configure(master_server_address="m:50051", device_name="mlx5_0"))
+    assert adapter.settings.setup == {**SETUP, "master_server_addr": "m:50051", "rdma_devices": "mlx5_0"}
+    assert (
+        adapter.capabilities.medium == adapter_of(configure(master_server_addr="m:50051")).capabilities.medium
+    )
+    with pytest.raises(ConfigError, match="rdma_devices: is given as device_name too; give one of them"):
+        configure(device_name="mlx5_0", rdma_devices="mlx5_1")
+
+
 async def test_an_rdma_device_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

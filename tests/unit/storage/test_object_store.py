@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
+from obstore import exceptions
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.policy.reasons import blames_medium
@@ -28,6 +29,7 @@ from kvstrata.storage.base import (
 from kvstrata.storage.entry import configure_tier, make_adapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.object_store.adapter import ObjectStoreAdapter
+from kvstrata.storage.media.object_store.failures import advice
 from kvstrata.storage.media.object_store.names import MARKER, MARKER_TEXT, path_of
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
@@ -108,6 +110,8 @@ def adapter_at(endpoint: str, **more: Any) -> StorageAdapter:
         (403, b"<Error><Code>QuotaExceeded</Code></Error>", PutOutcome(PutStatus.THROTTLED, "full"), 1),
         (401, b"", PutOutcome(PutStatus.FAILED, "denied"), 1),
         (403, b"<Error><Code>AccessDenied</Code></Error>", PutOutcome(PutStatus.FAILED, "denied"), 1),
+        (403, b"<Error><Code>RequestTimeTooSkewed</Code></Error>", PutOutcome(PutStatus.FAILED, "clock"), 1),
+        (400, b"<Error><Code>ExpiredToken</Code></Error>", PutOutcome(PutStatus.FAILED, "token"), 1),
         (404, b"<Error><Code>NoSuchBucket</Code></Error>", PutOutcome(PutStatus.FAILED, "no_bucket"), 1),
         (500, b"", PutOutcome(PutStatus.FAILED, "io"), 2),
     ],
@@ -134,6 +138,23 @@ async def test_refused_puts_say_why_and_are_tried_again_where_it_helps(
     assert blames_medium(loaded.reason), "it counts for the breaker"
     await adapter.close()
     assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("error sending request\n\nDebug source:\n InvalidCertificate(UnknownIssuer)", "SSL_CERT_FILE"),
+        ("Error performing PUT http://169.254.169.254/latest/api/token in 2 ms", "AWS_PROFILE"),
+        ("status code: 501: <Error><Code>NotImplemented</Code></Error>", '"conditional_put": "disabled"'),
+        ("status code: 403: <Error><Code>RequestTimeTooSkewed</Code></Error>", "set its clock"),
+        (
+            "status code: 400: <Error><Code>ExpiredToken</Code></Error>",
+            "give a new one and restart the server",
+        ),
+    ],
+)
+def test_what_is_to_be_set_is_said_with_the_reason(text: str, says: str) -> None:
+    assert says in advice(exceptions.GenericError(text))
 
 
 async def test_a_put_that_is_refused_before_it_was_read_keeps_its_bytes_until_the_library_lets_go() -> None:

@@ -239,8 +239,17 @@ class HostLife:
             self._opening.set_result(None)
             return
         assert answer.problem is not None
-        kind = ConfigError if answer.problem.kind == "ConfigError" else StorageError
-        self._opening.set_exception(kind(answer.problem.message, field=answer.problem.field))
+        problem = answer.problem
+        if problem.kind == "ConfigError":
+            self._opening.set_exception(ConfigError(problem.message, field=problem.field))
+            return
+        self._opening.set_exception(
+            StorageError(f"{problem.message}{self._last_lines()}", field=problem.field)
+        )
+
+    def _last_lines(self) -> str:
+        lines = "" if self._process is None else self._process.last_lines()
+        return f"; its last lines: {lines}" if lines else ""
 
     # --- its life ----------------------------------------------------------------------------------------
 
@@ -306,8 +315,7 @@ class HostLife:
         if self._opening is not None and not self._opening.done():
             self._opening.set_exception(
                 StorageError(
-                    f"{self.name}: its host process ended with {how} before the adapter was open; see its lines in the "
-                    "log above",
+                    f"{self.name}: its host process ended with {how} before the adapter was open{self._last_lines()}",
                     field=self.name,
                 )
             )

@@ -21,9 +21,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstrata.config.secrets import scrubbed
 from kvstrata.naming import name_thread
 from kvstrata.process.child_environment import without_settings
 from kvstrata.process.out_of_memory import oom_kills
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from kvstrata.storage.host.child import main; main()"
 LOG_BYTES = 16 << 10
 """Bytes of the child's output that are read at a time, and its longest line."""
+LAST_LINES = 3
+"""Lines that an error quotes."""
 LINES_PER_WINDOW = 200
 WINDOW_S = 10.0
 LEVEL_MARK = "\x1e"
@@ -63,6 +67,7 @@ class HostProcess:
         self._output, self._output_writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._output, False)
         self._part = b""
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
         self._window_s = 0.0
         self._lines = 0
         self._left_out = 0
@@ -71,6 +76,12 @@ class HostProcess:
         """Spawn the child, in the thread that will wait for its end."""
         self._loop.add_reader(self._output, self._read_output)
         threading.Thread(target=self._live, name=f"host-{self._name}", daemon=True).start()
+
+    def last_lines(self) -> str:
+        """What the child printed last, without anything that may be a credential; for an error of its SDK."""
+        while self._output >= 0 and self._read_output():
+            pass
+        return scrubbed(" | ".join(self._last))
 
     def kill(self) -> None:
         """Send SIGKILL to the child and its process group, now or once it is spawned. Idempotent; does not wait."""
@@ -148,6 +159,7 @@ class HostProcess:
             self._log_line(self._part)
         self._tell_left_out()
         os.close(self._output)
+        self._output = -1
         self._ended(how)
 
     def _read_output(self) -> bool:
@@ -165,6 +177,9 @@ class HostProcess:
         return bool(data)
 
     def _log_line(self, line: bytes) -> None:
+        level, text = _level_of(line[:LOG_BYTES].decode(errors="replace"))
+        text = _printable(text)
+        self._last.append(text)
         now_s = self._loop.time()
         if now_s >= self._window_s + WINDOW_S:
             self._tell_left_out()
@@ -173,9 +188,7 @@ class HostProcess:
             self._left_out += 1
             return
         self._lines += 1
-        text = line[:LOG_BYTES].decode(errors="replace")
-        level, text = _level_of(text)
-        log.log(level, "%s: host: %s", self._name, _printable(text))
+        log.log(level, "%s: host: %s", self._name, text)
 
     def _tell_left_out(self) -> None:
         if self._left_out:

@@ -174,8 +174,8 @@ class MooncakeAdapter(StorageAdapter):
         code = store.setup(dict(setup))
         if code:
             raise StorageError(
-                f"{self.name}: Mooncake's setup answered {code}; Mooncake's own lines in the log above say why. Its"
-                f" options are {dict(setup)}" + (f"; the master's version is {version}" if version else ""),
+                f"{self.name}: Mooncake's setup answered {code}; Mooncake's own lines say why. Its options are"
+                f" {dict(setup)}" + (f"; the master's version is {version}" if version else ""),
                 field=self.name,
             )
         if self.settings.preregister and (

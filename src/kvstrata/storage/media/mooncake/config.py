@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +37,8 @@ RUNTIME_KEYS = frozenset(SETUP_KEYS) - {
     "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port",
 }  # fmt: skip
 """Options that an adapter may have if it is added while the server runs: none names a file or opens an HTTP port."""
+OTHER_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
+"""Names that Mooncake's own configuration file and LMCache have for options of `setup`."""
 NO_METADATA_SERVER = "P2PHANDSHAKE"
 _SERVER = re.compile(
     r"(?:(?:https?|etcd|redis)://)?((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)(?:/[\w/-]*)?"
@@ -67,9 +70,17 @@ class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
     per_op_workers: PerOpWorkers = {}
 
 
+def _renamed(setup: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under the names that `setup` has for them."""
+    return {OTHER_NAMES.get(key, key): value for key, value in setup.items()}
+
+
 def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
     wrong = AllWrong()
-    setup = {key: value for key, value in config.setup.items() if key not in REPLICAS}
+    for old, new in OTHER_NAMES.items():
+        if old in config.setup and new in config.setup:
+            wrong.add(place.hidden(new, f"is given as {old} too; give one of them"))
+    setup = {key: value for key, value in _renamed(config.setup).items() if key not in REPLICAS}
     replicate = dict(config.replicate or {})
     for key in config.setup.keys() & REPLICAS:
         with wrong:
@@ -105,7 +116,7 @@ def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
 def _reach(config: MooncakeConfig, place: Place) -> Reach:
     hosts = {}
     for name, default in (("metadata_server", NO_METADATA_SERVER), ("master_server_addr", DEFAULT_MASTER)):
-        text = str(config.setup.get(name) or default)
+        text = str(_renamed(config.setup).get(name) or default)
         if text == NO_METADATA_SERVER:
             continue
         named = _SERVER.fullmatch(text)
@@ -118,7 +129,7 @@ def _reach(config: MooncakeConfig, place: Place) -> Reach:
 def _look(config: MooncakeConfig, name: str) -> None:
     if importlib.util.find_spec("mooncake") is None:
         import_store(name)  # says which package is missing
-    setup = config.setup
+    setup = _renamed(config.setup)
     check_nics(name, str(setup.get("protocol", "tcp")), str(setup.get("rdma_devices", "")))
 
 

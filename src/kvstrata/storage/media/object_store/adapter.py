@@ -495,5 +495,5 @@ class ObjectStoreAdapter(StorageAdapter):
         now_s = time.monotonic()
         if now_s - self._noted.get(reason, -NOTE_EVERY_S) >= NOTE_EVERY_S:
             self._noted[reason] = now_s
-            log.warning("%s: %s: %s", self.name, reason, plain(error))
+            log.warning("%s: %s: the store %s: %s", self.name, reason, advice(error), plain(error))
         return reason

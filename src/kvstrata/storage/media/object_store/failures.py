@@ -20,7 +20,18 @@ _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 RANGE = re.compile(r"non-2xx status code: 416|InvalidRange|range was invalid", re.IGNORECASE)
+_BY_CODE = {
+    "RequestTimeTooSkewed": "clock",
+    **dict.fromkeys(
+        ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"), "token"
+    ),
+    "NotImplemented": "conditional_put",
+    "NoSuchBucket": "no_bucket",
+}
+"""Reasons by the code in the answer of the store."""
 _FULL = re.compile(r"<Code>\w*(?:Quota|InsufficientStorage|StorageFull|CapacityExceeded)\w*</Code>")
+_INSTANCE_METADATA = "://169.254.169.254"
+"""Where the library looks for credentials when it was given none."""
 _QUERY = re.compile(r"\?\S*")
 _USER = re.compile(r"(?<=://)[^/@\s]*@")
 
@@ -30,10 +41,15 @@ def reason_of(error: Exception) -> str:
     text = str(error)
     if isinstance(error, NotAFile):
         return NOT_A_FILE
+    code = _CODE.search(text)
+    if code and code[1] in _BY_CODE:
+        return _BY_CODE[code[1]]
+    if _INSTANCE_METADATA in text:
+        return "no_credentials"
+    if "certificate" in text.lower():
+        return "certificate"
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return FULL if _FULL.search(text) else "denied"
-    if "NoSuchBucket" in text:
-        return "no_bucket"
     if status := _STATUS.search(text):
         if status[1] == "507" or _FULL.search(text):
             return FULL
@@ -67,13 +83,23 @@ def plain(error: Exception) -> str:
 
 def advice(error: Exception) -> str:
     """What is wrong with the URL according to this error, and what to do: a sentence without its subject, the URL."""
-    return {
-        "no_bucket": "names a bucket that does not exist; create it",
-        "denied": "may not be used with these credentials; they must allow getting, putting, deleting and listing",
-        NOT_A_FILE: "has a link, or something else that is no file, in the place of one of this adapter's files",
-        "unreachable": "cannot be reached; is the address right and the server up?",
-        "timeout": "does not answer in time; is the address right?",
-        READ_ONLY: "cannot be written",
-        FULL: "is full",
-        SLOW_DOWN: "asks for fewer requests",
-    }.get(reason_of(error), "cannot be used")
+    return _ADVICE.get(reason_of(error), "cannot be used")
+
+
+_ADVICE = {
+    "no_bucket": "names a bucket that does not exist; create it",
+    "denied": "may not be used with these credentials; they must allow getting, putting, deleting and listing",
+    "clock": "refuses the time of this machine; set its clock (timedatectl, chrony)",
+    "token": "refuses the session token, which is wrong or has expired; give a new one and restart the server",
+    "no_credentials": "needs credentials, and none were given: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
+    "Profiles (AWS_PROFILE, ~/.aws) are not read: `aws configure export-credentials --format env` prints their keys",
+    "certificate": "has a certificate that this machine does not trust; name the file of its CA in SSL_CERT_FILE in "
+    "the server's environment",
+    "conditional_put": 'cannot put only what is not there; set "conditional_put": "disabled" in this entry',
+    NOT_A_FILE: "has a link, or something else that is no file, in the place of one of this adapter's files",
+    "unreachable": "cannot be reached; is the address right and the server up?",
+    "timeout": "does not answer in time; is the address right?",
+    READ_ONLY: "cannot be written",
+    FULL: "is full",
+    SLOW_DOWN: "asks for fewer requests",
+}
