@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.errors import StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import LoadStatus, Presence, PutStatus, StorageAdapter, Usage
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.media.resp import adapter as module
@@ -134,7 +134,7 @@ async def test_a_cluster_of_impossible_nodes_is_refused(hostile: Hostile) -> Non
         hostile.answers[b"CLUSTER"] = (
             b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + bulk(b"127.0.0.1") + row + b"\r\n"
         )
-        with pytest.raises(StorageError, match="CLUSTER SLOTS has a row"):
+        with pytest.raises(ConfigError, match="CLUSTER SLOTS has a row"):
             async with asyncio.timeout(HANG_S), opened(hostile.entry(cluster_mode=True)):
                 pass
     hostile.answers[b"CLUSTER"] = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + bulk(b"a\x00b") + b":6379\r\n"

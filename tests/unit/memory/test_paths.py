@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,9 +61,11 @@ def test_no_client_looks_in_a_login_folder_of_another_user(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to own a directory by another uid")
 def test_names_that_another_user_has_taken_are_passed_over_and_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Anybody may make any name in /tmp and /dev/shm: a server once never started again for that."""
+    tmp_path = Path(tempfile.mkdtemp(prefix="kv-"))  # short, since sockets lie in it
+    request.addfinalizer(partial(shutil.rmtree, tmp_path))
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     for name in (OURS, f"{OURS}+2", f"{OURS}-5555"):
         (tmp_path / name).mkdir()
