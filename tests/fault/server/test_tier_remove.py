@@ -224,3 +224,4 @@ async def test_the_end_of_the_server_ends_additions_and_removals_under_way(start
         shelf.let_go()
     await asyncio.gather(*work, return_exceptions=True)
     await until(lambda: l1.pool.stats()["holds"] == 0)
+    SHELVES[opening].opened = 1  # the server's end cancelled its opening, and closed it
