@@ -144,8 +144,8 @@ def test_redis_asks_for_the_password_that_the_server_has(tmp_path: Path) -> None
             return [*settings, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(tmp_path)]
 
     try:
+        # It runs once it has answered with the password.
         server = Composed(tmp_path / "redis", password=(tmp_path / "redis-password").read_text().strip())
-        server.start()  # it answers with the password
     except Unavailable as error:
         pytest.skip(str(error))
     with server, redis.Redis("127.0.0.1", server.port) as stranger, pytest.raises(redis.AuthenticationError):
