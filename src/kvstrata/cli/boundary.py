@@ -36,8 +36,8 @@ _SPELLED = {
     "─": "-", "━": "-", "│": "|", "█": "#", "░": ".",
 }  # fmt: skip
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-_THIS_MACHINE = "localhost,127.0.0.1,::1,[::1]"
-"""What urllib, httpx, gRPC and obstore's client leave alone when `no_proxy` names it."""
+_THIS_MACHINE = "localhost,127.0.0.1,::1"
+"""What httpx, gRPC and obstore's client leave alone when `no_proxy` names it."""
 MOST_PLACES = 6
 """Innermost calls that the line about a defect names."""
 

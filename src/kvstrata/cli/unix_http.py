@@ -6,10 +6,12 @@ import functools
 import http.client
 import os
 import socket
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.http_unix import is_ours, socket_path
 
 
@@ -40,8 +42,10 @@ class _Handler(urllib.request.HTTPHandler):
 
 
 def opener(url: str) -> urllib.request.OpenerDirector:
-    """Opens requests to `url`: to its unix socket for `unix:PATH`, else as urllib does. Raises ConfigError."""
+    """Opens requests to `url`: to its unix socket for `unix:PATH`, else as urllib does, but to this machine without a
+    proxy. Raises ConfigError."""
     path = socket_path(url, "--url")
     if path is None:
-        return urllib.request.build_opener()
+        here = is_loopback(urllib.parse.urlsplit(url).hostname or "")
+        return urllib.request.build_opener(*[urllib.request.ProxyHandler({})] * here)
     return urllib.request.build_opener(_Handler(path), urllib.request.ProxyHandler({}))
