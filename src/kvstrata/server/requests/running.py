@@ -193,7 +193,7 @@ class Running:
             frame = self._replies.error(call.seq, InternalError("the request was stopped; try again"))
         try:
             waiters = self._effects.finish(call, frame, effect)
-        except Exception as error:
+        except Exception as error:  # a defect of ours costs this request, and not the server
             waiters, frame = call.waiters, self._replies.our_mistake(call.seq, error)
         self._replies.send(call.op, waiters, frame)
         self._replies.ended(call.op, started_s)
