@@ -34,8 +34,14 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         yield made
 
 
-def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: ServerProcess) -> None:
+def start_whole(server: ServerProcess) -> None:
+    """Start the server and wait until the kernel has given it all of L1."""
     server.start()
+    eventually("L1 is faulted in", lambda: server.get("/v1/status")["pool"]["prefaulted_bytes"] >= 64 << 20)
+
+
+def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: ServerProcess) -> None:
+    start_whole(server)
     assert server.stop() == 0
     line = last_line(server)
     [row] = rows(server)
@@ -50,7 +56,7 @@ def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: 
 
 def test_a_pool_that_a_holder_keeps_is_named_and_freed_too(server: ServerProcess) -> None:
     server._environment["KVSTRATA_L1_SEGMENT_DIR"] = "/dev/shm/no/such/place"
-    server.start()
+    start_whole(server)
     assert server.stop() == 0
     line = last_line(server)
     [row] = rows(server)
