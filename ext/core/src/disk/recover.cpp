@@ -126,8 +126,9 @@ class Recovery {
   std::string read_segment(const FolderEntry& entry);
   void leave_alone(const Segment& segment);
   Status read_chain(Found& found);
-  void judge_headless();
   std::string find_end();
+  void judge_headless();
+  std::string count_frames(Found& found);
   Status cut_log() noexcept;
   Status settle();
 
@@ -152,7 +153,6 @@ std::string Recovery::run() {
     status = read_chain(found);
     if (!status.ok()) return unreadable(*found.segment, status);
   }
-  judge_headless();
   std::string failed = find_end();
   if (!failed.empty()) return failed;
   status = cut_log();
@@ -282,9 +282,27 @@ Status Recovery::read_chain(Found& found) {
   return Status();
 }
 
+// Finds the frames that count. Changes nothing on the medium.
+std::string Recovery::find_end() {
+  out_->sequence = synced_;
+  for (const bool headless : {false, true}) {
+    if (headless) judge_headless();
+    for (Found& found : found_) {
+      if (found.listed || found.headless != headless) continue;
+      std::string failed = count_frames(found);
+      if (!failed.empty()) return failed;
+    }
+  }
+  // Behind all frames that do not count, found or not.
+  out_->sequence = ((out_->sequence >> kSequenceBits) + 1) << kSequenceBits;
+  return "";
+}
+
 // Segments retire in their order, so a segment whose frames are all older than those of any other
 // may have retired already. Without its header that is unknown, and a removed record might be found
 // again.
+// REQUIRES: the frames of the others are counted. Those that do not count are gone after this open,
+// so they must not decide: the next open would find the records that this one did not.
 void Recovery::judge_headless() {
   for (auto at = found_.begin(); at != found_.end();) {
     std::uint64_t oldest = ~std::uint64_t{0};  // of the others
@@ -306,50 +324,43 @@ void Recovery::judge_headless() {
   }
 }
 
-// Finds the frames that count: those up to the highest mark, and those behind it that are whole.
-// Changes nothing on the medium.
-std::string Recovery::find_end() {
-  out_->sequence = synced_;
-  for (Found& found : found_) {
-    Segment& segment = *found.segment;
-    if (found.listed) continue;
-    segment.last = FrameName{};
-    segment.end = kSegmentHeaderBytes;
-    std::vector<Found::Frame> chain;
-    // A cut may have gone between two frames.
-    std::uint64_t lost = found.lost + (!found.whole && !found.headless && !found.chain.empty());
-    FrameName before;
-    for (Found::Frame& frame : found.chain) {
-      const FrameName& previous = frame.header.previous;
-      const std::uint64_t missing_up_to = std::min(previous.sequence, synced_);
-      if (missing_up_to > before.sequence)
-        lost += previous.run == before.run ? missing_up_to - before.sequence : 1;
-      before = frame.header.name;
-      const std::uint64_t sequence = frame.header.name.sequence;
-      bool counts = sequence <= synced_;
-      if (!counts) {
-        const Status status = look_at_payload(segment, frame.block, frame.header, &counts);
-        if (!status.ok()) return unreadable(segment, status);
-      }
-      if (!counts) {
-        cut_.push_back({&segment, frame.block});
-        continue;
-      }
-      out_->sequence = std::max(out_->sequence, sequence);
-      segment.last = frame.header.name;
-      segment.end = std::uint64_t{frame.block} * kFileBlockBytes + frame.header.frame_bytes();
-      chain.push_back(std::move(frame));
+// Keeps those frames of a segment that are not behind the highest mark, or are whole.
+std::string Recovery::count_frames(Found& found) {
+  Segment& segment = *found.segment;
+  segment.last = FrameName{};
+  segment.end = kSegmentHeaderBytes;
+  std::vector<Found::Frame> chain;
+  // A cut may have gone between two frames.
+  std::uint64_t lost = found.lost + (!found.whole && !found.headless && !found.chain.empty());
+  FrameName before;
+  for (Found::Frame& frame : found.chain) {
+    const FrameName& previous = frame.header.previous;
+    const std::uint64_t missing_up_to = std::min(previous.sequence, synced_);
+    if (missing_up_to > before.sequence)
+      lost += previous.run == before.run ? missing_up_to - before.sequence : 1;
+    before = frame.header.name;
+    const std::uint64_t sequence = frame.header.name.sequence;
+    bool counts = sequence <= synced_;
+    if (!counts) {
+      const Status status = look_at_payload(segment, frame.block, frame.header, &counts);
+      if (!status.ok()) return unreadable(segment, status);
     }
-    found.chain = std::move(chain);
-    if (lost == 0) continue;
-    out_->lost_frames += lost;
-    shared_.notes.add(true, segment.path + ": " + std::to_string(lost) +
-                                " frames are damaged, or were unfinished when a server ended; "
-                                "their records are lost, and a record that one of them removed may "
-                                "be found again");
+    if (!counts) {
+      cut_.push_back({&segment, frame.block});
+      continue;
+    }
+    out_->sequence = std::max(out_->sequence, sequence);
+    segment.last = frame.header.name;
+    segment.end = std::uint64_t{frame.block} * kFileBlockBytes + frame.header.frame_bytes();
+    chain.push_back(std::move(frame));
   }
-  // Behind all frames that do not count, found or not.
-  out_->sequence = ((out_->sequence >> kSequenceBits) + 1) << kSequenceBits;
+  found.chain = std::move(chain);
+  if (lost == 0) return "";
+  out_->lost_frames += lost;
+  shared_.notes.add(true, segment.path + ": " + std::to_string(lost) +
+                              " frames are damaged, or were unfinished when a server ended; "
+                              "their records are lost, and a record that one of them removed may "
+                              "be found again");
   return "";
 }
 
@@ -379,7 +390,18 @@ Status Recovery::settle() {
   }
   for (Found& found : found_) {
     Segment& segment = *found.segment;
-    if (!found.listed) KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
+    if (found.headless && segment.has_frames()) {
+      // Otherwise a later open might leave the segment alone, with what this one finds in it.
+      FileBlock block;
+      encode(SegmentHeader{.segment = segment.number,
+                           .generation = segment.generation,
+                           .length = segment.length,
+                           .synced = synced_},
+             &block);
+      const WritePart parts[] = {{block.bytes.data(), kFileBlockBytes}};
+      KVSTRATA_RETURN_IF_ERROR(segment.file->write(parts, 0));
+    }
+    if (!found.listed || found.headless) KVSTRATA_RETURN_IF_ERROR(segment.file->sync());
     // A file without frames is removed, because its name may never have been synced, or because its
     // log ended while the file was being made. A power cut may bring the file back; then the next
     // open removes it again. Frames that were cut off from it are overwritten by then, whether this

@@ -149,10 +149,36 @@ TEST(a_damaged_header_costs_no_record_unless_its_segment_is_the_oldest) {
       CHECK(disk.load(key) == (key == 2 || key == 3 ? LoadStatus::kAbsent : LoadStatus::kLoaded));
     disk.put(50, 60);
     disk.end(true);
+    CHECK(!frames_of(disk.read(newest)).empty());  // the header was written anew
     disk.flip(paths.front(), at);
     disk.open();
     CHECK_EQ(disk.told(), 1u);
     CHECK(!disk.present(1) && !disk.present(2) && disk.present(39) && disk.present(59));
+  }
+}
+
+// Otherwise the next open, which no longer finds those frames, would find records that this one did
+// not.
+TEST(frames_that_do_not_count_do_not_say_that_a_segment_is_the_oldest) {
+  Damaged disk;
+  disk.open();
+  int last = 0;
+  do
+    disk.put({++last});
+  while (frames_of(disk.read(disk.segments()[1])).empty());
+  disk.end(false);
+  const auto paths = disk.segments();
+  const auto frames = frames_of(disk.read(paths[1]));
+  CHECK_EQ(frames.size(), 1u);
+  disk.flip(paths[0], 20);
+  disk.flip(paths[1], frames[0].begin + kFrameHeaderBytes + 10);
+  for (std::size_t free = 2; free < paths.size(); ++free)
+    disk.flip(paths[free], 20);  // it says that the frame was synced
+  for (const bool again : {false, true}) {
+    disk.open();
+    for (int key = 1; key <= last; ++key)
+      CHECK(disk.load(key) == (key == last ? LoadStatus::kAbsent : LoadStatus::kLoaded));
+    if (!again) disk.end(true);
   }
 }
 
