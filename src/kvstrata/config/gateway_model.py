@@ -478,13 +478,6 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     picker: PickerSettings = PickerSettings()
     sharing: SharingSettings = SharingSettings()
     controllers: GatewayControllersSettings = GatewayControllersSettings()
-    state_dir: Annotated[
-        str,
-        Meta(
-            description="Folder of this gateway alone, in which it keeps what it has learned (prefixes, rates, engines "
-            "of stored responses) every 2 s, so that it knows it after a restart. Empty: it forgets."
-        ),
-    ] = ""
     max_in_flight: Annotated[
         int,
         Meta(ge=1, le=1_000_000, description="Requests under way at a time; more get 503 with Retry-After."),

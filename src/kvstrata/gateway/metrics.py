@@ -106,11 +106,6 @@ GATEWAY_FAMILIES: dict[str, Family] = {
         (),
         "1 while the thread that hears KV events runs, else 0: then nothing is known by events until a restart.",
     ),
-    "kvstrata_gateway_state_unsaved": Family(
-        "gauge",
-        (),
-        "1 while what the gateway has learned cannot be saved in `state_dir`, else 0; `/gateway/status` says why.",
-    ),
     "kvstrata_gateway_other_gateways": Family("gauge", (), "Other gateways that are heard."),
     "kvstrata_gateway_others_in_flight": Family("gauge", (), "Requests of other gateways under way."),
     "kvstrata_gateway_shared": Family(

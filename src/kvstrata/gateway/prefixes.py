@@ -10,7 +10,6 @@ begins with the same text, so it finds the pieces of the turns before.
 2. An engine is remembered together with its generation: after it was down, its cache is taken for empty.
 3. At most `most` keys; the longest unused one is forgotten first.
 4. What an engine reports of its hits corrects the memory (`mistaken`).
-5. Who keeps the memory elsewhere takes what was touched since the last time (`take_touched`), without a copy.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ PIECE_TOKENS = PIECE_BYTES // TOKEN_BYTES
 MAX_PIECES = 4_096
 """Pieces that are remembered of one prompt, from its start."""
 KEY_BYTES = 16
-MAX_TOUCHED = 1 << 15
-Touched = collections.deque[Sequence[bytes]]
 _SECRET = secrets.token_bytes(32)
 
 
@@ -66,19 +63,11 @@ class Prefixes:
 
     def __init__(self, most: int = 1 << 18) -> None:
         self._most = most
-        self.changes = 0
-        """Grows with each call that may change something."""
-        self._touched: Touched = collections.deque()
-        self._touched_keys = 0
         self._sent: collections.OrderedDict[bytes, dict[str, Sent]] = collections.OrderedDict()
 
     def __len__(self) -> int:
         """Keys that are remembered."""
         return len(self._sent)
-
-    def __contains__(self, key: bytes) -> bool:
-        """Whether a piece is remembered. From any thread."""
-        return key in self._sent
 
     def note(
         self,
@@ -91,7 +80,6 @@ class Prefixes:
         ready_at_s: float = 0.0,
     ) -> None:
         """An engine has `computed` these pieces, or was sent them and is expected to have them at `ready_at_s`."""
-        self._touch(keys)
         sent = Sent(generation, now_s, computed, ready_at_s)
         for key in keys:
             engines = self._sent.setdefault(key, {})
@@ -113,27 +101,10 @@ class Prefixes:
 
     def forget(self, keys: Sequence[bytes], engine: str) -> None:
         """An engine has not computed these pieces, or has them no longer."""
-        self._touch(keys)
         for key in keys:
             engines = self._sent.get(key)
             if engines is not None and engines.pop(engine, None) is not None and not engines:
                 del self._sent[key]
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        self.changes += 1
-        if keys:
-            self._touched.append(keys)
-            self._touched_keys += len(keys)
-            while self._touched_keys - len(self._touched[0]) >= MAX_TOUCHED:
-                self._touched_keys -= len(self._touched.popleft())
-
-    def take_touched(self) -> Touched:
-        """The pieces that were noted or forgotten since the last call, in that order: the last MAX_TOUCHED, about.
-
-        They must not be changed.
-        """
-        taken, self._touched, self._touched_keys = self._touched, collections.deque(), 0
-        return taken
 
     def newest(self, most: int) -> list[bytes]:
         """The pieces that were used last, the oldest of them first; takes 1 ms for 32,768."""
@@ -142,13 +113,13 @@ class Prefixes:
         return found
 
     def computed_by(self, key: bytes, generations: Mapping[str, int]) -> list[tuple[str, float]]:
-        """The engines of these generations that have computed a piece, and when each was last used. From any thread."""
+        """The engines of these generations that have computed a piece, and when each was last used."""
         engines = self._sent.get(key)
         if engines is None:
             return []
         return [
             (name, sent.at_s)
-            for name, sent in list(engines.items())
+            for name, sent in engines.items()
             if sent.computed and generations.get(name) == sent.generation
         ]
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from kvstrata.gateway.controllers.asking import Controllers
     from kvstrata.gateway.engine_link import Links
     from kvstrata.gateway.forward import Forwarder
-    from kvstrata.gateway.keeping import Keeper
     from kvstrata.gateway.picker.server import PickerServer
     from kvstrata.gateway.probing import Probing
     from kvstrata.gateway.reading import Reader
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
-RESTART = frozenset(("log_format", "state_dir"))
+RESTART = frozenset(("log_format",))
 """Settings that need a restart, beside those of OPENED."""
 OPENED = ("http.", "picker.", "engines_from.", "sharing.host", "sharing.port", "sharing.curve_file")
 
@@ -111,7 +110,6 @@ class Gateway(Process):
         self._picker: PickerServer | None = None
         self._sharing: Sharing | None = None
         self._controllers: Controllers
-        self._keeper: Keeper | None = None
         self._tokens: Tokens
         self._server: uvicorn.Server
         self._bounds: Bounds
@@ -165,8 +163,6 @@ class Gateway(Process):
         )
         if settings.sharing.port:
             await self._start_sharing(settings)
-        if settings.state_dir:
-            self._start_keeping(settings.state_dir)
         self._controllers = controllers = Controllers(
             settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
         )
@@ -259,17 +255,6 @@ class Gateway(Process):
         if link := browsing.link():
             self.log.info("dashboard", open=link, once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
-
-    def _start_keeping(self, folder: str) -> None:
-        """Remember what was learned before, and keep it from now on."""
-        from kvstrata.gateway.keeping import Keeper
-
-        self._keeper = keeper = Keeper(
-            folder, self._fleet, self._choosing.prefixes, self._reader, self._residency, time.monotonic
-        )
-        self.closers.append(keeper.close)
-        keeper.restore(secret=self._reader.secret if self._sharing is not None else None)
-        self.supervisor.spawn(keeper.keep(), "state")
 
     async def _start_sharing(self, settings: GatewaySettings) -> None:
         """Tell other gateways and hear them."""
@@ -420,7 +405,6 @@ class Gateway(Process):
             "sharing": self._sharing.page() if self._sharing is not None else {},
             "controllers": self._controllers.page(),
             "replicas": dict(self._controllers.replicas.counts),
-            "state": self._keeper.page() if self._keeper is not None else {},
             "engines": [
                 {
                     "name": one.name,
@@ -456,7 +440,6 @@ class Gateway(Process):
             "token_cache_bytes": self._tokens.memory.bytes,
             "kv_events_thread": float(self._residency.thread()["hears"]),
             "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
-            "state_unsaved": float(self._keeper is not None and self._keeper.failing),
             "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
         }
 

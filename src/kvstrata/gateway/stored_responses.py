@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 MAX_RESPONSES = 1 << 16
 """The oldest are forgotten first."""
@@ -19,9 +19,6 @@ class StoredResponses:
     def __init__(self) -> None:
         self._engines: collections.OrderedDict[str, str] = collections.OrderedDict()
         """By response, the oldest first."""
-        self._fresh: collections.deque[tuple[str, str]] = collections.deque(maxlen=MAX_RESPONSES)
-        self.changes = 0
-        """Grows with each that is noted."""
         self.made: Callable[[str, str], None] = lambda response, engine: None
         """Called with each that this gateway passes on."""
 
@@ -39,8 +36,6 @@ class StoredResponses:
         self._engines.move_to_end(response)
         if len(self._engines) > MAX_RESPONSES:
             self._engines.popitem(last=False)
-        self._fresh.append((response, engine))
-        self.changes += 1
         if ours:
             self.made(response, engine)
 
@@ -49,8 +44,3 @@ class StoredResponses:
         found = list(itertools.islice(reversed(self._engines.items()), most))
         found.reverse()
         return found
-
-    def take_fresh(self) -> Iterable[tuple[str, str]]:
-        """Those that were noted since the last call, the oldest first."""
-        taken, self._fresh = self._fresh, collections.deque(maxlen=MAX_RESPONSES)
-        return taken

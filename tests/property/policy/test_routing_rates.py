@@ -138,29 +138,6 @@ def test_a_sample_that_is_retracted_leaves_nothing(
 
 
 @given(
-    seen=st.lists(
-        st.tuples(
-            st.sampled_from("ab"),
-            st.integers(1, 9_000),
-            st.floats(0.01, 9),
-            st.sampled_from([0, 1, 5, 300]),
-            st.booleans(),
-        ),
-        max_size=60,
-    )
-)
-def test_what_is_kept_gives_the_same_rates_again(seen: list[tuple[str, int, float, int, bool]]) -> None:
-    before, after = Rates(5.0), Rates(5.0)
-    for engine, tokens, seconds, running, whole in seen:
-        before.observe(engine, tokens, seconds, running, whole=whole)
-    after.restore(before.kept())
-    assert list(after.kept()) == list(before.kept())
-    for engine in ("a", "b", "new"):
-        for running in (0, 3, 9, 999):
-            assert after.rate(engine, running) == pytest.approx(before.rate(engine, running))
-
-
-@given(
     whole=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9_000), st.floats(0.01, 9)), max_size=90),
     streamed=st.lists(
         st.tuples(st.sampled_from("ab"), st.integers(1, 9_000), st.floats(0.01, 9)), min_size=1, max_size=60

@@ -24,10 +24,6 @@ MAX_LAG_S = 10.0
 """An engine that tells later than this does not make the others be believed for longer."""
 
 
-Pace = tuple[str, float, float]
-"""An engine, the measured life of a block in its cache and the lag of its events, in seconds; 0: not measured."""
-
-
 class Heard(NamedTuple):
     """Since when an engine's events tell all."""
 
@@ -58,8 +54,6 @@ class Index:
         """By engine; their owner is whoever hears the engine."""
         self._numbers: dict[int, str] = {}
         self._next = 0
-        self.kept: dict[str, tuple[float, float]] = {}
-        """Life of a block and lag of events by engine, as they were measured before this process; 0: they were not."""
 
     @property
     def registry(self) -> Registry:
@@ -131,22 +125,16 @@ class Index:
                     found[where] = max(size * step * one.chunks, found.get(where, 0))
         return found
 
-    def pace(self, name: str) -> tuple[float, float]:
-        """Measured life of a block and lag of events of an engine, in seconds; 0: not measured."""
-        life_s, lag_s = self.kept.get(name, (0.0, 0.0))
-        one = self.caches.get(name)
-        return (one.own.life_s or life_s, one.own.lag_s or lag_s) if one is not None else (life_s, lag_s)
-
     @property
     def block_life_s(self) -> float:
         """Measured life of a block, the median of the engines."""
-        lives = [life_s for name in self.caches if (life_s := self.pace(name)[0])]
+        lives = [life_s for one in self.caches.values() if (life_s := one.own.life_s)]
         return statistics.median(lives) if lives else BLOCK_LIFE_S
 
     @property
     def event_lag_s(self) -> float:
         """Measured time from a first token to the event of its blocks, of the slowest engine."""
-        lags = [lag_s for name in self.caches if (lag_s := self.pace(name)[1])]
+        lags = [one.own.lag_s for one in self.caches.values() if one.own.lag_s]
         return min(MAX_LAG_S, max(lags, default=EVENT_LAG_S))
 
 
@@ -162,16 +150,6 @@ class Residency:
     def close(self) -> None:
         """End the thread."""
         self._watcher.close()
-
-    def restore(self, paces: Iterable[Pace]) -> None:
-        """Take these for the life of blocks and the lag of events of engines until they have been measured."""
-        self._index.kept = {name: (life_s, lag_s) for name, life_s, lag_s in paces}
-
-    def paces(self) -> list[Pace]:
-        """The paces of engines that are heard, or of which one was restored. From any thread."""
-        heard = list(self._index.caches)
-        names = [*heard, *(self._index.kept.keys() - set(heard))]
-        return [(name, *self._index.pace(name)) for name in names[:MAX_ENGINES]]
 
     # -- engines ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
 
 from kvstrata.policy.routing.model import LoadPath, Tier
 
@@ -39,8 +38,6 @@ class LoadRates:
         """The medians over all engines."""
         self._known: dict[tuple[str, Tier], tuple[float, LoadPath]] = {}
         """Paths as they were last found, with the prefill rate for which they were."""
-        self.changes = 0
-        """Grows with each sample, and with each engine that is dropped."""
 
     def observe(self, engine: str, tier: Tier, tokens: int, seconds: float) -> bool:
         """Add a sample; return whether it says anything."""
@@ -57,12 +54,6 @@ class LoadRates:
         if self._told.get((engine, tier)) != path:
             self._told[engine, tier] = path
             self._known.clear()
-
-    def kept(self) -> Iterator[tuple[str, Tier, int, float]]:
-        """Yield all samples as (engine, tier, tokens, seconds). From any thread: samples may be added meanwhile."""
-        for engine, tier in list(self._samples):
-            for tokens, seconds in list(self._samples.get((engine, tier), ())):
-                yield engine, tier, tokens, seconds
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone."""
@@ -94,7 +85,6 @@ class LoadRates:
 
     def _find_usual(self) -> None:
         self._known.clear()
-        self.changes += 1
         self._usual.clear()
         for tier in {tier for _, tier in self._paths}:
             paths = [path for (_, of), path in self._paths.items() if of == tier]

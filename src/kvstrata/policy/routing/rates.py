@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 MAX_SAMPLES = 64
@@ -45,10 +44,6 @@ MOVED = 0.1
 """Change of the common rate after which factors are found anew."""
 SETTLED = 16
 """Samples of an engine after which its factor is found anew with every eighth only."""
-
-
-Kept = tuple[str, int, float, int, bool]
-"""A sample: engine, tokens, seconds, class of the load, whether some answer came whole."""
 
 
 class Sample:
@@ -189,8 +184,6 @@ class Rates:
         """By whether answers came whole, by load, then by size."""
         self._by_whole = True
         """Whether the samples of whole answers count: there are no others."""
-        self.changes = 0
-        """Grows with each sample that is added or retracted, and with each engine that is dropped."""
         self._lines: dict[int, Line] = {}
         """By load; empty: to be found."""
         self._version = 0
@@ -231,29 +224,14 @@ class Rates:
 
     def _changed(self) -> None:
         """Find lines and factors anew where samples have changed."""
-        self.changes += 1
         self._lines = {}
         by_whole = not any(len(cell) for cells in self._cells[False].values() for cell in cells.values())
         if by_whole != self._by_whole:
             self._by_whole = by_whole
             self._version += 1
 
-    def kept(self) -> Iterator[Kept]:
-        """Yield the samples, an engine's oldest of a kind first. From any thread: samples may be added meanwhile."""
-        for name in list(self._engines):
-            own = self._engines.get(name)
-            for samples in own.samples.values() if own is not None else ():
-                for one in list(samples):
-                    yield name, one.tokens, one.seconds, one.load, one.whole
-
-    def restore(self, samples: Iterable[Kept]) -> None:
-        """Add samples as `kept` returned them."""
-        for engine, tokens, seconds, load, whole in samples:
-            self.observe(engine, tokens, seconds, float(1 << min(load, MAX_CLASSES) >> 1), whole=whole)
-
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
-        self.changes += 1
         self._engines.pop(engine, None)
 
     def samples(self, engine: str) -> int:
