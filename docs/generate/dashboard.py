@@ -1,7 +1,7 @@
 """configs/grafana/kvstrata.json: Grafana's dashboard.
 
-A panel names families of `FAMILIES`. Its query follows from their kind, its unit from their name, and its description
-is their meaning.
+A panel names families of a server or of a gateway. Its query follows from their kind, its unit from their name, and
+its description is their meaning.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from kvstrata.observability.families import FAMILIES
+from kvstrata.gateway.metrics import GATEWAY_FAMILIES
+from kvstrata.observability.families import FAMILIES as SERVER_FAMILIES
 
 SOURCE = {"type": "prometheus", "uid": "prometheus"}
+FAMILIES = {**SERVER_FAMILIES, **GATEWAY_FAMILIES}
 SELECTED = '{instance=~"$instance"}'
 EVERY = "[$__rate_interval]"
 WIDTH = 24
@@ -139,6 +141,16 @@ ROWS = (
         Panel("Time of a heartbeat", {"cluster_heartbeat_seconds": ""}),
         Panel("Restarts and lost log lines", {"process_restarts": "restarts", "log_dropped_lines": "log lines"}),
     )),
+    Row("Gateways", 8, (
+        Panel("Requests by outcome", {"gateway_requests": ""}, ("outcome",), unit="reqps"),
+        Panel("Time to the first byte", {"gateway_ttft_seconds": ""}, quantiles=(0.5, 0.95, 0.99)),
+        Panel("Requests by class of service", {
+            "gateway_slo_requests": "received: {{slo}}", "gateway_slo_met": "in time: {{slo}}",
+        }, ("slo",)),
+        Panel("Tokens", {"gateway_tokens": ""}, ("kind",)),
+        Panel("Requests under way at each engine", {"gateway_engine_in_flight": ""}, ("engine",)),
+        Panel("Engines that serve", {"gateway_engine_up": ""}, ("engine",)),
+    )),
 )  # fmt: skip
 
 
@@ -162,17 +174,17 @@ def _unit(panel: Panel) -> str:
 def _queries(panel: Panel, short: str, legend: str) -> list[tuple[str, str]]:
     """(Query, legend) of one family."""
     name = f"kvstrata_{short}"
-    family = FAMILIES[name]
+    family, selected = FAMILIES[name], "" if name in GATEWAY_FAMILIES else SELECTED
     unknown = set(panel.by) - {*family.labels, "instance"}
     assert not unknown, f"{panel.title}: {name} has no labels {unknown}"
     by = f" by ({', '.join(panel.by)}) " if panel.by else ""
     legend = legend or " ".join(f"{{{{{label}}}}}" for label in panel.by)
     if family.kind == "counter":
-        return [(f"sum{by}(rate({name}_total{SELECTED}{EVERY}))", legend)]
+        return [(f"sum{by}(rate({name}_total{selected}{EVERY}))", legend)]
     if family.kind == "gauge":
-        return [(f"sum{by}({name}{SELECTED})", legend)]
+        return [(f"sum{by}({name}{selected})", legend)]
     labels = ", ".join(("le", *panel.by))
-    times = f"sum by ({labels}) (rate({name}_bucket{SELECTED}{EVERY}))"
+    times = f"sum by ({labels}) (rate({name}_bucket{selected}{EVERY}))"
     many = len(panel.quantiles) > 1
     return [(f"histogram_quantile({q}, {times})", f"{q:.0%}" if many else legend) for q in panel.quantiles]
 

@@ -16,7 +16,6 @@ from kvstrata import __version__
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
 from kvstrata.gateway.admission import Standing
-from kvstrata.gateway.browsing import Browsing
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.decisions import Decisions
 from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
@@ -61,7 +60,6 @@ class App:
         status: Callable[[], dict[str, Any]],
         pages: Pages,
         decisions: Decisions,
-        browsing: Browsing,
         told: Callable[[Wanted], Awaitable[Wanted]],
     ) -> None:
         """`told`: adds what controllers know of a request's prompt."""
@@ -75,7 +73,6 @@ class App:
         self._status = status
         self._pages = pages
         self._decisions = decisions
-        self._browsing = browsing
         self._told = told
         self.in_flight = 0
         """Requests for engines that have not ended."""
@@ -101,12 +98,9 @@ class App:
             await self._probe(path, send)
             return
         operators = path in OPERATORS or path == DECISIONS or path.startswith(f"{DECISIONS}/")
-        browsing = self._browsing.knows(path)
-        failure = self._door.knows_sender(headers, path, operators=operators or browsing)
+        failure = self._door.knows_sender(headers, path, operators=operators)
         if failure is not None:
             await answer_failure(send, failure, path, close=_unread(headers))
-        elif browsing:
-            await self._browsing.answer(scope["method"], path, headers, receive, send)
         elif operators:
             await self._operators(path, scope["query_string"], headers, send)
         else:

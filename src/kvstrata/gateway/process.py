@@ -28,7 +28,6 @@ from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
-from kvstrata.process.http_login import CODE_S, Logins
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
@@ -119,7 +118,6 @@ class Gateway(Process):
         # Imported here: these need the extra, whose absence `plan` has told.
         from kvstrata.gateway.admission import Admission
         from kvstrata.gateway.app import App
-        from kvstrata.gateway.browsing import PAGES, Browsing
         from kvstrata.gateway.choosing import Choosing
         from kvstrata.gateway.connections import make_server
         from kvstrata.gateway.controllers.asking import Controllers
@@ -145,8 +143,7 @@ class Gateway(Process):
         self.closers.append(soon(Pauses(fleet.paused).close))
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
-        logins = Logins(listener.port)
-        access = Access(settings.http, self._plan.token, pages=PAGES, logins=logins)
+        access = Access(settings.http, self._plan.token)
         self._door = door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
         token = ServedToken(access.set_token, settings.http, listener, self._plan.token, "gateway", self.log)
@@ -210,7 +207,6 @@ class Gateway(Process):
             self.page,
             pages,
             choosing.decisions,
-            browsing := Browsing(access, logins, listener.url(settings.http)),
             controllers.told,
         )
         self._server, self._bounds = make_server(self._app, settings.http)
@@ -252,8 +248,6 @@ class Gateway(Process):
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready)
-        if link := browsing.link():
-            self.log.info("dashboard", open=link, once_within_s=CODE_S)
         tell_ready(self._ready_fd, ready)
 
     async def _start_sharing(self, settings: GatewaySettings) -> None:
@@ -426,7 +420,6 @@ class Gateway(Process):
                 {"tenant": tenant, "slo": name, "requests": count, "met": meters.met[tenant, name]}
                 for (tenant, name), count in sorted(meters.received.items())
             ],
-            "classes": [msgspec.to_builtins(one) for one in meters.slo.values()],
             "tenants": {name: one.in_flight for name, one in self._door.uses().items()},
             "queue": self._admission.page(),
             "http": self._http(),

@@ -15,6 +15,7 @@ import redis
 import yaml
 
 from kvstrata.config.model import HttpSettings
+from kvstrata.gateway.metrics import GATEWAY_FAMILIES
 from kvstrata.observability.families import FAMILIES, sample_names
 from kvstrata.process.listen import read_token
 from tests.harness.daemon import Unavailable
@@ -166,7 +167,7 @@ def plotted() -> set[str]:
 def test_the_dashboard_asks_only_for_existing_metrics() -> None:
     asked = plotted()
     assert len(asked) > 20
-    assert asked <= sample_names(FAMILIES)
+    assert asked <= sample_names({**FAMILIES, **GATEWAY_FAMILIES})
 
 
 def test_the_dashboard_shows_every_number_of_a_tier() -> None:
