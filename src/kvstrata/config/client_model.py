@@ -51,8 +51,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             max_length=256,
             pattern=r"^(|https?://[^\s/?#@]+:[0-9]{1,5})$",
             extra={"demand": "must be empty, http://HOST:PORT or https://HOST:PORT"},
-            description="Where gateways reach this engine over HTTP. The server tells its controllers, and these tell "
-            "gateways that have `engines_from.controllers`. Empty: gateways are not told of it.",
+            description="Where gateways reach this engine over HTTP. By it the gateways that ask `controllers` "
+            "know which server the engine is attached to. Empty: it is not known by its URL.",
         ),
     ] = ""
     copy_threads: Annotated[

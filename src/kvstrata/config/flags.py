@@ -272,15 +272,10 @@ def parse_controller_flags(arguments: Sequence[str]) -> Flags:
 
 
 def parse_gateway_flags(arguments: Sequence[str]) -> Flags:
-    """Parse the gateway's command line; without a file and an engine, those of this host are looked for.
-
-    Raises nothing: `wrong` of the answer is for `load`.
-    """
+    """Parse the gateway's command line. Raises nothing: `wrong` of the answer is for `load`."""
     flags = _parse(gateway_parser(), arguments, {}, {})
     if "engines" in flags.settings:
         flags.settings["engines"] = [{"url": url} for url in flags.settings["engines"]]
-    elif not flags.config_file:
-        flags.settings["engines_from"] = {"local": {}}
     return flags
 
 

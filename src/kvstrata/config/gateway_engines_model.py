@@ -128,62 +128,9 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     ] = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
-class LocalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines of this host: what listens on loopback, or on all addresses, and answers as an engine does."""
-
-    first_port: Annotated[
-        int, Meta(ge=1, le=65_535, description="First port on which engines are looked for.")
-    ] = 8000
-    last_port: Annotated[int, Meta(ge=1, le=65_535, description="Last port.")] = 8999
-    any_user: Annotated[
-        bool,
-        Meta(
-            description="Take engines of all users of this host. Otherwise only those of the gateway's own user and "
-            "of root: another user's process could pass for an engine and read the requests."
-        ),
-    ] = False
-    api_key_file: Annotated[
-        str,
-        Meta(
-            description="File with the engines' `--api-key`, readable by its owner only; empty: they have none."
-        ),
-    ] = ""
-
-
-class ControllersFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines that the controllers name: their connectors tell where they are reached (`engine_url`)."""
-
-    allowed: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=253)]],
-        Meta(
-            min_length=1,
-            max_length=256,
-            description="Hosts that may be engines: networks (`10.0.0.0/8`), addresses, names of hosts and patterns of "
-            "names (`*.example.org`). Whoever can attach to a server of the cluster can name any host as an engine, "
-            "and clients' requests go to engines.",
-        ),
-    ]
-    api_key_file: Annotated[
-        str,
-        Meta(
-            description="File with the engines' `--api-key`, readable by its owner only; empty: they have none."
-        ),
-    ] = ""
-
-
 class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where engines come from beside `engines`."""
 
     kubernetes: Annotated[
         KubernetesSettings | None, Meta(description="A service of Kubernetes; without it none is watched.")
-    ] = None
-    local: Annotated[
-        LocalSettings | None,
-        Meta(
-            description="Engines that run on this host, found every `health.probe_s`; `{}`: with the defaults."
-        ),
-    ] = None
-    controllers: Annotated[
-        ControllersFrom | None,
-        Meta(description="Engines that the `controllers` name; without it they are not asked for any."),
     ] = None

@@ -364,7 +364,7 @@ class Choosing:
             self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and timed.tells)
         if loaded > 0:
             timed.spoil()
-            if loaded > computed and timed.alone and choice.at_s > self._fleet.paused_s:
+            if loaded > computed and timed.alone:
                 seconds = first_s - choice.at_s
                 rate = engine.load.prefill_tokens_s
                 self._fleet.load_rates.observe(engine.name, tier, loaded, seconds - computed / rate)

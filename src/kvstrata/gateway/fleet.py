@@ -132,8 +132,6 @@ class Fleet:
         """Requests under way by their numbers, and the loads of the engines."""
         self.rates = Rates(ASSUMED_TOKENS_S)
         self.load_rates = LoadRates()
-        self.paused_s = float("-inf")
-        """When this process ran again after the last pause: what began before was not measured well."""
         self._rated_s = float("-inf")
         self._leaving: list[ServingEngine] = []
         self.changed: Callable[[], None] = lambda: None
@@ -259,20 +257,6 @@ class Fleet:
             for limit in target.waiting:
                 if not limit.expired():  # one that runs out now cannot be changed any more
                     limit.reschedule(0.0)
-
-    def paused(self, seconds: float) -> None:
-        """This process did not run for so long: put off what was to happen meanwhile, and time nothing over it."""
-        self.paused_s = self._now_s()
-        for target in (*self._places(), *self._leaving):
-            target.up_since_s += seconds
-            target.answered_s += seconds
-            if target.busy is not None:
-                target.busy.spoil()
-            if target.load.moved_s is not None:
-                target.load.moved_s += seconds
-            for limit in target.waiting:
-                if (at_s := limit.when()) is not None and not limit.expired():
-                    limit.reschedule(at_s + seconds)
 
     def began(
         self,

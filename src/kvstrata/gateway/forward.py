@@ -281,7 +281,7 @@ class Forwarder:
         """
         meter = call.meter
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        watch = _Silence(answer, self.settings.timeouts.silence_s, self._fleet)
+        watch = _Silence(answer, self.settings.timeouts.silence_s)
         try:
             part = await answer.part()
             while part:
@@ -344,10 +344,9 @@ class _FirstByte:
 class _Silence:
     """Closes an answer whose engine says nothing for `silence_s`; one timer that is set again only when it rings."""
 
-    def __init__(self, answer: Answer, silence_s: float, fleet: Fleet) -> None:
+    def __init__(self, answer: Answer, silence_s: float) -> None:
         self.silent = False
         self.silence_s = silence_s
-        self._fleet = fleet
         self._answer = answer
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(silence_s, self._ring)
@@ -357,8 +356,7 @@ class _Silence:
         self._timer.cancel()
 
     def _ring(self) -> None:
-        heard_s = max(self._answer.heard_s, self._fleet.paused_s)
-        waited_s = self._loop.time() - heard_s if self._answer.awaited else 0.0
+        waited_s = self._loop.time() - self._answer.heard_s if self._answer.awaited else 0.0
         if waited_s >= self.silence_s:
             self.silent = True
             self._answer.close()

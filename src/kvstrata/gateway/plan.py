@@ -12,7 +12,6 @@ from kvstrata.config.gateway_engines_model import EngineSettings
 from kvstrata.config.gateway_model import GatewaySettings, GatewayTenantSettings
 from kvstrata.config.tokens import read_bearer_token
 from kvstrata.errors import ConfigError, install
-from kvstrata.gateway.controller_engines import Allowed
 from kvstrata.gateway.fleet import DNS, endpoint_of, place_of
 from kvstrata.gateway.kubernetes import Account
 from kvstrata.gateway.residency.sources import MAX_PORT
@@ -49,11 +48,9 @@ class Plan(NamedTuple):
     account: Account | None = None
     """Who asks Kubernetes for engines; None: nobody does."""
     found_key: str = ""
-    """Of the engines that are found, by Kubernetes or on this host."""
+    """Of the engines that Kubernetes names."""
     sharing_keys: ClusterKeys | None = None
     """Of the gateways that share; None: they share nothing, or this user's key."""
-    allowed: Allowed | None = None
-    """Hosts that controllers may name as engines; None: these are not asked for any."""
     controller_keys: ClusterKeys | None = None
     """For the controllers; None: none is asked, or by this user's key."""
 
@@ -81,7 +78,7 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
             "--insecure to serve everybody who reaches this port",
             field="http.host",
         )
-    account, found_key, allowed = _check_sources(settings)
+    account, found_key = _check_sources(settings)
     engines = [
         (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
     ]
@@ -142,43 +139,21 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
         account,
         found_key,
         sharing_keys,
-        allowed,
         controller_keys,
     )
 
 
-def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str, Allowed | None]:
-    """Who asks Kubernetes, the key of engines that are found, and where these may be. Raises ConfigError."""
-    found = settings.engines_from
-    given = [name for name in found.__struct_fields__ if getattr(found, name) is not None]
-    if not settings.engines and not given:
-        raise ConfigError(
-            "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file (`engines_from: "
-            "{local: {}}` finds those of this host, as `lmcache-gateway` without a file and an engine does)",
-            field="engines",
-        )
-    if len(given) > 1:
-        raise ConfigError(
-            f"engines_from.{given[1]}: engines are found by {given[0]} already; leave one out",
-            field=f"engines_from.{given[1]}",
-        )
-    local, service, controllers = found.local, found.kubernetes, found.controllers
-    if local is not None and local.first_port > local.last_port:
-        raise ConfigError(
-            f"engines_from.local.last_port: {local.last_port} is before first_port, {local.first_port}",
-            field="engines_from.local.last_port",
-        )
-    if controllers is not None and not settings.controllers.urls:
-        raise ConfigError(
-            "engines_from.controllers: needs `controllers.urls`, which says where they are",
-            field="engines_from.controllers",
-        )
-    source = local or service or controllers
-    key = _key(source.api_key_file, f"engines_from.{given[0]}.api_key_file") if source is not None else ""
-    allowed = (
-        Allowed(controllers.allowed, "engines_from.controllers.allowed") if controllers is not None else None
-    )
-    return Account(service) if service is not None else None, key, allowed
+def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str]:
+    """Who asks Kubernetes for engines, and the key of these. Raises ConfigError."""
+    service = settings.engines_from.kubernetes
+    if service is None:
+        if not settings.engines:
+            raise ConfigError(
+                "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file",
+                field="engines",
+            )
+        return None, ""
+    return Account(service), _key(service.api_key_file, "engines_from.kubernetes.api_key_file")
 
 
 def _check_picker(settings: GatewaySettings) -> None:

@@ -25,7 +25,6 @@ from kvstrata.gateway.fleet import DNS, EngineState, Fleet, Place, ServingEngine
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.sources import Source, of_rank, source_of, sources_in
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.http_gate import is_loopback
 from kvstrata.process.supervisor import Supervisor
 
 MAX_MODELS_BYTES = 1 << 20
@@ -153,7 +152,7 @@ class Probing:
 
     async def probe(self, engine: ServingEngine) -> None:
         """Ask an engine whether it serves, and what."""
-        reason, refused, began_s = "", False, self._now_s()
+        reason, refused = "", False
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 status, _ = await self._get(engine, "/health")
@@ -176,8 +175,6 @@ class Probing:
             reason = f"/v1/models answers with something else than a list of models: {error}"
         except LinkBroken as error:
             reason = str(error)
-        if began_s <= self._fleet.paused_s:
-            return  # the engine may have answered in time
         engine.failed_probes += 1
         if refused or engine.failed_probes >= self.settings.failures or engine.state is EngineState.NEW:
             self._fleet.down(engine, reason)
@@ -242,19 +239,6 @@ class Probing:
 
     async def _get(self, engine: ServingEngine, path: str) -> tuple[int, bytes]:
         return await get(self._links, engine.place.address, path, engine.place.api_key)
-
-    def loopback_ports(self) -> set[int]:
-        """The ports of engines that the settings name at this host's loopback."""
-        places = (urlsplit(settings.url.removeprefix(DNS)) for settings, _ in self._engines)
-        return {place.port for place in places if place.port and is_loopback(place.hostname or "")}
-
-    def addresses(self) -> set[Address]:
-        """Where the engines are that the settings name."""
-        return {
-            place_of(settings, "").address
-            for settings, _ in self._engines
-            if not settings.url.startswith(DNS)
-        }
 
     async def _addresses(self, settings: EngineSettings) -> list[str] | None:
         plain = urlsplit(settings.url.removeprefix(DNS))

@@ -20,7 +20,6 @@ from kvstrata import __version__
 from kvstrata.config.changes import Changes, changes, replaced
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
 from kvstrata.gateway.door import Door
-from kvstrata.gateway.finding import Parts, start_finding
 from kvstrata.gateway.fleet import Fleet
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.plan import TTFT, Plan, plan
@@ -124,7 +123,6 @@ class Gateway(Process):
         from kvstrata.gateway.engine_link import Links
         from kvstrata.gateway.forward import Forwarder
         from kvstrata.gateway.metrics import GatewayCollector
-        from kvstrata.gateway.pauses import Pauses
         from kvstrata.gateway.probing import Probing
         from kvstrata.gateway.reading import Reader
         from kvstrata.gateway.residency.knowledge import Residency
@@ -140,7 +138,6 @@ class Gateway(Process):
         splices = Splices()
         self.closers.append(splices.close)
         self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
-        self.closers.append(soon(Pauses(fleet.paused).close))
         self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
         access = Access(settings.http, self._plan.token)
@@ -214,12 +211,7 @@ class Gateway(Process):
             await self._start_picker(settings)
         probing.set_engines(self._plan.engines)
         await probing.resolve()
-        picker = {self._picker.port} if self._picker is not None else set()
-        parts = Parts(
-            lambda: self._settings, self._plan, fleet, links, probing, controllers, self.supervisor, self.closers,
-            self.log,
-        )  # fmt: skip
-        await start_finding(parts, {listener.port, *picker})
+        await self._start_watching()
         await probing.probed()  # requests that come at once find engines
         await self._first_verified()
         self.supervisor.spawn(tokens.keep_verified(lambda: self._settings.health.probe_s), "tokens")
@@ -274,6 +266,23 @@ class Gateway(Process):
         responses.made = sharing.teller.made
         await sharing.set(wanted)
         self.supervisor.spawn(sharing.keep(), "sharing")
+
+    async def _start_watching(self) -> None:
+        """Have the engines that Kubernetes names from now on, and wait a moment for the first."""
+        settings, account = self._settings, self._plan.account
+        service = settings.engines_from.kubernetes
+        if service is None or account is None:
+            return
+        from kvstrata.gateway.kubernetes import Endpoints
+
+        endpoints = Endpoints(
+            service, account, self._plan.found_key, self._probing.set_found, settings.timeouts.connect_s
+        )
+        self.closers.append(endpoints.close)
+        self.supervisor.spawn(endpoints.keep(), "endpoints")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(settings.health.timeout_s):
+                await endpoints.known.wait()
 
     async def _start_picker(self, settings: GatewaySettings) -> None:
         from kvstrata.gateway.picker.exchange import Parts

@@ -243,55 +243,6 @@ async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
     assert names == ["gw", "renamed"]
 
 
-async def test_engines_are_found_by_the_controllers_and_stay_while_these_are_gone(
-    scene: Scene, tmp_path: Path
-) -> None:
-    def finding(name: str, allowed: list[str]) -> GatewayProcess:
-        return GatewayProcess(
-            tmp_path / name,
-            [],
-            policy="ttft",
-            controllers={"urls": [scene.url], "deadline_ms": DEADLINE_MS, "name": name},
-            engines_from={"controllers": {"allowed": allowed}},
-            health={"probe_s": 0.2},
-        )
-
-    finds, refuses = finding("finds", ["127.0.0.0/8"]), finding("refuses", ["10.0.0.0/8", "*.example.org"])
-    try:
-        for one in (finds, refuses):
-            await asyncio.to_thread(one.start)
-        assert finds.ready["engines"] == 2, "found before the gateway was ready"
-        assert refuses.ready["engines"] == 0
-        scene.gateway, before = finds, scene.gateway
-        for seed in range(2):
-            tokens = await scene.store(seed, seed)
-            decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
-            assert decision["engine"] == scene.engines[seed].name, decision
-
-        async def has(*names: str) -> bool:
-            found = {one["name"] for one in (await finds.status(scene.session))["engines"]}
-            return found == set(names)
-
-        left, gone = scene.engines
-        await asyncio.to_thread(scene.caches[1].client.close)
-        await asyncio.to_thread(
-            eventually,
-            "the server no longer tells the engine",
-            lambda: not (scene.cluster.member(1) or {"engines": 0})["engines"],
-        )
-        assert await has(left.name, gone.name), "an engine that serves stays"
-        await gone.stop()
-        await eventually_async("an engine that has ended leaves", lambda: has(left.name))
-        scene.cluster.controller.kill()
-        await asyncio.sleep(3 * 0.2)
-        assert await has(left.name)
-        await scene.send(tokens)
-        scene.gateway = before
-    finally:
-        finds.kill()
-        refuses.kill()
-
-
 async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(
     tmp_path: Path, session: aiohttp.ClientSession
 ) -> None:

@@ -361,19 +361,7 @@ def test_wrong_settings_stop_the_start_with_one_line(
             "picker.tls_key_file: a certificate and its key belong together",
         ),
         ({"picker": {"enabled": True, "tls_ca_file": "/a"}}, "name tls_cert_file and tls_key_file"),
-        (
-            {"engines_from": {"local": {"first_port": 9_000, "last_port": 8_999}}},
-            "engines_from.local.last_port: 8999 is before first_port, 9000",
-        ),
-        (
-            {"engines_from": {"local": {}, "kubernetes": {"service": "a"}}},
-            "engines_from.local: engines are found by kubernetes already; leave one out",
-        ),
-        (
-            {"engines_from": {"local": {"api_key_file": "/nonexistent"}}},
-            "engines_from.local.api_key_file: /nonexistent: cannot be read",
-        ),
-        ({"engines": []}, "finds those of this host"),
+        ({"engines": []}, "engines: none is named; give --engine URL"),
         (
             {"engines_from": {"kubernetes": {"service": "a", "account_dir": "/nonexistent"}}},
             "engines_from.kubernetes.api_url: KUBERNETES_SERVICE_HOST is not set",
@@ -399,13 +387,3 @@ def test_the_file_to_start_from_is_sound(capfd: pytest.CaptureFixture[str]) -> N
     file = Path(__file__).parents[3] / "configs" / "gateway.yaml"
     assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 0
     assert '"url": "http://127.0.0.1:8002"' in capfd.readouterr().out
-
-
-def test_without_a_file_and_an_engine_those_of_this_host_are_looked_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--no-supervise", "--check"]) == 0
-    file = tmp_path / "gateway.yaml"
-    file.write_text("policy: ttft")
-    assert command.main(["--no-supervise", "--config", str(file), "--check"]) == 2
-    assert "engines_from: {local: {}}" in capfd.readouterr().err

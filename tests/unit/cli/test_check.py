@@ -132,8 +132,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         status, said = check("--http-port", str(port))
-        for command in ("controller", "gateway"):
-            taken_too, why = check("--port", str(port), command=command)
+        for command, flags in (("controller", ()), ("gateway", ("--engine", "http://127.0.0.1:1"))):
+            taken_too, why = check("--port", str(port), *flags, command=command)
             assert taken_too == 75, why
     assert status == 75
     assert any(line.startswith(f"{HERE}http.port: {port} is held by pid {os.getpid()} ") for line in said)

@@ -99,10 +99,6 @@ class Controllers:
         self.replicas = Replicas(lambda: self._order, supervisor, self._hashing, now_s)
         self.numbers: Callable[[], tuple[str, int, int]] = lambda: ("", 0, 0)
         """Policy, requests under way and all requests, for heartbeats."""
-        self.named: Callable[[set[str]], None] = lambda urls: None
-        """Called with the URLs of all engines that controllers name, whenever one has told its instances."""
-        self.heard = asyncio.Event()
-        """Set once a controller has."""
         self._have(settings.urls)
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
@@ -267,16 +263,10 @@ class Controllers:
             link.close()
         for url in wanted:
             if url not in self._of:
-                link = ControllerLink(url, self._links, self._keys, self._now_s, self._told)
+                link = ControllerLink(url, self._links, self._keys, self._now_s)
                 task = self._supervisor.spawn(link.keep(self._beat), f"controller {url}")
                 self._of[url] = link, task
         self._order = sorted((link for link, _ in self._of.values()), key=self._rank)
-
-    def _told(self) -> None:
-        """A controller has told its instances."""
-        known = [one.known for one in self._order]
-        self.named({url for one in known if one is not None for url in one.urls})
-        self.heard.set()
 
     def _rank(self, link: ControllerLink) -> bytes:
         return hashlib.blake2b(f"{self._name} {link.url}".encode(), digest_size=8).digest()

@@ -30,14 +30,8 @@ BOUNDS = (0.000_25, 0.000_5, 0.001, 0.001_5, 0.002, 0.003, 0.005, 0.01, 0.03, 0.
 class ControllerLink:
     """See the module. Belongs to the event loop."""
 
-    def __init__(
-        self, url: str, links: Links, keys: ClusterKeys, now_s: Callable[[], float], told: Callable[[], None]
-    ) -> None:
-        """`told` is called whenever the controller has told its instances.
-
-        Raises Unavailable if `url` is not an endpoint.
-        """
-        self._told = told
+    def __init__(self, url: str, links: Links, keys: ClusterKeys, now_s: Callable[[], float]) -> None:
+        """Raises Unavailable if `url` is not an endpoint."""
         self.url = url
         self._now_s = now_s
         self._beat_s = ANSWER_S
@@ -132,7 +126,6 @@ class ControllerLink:
         self._complaint = ""
         self._beat_s = min(max(BEAT_S, heard.beat_ms / 1000), BEAT_MAX_S)
         self.directory = Directory(heard, self._now_s())
-        self._told()
 
     def page(self) -> dict[str, Any]:
         """State and counts, for operators."""
