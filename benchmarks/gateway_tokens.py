@@ -29,9 +29,8 @@ from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Address, Links
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.process import SWITCH_S
-from kvstrata.gateway.tokens.conversations import ids_of
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, conversation_in, prompt_in
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, Chat, prompt_in
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
@@ -43,7 +42,6 @@ CONVERSATIONS = sized(30, 2)
 TURNS = sized(20, 3)
 TICK_S = 0.001
 BYTES_S = 200e6
-AGREED = frozenset((feature, False) for feature in FEATURES)
 TARGET_MS, STALL_MS = 2.0, 1.0
 
 
@@ -121,8 +119,6 @@ async def verified(tokenizer: OwnTokenizer, engine: ScriptedEngine, links: Links
     settings = TokenSettings(deadline_ms=10_000, cache_mb=256)
     tokens = Tokens(settings, {"m": tokenizer}, fleet, links, time.monotonic)
     await tokens.verify()
-    assert tokenizer.tails is not None
-    await asyncio.to_thread(tokenizer.tails.prove, random.Random(1))
     assert ("plain", False) in tokens.agreed("m") and ("system", False) in tokens.agreed("m")
     return tokens
 
@@ -164,8 +160,8 @@ def bare_ms(tokenizer: OwnTokenizer, body: bytes) -> float:
 def cpu_ms(tokenizer: OwnTokenizer, body: bytes, memory: Memory) -> float:
     """The CPU time of what a thread does for a request."""
     begun = time.thread_time()
-    conversation = conversation_in(body)
-    assert conversation is not None and ids_of(tokenizer, AGREED, conversation, memory, "").ids is not None
+    prompt = prompt_in(CHAT, body)
+    assert prompt is not None and tokenizer.ids_of(prompt, parted=False, memory=memory) is not None
     return 1e3 * (time.thread_time() - begun)
 
 

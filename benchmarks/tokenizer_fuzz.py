@@ -1,7 +1,7 @@
 """Tries files of real tokenizers: `python -m benchmarks.tokenizer_fuzz TOKENIZER.json...`.
 
-Each gets ChatML's tokens and template.  Drawn texts must have the same ids in parts as in one piece, and conversations
-of the benchmark `gateway_tokens` the same ids by their ends as whole.  Ends with status 1 if some have not.
+Each gets ChatML's tokens and template.  Drawn texts must have the same ids in parts as in one piece.  Ends with status
+1 if some have not.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from benchmarks.gateway_tokens import AGREED, corpus, cpu_ms, requests, share
-from kvstrata.gateway.tokens.conversations import ids_of
+from benchmarks.gateway_tokens import corpus
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import CHAT, conversation_in, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.gateway.tokens.verifying import text_in
 from tests.harness.tokenizer_folder import CHATML, SPECIAL, save
@@ -40,8 +38,6 @@ def tried(path: Path, folder: Path, seconds: float, seed: int) -> dict[str, obje
     made, draw, text = Tokenizer.from_file(str(path)), random.Random(seed), corpus()
     made.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in SPECIAL])
     own = OwnTokenizer(path.stem, str(save(folder, made, CHATML)), "path")
-    assert own.tails is not None
-    own.tails.prove(draw)
     texts = different = 0
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -49,28 +45,11 @@ def tried(path: Path, folder: Path, seconds: float, seed: int) -> dict[str, obje
         ids = own.encode(one, Memory(1 << 20))
         different += list(ids or []) != own.tokenizer.encode(one, add_special_tokens=False).ids
         texts += 1
-    memory, timed, turns_ms, by_tail, compared = Memory(256 << 20), Memory(256 << 20), [], 0, 0
-    for asked in requests(text, 3.5):
-        ms = cpu_ms(own, asked.body, timed)
-        conversation = conversation_in(asked.body)
-        assert conversation is not None
-        found = ids_of(own, AGREED, conversation, memory, "")
-        by_tail += bool(found.stem_chars)
-        turns_ms += [ms] if asked.new_chars else []
-        if not asked.new_chars or draw.random() < 0.1:
-            prompt = prompt_in(CHAT, asked.body)
-            assert prompt is not None
-            different += own.ids_of(prompt, parted=False) != found.ids
-            compared += 1
     return {
         "tokenizer": str(path),
         "vocabulary": made.get_vocab_size(),
         "texts": texts,
-        "turns": len(turns_ms),
-        "by_their_end": by_tail,
-        "compared": compared,
         "different": different,
-        "turn_cpu_ms": [round(share(turns_ms, part), 2) for part in (0.5, 0.99)],
     }
 
 

@@ -49,50 +49,6 @@ SIM = """{%- if tools %}{{ '<|tools|>' + (tools | tojson(sort_keys=true)) + '<|e
 {%- for message in messages %}{{ '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 """What the simulated engine does with a conversation."""
-THINKING = """{%- set ns = namespace(query=-1) %}
-{%- for message in messages %}
-{%- if message.role == 'user' and not message.content.startswith('<result>') %}
-{%- set ns.query = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- if messages[0].role == 'system' or tools %}{{ '<|im_start|>system\n' }}
-{%- if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}
-{{- (tools or []) | tojson }}{{ '<|im_end|>\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\n<result>' + message.content + '</result>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
-{%- elif message.role == 'assistant' %}
-{%- set thought = message.reasoning_content or '' %}
-{%- set said = message.content %}
-{%- if '</think>' in said %}{% set thought = said.split('</think>')[0] %}
-{%- set said = said.split('</think>')[-1] %}{% endif %}
-{{- '<|im_start|>assistant\n' }}
-{%- if loop.index0 > ns.query and thought %}{{ '<think>' + thought + '</think>' }}{% endif %}
-{{- said }}
-{%- for call in message.tool_calls or [] %}
-{{- '<call>' + call.function.name + (call.function.arguments | tojson) }}{% endfor %}
-{{- '<|im_end|>\n' }}
-{%- elif message.role == 'user' %}{{ '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-"""A template that drops the reasoning of answers before the last question, and puts results of tools together."""
-COUNTED = "{{ messages | length }}" + CHATML
-"""A template whose beginning depends on what comes later."""
-JOINED = """{%- for message in messages %}
-{%- if loop.first or loop.previtem.role != message.role %}{{ '<|im_start|>' + message.role }}{% endif %}
-{{- '\n' + message.content }}
-{%- if loop.last or loop.nextitem.role != message.role %}{{ '<|im_end|>\n' }}{% endif %}
-{%- endfor %}{{ '<|im_start|>assistant\n' }}"""
-"""A template that puts what one says without a break together."""
-HASTY = CHATML.replace(
-    "{%- elif message.role != 'system' %}",
-    "{%- elif message.role == 'user' and 'hurry' in message.content and messages | length > 3 %}{{ '<|im_start|>!' }}"
-    "{%- elif message.role != 'system' %}",
-)
-"""A template that looks for a word, and then at how many messages there are."""
 SPECIAL = ("<|im_start|>", "<|im_end|>")
 _CORPUS = [
     "the quick brown fox jumps over the lazy dog and then the other one",

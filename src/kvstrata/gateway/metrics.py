@@ -76,8 +76,7 @@ GATEWAY_FAMILIES: dict[str, Family] = {
     "kvstrata_gateway_mistaken_tokens": Family(
         "counter",
         ("model", "engine"),
-        "Prompts of which an engine reports another number of tokens than the gateway computed. Engine `tail`: "
-        "conversations whose ids by their end were not those of their whole text.",
+        "Prompts of which an engine reports another number of tokens than the gateway computed.",
     ),
     "kvstrata_gateway_tokens_verified": Family(
         "gauge",

@@ -163,6 +163,10 @@ def test_a_template_cannot_be_given_other_messages_by_a_request() -> None:
     chat = prompt_in(CHAT, json.dumps({**BODY, "chat_template_kwargs": {"x": 5, "y": 6}}).encode())
     assert isinstance(chat, Chat)
     assert template.render(chat, parted=False) == "hi5!"
+    parts = ChatTemplate(made.PARTED, {"bos_token": "<s>"})
+    assert parts.render(chat._replace(messages=[{"role": "user", "content": ["a", "b"]}]), parted=True) == (
+        "<s>[user]a;b;</s>"
+    )
     with pytest.raises(NotRendered):
         template.render(chat._replace(options={"messages": []}), parted=False)
     with pytest.raises(NotRendered):
@@ -333,61 +337,3 @@ async def test_ids_that_an_engine_rendered_are_passed_on_too(
     assert known.how == "render" and list(known.ids or []) == [7, 8]
     assert json.loads(known.body)["kv_transfer_params"] == {"prompt_token_ids": [7, 8]}
     assert tokens.takes_ids(tokens._fleet.serving("z")[0], "z")
-
-
-async def test_a_wrong_tail_is_noticed_counted_and_ends_tails(
-    service: Serve, own: dict[str, OwnTokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import random
-
-    from kvstrata.gateway.tokens import source
-
-    tokenizer = own["byte_level"]
-    assert tokenizer.tails is not None
-    tokenizer.tails.prove(random.Random(1))
-    monkeypatch.setattr(source, "TAIL_CHECK", 2)
-    tokens = service()
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-    async def turn() -> Any:
-        messages.append({"role": "user", "content": "c"})
-        return await tokens.of(CHAT, json.dumps({"messages": messages}).encode(), "m", "")
-
-    async def waited() -> bool:
-        return not tokens._waiting
-
-    assert not (await turn()).by_tail and (await turn()).by_tail and (await turn()).by_tail
-    await eventually_async("the end of the work", waited)
-    assert tokenizer.tails.proved and not tokens.mistakes
-    of = tokenizer.tails.of
-    monkeypatch.setattr(tokenizer.tails, "of", lambda *args, **more: (of(*args, **more) or "") + "x")
-    assert (await turn()).by_tail and (await turn()).by_tail
-
-    async def noticed() -> bool:
-        return bool(tokens.mistakes)
-
-    await eventually_async("the comparison with the whole", noticed)
-    assert tokens.mistakes == {("m", source.TAIL): 1} and not tokenizer.tails.proved
-    assert not (await turn()).by_tail
-
-
-async def test_ids_that_go_to_an_engine_are_never_made_by_a_tail(
-    service: Serve, own: dict[str, OwnTokenizer]
-) -> None:
-    import random
-
-    tokenizer = own["byte_level"]
-    assert tokenizer.tails is not None
-    tokenizer.tails.prove(random.Random(1))
-    tokens = service(pass_ids=True)
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-    async def turn() -> Any:
-        messages.append({"role": "user", "content": "c"})
-        return await tokens.of(CHAT, json.dumps({"messages": messages, "model": "m"}).encode(), "m", "")
-
-    await turn()
-    assert (await turn()).by_tail, "no engine takes ids, so these only tell where the prompt is cached"
-    passing(tokens, "m")
-    known = await turn()
-    assert known.body and known.ids and not known.by_tail

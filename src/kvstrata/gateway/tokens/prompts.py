@@ -54,15 +54,7 @@ class _Body(msgspec.Struct):
     mm_processor_kwargs: Any = None
 
 
-class _Unread(_Body):
-    """The same with the messages as they came."""
-
-    messages: list[msgspec.Raw] = []
-
-
 _decode = msgspec.json.Decoder(_Body).decode
-_decode_unread = msgspec.json.Decoder(_Unread).decode
-_decode_message = msgspec.json.decode
 
 
 class Chat(NamedTuple):
@@ -78,31 +70,6 @@ class Chat(NamedTuple):
     features: frozenset[str]
 
 
-class Conversation:
-    """A chat whose messages are decoded as far as they are asked for."""
-
-    def __init__(self, body: _Unread) -> None:
-        self._body = body
-        self.messages = body.messages
-        """Each as JSON."""
-
-    @property
-    def context(self) -> bytes | None:
-        """Everything but the messages that decides the prompt; None: it cannot be told."""
-        rest = msgspec.structs.replace(self._body, messages=[])
-        try:
-            return msgspec.json.encode(rest)
-        except (OverflowError, msgspec.EncodeError, UnicodeEncodeError):
-            return None
-
-    def since(self, first: int) -> Chat | None:
-        """The chat with its messages from number `first` on only; None if its token ids cannot be computed here."""
-        try:
-            return _chat(self._body, [_decode_message(one) for one in self.messages[first:]])
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _Unknown):
-            return None
-
-
 class Text(NamedTuple):
     """A completion's prompt."""
 
@@ -116,16 +83,6 @@ class _Unknown(Exception):
     """The prompt has something whose tokens are not known here."""
 
 
-def conversation_in(body: bytes) -> Conversation | None:
-    """The conversation of a chat's body; None: it has none."""
-    try:
-        found = _decode_unread(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    cut = found.truncate_prompt_tokens is not None or found.prompt_embeds is not None
-    return None if cut else Conversation(found)
-
-
 def prompt_in(path: str, body: bytes) -> Chat | Text | None:
     """The prompt of a request; None if its token ids cannot be computed here."""
     if path not in (CHAT, COMPLETIONS, *_API_FEATURES):
@@ -133,12 +90,12 @@ def prompt_in(path: str, body: bytes) -> Chat | Text | None:
     try:
         if path in _API_FEATURES:
             made = msgspec.convert(chat_in(path, body), _Body)
-            chat = _chat(made, made.messages)
+            chat = _chat(made)
             return chat and chat._replace(features=chat.features | {_API_FEATURES[path]})
         found = _decode(body)
         if found.truncate_prompt_tokens is not None or found.prompt_embeds is not None:
             return None
-        return _chat(found, found.messages) if path == CHAT else _text(found)
+        return _chat(found) if path == CHAT else _text(found)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, NoChat, _Unknown):
         return None
 
@@ -149,7 +106,8 @@ def _text(body: _Body) -> Text | None:
     return Text(body.prompt, special=body.add_special_tokens in (None, True))
 
 
-def _chat(body: _Body, found: Any) -> Chat | None:
+def _chat(body: _Body) -> Chat | None:
+    found = body.messages
     strange = (body.continue_final_message, body.add_special_tokens, body.documents, body.chat_template)
     if any(strange) or body.functions or not isinstance(found, list) or not found:
         return None

@@ -7,9 +7,7 @@ With `pass_ids` the ids go on to the engine, whoever has told them, if it takes 
 Invariants
 1. Ids are given only for prompts whose features each serving engine of the model was seen to tokenise in the same way.
 2. A request waits for at most `deadline_ms`; work that was begun goes on, and helps the conversation's next turn.
-3. One of TAIL_CHECK conversations of which only the end was rendered is rendered whole afterwards.  If its ids are
-   others, the model's conversations are rendered whole from then on.
-4. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
+3. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
    prompts count as unknown until the settings are read again.
 """
 
@@ -18,21 +16,19 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import itertools
 import logging
 import random
 from array import array
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.tokens.asking import Silent, post, rendered
-from kvstrata.gateway.tokens.conversations import Agreed, ids_of
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import CHAT, FEATURES, conversation_in, prompt_in
+from kvstrata.gateway.tokens.prompts import FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.gateway.tokens.verifying import Verdict, Verifier, with_ids
 from kvstrata.observability.logging import EventLog
@@ -48,11 +44,9 @@ RENDERED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses"
 REFUSED_S = 60.0
 """Time for which an engine that refuses /render is not asked again."""
 OTHER = "other"
-TAIL_CHECK = 256
-"""See the invariants."""
-TAIL = "tail"
-"""Stands for an engine's name among the mistakes that tails made."""
 
+Agreed = frozenset[tuple[str, bool]]
+"""What engines agree on with a tokenizer: features, each with whether contents are lists of parts."""
 _Seen = tuple[ServingEngine, int]
 """An engine, and its generation."""
 
@@ -65,8 +59,6 @@ class Known(NamedTuple):
     """`tokenizer`, `render`, or why they are not known."""
     body: bytes = b""
     """The request with its ids, for engines that take them; empty: not wanted."""
-    by_tail: bool = False
-    """Whether only the conversation's end was rendered."""
 
 
 class Tokens:
@@ -100,7 +92,6 @@ class Tokens:
         self._wrong: collections.Counter[str] = collections.Counter()
         """Of these, since the settings were read."""
         self.degraded: set[str] = set()
-        self._by_tail = itertools.count(1)
         self._log = EventLog("tokens")
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -174,23 +165,10 @@ class Tokens:
             return Known(None, "busy")
         self._waiting += 1
         tokenizer = self._tokenizers[model]
-        # What goes to an engine is its prompt, so it is made from all of the conversation.
-        by_tail = not self._passes(path, model)
-        work = self._pool.submit(_work, tokenizer, agreed, path, body, self.memory, tenant, by_tail)
+        work = self._pool.submit(_work, tokenizer, agreed, path, body, self.memory, tenant)
         loop = asyncio.get_running_loop()
         work.add_done_callback(lambda _: _soon(loop, self._worked))
-        known = await asyncio.wrap_future(work)
-        if known.by_tail and known.ids is not None and not next(self._by_tail) % TAIL_CHECK:
-            check = self._pool.submit(_by_tail_is_whole, tokenizer, agreed, body, known.ids)
-            check.add_done_callback(lambda done: _soon(loop, self._tail_checked, model, done))
-        return known
-
-    def _tail_checked(self, model: str, check: Future[bool]) -> None:
-        if check.cancelled() or check.result():
-            return
-        self.mistakes[model, TAIL] += 1
-        note = "this model's conversations are rendered whole from now on"
-        self._log.error("tails_differ", model=model, note=note)
+        return await asyncio.wrap_future(work)
 
     def _worked(self) -> None:
         self._waiting -= 1
@@ -290,25 +268,9 @@ class Tokens:
         good = ",".join(sorted({feature for feature, _ in verdict.agreed}))
         told: dict[str, object] = {"features": good, "takes_ids": ",".join(sorted(verdict.takes_ids))}
         self._log.info("tokens_verified", engine=engine.name, model=model, **told)
-        if tokenizer is not None and tokenizer.tails is not None and not tokenizer.tails.tried:
-            tokenizer.tails.tried = True
-            loop = asyncio.get_running_loop()
-            work = self._pool.submit(tokenizer.tails.prove, random.Random())
-            work.add_done_callback(lambda done: _soon(loop, self._proved, model, done))
         for feature, reason in verdict.reasons.items():
             says = {"engine": engine.name, "model": model, "feature": feature, "reason": reason}
             self._log.warning("tokens_differ", **says)
-
-    def _proved(self, model: str, work: Future[None]) -> None:
-        if work.cancelled():
-            return
-        work.result()
-        self._log.info("tails_proved", model=model, rules=",".join(self._rules(model)))
-
-    def _rules(self, model: str) -> list[str]:
-        """The rules by which only ends of a model's conversations are rendered."""
-        tails = self._tokenizers[model].tails if model in self._tokenizers else None
-        return sorted({rule for rule, _ in tails.proved}) if tails is not None else []
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
@@ -351,7 +313,6 @@ class Tokens:
                 model: {
                     "cut": tokenizer.cut,
                     "features": sorted({feature for feature, _ in self.agreed(model)}),
-                    "tails": self._rules(model),
                     "degraded": model in self.degraded,
                 }
                 for model, tokenizer in self._tokenizers.items()
@@ -368,24 +329,9 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: o
 
 
 def _work(
-    tokenizer: OwnTokenizer,
-    agreed: Agreed,
-    path: str,
-    body: bytes,
-    memory: Memory,
-    tenant: str,
-    by_tail: bool,
+    tokenizer: OwnTokenizer, agreed: Agreed, path: str, body: bytes, memory: Memory, tenant: str
 ) -> Known:
     """Tokenise a prompt, on a thread."""
-    if path == CHAT:
-        conversation = conversation_in(body)
-        if conversation is None:
-            return Known(None, "unsupported")
-        found = ids_of(tokenizer, agreed, conversation, memory, tenant, by_tail=by_tail)
-        if not found.agreed:
-            return Known(None, "unverified")
-        how = "tokenizer" if found.ids is not None else "unsupported"
-        return Known(found.ids, how, by_tail=bool(found.stem_chars))
     prompt = prompt_in(path, body)
     if prompt is None:
         return Known(None, "unsupported")
@@ -394,17 +340,6 @@ def _work(
             ids = tokenizer.ids_of(prompt, parted=parted, memory=memory, tenant=tenant)
             return Known(ids, "tokenizer" if ids is not None else "unsupported")
     return Known(None, "unverified")
-
-
-def _by_tail_is_whole(tokenizer: OwnTokenizer, agreed: Agreed, body: bytes, ids: array[int]) -> bool:
-    """Whether the whole text of a conversation has these ids, on a thread; else no tail is believed any more."""
-    conversation = conversation_in(body)
-    whole = ids_of(tokenizer, agreed, conversation, Memory(0), "") if conversation is not None else None
-    if whole is not None and whole.ids == ids:
-        return True
-    if tokenizer.tails is not None:
-        tokenizer.tails.proved = {}
-    return False
 
 
 def _bytes(settings: TokenSettings) -> int:

@@ -62,14 +62,7 @@ class ChatTemplate:
         made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             self._template = made.from_string(text)
-            parsed = made.parse(text)
-            self._variables = meta.find_undeclared_variables(parsed)
-            self.words = sorted(
-                {one.value for one in parsed.find_all(nodes.Const) if isinstance(one.value, str)}
-            )
-            """What the template may look for in contents."""
-            self.timed = any(word in text for word in ("strftime_now", "random", "lipsum"))
-            """Whether what it renders may depend on the time, or on chance."""
+            self._variables = meta.find_undeclared_variables(made.parse(text))
         except TemplateError as error:
             raise ValueError(f"{error}") from None
         self._special = special

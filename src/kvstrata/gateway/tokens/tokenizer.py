@@ -16,7 +16,6 @@ from kvstrata.errors import ConfigError, install
 from kvstrata.gateway.tokens.cuts import certain, parts_of
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import Chat, Text
-from kvstrata.gateway.tokens.tails import Tails
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ class OwnTokenizer:
         self.cut = self._best_cut(cuts)
         """The token before which texts are cut; empty: none is certain."""
         self._context = f"{model}\0{folder}\0".encode()
-        self.tails = Tails(self.template, self.cut) if self.template is not None else None
-        """Renders ends of conversations alone; None: the model has no chat template."""
 
     # -- use, on any thread ------------------------------------------------------------------------------------
 
@@ -82,23 +79,20 @@ class OwnTokenizer:
         if len(text) > MAX_TEXT_CHARS:
             return None
         parts = parts_of(text, self.cut)
-        return joined(self._parts(parts) if memory is None else self.remembered(parts, memory, tenant)[1])
+        found = self._parts(parts) if memory is None else self._remembered(parts, memory, tenant)
+        made = array("I")
+        made.frombytes(b"".join(found))
+        return made
 
-    def remembered(
-        self, parts: list[str], memory: Memory, tenant: str
-    ) -> tuple[list[bytes], list[array[int]]]:
-        """The keys and the ids of parts; those that `memory` lacks are computed, and remembered."""
-        keys = memory.keys(self.context_of(tenant), parts)
+    def _remembered(self, parts: list[str], memory: Memory, tenant: str) -> list[array[int]]:
+        """The ids of parts; those that `memory` lacks are computed, and remembered."""
+        keys = memory.keys(self._context + tenant.encode() + b"\0", parts)
         found = memory.find(keys)
         missing = [at for at, ids in enumerate(found) if ids is None]
         for at, ids in zip(missing, self._parts([parts[at] for at in missing]), strict=True):
             found[at] = ids
             memory.add(keys[at], ids)
-        return keys, [ids for ids in found if ids is not None]
-
-    def context_of(self, tenant: str) -> bytes:
-        """What keys of remembered texts are made of, beside the text."""
-        return self._context + tenant.encode() + b"\0"
+        return [ids for ids in found if ids is not None]
 
     def _parts(self, parts: list[str]) -> list[array[int]]:
         """The ids of each part."""
@@ -203,10 +197,3 @@ class OwnTokenizer:
             if best and counts[best] >= _PROBE_TURNS:
                 return best
         return ""
-
-
-def joined(parts: list[array[int]]) -> array[int]:
-    """The ids of all parts in one array."""
-    made = array("I")
-    made.frombytes(b"".join(parts))
-    return made
