@@ -16,11 +16,10 @@ from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.errors import ConfigError
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.tokens.apis import MESSAGES, RESPONSES
 from kvstrata.gateway.tokens.cuts import certain, parts_of
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, Chat, Text, prompt_in
-from kvstrata.gateway.tokens.source import MISTAKES, Tokens
+from kvstrata.gateway.tokens.source import MISTAKES, Tokens, _Verified
 from kvstrata.gateway.tokens.template import ChatTemplate, NotRendered
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.gateway.tokens.verifying import Verdict
@@ -146,15 +145,13 @@ def test_what_may_change_a_prompt_makes_it_unknown() -> None:
         ),
         max_leaves=12,
     ),
-    st.sampled_from(
-        ["messages", "tools", "prompt", "chat_template_kwargs", "reasoning_effort", "input", "system"]
-    ),
+    st.sampled_from(["messages", "tools", "prompt", "chat_template_kwargs", "reasoning_effort"]),
 )
 @example([{"role": []}], "messages")
 @example({}, "reasoning_effort")
 @settings(max_examples=40)
 def test_no_body_fails(value: Any, field: str) -> None:
-    for path in (CHAT, COMPLETIONS, MESSAGES, RESPONSES):
+    for path in (CHAT, COMPLETIONS):
         prompt_in(path, json.dumps({**BODY, field: value}).encode())
 
 
@@ -220,7 +217,7 @@ def served(tokenizer: OwnTokenizer, features: set[tuple[str, bool]] | None, **mo
     fleet.up(engine, {"m": {"id": "m"}, "a": {"id": "a", "parent": "m"}})
     tokens = Tokens(TokenSettings(**more), {"m": tokenizer}, fleet, None, lambda: 0.0)  # type: ignore[arg-type]
     agreed = frozenset(features if features is not None else {(one, False) for one in FEATURES})
-    tokens._verdicts["e", "m"] = ((engine, engine.generation), Verdict(agreed, {}))
+    tokens._verified["e", "m"] = _Verified(engine, engine.generation, Verdict(agreed, {}))
     return tokens
 
 
@@ -291,8 +288,8 @@ PASSED = frozenset((CHAT, COMPLETIONS))
 
 def passing(tokens: Tokens, model: str = "m", taken: frozenset[str] = PASSED) -> Tokens:
     """The same service before an engine that takes ids on these paths."""
-    seen, verdict = tokens._verdicts["e", "m"]
-    tokens._verdicts["e", model] = (seen, verdict._replace(takes_ids=taken))
+    found = tokens._verified["e", "m"]
+    tokens._verified["e", model] = found._replace(verdict=found.verdict._replace(takes_ids=taken))
     return tokens
 
 

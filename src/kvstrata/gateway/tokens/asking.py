@@ -1,8 +1,9 @@
-"""Asks an engine something over the links that requests use."""
+"""Asks an engine about token ids over the links that requests use, and puts ids into requests for it."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -10,28 +11,46 @@ from msgspec import Meta
 
 from kvstrata.gateway.engine_link import LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import Place
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS
 
 MAX_ANSWER_BYTES = 32 << 20
+PARAMETERS = "kv_transfer_params"
 
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]
+"""Posts a body to a path of one engine: `post` with its first two arguments."""
+TokenIds = list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
 
 
 class Silent(Exception):
     """An engine cannot be reached, or breaks off."""
 
 
-class _Tokenized(msgspec.Struct):
-    tokens: list[TokenId]
+class _Ids(msgspec.Struct):
+    """An answer of /tokenize (`tokens`), or of /render (`token_ids`) for one prompt."""
 
-
-class _Rendered(msgspec.Struct):
-    token_ids: list[TokenId]
+    tokens: TokenIds | None = None
+    token_ids: TokenIds | None = None
     features: Any = None
     """What stands for images and the like, which are no text."""
 
 
-_RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
-_TOKENIZED = msgspec.json.Decoder(_Tokenized)
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+
+
+class _Choice(msgspec.Struct):
+    """What makes a completion show its prompt."""
+
+    echo: Any = None
+    prompt_logprobs: Any = None
+
+
+_IDS = msgspec.json.Decoder(_Ids | list[_Ids])
+_ANSWER = msgspec.json.Decoder(_Answer)
 
 
 async def post(links: Links, place: Place, path: str, body: bytes) -> tuple[int, bytes]:
@@ -51,21 +70,42 @@ async def post(links: Links, place: Place, path: str, body: bytes) -> tuple[int,
 
 
 def tokenized(body: bytes) -> array[int] | None:
-    """The ids in an answer of /tokenize; None if there are none."""
+    """The ids in an answer of /tokenize, or of /render for one prompt of text; None if there are none."""
     try:
-        return array("I", _TOKENIZED.decode(body).tokens)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-def rendered(body: bytes) -> array[int] | None:
-    """The ids in an answer of /render for one prompt of text; None if there are none."""
-    try:
-        found = _RENDERED.decode(body)
+        found = _IDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if isinstance(found, list):
         if len(found) != 1:
             return None
         [found] = found
-    return array("I", found.token_ids) if not found.features else None
+    ids = found.tokens if found.tokens is not None else found.token_ids
+    return array("I", ids) if ids is not None and not found.features else None
+
+
+def reported(body: bytes) -> int | None:
+    """The number of a prompt's tokens that an engine's answer tells; None if it tells none."""
+    try:
+        return _ANSWER.decode(body).usage.prompt_tokens
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def with_ids(path: str, body: bytes, ids: array[int]) -> bytes:
+    """The body of a request with the ids of its prompt: of a chat beside the text, of a completion instead of it.
+
+    Empty if the request's answer could become another one, or if it has such parameters of its own.
+    """
+    listed = msgspec.json.encode(ids.tolist())
+    if path == COMPLETIONS:
+        shows = msgspec.json.decode(body, type=_Choice)
+        if shows.echo or shows.prompt_logprobs is not None:
+            return b""
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        return msgspec.json.encode(fields | {"prompt": msgspec.Raw(listed)})
+    start = body.find(b"{") + 1
+    if path != CHAT or not start or PARAMETERS.encode() in body:
+        return b""
+    # The chat's own fields follow, at least its messages.
+    head = b'%b"%b":{"prompt_token_ids":%b},' % (body[:start], PARAMETERS.encode(), listed)
+    return head + body[start:]

@@ -12,17 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvstrata.gateway.tokens.apis import MESSAGES, RESPONSES, NoChat, chat_in
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS = "completion", "plain", "system", "tools", "calls"
 PARTS, REASONING, OPTIONS = "parts", "reasoning", "options"
-AS_MESSAGES, AS_RESPONSES = "messages", "responses"
-FEATURES = (COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS, PARTS, REASONING, OPTIONS, AS_MESSAGES, AS_RESPONSES)
+FEATURES = (COMPLETION, PLAIN, SYSTEM, TOOLS, CALLS, PARTS, REASONING, OPTIONS)
 """A text completion; a chat between user and assistant; with a system prompt; with tools; with calls of tools and their
-results; with content in several parts; with the reasoning of earlier answers; with variables of the template; a chat
-that came by `/v1/messages`; by `/v1/responses`."""
-_API_FEATURES = {MESSAGES: AS_MESSAGES, RESPONSES: AS_RESPONSES}
+results; with content in several parts; with the reasoning of earlier answers; with variables of the template."""
 _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE = frozenset(
     ("role", "content", "tool_calls", "tool_call_id", "reasoning", "refusal", "annotations", "audio")
@@ -85,18 +80,14 @@ class _Unknown(Exception):
 
 def prompt_in(path: str, body: bytes) -> Chat | Text | None:
     """The prompt of a request; None if its token ids cannot be computed here."""
-    if path not in (CHAT, COMPLETIONS, *_API_FEATURES):
+    if path not in (CHAT, COMPLETIONS):
         return None
     try:
-        if path in _API_FEATURES:
-            made = msgspec.convert(chat_in(path, body), _Body)
-            chat = _chat(made)
-            return chat and chat._replace(features=chat.features | {_API_FEATURES[path]})
         found = _decode(body)
         if found.truncate_prompt_tokens is not None or found.prompt_embeds is not None:
             return None
         return _chat(found) if path == CHAT else _text(found)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, NoChat, _Unknown):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, _Unknown):
         return None
 
 

@@ -5,7 +5,7 @@
 With `pass_ids` the ids go on to the engine, whoever has told them, if it takes them on this path.
 
 Invariants
-1. Ids are given only for prompts whose features each serving engine of the model was seen to tokenise in the same way.
+1. A tokenizer's ids are given only for prompts with features on which each serving engine of the model agrees with it.
 2. A request waits for at most `deadline_ms`; work that was begun goes on, and helps the conversation's next turn.
 3. What engines report of prompts' lengths is compared.  A model whose ids are wrong again and again is degraded: its
    prompts count as unknown until the settings are read again.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import functools
 import logging
 import random
 from array import array
@@ -26,39 +27,42 @@ from typing import Any, NamedTuple
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
-from kvstrata.gateway.tokens.asking import Silent, post, rendered
+from kvstrata.gateway.tokens.asking import Silent, post, tokenized, with_ids
 from kvstrata.gateway.tokens.memory import Memory
-from kvstrata.gateway.tokens.prompts import FEATURES, prompt_in
+from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, FEATURES, prompt_in
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
-from kvstrata.gateway.tokens.verifying import Verdict, Verifier, with_ids
+from kvstrata.gateway.tokens.verifying import Agreed, Verdict, taken, verify
 from kvstrata.observability.logging import EventLog
 
 MAX_WAITING = 256
-"""Prompts that wait for a thread; further ones are unknown at once."""
+"""Maximum number of prompts that wait for a thread; further ones are unknown at once."""
 MISTAKES = 3
 MISTAKEN_SHARE = 0.01
-"""A model is degraded after so many wrong lengths, if they are such a share of those that were compared."""
+"""A model is degraded after this number of wrong lengths, if they are at least this share of those compared."""
 VERIFY_S = 30.0
 """Time for all questions to one engine; afterwards it is asked again."""
-RENDERED = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"))
+RENDERED = frozenset((CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"))
 REFUSED_S = 60.0
 """Time for which an engine that refuses /render is not asked again."""
 OTHER = "other"
 
-Agreed = frozenset[tuple[str, bool]]
-"""What engines agree on with a tokenizer: features, each with whether contents are lists of parts."""
-_Seen = tuple[ServingEngine, int]
-"""An engine, and its generation."""
-
 
 class Known(NamedTuple):
-    """What a prompt's tokens are, and who says so."""
+    """The token ids of a prompt, and where they are from."""
 
     ids: array[int] | None
     how: str
     """`tokenizer`, `render`, or why they are not known."""
     body: bytes = b""
-    """The request with its ids, for engines that take them; empty: not wanted."""
+    """The request with its ids, for engines that take them; empty: it is passed on as it came."""
+
+
+class _Verified(NamedTuple):
+    """What came of the comparison with one life of an engine."""
+
+    engine: ServingEngine
+    generation: int
+    verdict: Verdict
 
 
 class Tokens:
@@ -73,16 +77,17 @@ class Tokens:
         now_s: Callable[[], float],
     ) -> None:
         self.settings = settings
-        self._tokenizers = tokenizers
+        self.tokenizers = tokenizers
+        """By model."""
         self._fleet = fleet
         self._links = links
         self._now_s = now_s
         self.memory = Memory(_bytes(settings))
         self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens")
         self._waiting = 0
-        self._verdicts: dict[tuple[str, str], tuple[_Seen, Verdict]] = {}
+        self._verified: dict[tuple[str, str], _Verified] = {}
         """By engine and model."""
-        self._refused: dict[str, float] = {}
+        self._refused_s: dict[str, float] = {}
         """When engines refused /render, by name."""
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         """Prompts by model and by how their tokens are known."""
@@ -99,25 +104,22 @@ class Tokens:
     async def of(self, path: str, body: bytes, model: str, tenant: str) -> Known:
         """The token ids of a request's prompt, unless they are not known in time."""
         base = self._base(model)
-        known = Known(None, "unknown_model")
+        known = Known(None, "degraded" if base in self.degraded else "unknown_model")
         try:
             async with asyncio.timeout(self.settings.deadline_ms / 1_000):
-                if base in self.degraded:
-                    known = Known(None, "degraded")
-                elif base in self._tokenizers:
-                    known = await self._tokenized(path, body, base, tenant)
-                if (
-                    known.ids is None
-                    and self.settings.render
-                    and path in RENDERED
-                    and base not in self.degraded
-                ):
-                    known = await self._rendered(path, body, model) or known
+                if base not in self.degraded:
+                    if base in self.tokenizers:
+                        known = await self._tokenized(path, body, base, tenant)
+                    if known.ids is None and self.settings.render and path in RENDERED:
+                        known = await self._rendered(path, body, model) or known
                 if known.ids and self._passes(path, model):
-                    known = known._replace(body=await self._with_ids(path, body, known.ids))
+                    loop = asyncio.get_running_loop()
+                    known = known._replace(
+                        body=await loop.run_in_executor(self._pool, with_ids, path, body, known.ids)
+                    )
         except TimeoutError:
             known = known if known.ids is not None else Known(None, "late")
-        self.counts[base if base in self._tokenizers else OTHER, known.how] += 1
+        self.counts[self._name(base), known.how] += 1
         return known
 
     def takes_ids(self, engine: ServingEngine, model: str) -> bool:
@@ -125,19 +127,15 @@ class Tokens:
         return bool(self._taken(engine, model))
 
     def _taken(self, engine: ServingEngine, model: str) -> frozenset[str]:
-        process = engine.process
-        seen = self._verdicts.get((process.name, self._base(model) or model))
-        return seen[1].takes_ids if seen and seen[0] == (process, process.generation) else frozenset()
+        verdict = self._verdict(engine.process, self._base(model) or model)
+        return verdict.takes_ids if verdict is not None else frozenset()
 
     def _passes(self, path: str, model: str) -> bool:
         """Whether engines get ids on a path: each that takes ids at all takes them there."""
         if not self.settings.pass_ids:
             return False
-        taken = [self._taken(engine, model) for engine in self._fleet.serving(model)]
-        return any(taken) and all(path in one for one in taken if one)
-
-    async def _with_ids(self, path: str, body: bytes, ids: array[int]) -> bytes:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, with_ids, path, body, ids)
+        taken_on = [self._taken(engine, model) for engine in self._fleet.serving(model)]
+        return any(taken_on) and all(path in one for one in taken_on if one)
 
     def reported(self, model: str, engine: str, ours: int, theirs: int) -> None:
         """An engine tells how many tokens a prompt had whose ids `of` gave."""
@@ -146,7 +144,7 @@ class Tokens:
         if ours == theirs:
             return
         self._wrong[base] += 1
-        self.mistakes[base if base in self._tokenizers else OTHER, engine] += 1
+        self.mistakes[self._name(base), engine] += 1
         wrong = self._wrong[base]
         said = {"model": base, "engine": engine, "tokens": ours, "reported": theirs}
         self._log.repeated(logging.WARNING, f"{base}/{engine}", "prompt_tokens_differ", **said)
@@ -158,16 +156,22 @@ class Tokens:
             )
 
     async def _tokenized(self, path: str, body: bytes, model: str, tenant: str) -> Known:
+        if path not in (CHAT, COMPLETIONS):
+            return Known(None, "unsupported")
         agreed = self.agreed(model)
         if not agreed:
             return Known(None, "unverified")
         if self._waiting >= MAX_WAITING:
             return Known(None, "busy")
         self._waiting += 1
-        tokenizer = self._tokenizers[model]
-        work = self._pool.submit(_work, tokenizer, agreed, path, body, self.memory, tenant)
+        work = self._pool.submit(_work, self.tokenizers[model], agreed, path, body, self.memory, tenant)
         loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: _soon(loop, self._worked))
+
+        def worked(_: object) -> None:  # on the thread; a request may have gone on without the ids
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._worked)
+
+        work.add_done_callback(worked)
         return await asyncio.wrap_future(work)
 
     def _worked(self) -> None:
@@ -177,43 +181,50 @@ class Tokens:
         """What an engine says; None if none is willing."""
         now_s = self._now_s()
         for engine in self._fleet.serving(model):
-            if now_s - self._refused.get(engine.name, float("-inf")) < REFUSED_S:
+            if now_s - self._refused_s.get(engine.name, float("-inf")) < REFUSED_S:
                 continue
             try:
                 status, answer = await post(self._links, engine.place, f"{path}/render", body)
             except Silent:
                 return None
             if status == 200:
-                ids = await asyncio.to_thread(rendered, answer)
+                ids = await asyncio.to_thread(tokenized, answer)
                 return Known(ids, "render" if ids is not None else "unsupported")
-            if status in (401, 403, 404, 405, 501):
-                self._refused[engine.name] = now_s
-                says = {"engine": engine.name, "status": status}
-                self._log.repeated(logging.WARNING, engine.name, "render_refused", **says)
-                continue
-            return None  # the engine will say to the client what is wrong with the request
+            if status not in (401, 403, 404, 405, 501):
+                return None  # the engine will say to the client what is wrong with the request
+            self._refused_s[engine.name] = now_s
+            self._log.repeated(
+                logging.WARNING, engine.name, "render_refused", engine=engine.name, status=status
+            )
         return None
 
     def _base(self, model: str) -> str:
         """The model whose tokenizer a model has: its own, or that of the model to which it is an adapter."""
-        if model in self._tokenizers:
+        if model in self.tokenizers:
             return model
         if not model:  # engines take their own
-            served = {name for name in self._fleet.models() if name in self._tokenizers}
+            served = {name for name in self._fleet.models() if name in self.tokenizers}
             return next(iter(served)) if len(served) == 1 == len(self._fleet.models()) else ""
         return self._fleet.parent(model)
 
+    def _name(self, base: str) -> str:
+        """A model's name in counts, which are of a bounded number of models."""
+        return base if base in self.tokenizers else OTHER
+
     # -- verification ------------------------------------------------------------------------------------------
+
+    def _verdict(self, engine: ServingEngine, model: str) -> Verdict | None:
+        """What came of the comparison with an engine; None: it was not compared since it began to serve."""
+        found = self._verified.get((engine.name, model))
+        if found is None or (found.engine, found.generation) != (engine, engine.generation):
+            return None
+        return found.verdict
 
     def agreed(self, model: str) -> Agreed:
         """What each serving engine of a model agrees on with its tokenizer."""
-        found: Agreed | None = None
-        for engine in self._fleet.serving(model):
-            seen, verdict = self._verdicts.get((engine.name, model), (None, None))
-            if verdict is None or seen != (engine, engine.generation):
-                return frozenset()
-            found = verdict.agreed if found is None else found & verdict.agreed
-        return found or frozenset()
+        verdicts = [self._verdict(engine, model) for engine in self._fleet.serving(model)]
+        each = [one.agreed if one is not None else frozenset() for one in verdicts]
+        return frozenset.intersection(*each) if each else frozenset()
 
     async def keep_verified(self, every_s: Callable[[], float]) -> None:
         """Verify engines that come, again and again."""
@@ -223,63 +234,55 @@ class Tokens:
 
     async def verify(self) -> None:
         """Compare tokenizers with all engines that were not compared yet."""
-        todo = [
-            (engine, model)
-            for engine in self._fleet.engines.values()
-            if engine.state is EngineState.UP
-            for model in engine.models
-            if self._is_asked_of(model) and not self._is_seen(engine, model)
-        ]
-        await asyncio.gather(*(self._verify(engine, model) for engine, model in todo))
-        names = self._fleet.engines.keys()
-        self._verdicts = {name: one for name, one in self._verdicts.items() if name[0] in names}
-
-    def _is_asked_of(self, model: str) -> bool:
-        """Whether something of a model is to be verified."""
         passes_rendered = self.settings.render and self.settings.pass_ids
-        return model in self._tokenizers or (passes_rendered and self._base(model) == model)
-
-    def _is_seen(self, engine: ServingEngine, model: str) -> bool:
-        seen = self._verdicts.get((engine.name, model))
-        return seen is not None and seen[0] == (engine, engine.generation)
+        await asyncio.gather(
+            *(
+                self._verify(engine, model)
+                for engine in self._fleet.engines.values()
+                if engine.state is EngineState.UP
+                for model in engine.models
+                if model in self.tokenizers or (passes_rendered and self._base(model) == model)
+                if self._verdict(engine, model) is None
+            )
+        )
+        names = self._fleet.engines.keys()
+        self._verified = {name: one for name, one in self._verified.items() if name[0] in names}
 
     async def _verify(self, engine: ServingEngine, model: str) -> None:
-        seen, tokenizer = (engine, engine.generation), self._tokenizers.get(model)
-        verifier = Verifier(self._links, engine.place, model, tokenizer, renders=self.settings.render)
+        generation, tokenizer = engine.generation, self.tokenizers.get(model)
+        ask, verdict = functools.partial(post, self._links, engine.place), Verdict(frozenset(), {})
         try:
             async with asyncio.timeout(VERIFY_S):
-                verdict = await verifier.verify(random.Random())
+                if tokenizer is not None:
+                    verdict = await verify(ask, model, tokenizer, random.Random())
                 if self.settings.pass_ids:
-                    verdict = verdict._replace(takes_ids=await verifier.taken())
+                    takes_ids = await taken(ask, model, tokenizer, renders=self.settings.render)
+                    verdict = verdict._replace(takes_ids=takes_ids)
         except (Silent, TimeoutError) as error:
             reason = str(error) or "no answer in time"
-            self._log.repeated(
-                logging.WARNING,
-                engine.name,
-                "tokens_not_verified",
-                engine=engine.name,
-                model=model,
-                reason=reason,
-            )
+            says: dict[str, object] = {"engine": engine.name, "model": model, "reason": reason}
+            self._log.repeated(logging.WARNING, engine.name, "tokens_not_verified", **says)
             return
-        if self._tokenizers.get(model) is not tokenizer:
+        if self.tokenizers.get(model) is not tokenizer:
             return
-        self._verdicts[engine.name, model] = (seen, verdict)
-        good = ",".join(sorted({feature for feature, _ in verdict.agreed}))
-        told: dict[str, object] = {"features": good, "takes_ids": ",".join(sorted(verdict.takes_ids))}
-        self._log.info("tokens_verified", engine=engine.name, model=model, **told)
+        self._verified[engine.name, model] = _Verified(engine, generation, verdict)
+        self._log.info(
+            "tokens_verified", engine=engine.name, model=model, features=",".join(_features(verdict.agreed)),
+            takes_ids=",".join(sorted(verdict.takes_ids)),
+        )  # fmt: skip
         for feature, reason in verdict.reasons.items():
-            says = {"engine": engine.name, "model": model, "feature": feature, "reason": reason}
-            self._log.warning("tokens_differ", **says)
+            self._log.warning(
+                "tokens_differ", engine=engine.name, model=model, feature=feature, reason=reason
+            )
 
     # -- the rest ----------------------------------------------------------------------------------------------
 
     def set(self, settings: TokenSettings, tokenizers: dict[str, OwnTokenizer]) -> None:
         """Go by other settings. What was verified of a model stays if its tokenizer is the same."""
         asks = (settings.pass_ids, settings.render) != (self.settings.pass_ids, self.settings.render)
-        same = {name for name, one in tokenizers.items() if self._tokenizers.get(name) is one and not asks}
-        self._verdicts = {name: one for name, one in self._verdicts.items() if name[1] in same}
-        self._tokenizers = tokenizers
+        same = {name for name, one in tokenizers.items() if self.tokenizers.get(name) is one and not asks}
+        self._verified = {name: one for name, one in self._verified.items() if name[1] in same}
+        self.tokenizers = tokenizers
         if settings.threads != self.settings.threads:
             self._pool.shutdown(wait=False)
             self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens")
@@ -293,16 +296,11 @@ class Tokens:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def tokenizers(self) -> dict[str, OwnTokenizer]:
-        """By model."""
-        return self._tokenizers
-
     def features(self) -> list[tuple[str, str, str, bool]]:
         """Model, engine, feature, and whether they agree."""
         return [
-            (model, engine, feature, any(word == feature for word, _ in verdict.agreed))
-            for (engine, model), (_, verdict) in sorted(self._verdicts.items(), key=lambda item: item[0])
+            (model, engine, feature, feature in _features(one.verdict.agreed))
+            for (engine, model), one in sorted(self._verified.items(), key=lambda item: item[0])
             for feature in FEATURES
         ]
 
@@ -312,20 +310,14 @@ class Tokens:
             "models": {
                 model: {
                     "cut": tokenizer.cut,
-                    "features": sorted({feature for feature, _ in self.agreed(model)}),
+                    "features": _features(self.agreed(model)),
                     "degraded": model in self.degraded,
                 }
-                for model, tokenizer in self._tokenizers.items()
+                for model, tokenizer in self.tokenizers.items()
             },
             "prompts": {f"{model}/{how}": count for (model, how), count in sorted(self.counts.items())},
             "cache": {"entries": len(self.memory), "bytes": self.memory.bytes},
         }
-
-
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
-    """Call something on the loop, from a thread, unless the loop has ended."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(call, *args)
 
 
 def _work(
@@ -340,6 +332,10 @@ def _work(
             ids = tokenizer.ids_of(prompt, parted=parted, memory=memory, tenant=tenant)
             return Known(ids, "tokenizer" if ids is not None else "unsupported")
     return Known(None, "unverified")
+
+
+def _features(agreed: Agreed) -> list[str]:
+    return sorted({feature for feature, _ in agreed})
 
 
 def _bytes(settings: TokenSettings) -> int:
