@@ -80,6 +80,12 @@ def test_each_method_takes_the_arguments_that_vllm_gives_it(results):
     assert abstract["methods"] == []
 
 
+def test_an_engine_whose_vllm_lacks_a_needed_name_serves_without_the_cache(results):
+    [needed] = of(results, "needed")
+    assert needed["missing"] == [] and needed["scheduled"] == {"r": 300}
+    assert not needed["planned"] and needed["errors"] == 0
+
+
 def test_a_request_is_stored_loaded_and_recovered_step_by_step(results):
     """vLLM's own scheduler plans, and both of its model runners call the connector in their ways."""
     fresh = [

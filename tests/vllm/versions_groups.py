@@ -17,7 +17,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvstrata.connectors.vllm.compat.dry_engine import (
+from kvstrata.connectors.vllm.groups import read_groups
+from kvstrata.errors import ConfigError
+from tests.vllm.versions_engine import (
     BLOCK,
     CHUNK,
     LAYER_NAMES,
@@ -25,8 +27,6 @@ from kvstrata.connectors.vllm.compat.dry_engine import (
     DryEngine,
     vllm_config,
 )
-from kvstrata.connectors.vllm.groups import read_groups
-from kvstrata.errors import ConfigError
 
 
 def check_groups_of(folder: Path) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Checks our connector inside vLLM's own classes (`dry_engine`); run by the Python of the vLLM environment.
+"""Checks our connector inside vLLM's own classes (`versions_engine`); run by the Python of the vLLM environment.
 
 `versions_run.py FOLDER` checks the vLLM that it imports, so one script serves several versions. FOLDER gets a model's
 configuration. Prints one line of JSON per result: {"check": name, ...}; test_versions.py judges them.
@@ -7,10 +7,12 @@ configuration. Prints one line of JSON per result: {"check": name, ...}; test_ve
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,28 +32,26 @@ from vllm.config import (
 from vllm.config.mamba import MambaConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
 from vllm.lora.request import LoRARequest
 from vllm.plugins import load_general_plugins
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_worker import Worker
 
+import kvstrata.connectors.vllm as package
 from kvstrata.config.lmcache.interfaces import CONNECTORS
 from kvstrata.connectors import boundary
 from kvstrata.connectors.vllm import build
 from kvstrata.connectors.vllm.adapters import LoadedAdapters
-from kvstrata.connectors.vllm.compat.dry_engine import (
-    BLOCK,
-    CHUNK,
-    Client,
-    Copies,
-    DryEngine,
-    Runner,
-    cache_config,
-    model_folder,
-    vllm_config,
-)
-from kvstrata.connectors.vllm.compat.names import import_all, of_vllm, unlike
+from kvstrata.connectors.vllm.compat.contract import NEEDED, missing_names
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
@@ -60,13 +60,55 @@ from kvstrata.connectors.vllm.identity import layout_identity
 from kvstrata.connectors.vllm.metadata import StepPlan
 from kvstrata.connectors.vllm.weights import find_runner, loaded_weights
 from kvstrata.errors import ConfigError
-from tests.vllm.versions_engine import ModelRunner, load_of, reported, reports_of, store_of
+from tests.vllm.versions_engine import (
+    BLOCK,
+    CHUNK,
+    Client,
+    Copies,
+    DryEngine,
+    ModelRunner,
+    Runner,
+    cache_config,
+    load_of,
+    model_folder,
+    reported,
+    reports_of,
+    store_of,
+    vllm_config,
+)
 from tests.vllm.versions_groups import check_group_traces, check_groups_of
 from tests.vllm.versions_tenants import check_api, check_request_kinds
 
 
+def of_vllm(name: str) -> Any:
+    """What vLLM's base classes of ours have under this name; None if they have nothing."""
+    for base in (KVConnectorBase_V1, SupportsHMA):
+        if name in vars(base):
+            return vars(base)[name]
+    return inspect.getattr_static(KVConnectorBase_V1, name, None)
+
+
+def unlike(own: Any, theirs: Any) -> str:
+    """The difference between the parameters that our method takes and those that vLLM gives; empty if none matters."""
+    own, theirs = (getattr(each, "__func__", getattr(each, "fget", each)) for each in (own, theirs))
+    if not callable(own) or not callable(theirs):
+        return ""
+    takes, asked = (list(inspect.signature(each).parameters.values()) for each in (own, theirs))
+    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes)
+    for position, parameter in enumerate(asked):
+        if parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            continue
+        if position >= len(takes) or takes[position].name != parameter.name:
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and open_ended:
+                continue
+            return f"takes {[p.name for p in takes]}, vLLM gives {[p.name for p in asked]}"
+    return ""
+
+
 def check_imports() -> Iterator[dict[str, Any]]:
-    names = import_all()
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    for name in names:
+        importlib.import_module(f"{package.__name__}.{name}")
     yield {"check": "imports", "modules": names}
 
 
@@ -89,6 +131,26 @@ def check_signatures() -> Iterator[dict[str, Any]]:
         kinds = [type(each).__name__ for each in (own, theirs)]
         yield {"check": "signature", "method": name, "kinds": kinds, "wrong": unlike(own, theirs)}
     yield {"check": "abstract", "methods": sorted(LMCacheConnectorV1.__abstractmethods__)}
+
+
+def check_needed(folder: Path) -> Iterator[dict[str, Any]]:
+    """Which needed names are missing, and a step of an engine whose vLLM lacks one."""
+    missing, path = missing_names(), "vllm.v1.outputs.KVConnectorOutput"
+    NEEDED[path] += ("no_such_field",)
+    config, caught = vllm_config(folder), boundary.errors.total
+    scheduler = Scheduler(config, cache_config(), StructuredOutputManager(config), block_size=BLOCK)
+    scheduler.add_request(Request("r", list(range(300)), SamplingParams(max_tokens=1), None))
+    output = scheduler.schedule()
+    worker = LMCacheConnectorV1(config, KVConnectorRole.WORKER, cache_config())
+    worker.register_kv_caches({})
+    NEEDED[path] = NEEDED[path][:-1]
+    yield {
+        "check": "needed",
+        "missing": missing,
+        "scheduled": output.num_scheduled_tokens,
+        "planned": output.kv_connector_metadata.plan != StepPlan(0),
+        "errors": boundary.errors.total - caught,
+    }
 
 
 def check_traces(folder: Path) -> Iterator[dict[str, Any]]:
@@ -590,6 +652,7 @@ def main(folder: Path) -> None:
         check_imports(),
         check_names(),
         check_signatures(),
+        check_needed(model),
         check_traces(model),
         check_starts(model),
         check_groups_of(model),

@@ -16,9 +16,9 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from kvstrata.connectors.vllm.compat.dry_engine import Client, DryEngine, vllm_config
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from tests.tools.provision import ROOT
+from tests.vllm.versions_engine import Client, DryEngine, vllm_config
 
 TOKENS = 600
 

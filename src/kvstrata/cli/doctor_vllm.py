@@ -26,7 +26,7 @@ def check_vllm() -> Finding:
             advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
             return Finding("vllm", "warn", f"{package} {version}", advice)
         if not is_tested(version):
-            advice = f"tested with {', '.join(TESTED)}; any other version is checked when an engine starts"
+            advice = f"tested with {', '.join(TESTED)}; any other version is used with a warning"
             return Finding("vllm", "warn", f"{package} {version}", advice)
         return Finding("vllm", "ok", f"{package} {version}")
     return Finding("vllm", "ok", "not installed in this Python; only engines need it")

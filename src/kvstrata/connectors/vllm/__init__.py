@@ -1,7 +1,7 @@
 """Our connector for vLLM: `{"kv_connector": "LMCacheConnectorV1", "kv_connector_module_path": this module, …}`.
 
 The module has the connector under each of LMCache's names for its own.  vLLM is imported when the class is first asked
-for, so settings, decisions and layouts can be used without it.  A version of vLLM that is not known is checked then.
+for, so settings, decisions and layouts can be used without it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,6 @@ __all__ = ["LMCacheConnectorV1"]
 
 def __getattr__(name: str) -> Any:
     if name in CONNECTORS:
-        import vllm
-
-        from kvstrata.connectors.vllm.compat.contract import check_vllm
-
-        check_vllm(vllm.__version__)
         from kvstrata.connectors.vllm.connector import LMCacheConnectorV1
 
         return LMCacheConnectorV1

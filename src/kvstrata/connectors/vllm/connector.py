@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,6 +29,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvstrata.connectors.boundary import errors, guarded
 from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.build import own_cache, read_setup, scheduler_side, worker_side
+from kvstrata.connectors.vllm.compat.contract import check_vllm, missing_names
 from kvstrata.connectors.vllm.compat.hit_source import HOST
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.logs import log_like_vllm
@@ -70,13 +72,16 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         log_like_vllm()
-        self._setup = read_setup(vllm_config, kv_cache_config)
+        scheduler = role is KVConnectorRole.SCHEDULER
+        usable = check_vllm(vllm.__version__) if scheduler else not missing_names()
+        self._setup = read_setup(vllm_config, kv_cache_config) if usable else None
+        """None: the cache is off, because this vLLM lacks what the connector needs."""
         self._worker: WorkerSide | None = None
         self._layers_ask = False
         """Whether vLLM calls `wait_for_layer_load` before it reads a layer's cache, see `layers_ask`."""
         self._scheduler: SchedulerSide | None = None
         self._own_cache: OwnCache | None = None
-        if role is KVConnectorRole.SCHEDULER:
+        if scheduler and self._setup is not None:
             self._scheduler = scheduler_side(self._setup, self._prefix_cache, BlockPins(self._block_pool))
             self._own_cache = own_cache(self._setup, self._block_pool)
 
@@ -86,6 +91,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Read the layout of the engine's blocks and attach. Raises ConfigError for a layout that is not supported."""
         from vllm.distributed.parallel_state import get_tp_group
 
+        if self._setup is None:
+            return
         follow_sleep(self, self._vllm_config.model_config)
         tp_rank = get_tp_group().rank_in_group
         self._worker, self._layers_ask = worker_side(self._setup, kv_caches, tp_rank)
@@ -188,13 +195,14 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(None, lambda self, request: self._scheduler.give_up(request))
     def on_new_request(self, request: Any) -> None:
         """Hash the prompt and look it up."""
-        assert self._scheduler is not None
-        self._scheduler.on_new_request(request)
+        if self._scheduler is not None:
+            self._scheduler.on_new_request(request)
 
     @guarded((0, False), lambda self, request, _: (self._scheduler.give_up(request), (0, False))[1])
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that can be loaded, None if not known yet; whether they load asynchronously)"""
-        assert self._scheduler is not None
+        if self._scheduler is None:
+            return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @guarded(
@@ -205,15 +213,16 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     )
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated blocks, and has accepted the hit or not."""
-        assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     @guarded(
         StepMetadata(StepPlan(0)), lambda self, output: StepMetadata(self._scheduler.plan_failed(output))
     )
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The step's plan for the workers."""
-        assert self._scheduler is not None
+        if self._scheduler is None:
+            return StepMetadata(StepPlan(0))
         return StepMetadata(self._scheduler.plan_step(scheduler_output))
 
     @guarded(
@@ -222,13 +231,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     )
     def update_connector_output(self, connector_output: Any) -> None:
         """Apply the workers' reports."""
-        assert self._scheduler is not None
-        self._scheduler.heard(
-            _reports(connector_output),
-            connector_output.finished_recving or (),
-            connector_output.invalid_block_ids,
-            connector_output.failed_recving,
-        )
+        if self._scheduler is not None:
+            self._scheduler.heard(
+                _reports(connector_output),
+                connector_output.finished_recving or (),
+                connector_output.invalid_block_ids,
+                connector_output.failed_recving,
+            )
 
     @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -295,7 +304,8 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _finished(self, request: Any, tables: tuple[list[int], ...]) -> bool:
-        assert self._scheduler is not None
+        if self._scheduler is None:
+            return False
         if self._own_cache is not None:
             self._own_cache.finished(request)
         return self._scheduler.finished(request, tables)
