@@ -107,13 +107,6 @@ class Host:
         assert self._hub is not None
         self._hub.ip("link", "set", self._port, "up")
 
-    def new_device(self, address: str) -> None:
-        """Add a device that is up and has this address, but reaches no other host."""
-        self.ip("link", "add", "more0", "type", "veth", "peer", "name", "more1")
-        self.ip("address", "add", f"{address}/24", "dev", "more0")
-        for name in ("more1", "more0"):
-            self.ip("link", "set", name, "up")
-
     def slow(self, bytes_per_s: int) -> None:
         """Bound the host's rate of sending, until `fast`."""
         shape = ("rate", f"{8 * bytes_per_s}bit", "burst", str(BURST_BYTES), "latency", "1s")

@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable
 
 from kvstrata.errors import TransferError, Unavailable
-from kvstrata.p2p.engines.base import TransferEngine
 from kvstrata.p2p.leases import Lease
-from kvstrata.p2p.reopening import PeerEngine
+from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.shared import Shared
 from kvstrata.rpc.cluster_wire import CLUSTER_PROTOCOL_VERSION, Owner, PeerHello, PeerWelcome
 from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -40,21 +38,17 @@ class Connection:
         """Epoch of the owner's process whose memory the transfer engine reaches; 0 while it reaches none."""
         self.extents_bytes: list[int] = []
         """Length of each region of the owner's memory."""
-        self.engine: TransferEngine | None = None
-        """The transfer engine that is connected to the owner; None before that."""
-        self.metadata = b""
-        """The owner's metadata that `engine` used to connect to the owner."""
         self.opening: asyncio.Task[None] | None = None
 
 
 class Connections:
     """The connections of one tier, by the owner's instance id."""
 
-    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys, engines: PeerEngine) -> None:
+    def __init__(self, shared: Shared, links: Links, keys: ClusterKeys, engine: PeerEngine) -> None:
         self._shared = shared
         self._links = links
         self._keys = keys
-        self._engines = engines
+        self._engine = engine
         self._peers: dict[str, Connection] = {}
         self.closing = False
         """The tier is closing: peers are not disconnected one by one, since closing the transfer engine does that."""
@@ -125,16 +119,7 @@ class Connections:
                 f"{peer.endpoint}: {welcome.instance!r:.80} answers there, not {peer.instance!r}",
                 field="instance",
             )
-        engine = self._engines.current
-        try:
-            await engine.connect(peer.instance, welcome.metadata)
-        except TransferError as error:
-            if error.field == "network":
-                self._engines.failed()
-            raise
-        if engine is not self._engines.current:
-            raise Unavailable("the transfer engine was replaced meanwhile")
-        peer.engine, peer.metadata = engine, welcome.metadata
+        await self._engine.current.connect(peer.instance, welcome.metadata)
         peer.epoch, peer.extents_bytes = welcome.epoch, welcome.extents_bytes
 
     def _greeted(self, peer: Connection, opening: asyncio.Task[None]) -> None:
@@ -153,38 +138,5 @@ class Connections:
         peer.link.close()
         if peer.opening is not None:
             peer.opening.cancel()
-        if not self.closing and peer.engine is not None:
-            self._shared.work.keep(asyncio.ensure_future(peer.engine.disconnect(peer.instance)))
-
-    async def connect_all(self, engine: TransferEngine) -> Callable[[], None]:
-        """Connect a transfer engine, which will replace the current one, to all peers.
-
-        The caller makes `engine` the current one and then calls the returned function.  A peer that `engine` cannot
-        reach keeps the present transfer engine until that call, which lets the peer go.
-        """
-        connected = []
-        for peer in [peer for peer in self._peers.values() if peer.engine is not None]:
-            try:
-                await engine.connect(peer.instance, peer.metadata)
-            except TransferError as error:
-                log.debug(
-                    "%s: the new transfer engine cannot connect to %s; its metadata will be asked for again: %s",
-                    self._shared.name,
-                    peer.instance,
-                    error.message,
-                )
-            else:
-                connected.append((peer, peer.metadata))
-        return functools.partial(self._moved, engine, connected)
-
-    def _moved(self, engine: TransferEngine, connected: list[tuple[Connection, bytes]]) -> None:
-        """Let the peers use `engine`, which is now the current one; leases at peers that it cannot reach are lost."""
-        for peer, metadata in connected:
-            if self._peers.get(peer.instance) is peer and peer.metadata == metadata:
-                peer.engine = engine
-            elif not self.closing:
-                self._shared.work.keep(asyncio.ensure_future(engine.disconnect(peer.instance)))
-        for peer in list(self._peers.values()):
-            if peer.engine is not None and peer.engine is not engine:
-                self.let_go(peer)
-        self._shared.owners.forgive()
+        if not self.closing and peer.epoch:
+            self._shared.work.keep(asyncio.ensure_future(self._engine.current.disconnect(peer.instance)))

@@ -123,11 +123,6 @@ class OwnerBook:
         record = self._record(instance)
         record.window_bytes = min(record.window_bytes + n_bytes, self._limits.largest_window_bytes)
 
-    def forgive(self) -> None:
-        """Let every owner be asked again, because the past failures had a cause on our side, which is gone."""
-        for record in self._records.values():
-            record.breaker = Breaker(1, self._limits.open_s, self._limits.max_open_s)
-
     def states(self) -> dict[str, int]:
         """Counts for status pages."""
         closed = sum(record.breaker.would_admit(float("-inf")) for record in self._records.values())

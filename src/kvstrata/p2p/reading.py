@@ -21,7 +21,7 @@ from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.leases import Lease
 from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, parts_of, tag_of
 from kvstrata.p2p.owners import Pacer
-from kvstrata.p2p.reopening import PeerEngine
+from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.reasons import (
@@ -84,7 +84,7 @@ class Reader:
         shared: Shared,
         connections: Connections,
         returns: Returns,
-        engines: PeerEngine,
+        engine: PeerEngine,
         pacer: Pacer,
         verifier: Verifier,
         lanes: Lanes,
@@ -93,7 +93,7 @@ class Reader:
         self._shared = shared
         self._connections = connections
         self._returns = returns
-        self._engines = engines
+        self._engine = engine
         self._pacer = pacer
         self._verifier = verifier
         self._lanes = lanes
@@ -159,25 +159,20 @@ class Reader:
         if delay_s:
             await asyncio.sleep(delay_s)
         peer = self._connections.of(lease)
-        if not reads or peer is None or peer.engine is None:
+        if not reads or peer is None:
             landing.leave()
             return PEER_GONE
         self._shared.counts["reads"] += 1
-        engine = peer.engine
-        word = await engine.read(
+        word = await self._engine.current.read(
             lease.owner, reads, self._shared.settings.load_timeout_ms / 1000, landing.leave
         )
         if not word:
-            self._engines.reached()
             self._shared.counts["read_records"] += len(reads)
             self._shared.counts["read_bytes"] += n_bytes
             self._shared.owners.read(lease.owner, n_bytes)
             return ""
         self._shared.counts["read_failures"] += 1
-        # A failure of a transfer engine that was replaced meanwhile says nothing about the current one.
-        if word not in (transfer.BUSY, transfer.CLOSED, transfer.CANCELLED) and peer.engine is engine:
-            if word in (transfer.DEADLINE, transfer.PEER_GONE):
-                self._engines.failed()
+        if word not in (transfer.BUSY, transfer.CLOSED, transfer.CANCELLED):
             self._shared.owners.failed(lease.owner, self._shared.now_s())
             self._connections.let_go(peer)
         return _REASONS.get(word, TRANSFER)

@@ -26,8 +26,8 @@ An owner leases at most a share of its L1 (`p2p.max_leased_share`).  If a long p
 our earlier leases at that owner have ended.
 
 The parts: finding.py (keys → owner → lease), connections.py (one per owner), reading.py (leased extents → extents
-here), returns.py (gives leases back), owners.py (which owners to ask), leases.py (our leases there), reopening.py (the
-engine).
+here), returns.py (gives leases back), owners.py (which owners to ask), leases.py (our leases there), peer_engine.py
+(the engine).
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstrata.errors import ConfigError, StorageError, TransferError, Unavailable
+from kvstrata.errors import ConfigError, TransferError, Unavailable
 from kvstrata.native.record import Verifier
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.engines.base import TransferEngine
-from kvstrata.p2p.engines.links import Devices, find_devices
 from kvstrata.p2p.finding import Finder
 from kvstrata.p2p.mac import THREADS
 from kvstrata.p2p.owners import NamedOwners, Pacer, ScatteredKeys
+from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.reading import Reader
-from kvstrata.p2p.reopening import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.shared import COUNTED, Shared
@@ -104,9 +103,8 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         make_engine: Callable[[], TransferEngine],
         *,
         name: str = "peer",
-        look: Callable[[], Devices] = find_devices,
     ) -> None:
-        """`make_engine` may raise a TransferError that says what to install; `look` finds the network devices."""
+        """`make_engine` may raise a TransferError that says what to install."""
         self.name = name
         self.capabilities = Capabilities(
             persistent=False,
@@ -119,7 +117,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
             quiesce="never" if settings.engine == "nixl" else "drain",
         )
         self._settings = settings
-        self._engines = PeerEngine(name, make_engine, linger_s=settings.load_timeout_ms / 1000, look=look)
+        self._engine = PeerEngine(name, make_engine)
         self._named = NamedOwners()
         self._destinations = Destinations()
         self._scattered = ScatteredKeys()
@@ -132,15 +130,14 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
     # --- life --------------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Register the pools with the transfer engine; controllers may be absent. Raises StorageError, ConfigError."""
+        """Register the pools with the transfer engine; controllers may be absent. Raises ConfigError."""
         try:
             keys = self._read_keys()
-            await self._engines.open(self._destinations.open(context), context.clock)
+            await self._engine.open(self._destinations.open(context))
         except TransferError as error:
             self._closed = True
             await self._lanes.close()
-            kind = StorageError if error.field == "network" else ConfigError
-            raise kind(f"{self.name}: {error.message}", field="p2p.engine") from None
+            raise ConfigError(f"{self.name}: {error.message}", field="p2p.engine") from None
         links = Links(asyncio.get_running_loop())
         try:
             controllers = [
@@ -150,11 +147,10 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         except Unavailable as error:
             self._closed = True
             links.close()
-            await self._engines.close()
+            await self._engine.close()
             await self._lanes.close()
             raise ConfigError(f"controller.url: {error.message}", field="controller.url") from None
         self._parts = parts = self._put_together(context, links, keys, controllers)
-        self._engines.start(parts.connections.connect_all)
         parts.shared.work.background(parts.returns.sweep(), "leases")
 
     def _put_together(
@@ -166,7 +162,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
     ) -> _Parts:
         shared = Shared(self.name, self._settings, context.clock, context.instance_id)
         pacer = Pacer(self._settings.max_bytes_per_s)
-        connections = Connections(shared, links, keys, self._engines)
+        connections = Connections(shared, links, keys, self._engine)
         returns = Returns(shared, connections)
         finder = Finder(
             shared, connections, returns, self._named, controllers, pacer, self._destinations, self._scattered
@@ -175,7 +171,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
             shared,
             connections,
             returns,
-            self._engines,
+            self._engine,
             pacer,
             self._verifier,
             self._lanes,
@@ -198,7 +194,7 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
                 controller.close()
             await asyncio.gather(*given_back)
             connections.close()
-            await self._engines.close()
+            await self._engine.close()
             links.close()
         await self._lanes.close()
 
@@ -239,8 +235,8 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         return 0
 
     def advertisement(self) -> bytes:
-        """The metadata of the current transfer engine; empty while none is current."""
-        return self._engines.metadata
+        """The metadata of the transfer engine; empty while none is open."""
+        return self._engine.metadata
 
     def prefer(self, keys: Sequence[bytes], source: bytes) -> None:
         """`source` is an Owner in msgpack (peer_reads.py). Raises msgspec.MsgspecError for anything else."""
@@ -255,16 +251,15 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         self._destinations.belongs(keys, tenant)
 
     def numbers(self) -> dict[str, int]:
-        """The counters of COUNTED, and the counters of the transfer engine's reopenings."""
-        told = dict.fromkeys(COUNTED, 0)
-        if self._parts is not None:
-            told |= {**self._parts.shared.counts, **self._parts.shared.owners.states()}
-        return {**told, **self._engines.numbers()}
+        """The counters of COUNTED, and how many owners are known and skipped."""
+        if self._parts is None:
+            return dict.fromkeys(COUNTED, 0)
+        return {**self._parts.shared.counts, **self._parts.shared.owners.states()}
 
     def remarks(self) -> dict[str, str]:
-        """Why a new transfer engine was opened last, and which background tasks have failed."""
+        """Why no transfer engine is open, and which background tasks have failed."""
         failed = {} if self._parts is None else self._parts.shared.work.remarks()
-        return {**self._engines.remarks(), **failed}
+        return {**self._engine.remarks(), **failed}
 
     async def usage(self) -> Usage:
         """All zero, since the records belong to their owners."""

@@ -23,7 +23,6 @@ from kvstrata.p2p.engines.base import (
     pack_metadata,
     unpack_metadata,
 )
-from kvstrata.p2p.engines.links import Devices
 from kvstrata.p2p.lent import split_extents
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
@@ -50,7 +49,6 @@ from kvstrata.testing.strategies import (
 from kvstrata.types import EXTENT, KEY_BYTES
 from tests.harness.directory_double import Directory, Endpoint
 from tests.harness.l1 import L1, RECORD, SIZE, chain
-from tests.harness.waiting import until
 
 LOADED = LoadOutcome(LoadStatus.LOADED)
 ABSENT = LoadOutcome(LoadStatus.ABSENT)
@@ -236,10 +234,7 @@ class Net:
             **settings,
         }
         self.settings = PeerSettings((self.directory.endpoint,), "copy", **values)
-        self.usable = frozenset({"eth0 10.0.0.1"})
-        self.adapter = PeerTier(
-            self.settings, lambda: self.engine, look=lambda: Devices(self.usable, frozenset())
-        )
+        self.adapter = PeerTier(self.settings, lambda: self.engine)
         l1.store(KEYS)
         self.directory.tell(self.owner.entry, KEYS)
 
@@ -260,11 +255,3 @@ class Net:
 
     def counted(self, name: str) -> int:
         return self.adapter.numbers()[name]
-
-    async def reopen(self, engine: CopyEngine) -> CopyEngine:
-        """Let a network device come up, so that this engine replaces the present one; returns the present one."""
-        before, self.engine = self.engine, engine
-        self.usable |= {"eth1 10.0.1.1"}
-        self.adapter._engines.look_now()
-        await until(lambda: self.counted("reopened_devices") == 1)
-        return before

@@ -8,8 +8,9 @@ environment asks for it.  Shared memory and kernel copies are between processes 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
-from kvstrata.p2p.engines.links import RDMA
+RDMA = Path("/sys/class/infiniband")
 
 
 def has_rdma_card() -> bool:
