@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from playwright.async_api import Browser
 from tests.harness import chromium
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
-from tests.integration.controller.dashboard_scene import Visit
 
 
 @pytest.fixture
@@ -45,8 +43,3 @@ async def browser() -> AsyncIterator[Browser]:
             yield running
     except chromium.Unavailable as unavailable:
         pytest.skip(str(unavailable))
-
-
-@pytest.fixture
-def visit(browser: Browser) -> Visit:
-    return partial(chromium.visit, browser)

@@ -7,13 +7,13 @@ import re
 import httpx
 import pytest
 
-from tests.harness.dashboard_cluster import Cluster, served
+from tests.harness.controller_process import ControllerProcess
 
 pytestmark = pytest.mark.integration
 
 
-async def test_every_file_is_small_local_and_under_a_strict_policy() -> None:
-    async with served(Cluster()) as url, httpx.AsyncClient(base_url=url) as client:
+async def test_every_file_is_small_local_and_under_a_strict_policy(controller: ControllerProcess) -> None:
+    async with httpx.AsyncClient(base_url=controller.url) as client:
         waiting, seen = ["/"], {}
         while waiting:
             path = waiting.pop()
