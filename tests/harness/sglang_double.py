@@ -95,6 +95,9 @@ class StorageConfig:
     extra_config: dict[str, Any] | None = None
     dcp_size: int = 1
 
+    def __post_init__(self) -> None:
+        self.extra_config = {"interface_v1": 1, **(self.extra_config or {})}
+
 
 class Slots(list[int]):
     """Slot numbers, in place of a tensor."""

@@ -133,23 +133,6 @@ class _Engine:
         answer = getattr(self, what)(**arguments)
         return answer, time.monotonic() - begun_s
 
-    def flat(self, names: list[str]) -> dict[str, Any]:
-        """Store and load pages by tensors: SGLang's own interface before v1."""
-        self._fill(names, 0)
-        data = [self.pool.get_data_page(i * PAGE_TOKENS) for i in range(len(names))]
-        targets = [self.pool.get_dummy_flat_data_page() for _ in names]
-        stored = self.storage.batch_set(names, data)
-        loaded = self.storage.batch_get(names, targets)
-        missing = self.storage.get("no such page", self.pool.get_dummy_flat_data_page())
-        return {
-            "stored": stored,
-            "same": [
-                got is not None and torch.equal(got.view(torch.uint8), page.view(torch.uint8))
-                for got, page in zip(loaded, data, strict=True)
-            ],
-            "missing": missing is None and self.storage.exists(names[0]) and not self.storage.exists("x"),
-        }
-
     def backup(self, tokens: list[int]) -> int:
         """Let SGLang's thread store the pages of a prompt under SGLang's own hashes; returns the tokens it stored."""
         names = self._names(tokens)

@@ -81,13 +81,6 @@ def test_pages_of_each_layout_come_back_as_they_were(engine, kind, layout, runs)
     assert engine.ask("get", names=[NAMES[4]], first_page=last) == ["right"]
 
 
-def test_pages_in_tensors_are_the_same_records(engine):
-    started(engine, arguments={"weight_version": "tensors"}, extra={})
-    flat = engine.ask("flat", names=NAMES[:3])
-    assert flat == {"stored": True, "same": [True] * 3, "missing": True}
-    assert engine.ask("get", names=NAMES[:3], first_page=9) == ["right"] * 3
-
-
 def test_the_threads_of_sglangs_controller_store_and_load_a_prompt(engine):
     started(engine, arguments={"weight_version": "threads"})
     tokens = list(range(8 * PAGE_TOKENS))

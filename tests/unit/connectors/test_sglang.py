@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from types import SimpleNamespace
 
@@ -12,8 +11,6 @@ from kvstrata.connectors.sglang.identity import layout_identity, pool_slice
 from kvstrata.connectors.sglang.page_cache import PageCache
 from kvstrata.connectors.sglang.pages import read_pages
 from kvstrata.errors import ConfigError, NotPermitted
-from kvstrata.native.copying import gather_record, scatter_record
-from kvstrata.native.record import RecordSpec, record_bytes
 from kvstrata.types import RequestIdentity, identity_root
 from tests.harness.sglang_double import Arguments, HostPool, Slots, StorageConfig, Transfer, modules
 
@@ -37,22 +34,6 @@ def test_a_pages_runs_are_those_of_the_pool_in_the_order_of_addresses(layout, la
         b + s * (runs.n_pages - 1) for b, s in zip(runs.bases, runs.strides, strict=True)
     ]
     assert runs.plan().payload_bytes(1) == pool.page_bytes
-
-
-def test_a_flat_page_and_a_page_of_the_pool_have_the_same_record():
-    pool = HostPool("layer_first", layers=3)
-    runs = read_pages("kv", pool)
-    data = pool.fill(5, "five")
-    length = record_bytes(len(runs.run_bytes), runs.page_bytes)
-    extent = ctypes.create_string_buffer(length + 8)
-    address = -(-ctypes.addressof(extent) // 8) * 8
-    key, root = b"k" * 32, b"r" * 32
-    spec = RecordSpec(key=key, identity=root, slice_digest=b"s" * 32, parent_key=bytes(32), chunk_tokens=4)
-    gather_record(runs.plan(), [5], address, length, spec)
-    target = ctypes.create_string_buffer(runs.page_bytes)
-    plan = runs.flat_plan(ctypes.addressof(target))
-    assert scatter_record(plan, [0], address, length, key, root) == 0
-    assert target.raw == data
 
 
 def test_pools_whose_pages_cannot_be_found_are_refused_by_name():
@@ -159,6 +140,8 @@ def test_settings_come_from_the_extra_config_and_wrong_ones_stop_the_start(stora
     assert storage_class(StorageConfig(extra_config=extra), {})._settings.lookup_timeout_ms == 7
     with pytest.raises(ConfigError, match=r"hicache-storage-backend-extra-config.*lookup_timout_ms"):
         storage_class(StorageConfig(extra_config={"kvstrata.lookup_timout_ms": 7}))
+    with pytest.raises(ConfigError, match='lacks "interface_v1": 1'):
+        storage_class(StorageConfig(extra_config={"interface_v1": 0}))
     with pytest.raises(ConfigError, match="dcp_size: 2"):
         storage_class(StorageConfig(dcp_size=2))
 
@@ -173,8 +156,6 @@ def test_without_pools_and_after_errors_everything_is_missing_and_nothing_is_rai
     assert storage.batch_exists(["a", "b"]) == 0 and storage.exists("a") is False
     assert storage.batch_get_v1(["a", "b"], slots) == [False, False]
     assert storage.batch_set_v1(["a", "b"], slots) == [False, False]
-    assert storage.get("a") is None and storage.batch_get(["a"], [None]) == [None]
-    assert storage.set("a", None) is False and storage.batch_set(["a"], None) is False
     assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
     transfers = [Transfer("mamba", slots, ["a", "b"])]
     assert storage.batch_get_v2(transfers) == storage.batch_set_v2(transfers) == {"mamba": [False, False]}

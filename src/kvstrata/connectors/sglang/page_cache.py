@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
-from kvstrata.client import CacheClient, Identity, LoadItem, LookupResult, StoreJob, StoreOutcome
+from kvstrata.client import CacheClient, Identity, LoadItem, LookupResult, StoreOutcome
 from kvstrata.client.handles import miss
 from kvstrata.connectors.sglang.pages import PageRuns
 from kvstrata.keys import batch
@@ -65,23 +64,27 @@ class PageCache:
 
     def load(self, names: Sequence[str], pages: Sequence[int]) -> list[bool]:
         """Copy pages into these places of the pool, up to the first one that is missing; returns which are whole."""
-        return self._load(self.chain(names), pages, self._plan)
-
-    def load_flat(self, name: str, address: int) -> bool:
-        """Copy a page to `address`, its runs side by side; returns whether it is whole."""
-        return self._load(self.chain([name]), [0], self.runs.flat_plan(address))[0]
+        chain = self.chain(names)
+        found = self._look_up(chain)
+        if found.lease is None:
+            return [False] * len(pages)
+        items = [
+            LoadItem(batch.nth(chain, i), extent.offset_bytes, extent.length_bytes, [pages[i]])
+            for i, extent in enumerate(unpack_extents(found.extents))
+        ]
+        failed = self._client.load(self._identity, found.lease, items, self._plan, sync=True).failed
+        return [i < len(items) and i not in failed for i in range(len(pages))]
 
     def store(self, names: Sequence[str], pages: Sequence[int], parent: str | None) -> list[bool]:
         """Copy pages out of these places of the pool; returns which the cache has then. `parent` comes before them."""
-        return self._stored(self._store(names, pages, parent, self._plan))
-
-    def store_flat(self, names: Sequence[str], addresses: Sequence[int]) -> list[bool]:
-        """Copy pages whose runs lie side by side at these addresses; returns which the cache has then."""
-        jobs = [
-            self._store([name], [0], None, self.runs.flat_plan(address))
-            for name, address in zip(names, addresses, strict=True)
-        ]
-        return [self._stored(job)[0] for job in jobs]
+        before = self.chain([parent]) if parent else b""
+        blocks = [[page] for page in pages]
+        job = self._client.store(self._identity, before, self.chain(names), self._plan, blocks)
+        if not job.done.wait(self._wait_s):
+            # Cancelled, it never makes a page visible that was copied too late.
+            job.cancel()
+            job.gathered.wait(self._wait_s)
+        return [outcome in KEPT for outcome in job.outcomes]
 
     def close(self) -> None:
         """End the client."""
@@ -98,26 +101,3 @@ class PageCache:
             call.cancel()
             return miss(MissReason.DEADLINE)
         return call.result
-
-    def _load(self, chain: bytes, pages: Sequence[int], plan: Any) -> list[bool]:
-        found = self._look_up(chain)
-        if found.lease is None:
-            return [False] * len(pages)
-        size = len(chain) // len(pages)
-        items = [
-            LoadItem(chain[i * size : (i + 1) * size], extent.offset_bytes, extent.length_bytes, [pages[i]])
-            for i, extent in enumerate(unpack_extents(found.extents))
-        ]
-        failed = self._client.load(self._identity, found.lease, items, plan, sync=True).failed
-        return [i < len(items) and i not in failed for i in range(len(pages))]
-
-    def _store(self, names: Sequence[str], pages: Sequence[int], parent: str | None, plan: Any) -> StoreJob:
-        before = self.chain([parent]) if parent else b""
-        return self._client.store(self._identity, before, self.chain(names), plan, [[page] for page in pages])
-
-    def _stored(self, job: StoreJob) -> list[bool]:
-        """Wait for a store. Cancelled, it never makes a page visible that was copied too late."""
-        if not job.done.wait(self._wait_s):
-            job.cancel()
-            job.gathered.wait(self._wait_s)
-        return [outcome in KEPT for outcome in job.outcomes]

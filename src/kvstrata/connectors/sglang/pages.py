@@ -3,7 +3,7 @@
 A host pool tells the addresses and lengths of the runs of any page (`get_page_buffer_meta`); storages use them to move
 pages without a copy in between.  In every pool that SGLang has, a run lies at a fixed distance from the same run of the
 next page, so two pages tell where all of them are; a third one is compared.  A page's runs become the sections of its
-record, in the order of their addresses, which is the order that SGLang's flat pages have too.
+record, in the order of their addresses.
 
 Neither SGLang nor torch is imported.
 """
@@ -35,22 +35,11 @@ class PageRuns(NamedTuple):
 
     def plan(self) -> CopyPlan:
         """The plan of copies between pages of the pool and records."""
-        return self._plan(self.bases, self.n_pages, self.strides)
-
-    def flat_plan(self, address: int) -> CopyPlan:
-        """The plan of copies between one page whose runs lie side by side at `address` and its record."""
-        bases, at = [], address
-        for length in self.run_bytes:
-            bases.append(at)
-            at += length
-        return self._plan(bases, 1, self.run_bytes)
-
-    def _plan(self, bases: Any, n_pages: int, strides: Any) -> CopyPlan:
         lengths = list(dict.fromkeys(self.run_bytes))
         return CopyPlan(
-            bases,
-            n_pages,
-            strides,
+            self.bases,
+            self.n_pages,
+            self.strides,
             shapes=[((), length) for length in lengths],
             section_shapes=[lengths.index(length) for length in self.run_bytes],
         )

@@ -46,10 +46,6 @@ def _all_missing(self: Any, keys: Sequence[str], *_: Any, **__: Any) -> list[boo
     return [False] * len(keys)
 
 
-def _none_found(self: Any, keys: Sequence[str], *_: Any, **__: Any) -> list[Any]:
-    return [None] * len(keys)
-
-
 def _all_pools_missing(self: Any, transfers: Sequence[Any], *_: Any, **__: Any) -> dict[str, list[bool]]:
     return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}
 
@@ -67,6 +63,11 @@ class HiCacheKvstrata(HiCacheStorage):  # type: ignore[misc]
         self._settings, notes = load_settings(extra, os.environ, OPTION)
         for note in notes:
             logger.warning("%s", note)
+        if not (storage_config.extra_config or {}).get("interface_v1"):
+            raise ConfigError(
+                f'{OPTION}: lacks "interface_v1": 1, without which SGLang copies each page once more; add it',
+                field="interface_v1",
+            )
         if storage_config.dcp_size != 1:
             raise ConfigError(
                 f"dcp_size: {storage_config.dcp_size} is not supported, only 1; leave --hicache-storage-backend out",
@@ -149,47 +150,27 @@ class HiCacheKvstrata(HiCacheStorage):  # type: ignore[misc]
         """Store pages out of the host pool; returns for each page whether it is stored."""
         return self._store(KV_POOL, keys, host_indices, extra_info)
 
-    # Pages in tensors, which SGLang uses without `interface_v1`.
+    # SGLang demands these methods and does not call them with `interface_v1`.
 
-    @guarded(None)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Load a page into a flat tensor and return it; None if it is missing or the tensor is not of its size."""
-        cache = self._caches[KV_POOL]
-        if not _holds_page(cache, target_location) or not cache.load_flat(key, target_location.data_ptr()):
-            return None
-        return target_location
+        """Load nothing."""
+        return None
 
-    @guarded([], _none_found)
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Any]:
-        """As `get`, for several pages; those behind the first missing one are not tried."""
-        found: list[Any] = [None] * len(keys)
-        for i, (key, target) in enumerate(zip(keys, target_locations or [], strict=False)):
-            found[i] = self.get(key, target)
-            if found[i] is None:
-                break
-        return found
+        """Load nothing."""
+        return [None] * len(keys)
 
-    @guarded(False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a page out of a flat tensor; returns whether it is stored."""
-        return self.batch_set([key], [value])
+        """Store nothing."""
+        return False
 
-    @guarded(False)
     def batch_set(
-        self,
-        keys: Sequence[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
+        self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Store pages out of flat tensors; returns whether all are stored."""
-        cache = self._caches[KV_POOL]
-        flat = [value.contiguous() for value in values or []]
-        if len(flat) != len(keys) or not all(_holds_page(cache, value) for value in flat):
-            return False
-        return all(cache.store_flat(keys, [value.data_ptr() for value in flat]))
+        """Store nothing."""
+        return False
 
     # Several pools.
 
@@ -306,13 +287,3 @@ def _pages(cache: PageCache | None, keys: Sequence[str], host_indices: Any) -> l
         logger.error("%d slots are not %d whole pages of %d slots", len(slots), len(keys), size)
         return []
     return [start // size for start in starts]
-
-
-def _holds_page(cache: PageCache, tensor: Any) -> bool:
-    """Whether a tensor lies in host memory in one piece and has the size of a page."""
-    return (
-        tensor is not None
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and tensor.numel() * tensor.element_size() == cache.runs.page_bytes
-    )
