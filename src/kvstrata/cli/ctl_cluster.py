@@ -9,7 +9,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvstrata.cli import ctl_explain, ctl_log
+from kvstrata.cli import ctl_log
 from kvstrata.cli.ctl_pages import add_page_flags
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.errors import ConfigError
@@ -108,13 +108,7 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
     named("allow", "let a removed instance join again")
     waiting(named("runtime", "threads, memory and environment of an instance"))
     waiting(named("document", "status document of an instance"))
-    explain = waiting(chunks(action("explain", "where chunks are or why they are missing"), required=False))
-    explain.add_argument(
-        "--request-id",
-        metavar="ID",
-        help="instead of FILE: explain a recent request, by the id that the API returned (none)",
-    )
-    for made in (clear, evict, explain):
+    for made in (clear, evict):
         made.add_argument("--instance", action="append", dest="instances", metavar="INSTANCE",
                           help="only this instance; repeatable (all)")  # fmt: skip
     action("commands", "recent commands to instances")
@@ -163,14 +157,6 @@ def request(options: argparse.Namespace, read: Callable[[str], str]) -> ClusterA
             body = {"claim": options.claim, "instance": options.instance}
         case "replicate" | "move":
             body = {**_chunks(options, read), "to": options.to, "source": options.source}
-        case "explain":
-            if (options.tokens is None) == (options.request_id is None):
-                raise ConfigError("FILE: give either FILE or --request-id", field="FILE")
-            body = {
-                **_chunks(options, read),
-                "request_id": options.request_id,
-                "instances": options.instances,
-            }
         case "clear":
             body = {"tier": options.tier, "tenant": options.tenant, "instances": options.instances}
         case "evict":
@@ -250,9 +236,6 @@ def brief(action: str, answer: Any) -> Any:
             for row in answer["events"]
         ]
         return rows or "nothing happened"
-    if action == "explain":
-        placed = answer["placement"]
-        return {**ctl_explain.of_cluster(answer), "placement": placed and brief("lookup", placed)}
     if action == "lookup":
         return {key: value for key, value in answer.items() if key != "chunks"}
     return answer

@@ -1,4 +1,4 @@
-"""What `ctl explain` and `ctl cluster explain` print for people: one line for each lookup, chunk and instance.
+"""What `ctl explain` prints for people: one line for each lookup.
 
 `--json` prints the whole answer, with identities and storage keys.
 """
@@ -15,32 +15,6 @@ def of_server(answer: Mapping[str, Any]) -> Any:
     if "recent" in answer:
         return [{"request_id": row["request_id"], **_lookup(row)} for row in answer["recent"]]
     return {"request_id": answer["request_id"], "lookups": [_lookup(row) for row in answer["lookups"]]}
-
-
-def of_cluster(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer of a controller's `/v1/explain` as rows; `placement` stays as it is."""
-    return {
-        **answer,
-        "lookups": [
-            {
-                "instance": row["instance"],
-                "request_id": row["document"].get("request_id"),
-                **_lookup(row["document"]),
-                "missing_now": [f"{place['instance']} ({place['tier']})" for place in row["missing_now"]],
-            }
-            for row in answer["lookups"]
-        ],
-        "misses": [
-            {
-                "chunk": miss["chunk"],
-                "key": miss["key"],
-                "told": "; ".join(
-                    f"{told['instance']}: {told['tier'] or _because(told)}" for told in miss["told"]
-                ),
-            }
-            for miss in answer["misses"]
-        ],
-    }
 
 
 def _lookup(document: Mapping[str, Any]) -> dict[str, Any]:

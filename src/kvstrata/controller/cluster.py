@@ -49,7 +49,7 @@ TICK_S = 0.25
 NO_SLOTS_RETRY_S = 0.5
 OF_EACH = frozenset({CommandKind.RESYNC})
 """Commands that every controller sends for its own directory, even if it does not lead."""
-ONLY_ASKING = frozenset({CommandKind.EXPLAIN, CommandKind.RUNTIME, CommandKind.STATUS})
+ONLY_ASKING = frozenset({CommandKind.RUNTIME, CommandKind.STATUS})
 """Commands that change nothing; dashboards send them all the time, so their success is not an event."""
 
 

@@ -49,9 +49,6 @@ class Placement(NamedTuple):
     """For each chunk, the places that have all of its slices; slices with a span are left out, if others are there."""
     held_chunks: int
     """Chunks of the longest hit of which some place has each part."""
-    absent: list[tuple[int, list[int]]]
-    """Each chunk that ends or follows that hit, with the numbers of its keys that no place has: of slices with a span
-    only those that a hit of all chunks that the other slices have would need."""
 
 
 def _placement(named: Named, longest_hits: list[Found], rows: list[list[Place]]) -> Placement:
@@ -64,25 +61,9 @@ def _placement(named: Named, longest_hits: list[Found], rows: list[list[Place]])
         for number in whole[1:]:
             common.intersection_update(rows[first + number])
         places.append(sorted(common, key=lambda place: (place.tier != "l1", place)))
-    absent = [
-        (chunk, [chunk * n_slices + number for number in whole])
-        for chunk, there in enumerate(places)
-        if not there
-    ]
-    if not any(spans):
-        return Placement(named, longest_hits, places, absent[0][0] if absent else len(places), absent)
-    if all(spans):
-        absent = []
-    prefix = absent[0][0] if absent else len(places)
+    prefix = next((chunk for chunk, there in enumerate(places) if not there), len(places))
     held = longest(prefix, spans, lambda chunk, number: bool(rows[chunk * n_slices + number]))
-    if held < prefix:
-        gaps: dict[int, list[int]] = {}
-        for number, span in enumerate(spans):
-            for chunk in range(max(0, prefix - span), prefix if span else 0):
-                if not rows[chunk * n_slices + number]:
-                    gaps.setdefault(chunk, []).append(chunk * n_slices + number)
-        absent = [*sorted(gaps.items()), *absent]
-    return Placement(named, longest_hits, places, held, absent)
+    return Placement(named, longest_hits, places, held if any(spans) else prefix)
 
 
 class Operations:

@@ -223,13 +223,8 @@ class Explainer:
                 name, shown = difference
                 detail = f"{name}: stored with {shown!r}" if shown else name
                 return MissReason.IDENTITY_DIFFERS, detail
-        return self.why_key(key, in_flight=in_flight, policy=policy)
-
-    def why_key(self, key: bytes, *, in_flight: bool, policy: str) -> tuple[MissReason, str]:
-        """The reason and detail as far as the key alone tells."""
         if in_flight:
             return MissReason.IN_FLIGHT, "being stored or loaded"
-        note = self.keys.get(key)
         if note is not None and note.reason is MissReason.EVICTED:
             return MissReason.EVICTED, f"by {note.detail or policy} at {note.unix_ms} (unix ms)"
         if note is not None and note.reason is not MissReason.NEVER_STORED:

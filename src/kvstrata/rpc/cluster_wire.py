@@ -52,8 +52,6 @@ MAX_CLUSTER_MESSAGE_BYTES = 4 << 20
 MAX_PEER_KEYS = 4_096
 """Keys in one lease of a peer."""
 MAX_LEASE_MS = 60_000
-MAX_EXPLAINED_KEYS = 256
-"""Keys in one EXPLAIN command."""
 MAX_RUNS = 4_096
 MAX_COMMANDS = 64
 """Commands in one answer to a heartbeat."""
@@ -274,9 +272,6 @@ class CommandKind(enum.StrEnum):
     only what the longest hit needs. Used by replicate, and by move, which then sends the owner an EVICT."""
     DRAIN = "drain"
     """{"on": bool}: if true, lease nothing more to peers; if false, lease to them again."""
-    EXPLAIN = "explain"
-    """{"request_id": str}: answer the document of /v1/explain; or {"keys": bytes}, at most 256 keys: answer, for each
-    key, that the chunk is in L1, or why it is not."""
     RUNTIME = "runtime"
     """{}: answer threads, memory, garbage collector, lag of the loop, allow-listed environment."""
     STATUS = "status"

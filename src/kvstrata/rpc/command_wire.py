@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import BadRequest
-from kvstrata.rpc.cluster_wire import MAX_EXPLAINED_KEYS, MAX_PEER_KEYS, Command, CommandKind, Owner
+from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Command, CommandKind, Owner
 from kvstrata.rpc.wire import ClearScope
 from kvstrata.types import KEY_BYTES
 
@@ -120,18 +120,6 @@ class DrainArgument(Argument, frozen=True, kw_only=True):
     on: Annotated[bool, Meta(extra={"must": "true or false"})] = True
 
 
-class ExplainRequestArgument(Argument, frozen=True, kw_only=True):
-    """See CommandKind.EXPLAIN."""
-
-    request_id: Name
-
-
-class ExplainKeysArgument(Argument, frozen=True, kw_only=True):
-    """See CommandKind.EXPLAIN."""
-
-    keys: Annotated[bytes, _keys(MAX_EXPLAINED_KEYS)]
-
-
 class RuntimeArgument(Argument, frozen=True, kw_only=True):
     """See CommandKind.RUNTIME."""
 
@@ -160,8 +148,6 @@ def argument_of(command: Command) -> Argument:
     told = command.argument
     if command.kind is CommandKind.EVICT:
         kind: type[Argument] = EvictIdentityArgument if told.get("identity") else EvictKeysArgument
-    elif command.kind is CommandKind.EXPLAIN:
-        kind = ExplainKeysArgument if "keys" in told else ExplainRequestArgument
     else:
         kind = _KINDS[command.kind]
     try:

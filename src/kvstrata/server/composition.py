@@ -338,9 +338,7 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     return AdminParts(
         prewarms,
         Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events, ground.book),
-        Explaining(
-            ground.explainer, ground.pools, tables.in_flight, l2.events, ground.settings.l1.eviction_policy
-        ),
+        Explaining(ground.explainer),
         tenants,
     )
 

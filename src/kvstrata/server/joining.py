@@ -149,7 +149,6 @@ def make_membership(
         peer_reads=l2.peer_reads,
         peer_server=peer_server,
         clearing=admin.clearing,
-        explain=admin.explain,
         board=ground.board,
     )
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""

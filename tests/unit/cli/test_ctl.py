@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.cli import asking, ctl, ctl_cluster, ctl_explain
+from kvstrata.cli import asking, ctl, ctl_explain
 from kvstrata.cli.table import table
 from kvstrata.errors import BadRequest, Unavailable
 from kvstrata.process.http_token import SocketFile
@@ -49,29 +49,6 @@ def test_an_explained_request_is_a_line_for_each_lookup():
         "       chunk 3: evicted (by LRU at 7 (unix ms))",
         "  2023-11-14T22:13:20Z  0.25  -       5       2   1   3       -",
     ]
-
-
-def test_what_a_cluster_explains_says_which_instance_told_what():
-    told = [
-        {"instance": "a", "tier": "l1", "reason": "", "detail": ""},
-        {"instance": "b", "tier": "", "reason": "never_stored", "detail": ""},
-    ]
-    answer = {
-        "lookups": [{"instance": "a", "document": LOOKUP,
-                     "missing_now": [{"instance": "b", "tier": "l1", "confirmed": True}]}],
-        "placement": None,
-        "misses": [{"chunk": 4, "key": "ab", "reason": "never_stored", "told": told}],
-        "answered": ["a", "b"],
-        "unanswered": [{"instance": "c", "why": "no answer within 5 s"}],
-    }  # fmt: skip
-    shown = ctl_cluster.brief("explain", answer)
-    assert shown["lookups"] == [
-        {"instance": "a", "request_id": "cmpl-7-0-1f2e3d4c", "at": "2023-11-14T22:13:20Z", "ms": 0.25,
-         "tenant": "", "chunks": 5, "l1": 2, "l2": 1, "served": 3,
-         "first_miss": "chunk 3: evicted (by LRU at 7 (unix ms))", "missing_now": ["b (l1)"]},
-    ]  # fmt: skip
-    assert shown["misses"] == [{"chunk": 4, "key": "ab", "told": "a: l1; b: never_stored"}]
-    assert "c         no answer within 5 s" in table(shown)
 
 
 @given(JSON)

@@ -41,7 +41,6 @@ def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
         "peer_reads": server.l2.peer_reads,
         "peer_server": SimpleNamespace(leases=None),
         "clearing": server.admin.clearing,
-        "explain": server.admin.explain,
         "board": server.ground.board,
     }
     return Actions(**{**parts, **others})
@@ -158,7 +157,6 @@ OWNER = {
             "owner: must be an Owner",
         ),
         (CommandKind.DRAIN, {"on": "yes"}, "on: must be true or false, found 'yes'"),
-        (CommandKind.EXPLAIN, {"keys": KEY * 257}, "keys: must be 1 to 256 keys of 32 bytes"),
     ],
 )
 def test_a_wrong_argument_names_the_field_and_what_it_must_be(
@@ -177,7 +175,6 @@ def test_the_argument_of_every_command_ignores_unknown_fields() -> None:
         CommandKind.PIN: {"claim": "c", "keys": KEY},
         CommandKind.UNPIN: {"claim": "c"},
         CommandKind.PULL: {"keys": KEY, "identity": ROOT, "owner": OWNER},
-        CommandKind.EXPLAIN: {"request_id": "r"},
     }
     for kind in CommandKind:
         assert argument_of(Command(1, kind, {**told.get(kind, {}), "new": 1}))

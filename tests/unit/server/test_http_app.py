@@ -222,7 +222,7 @@ async def test_a_request_id_that_several_requests_begin_with_is_a_wrong_field(ad
     for number in range(2):
         lookup = Explained(f"cmpl-7-{number}-ab", "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b"")
         explainer.requests.add(lookup)
-    admin.explain = Explaining(explainer, cast(Any, None), cast(Any, None), cast(Any, None), "LRU")
+    admin.explain = Explaining(explainer)
     async with client(admin) as http:
         assert (await http.get("/v1/explain/cmpl-7-1")).json()["request_id"] == "cmpl-7-1-ab"
         answer = await http.get("/v1/explain/cmpl-7")

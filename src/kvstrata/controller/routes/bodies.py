@@ -379,59 +379,6 @@ class PlacementBody(BaseModel):
     chunks: list[ChunkPlaces]
 
 
-class ToldBody(BaseModel):
-    """One instance's answer for a chunk."""
-
-    instance: str
-    tier: str = Field(
-        description="`l1`: the instance has the chunk, but the directory does not know it yet; else empty."
-    )
-    reason: str = Field(
-        description="See docs/wire-codes.md, reasons of a miss; empty if the instance has it."
-    )
-    detail: str
-
-
-class MissBody(BaseModel):
-    """A chunk that, as far as the directory knows, no instance has with all slices that a hit needs."""
-
-    chunk: int
-    key: str = Field(description="Storage key of its first absent slice.")
-    slice: str = Field(description="Digest of that slice; empty if keys were named.")
-    window: bool = Field(
-        description="A hit needs that slice only at its end, and the windows or states there ended the prefix."
-    )
-    reason: str = Field(
-        description="The most informative reason; empty if some instance has the chunk, or none answered."
-    )
-    told: list[ToldBody] = Field(description="The most informative answer first.")
-
-
-class LookupTold(BaseModel):
-    """One lookup of a request."""
-
-    instance: str
-    document: dict[str, Any] = Field(description="As in the instance's own `/v1/explain`.")
-    missing_now: list[PlaceBody] = Field(description="Places that now have the chunk that it missed first.")
-
-
-class UnansweredBody(BaseModel):
-    """An instance that did not answer."""
-
-    instance: str
-    why: str
-
-
-class ExplainedBody(BaseModel):
-    """What the directory knows and what instances remember."""
-
-    lookups: list[LookupTold] = Field(description="Lookups of the request, oldest first.")
-    placement: PlacementBody | None = Field(description="Places of the chunks, as in /v1/lookup.")
-    misses: list[MissBody] = Field(description="The first chunks that no instance is known to have whole.")
-    answered: list[str] = Field(description="Instances that answered; if no chunk is missing, none is asked.")
-    unanswered: list[UnansweredBody]
-
-
 class PinRow(BaseModel):
     """One pin."""
 

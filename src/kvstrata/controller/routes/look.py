@@ -6,13 +6,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, HTTPException, Path, Response
 
-from kvstrata.controller import explaining
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.metrics import ControllerCollector
 from kvstrata.controller.operations import Asked, Operations
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.surroundings import Surroundings
-from kvstrata.errors import BadRequest
 from kvstrata.observability.exposition import Pages
 from kvstrata.types import RequestIdentity
 
@@ -73,24 +71,6 @@ def router(
         named = await operations.name(asked(body))
         found = await operations.find(named)
         return views.placement(cluster, found, body.limit)
-
-    @routes.post("/v1/explain", tags=["chunks"])
-    async def explain(body: requests.ExplainBody) -> bodies.ExplainedBody:
-        """Where the chunks of a prompt are or why they are missing, or what a recent request hit and missed.
-
-        All instances are asked at once and waited for at most `wait_s`; the answer names those that did not answer.  A
-        controller that does not lead asks no instance.
-        """
-        members = operations.named(body.instances)
-        if body.request_id is not None:
-            if body.tokens is not None or body.keys is not None:
-                raise BadRequest("request_id: give one of request_id, tokens and keys", field="request_id")
-            lookups, answers = await explaining.of_request(cluster, members, body.request_id, body.wait_s)
-            return views.explained(cluster, lookups, None, [], answers)
-        found = await operations.find(await operations.name(asked(body)))
-        misses, answers = await explaining.of_chunks(cluster, members, found, body.wait_s)
-        placement = views.placement(cluster, found, body.limit)
-        return views.explained(cluster, [], placement, misses, answers)
 
     @routes.get("/v1/commands", tags=["commands"])
     async def commands() -> bodies.CommandsBody:

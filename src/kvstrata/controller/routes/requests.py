@@ -72,19 +72,6 @@ class LookupBody(ChunksBody):
     limit: int = Field(1_024, ge=1, le=65_536, description="Most chunks that are listed one by one.")
 
 
-class ExplainBody(ChunksBody, Wait):
-    """A request to explain a prompt's chunks, keys, or a recent request."""
-
-    request_id: str | None = Field(
-        None,
-        min_length=1,
-        max_length=256,
-        description="Id of a request, as its API returned it or the engine logs it; instead of tokens or keys.",
-    )
-    instances: list[InstanceName] | None = Field(None, description="Instances to ask; by default all.")
-    limit: int = Field(1_024, ge=1, le=65_536, description="Most chunks that are listed one by one.")
-
-
 class PinBody(ChunksBody, Wait):
     """Chunks to be kept in L1."""
 

@@ -10,7 +10,6 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.explaining import Answers, Lookup, Miss
 from kvstrata.controller.feed import State
 from kvstrata.controller.gateways import Gateway
 from kvstrata.controller.history import Happened
@@ -386,44 +385,6 @@ def placement(cluster: Cluster, found: Placement, limit: int) -> bodies.Placemen
         held_chunks=found.held_chunks,
         longest=longest,
         chunks=chunks,
-    )
-
-
-def explained(
-    cluster: Cluster,
-    lookups: list[Lookup],
-    placed: bodies.PlacementBody | None,
-    misses: list[Miss],
-    answers: Answers,
-) -> bodies.ExplainedBody:
-    """What the directory knows and what instances remember."""
-    members = {member.group: member for member in cluster.members}
-    return bodies.ExplainedBody(
-        lookups=[
-            bodies.LookupTold(
-                instance=one.instance,
-                document=plain(one.document),
-                missing_now=_places(members, one.places),
-            )
-            for one in lookups
-        ],
-        placement=placed,
-        misses=[
-            bodies.MissBody(
-                chunk=miss.chunk,
-                key=miss.key.hex(),
-                slice=miss.slice.hex(),
-                window=miss.window,
-                reason=miss.told[0].reason if miss.told else "",
-                told=[bodies.ToldBody(**one._asdict()) for one in miss.told],
-            )
-            for miss in misses
-        ],
-        answered=list(answers.told),
-        unanswered=[
-            bodies.UnansweredBody(instance=instance, why=why)
-            for instance, why in sorted(answers.unanswered.items())
-        ],
     )
 
 

@@ -31,8 +31,6 @@ from kvstrata.rpc.command_wire import (
     DrainArgument,
     EvictIdentityArgument,
     EvictKeysArgument,
-    ExplainKeysArgument,
-    ExplainRequestArgument,
     PinArgument,
     PullArgument,
     RuntimeArgument,
@@ -40,7 +38,6 @@ from kvstrata.rpc.command_wire import (
     UnpinArgument,
 )
 from kvstrata.server.admin.clear import Clearing
-from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.own_pools import OwnPools
@@ -75,7 +72,6 @@ class Actions:
         peer_reads: PeerReads,
         peer_server: PeerServer,
         clearing: Clearing,
-        explain: Explaining,
         board: StatusBoard,
     ) -> None:
         self._pool = pool
@@ -88,7 +84,6 @@ class Actions:
         self._peer_reads = peer_reads
         self._peer_server = peer_server
         self._clearing = clearing
-        self._explain = explain
         self._board = board
         self.lag = LoopLag()
 
@@ -118,10 +113,6 @@ class Actions:
             case DrainArgument():
                 leases.draining = argument.on
                 return {"leases": len(leases)}
-            case ExplainKeysArgument():
-                return {"keys": self._explain.keys(argument.keys)}
-            case ExplainRequestArgument():
-                return self._explain.request(argument.request_id) or {"known": False}
             case RuntimeArgument():
                 return self._runtime()
             case StatusArgument():
