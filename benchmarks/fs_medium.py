@@ -1,9 +1,9 @@
-"""`fs_put`, `fs_load`, `exists_1024_fs`, `exists_1024_fs_shared`: `fs` against the bare disk (benchmarks/raw_io.py).
+"""`fs_put`, `fs_load`, `exists_1024_fs`: `fs` against the bare disk (benchmarks/raw_io.py).
 
 Sketch: a put is one direct write and one fdatasync for each record, as on the bare disk, then a rename and the syncs of
 the directories.  Four threads work in parallel, so that 32 renames and their syncs take about as long as the fdatasync
 of one or two records.  A load is one direct read and a checksum at 10 GB/s or more a core.  `exists` for 1,024 keys is
-1,024 look-ups in a hash table, or 1,024 stats in a shared directory.
+1,024 look-ups in a hash table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import os
 import timeit
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,13 @@ KEYS = 1024
 EXISTS_TARGET_US = 1000
 
 
-def _fs(base: Path, shared: bool = False) -> FsAdapter:
+def _fs(base: Path) -> FsAdapter:
     own = {Lane.PUT: THREADS, Lane.LOAD: THREADS}
-    return FsAdapter(base_path=str(base), shared=shared, min_free_bytes=0, per_op_workers=own)
+    return FsAdapter(base_path=str(base), min_free_bytes=0, per_op_workers=own)
 
 
-async def _exists(base: Path, shared: bool) -> tuple[list[float], float]:
-    """Return the µs of each `exists` for 1,024 keys among 20,000 records, and the µs of bare look-ups or stats.
+async def _exists(base: Path) -> tuple[list[float], float]:
+    """Return the µs of each `exists` for 1,024 keys among 20,000 records, and the µs of bare look-ups.
 
     Half of the keys are stored.
     """
@@ -45,17 +44,13 @@ async def _exists(base: Path, shared: bool) -> tuple[list[float], float]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.kvc").touch()
         os.truncate(folder / f"{name}.kvc", 65_536)
-    adapter = await raw_io.opened(_fs(base, shared))
+    adapter = await raw_io.opened(_fs(base))
     try:
         await adapter.usage()  # returns when the names have been read
         asked = [key for pair in zip(keys[: KEYS // 2], keys[RECORDS:], strict=True) for key in pair]
         times = [s * 1e6 for s in await raw_io.exists_s(adapter, asked, 200)]
         bare = dict.fromkeys(keys[:RECORDS], 65_536)
-        look: Callable[[bytes], object] = bare.get
-        if shared:
-            paths = {key: str(adapter.path(key)) for key in asked}
-            look = lambda key: os.path.exists(paths[key])  # noqa: E731
-        bare_us = min(timeit.repeat(lambda: [look(key) for key in asked], number=20, repeat=5)) / 20 * 1e6
+        bare_us = min(timeit.repeat(lambda: [bare.get(key) for key in asked], number=20, repeat=5)) / 20 * 1e6
     finally:
         await adapter.close()
     return times, bare_us
@@ -65,10 +60,8 @@ def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     with scratch("fs") as folder:
         figures = put_and_load_figures("fs", _fs, folder, (PUT_TARGET, LOAD_TARGET))
-        times, bare_us = asyncio.run(_exists(folder / "names", False))
-        stats, bare_stats_us = asyncio.run(_exists(folder / "shared", True))
+        times, bare_us = asyncio.run(_exists(folder / "names"))
     median_us, spread = median_spread(times)
-    shared_us, shared_spread = median_spread(stats)
     return [
         *figures,
         figure(
@@ -77,18 +70,8 @@ def run() -> list[dict[str, Any]]:
             unit="µs",
             ratio=median_us / bare_us,
             ratio_to="1,024 look-ups in a Python dict",
-            target=f"≤ {EXISTS_TARGET_US} µs with `shared: false`",
+            target=f"≤ {EXISTS_TARGET_US} µs",
             ok=median_us <= EXISTS_TARGET_US,
             spread=spread,
-        ),
-        figure(
-            "exists_1024_fs_shared",
-            value=shared_us,
-            unit="µs",
-            ratio=shared_us / bare_stats_us,
-            ratio_to="1,024 bare stats from Python",
-            target="reported",
-            ok=True,
-            spread=shared_spread,
         ),
     ]

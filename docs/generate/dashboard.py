@@ -105,12 +105,10 @@ ROWS = (
     )),
     Row("State of each tier", 8, (
         Panel("Directory is there and can be written to", {"l2_medium_well": ""}, ("instance", "adapter")),
-        Panel("Serves loads, takes no puts, cleans up", {
+        Panel("Serves loads, takes no puts", {
             "l2_takes_loads": "serves loads: {{instance}} {{adapter}}",
             "l2_read_only": "takes no puts: {{instance}} {{adapter}}",
-            "l2_janitor": "cleans up: {{instance}} {{adapter}}",
         }, ("instance", "adapter")),
-        Panel("Servers that share a directory", {"l2_members": ""}, ("adapter",)),
         Panel("Puts under way", {
             "l2_store_queued_puts": "queued: {{adapter}}", "l2_store_retrying_puts": "tried again: {{adapter}}",
             "l2_store_in_flight_puts": "in progress: {{adapter}}",
@@ -133,8 +131,6 @@ ROWS = (
         Panel("Peers", {
             "l2_peer_owners": "remembered: {{adapter}}", "l2_peer_owners_skipped": "skipped: {{adapter}}",
         }, ("adapter",)),
-        Panel("Lookups of shared storage", {"l2_presence_keys": ""}, ("adapter", "answer")),
-        Panel("Remembered answers of shared storage", {"l2_presence_remembered_keys": ""}, ("adapter",)),
     )),
     Row("Cluster and process", 8, (
         Panel("Accepted by a controller", {"cluster_member": ""}, ("instance",)),

@@ -1,6 +1,6 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""The connectors of `fs` (ext/core/src/fs/exclusive/connector.h, fs/shared/connector.h) in a capsule; see fs.pyi."""
+"""The connector of `fs` (ext/core/src/fs/connector.h) in a capsule; see fs.pyi."""
 
 import os
 
@@ -22,7 +22,7 @@ cdef extern from "kvstrata/connector.h" namespace "kvstrata" nogil:
         pass
 
 
-cdef extern from "fs/exclusive/connector.h" namespace "kvstrata" nogil:
+cdef extern from "fs/connector.h" namespace "kvstrata" nogil:
     cdef cppclass OptionalBytes "std::optional<std::uint64_t>":
         pass
 
@@ -30,17 +30,13 @@ cdef extern from "fs/exclusive/connector.h" namespace "kvstrata" nogil:
         FsOptions() except +
         string base_path
         string relative_tmp_dir
+        cbool shared
         cbool use_odirect
         uint64_t capacity_bytes
         OptionalBytes min_free_bytes
 
     cdef cppclass FsConnector(Connector):
         FsConnector(FsOptions, FileLayer&) except +
-
-
-cdef extern from "fs/shared/connector.h" namespace "kvstrata" nogil:
-    cdef cppclass FsSharedConnector(Connector):
-        FsSharedConnector(FsOptions, FileLayer&) except +
 
 
 cdef extern from *:
@@ -57,13 +53,11 @@ def connector(base_path, relative_tmp_dir, *, shared, use_odirect, capacity_byte
     cdef Connector* made
     options.base_path = os.fsencode(base_path)
     options.relative_tmp_dir = os.fsencode(relative_tmp_dir)
+    options.shared = shared
     options.use_odirect = use_odirect
     options.capacity_bytes = capacity_bytes
     if min_free_bytes is not None:
         set_min_free(options, min_free_bytes)
     # The capsule holds a pointer to the base class, as its name promises.
-    if shared:
-        made = new FsSharedConnector(options, posix_files())
-    else:
-        made = new FsConnector(options, posix_files())
+    made = new FsConnector(options, posix_files())
     return PyCapsule_New(made, connector_capsule_name, NULL)

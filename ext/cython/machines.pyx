@@ -34,7 +34,6 @@ cdef extern from "disk/states.h" namespace "kvstrata" nogil:
 
 cdef extern from "fs/states.h" namespace "kvstrata" nogil:
     MachineView part_machine "kvstrata::MachineView::of(kvstrata::kFsPartMachine)"
-    MachineView sharer_machine "kvstrata::MachineView::of(kvstrata::kFsSharerMachine)"
 
 
 class MachineTable(NamedTuple):
@@ -65,5 +64,5 @@ cdef object _table(MachineView view):
 def machines():
     return [
         _table(entry_machine), _table(row_machine), _table(segment_machine), _table(log_machine),
-        _table(part_machine), _table(sharer_machine),
+        _table(part_machine),
     ]

@@ -115,7 +115,7 @@ class SparseFiles final : public FileLayer {
     return check_folder(path);
   }
 
-  Status lock_folder(const std::string& path, bool, std::unique_ptr<FileLock>* out,
+  Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
                      std::string* holder) noexcept override {
     return lock(path, out, holder);
   }

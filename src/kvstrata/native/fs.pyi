@@ -1,4 +1,4 @@
-"""The native connectors of `fs` (ext/core/src/fs/exclusive/connector.h and fs/shared/connector.h)."""
+"""The native connector of `fs` (ext/core/src/fs/connector.h)."""
 
 def connector(
     base_path: str,

@@ -212,14 +212,8 @@ STATUS_NUMBERS: dict[str, Number] = {
     ),
     "l2_adapters.ADAPTER.numbers.read_only": Number(
         "l2_read_only",
-        "1 after a sync of a disk adapter failed: it takes no puts until the server is started again;"
+        "1 after a write or sync of a disk adapter failed: it takes no puts until the server is started again;"
         " else 0.",
-    ),
-    "l2_adapters.ADAPTER.numbers.janitor": Number(
-        "l2_janitor", "1 while this server is the janitor of a shared directory, else 0."
-    ),
-    "l2_adapters.ADAPTER.numbers.members": Number(
-        "l2_members", "Servers that share the directory, as its janitor knows; 0 at the other servers."
     ),
     "l2_adapters.ADAPTER.numbers.owners": Number(
         "l2_peer_owners", "Peers that this instance remembers as owners of chunks."
@@ -236,16 +230,6 @@ STATUS_NUMBERS: dict[str, Number] = {
         "l2_adapter_events_total",
         "Events that the adapter itself counts; see local-tiers.md, remote-tiers.md and p2p.md.",
         "event",
-    ),
-    "l2_adapters.ADAPTER.presence.remembered": Number(
-        "l2_presence_remembered_keys",
-        "Keys whose presence in storage shared with other servers is remembered now.",
-    ),
-    "l2_adapters.ADAPTER.presence.WORD": Number(
-        "l2_presence_keys_total",
-        "Keys that lookups asked storage shared with other servers for: asked (the storage was "
-        "asked), recalled_present and recalled_absent (answered from memory).",
-        "answer",
     ),
     "l2_adapters.ADAPTER.host.pid": Number(
         "l2_host_pid", "Process id of the adapter host; 0 while none runs or if the adapter has none."

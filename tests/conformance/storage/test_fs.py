@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -18,8 +16,6 @@ from kvstrata.errors import ConfigError, StorageError
 from kvstrata.storage.base import AdapterContext, LoadStatus, Presence, PutStatus, StorageAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
-from kvstrata.storage.wrap.metrics import MeteredAdapter
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, AdapterContract, Medium
 from kvstrata.testing.strategies import key_of, load_item, put_item, record_length, watched
 
@@ -51,18 +47,13 @@ class Folder(Medium):
         self.path(key).unlink()
 
     def used_bytes(self) -> int:
-        """Return the bytes of records and parts, without those of the files by which servers talk to each other."""
-        used = 0
-        for path in [path for path in self.base.rglob("*") if path.suffix in (".kvc", ".part")]:
-            with contextlib.suppress(FileNotFoundError):  # the janitor may delete it meanwhile
-                used += -(-path.stat().st_size // 4096) * 4096
-        return used
+        """Return the bytes of records and parts."""
+        found = [path for path in self.base.rglob("*") if path.suffix in (".kvc", ".part")]
+        return sum(-(-path.stat().st_size // 4096) * 4096 for path in found)
 
 
 class TestFs(AdapterContract):
     waits_in_threads = False  # the connector reads memory and calls no Python object for it
-    use_odirect = True
-    shared = False
     per_op_workers: Mapping[Lane, int] = MappingProxyType({})
 
     def make_medium(self, folder: Path) -> Folder:
@@ -74,48 +65,27 @@ class TestFs(AdapterContract):
             base_path=str(medium.base),
             capacity_bytes=capacity_bytes,
             min_free_bytes=0,
-            use_odirect=self.use_odirect,
-            shared=self.shared,
             per_op_workers=dict(self.per_op_workers),
         )
 
 
-@pytest.mark.long
-class TestFsBuffered(TestFs):
-    """Reads and writes through the page cache."""
-
-    use_odirect = False
-
-
-@pytest.mark.long
 class TestFsShared(TestFs):
-    """Uses a directory that other servers may share."""
-
-    shared = True
-
-
-class TestFsSharedOwnLanes(TestFsShared):
-    """Uses a shared directory; every lane has a thread of its own."""
+    """Uses a directory that other servers may share; every lane has a thread of its own."""
 
     per_op_workers = MappingProxyType(dict.fromkeys(Lane, 1))
-
-
-@pytest.mark.long
-class TestFsOwnLanes(TestFs):
-    """Every lane has a thread of its own."""
-
-    per_op_workers = MappingProxyType(dict.fromkeys(Lane, 1))
-
-
-@pytest.mark.long
-class TestFsGuarded(TestFs):
-    """Lies inside the wrappers that the server puts around every adapter."""
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
-        clock = SystemClock()
-        limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
-        guarded = DeadlineAdapter(super().make_adapter(medium, capacity_bytes), limits, clock)
-        return MeteredAdapter(guarded, lambda report: None, clock)
+        assert isinstance(medium, Folder) and medium.base.name == "server-0"
+        return FsAdapter(
+            base_path=str(medium.base.parent),
+            capacity_bytes=capacity_bytes,
+            min_free_bytes=0,
+            shared=True,
+            per_op_workers=dict(self.per_op_workers),
+        )
+
+    def make_medium(self, folder: Path) -> Folder:
+        return Folder(folder / "server-0")
 
 
 @pytest.fixture
@@ -210,19 +180,12 @@ async def test_a_link_in_place_of_a_record_is_not_followed(open_fs, tmp_path: Pa
 
 
 @pytest.mark.parametrize("use_odirect", [False, True], ids=["buffered", "direct"])
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.long)], ids=["own", "shared"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "pipe",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("socket", "link to a device", "folder")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["pipe", "link to a device", "folder"])
 async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
-    open_fs, tmp_path: Path, kind: str, use_odirect: bool, shared: bool
+    open_fs, tmp_path: Path, kind: str, use_odirect: bool
 ) -> None:
     """A pipe would hold the thread that loads it until somebody writes."""
-    adapter = await open_fs(use_odirect=use_odirect, shared=shared)
+    adapter = await open_fs(use_odirect=use_odirect)
     await adapter.put([put_item(key_of(n), SIZE) for n in (1, 2)])
     path = Folder(tmp_path / "kv").path(key_of(1))
     path.unlink()
@@ -231,7 +194,7 @@ async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
     elif kind == "link to a device":
         path.symlink_to("/dev/zero")
     else:
-        os.mknod(path, 0o600 | (stat.S_IFIFO if kind == "pipe" else stat.S_IFSOCK))
+        os.mkfifo(path)
     async with asyncio.timeout(HANG_S):
         items = [load_item(key_of(n), SIZE) for n in (1, 2)]
         bad, good = await adapter.load(items)

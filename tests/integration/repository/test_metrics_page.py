@@ -26,14 +26,11 @@ NOT_HERE = {
     "l2_adapters.ADAPTER.codec.WORD",
     "l2_adapters.ADAPTER.codec.encoded_from_bytes",
     "l2_adapters.ADAPTER.codec.encoded_to_bytes",
-    "l2_adapters.ADAPTER.numbers.janitor",
-    "l2_adapters.ADAPTER.numbers.members",
     "l2_adapters.ADAPTER.numbers.owners",
     "l2_adapters.ADAPTER.numbers.owners_skipped",
     "recuts.ended.WORD",
 }
-"""Numbers that this server may lack: no attach was refused, nothing was recut, no adapter has a codec or a shared
-directory, and without the library of a transfer engine no peers are read."""
+"""Numbers that this server may lack: no attach was refused, nothing was recut, no adapter has a codec, and without the library of a transfer engine no peers are read."""
 
 
 @pytest.fixture(scope="module")

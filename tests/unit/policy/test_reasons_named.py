@@ -15,7 +15,7 @@ GIVEN_UP = {
     ("PutOutcome", "FAILED"): 1, ("PutOutcome", "THROTTLED"): 1, ("LoadOutcome", "FAILED"): 1, ("Found", "UNKNOWN"): 2,
 }  # fmt: skip
 """(Class, its status) of an outcome that gives a chunk up → place of the reason among its arguments."""
-ONLY_OF_PUTS = {"capacity", "disk_full", "no_janitor", "no_room"}
+ONLY_OF_PUTS = {"capacity", "disk_full", "no_room"}
 """Words that end puts only: the chunk stays in L1, and is `put_skipped` when it has left."""
 OF_THE_POOL = {"sessions_full"}
 """Words that no adapter gives."""

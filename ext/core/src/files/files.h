@@ -152,9 +152,8 @@ class FileLayer {
                       std::string* holder) noexcept = 0;
   // As lock(), but locks the folder of `path` as well, so that nobody gets a second lock by
   // removing the file. (The file alone is locked where folders cannot be, and between the hosts of
-  // a network file system.) With `shared`, any number of shared locks can be held at once.
-  // kUnsupported: this layer has no shared locks.
-  virtual Status lock_folder(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
+  // a network file system.)
+  virtual Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
                              std::string* holder) noexcept = 0;
 };
 

@@ -370,32 +370,31 @@ class PosixFiles final : public FileLayer {
 
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override {
-    return lock_as(LOCK_EX, path, Descriptor(-1), out, holder);
+    return lock_with(Descriptor(-1), path, out, holder);
   }
 
-  Status lock_folder(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
+  Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
                      std::string* holder) noexcept override {
-    const int how = shared ? LOCK_SH : LOCK_EX;
     const std::string folder = path.substr(0, path.rfind('/'));
     constexpr int kHow = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
     Descriptor locked(uninterrupted([&] { return ::open(folder.c_str(), kHow); }));
     if (locked.get() < 0) return os_error("open");
-    const bool busy = ::flock(locked.get(), how | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    const bool busy = ::flock(locked.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
     // The file has the name of the holder.
-    KVSTRATA_RETURN_IF_ERROR(lock_as(how, path, std::move(locked), out, holder));
+    KVSTRATA_RETURN_IF_ERROR(lock_with(std::move(locked), path, out, holder));
     if (!busy) return Status();
     out->reset();
     return Status(StatusCode::kBusy, "its folder is locked");
   }
 
  private:
-  static Status lock_as(int how, const std::string& path, Descriptor folder,
-                        std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
+  static Status lock_with(Descriptor folder, const std::string& path,
+                          std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
     constexpr int kHow = O_RDWR | O_CREAT | kOpenFlags;
     Descriptor file(uninterrupted([&] { return ::open(path.c_str(), kHow, 0600); }));
     if (file.get() < 0) return means_other_kind(errno) ? not_a_file() : os_error("open");
     if (!is_regular(file.get())) return not_a_file();
-    if (::flock(file.get(), how | LOCK_NB) != 0) {
+    if (::flock(file.get(), LOCK_EX | LOCK_NB) != 0) {
       if (errno != EWOULDBLOCK) return os_error("flock");
       std::array<char, 200> text{};
       const ssize_t length = ::pread(file.get(), text.data(), text.size(), 0);

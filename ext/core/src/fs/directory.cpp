@@ -8,8 +8,12 @@
 
 namespace kvstrata {
 
-std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
-                                 std::uint64_t* min_free_bytes) {
+namespace {
+
+// Makes the directory and its directory for parts, and sets `*min_free_bytes`. Returns an empty
+// string, or what is wrong.
+std::string prepare(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
+                    std::uint64_t* min_free_bytes) {
   const auto unusable = [&](const std::string& path, const Status& status) {
     return stops_start(status) + ("base_path: '" + paths.base()) +
            "' cannot be used: " + describe_file_error(path, status) +
@@ -35,27 +39,35 @@ std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const F
   return "";
 }
 
-std::string fs_holder_note(const std::string& instance_id) {
-  return "pid " + std::to_string(::getpid()) + ", instance " + instance_id + "\n";
-}
+}  // namespace
 
-std::string lock_fs_directory(FileLayer& layer, const FsPaths& paths, bool shared,
-                              const std::string& instance_id, std::unique_ptr<FileLock>* out) {
+std::string claim_fs_directory(FileLayer& layer, const FsOptions& options,
+                               const std::string& instance_id, FsPaths* paths,
+                               std::uint64_t* min_free_bytes, std::unique_ptr<FileLock>* lock) {
   std::string holder;
-  const Status status = layer.lock_folder(paths.lock(), shared, out, &holder);
-  if (status.code() == StatusCode::kBusy) {
-    while (!holder.empty() && std::isspace(static_cast<unsigned char>(holder.back())))
-      holder.pop_back();
-    return "base_path: '" + paths.base() + "' belongs to another running server (" +
-           (holder.empty() ? "unknown" : holder) + (shared ? ") that does not share it" : ")") +
-           "; give each server a directory of its own, or set \"shared\": true for all of them";
+  for (int number = 0; number < (options.shared ? kMaxFsServers : 1); ++number) {
+    const std::string folder = options.shared ? "/" + fs_server_folder(number) : "";
+    *paths = FsPaths(options.base_path + folder, options.relative_tmp_dir);
+    std::string wrong = prepare(layer, *paths, options, min_free_bytes);
+    if (!wrong.empty()) return wrong;
+    const Status status = layer.lock_folder(paths->lock(), lock, &holder);
+    if (status.ok()) {
+      (*lock)->note("pid " + std::to_string(::getpid()) + ", instance " + instance_id + "\n");
+      return "";
+    }
+    if (status.code() != StatusCode::kBusy)
+      return "base_path: '" + paths->base() +
+             "' cannot be locked: " + describe_file_error(paths->lock(), status) +
+             "; give a directory that this user may write and lock";
   }
-  if (!status.ok())
-    return "base_path: '" + paths.base() +
-           "' cannot be locked: " + describe_file_error(paths.lock(), status) +
-           "; give a directory that this user may write and lock";
-  (*out)->note(fs_holder_note(instance_id));
-  return "";
+  if (options.shared)
+    return "base_path: '" + options.base_path + "' is shared by " + std::to_string(kMaxFsServers) +
+           " running servers, the maximum; give this one another directory";
+  while (!holder.empty() && std::isspace(static_cast<unsigned char>(holder.back())))
+    holder.pop_back();
+  return "base_path: '" + paths->base() + "' belongs to another running server (" +
+         (holder.empty() ? "unknown" : holder) +
+         "); give each server a directory of its own, or set \"shared\": true for all of them";
 }
 
 }  // namespace kvstrata

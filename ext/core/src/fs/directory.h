@@ -17,8 +17,10 @@ namespace kvstrata {
 struct FsOptions {
   std::string base_path;  // absolute
   std::string relative_tmp_dir = "tmp";
+  // Servers may share the directory; each has a folder of its own there (fs/paths.h).
+  bool shared = false;
   bool use_odirect = true;
-  std::uint64_t capacity_bytes = 0;  // 0: no cap but min_free_bytes
+  std::uint64_t capacity_bytes = 0;  // of this server's records; 0: no cap but min_free_bytes
   // Space to leave free on the file system. Default: 1 % of its size, but at least the smaller of
   // 256 MiB and a tenth of its size.
   std::optional<std::uint64_t> min_free_bytes;
@@ -27,19 +29,11 @@ struct FsOptions {
   bool own_threads = true;
 };
 
-// Makes the directory and its directory for parts, and sets `*min_free_bytes`. Returns an empty
-// string, or a message that says what is wrong with the directory and what to do.
-std::string prepare_fs_directory(FileLayer& layer, const FsPaths& paths, const FsOptions& options,
-                                 std::uint64_t* min_free_bytes);
-
-// The text that the holder of the lock writes into the lock file, for servers that find the
-// directory locked.
-std::string fs_holder_note(const std::string& instance_id);
-
-// Takes the directory's lock: for this server alone, or side by side with other servers that share
-// the directory. Returns an empty string, or a message that names the holder of the directory, or
-// the error, and says what to do.
-std::string lock_fs_directory(FileLayer& layer, const FsPaths& paths, bool shared,
-                              const std::string& instance_id, std::unique_ptr<FileLock>* out);
+// Makes and locks the directory, or the first folder in a shared directory that no running server
+// has locked. Sets `*paths`, `*min_free_bytes` and `*lock`. Returns an empty string, or a message
+// that says what is wrong with the directory and what to do.
+std::string claim_fs_directory(FileLayer& layer, const FsOptions& options,
+                               const std::string& instance_id, FsPaths* paths,
+                               std::uint64_t* min_free_bytes, std::unique_ptr<FileLock>* lock);
 
 }  // namespace kvstrata

@@ -56,7 +56,6 @@ Status FsFiles::write_file(const NewPart& part) {
     KVSTRATA_RETURN_IF_ERROR(file->write(std::span(&last, 1), whole));
     KVSTRATA_RETURN_IF_ERROR(file->truncate(part.length));
   }
-  if (part.accessed_unix_ns != 0) (void)file->set_access_time(part.accessed_unix_ns);
   return file->sync();
 }
 
@@ -85,7 +84,6 @@ Status FsFiles::write_part(const NewPart& part, std::uint64_t need_bytes,
 Status FsFiles::rename_into_place(const Publication& item, std::vector<std::string>* made) {
   const std::string name = paths_.record(item.key);
   Status status = folders_.make(item.key, made);
-  if (item.part.empty()) return status;
   if (status.ok()) status = layer_.rename(item.part, name);
   if (!is_not_there(status)) return status;
   folders_.forget_known();  // the directory was removed: make it again
@@ -111,10 +109,10 @@ void FsFiles::publish(std::span<Publication> items) {
         notes_.add(true,
                    "cannot publish " + describe_file_error(paths_.record(item.key), item.status));
       const bool kept = item.keeps_part && is_no_space(item.status);
-      if (!item.part.empty() && !kept) discard(item.part);
+      if (!kept) discard(item.part);
       continue;
     }
-    item.renamed = !item.part.empty();
+    item.renamed = true;
     note_change(paths_.folder(item.key), i);
     for (const std::string& path : made)
       note_change(path.substr(0, path.rfind('/')), i);

@@ -38,7 +38,6 @@ class FsFiles {
     std::string path;
     const std::uint8_t* bytes;
     std::uint64_t length;
-    std::int64_t accessed_unix_ns = 0;  // its access time; 0: as the file system sets it
   };
   // Writes a new file and syncs it, if the file system has `need_bytes` free besides
   // `min_free_bytes`. After an error no file is left. If the error is_no_space(), `missing_bytes`
@@ -52,15 +51,13 @@ class FsFiles {
 
   struct Publication {
     Digest key{};
-    std::string part;         // empty: the record exists already
+    std::string part;
     Status status;            // set by publish()
     bool renamed = false;     // the part has the record's name; a record that had it before is gone
     bool keeps_part = false;  // if the medium is full, so that it can be published later
   };
   // Renames synced parts to their records' names. Then syncs, once each, the directories that
-  // changed and the directories of records that exist already, whose server may have died before it
-  // synced them. If an item with a part fails, neither the part nor the name is left, but for
-  // `keeps_part`.
+  // changed. If an item fails, neither the part nor the name is left, but for `keeps_part`.
   void publish(std::span<Publication> items);
 
   enum class Read : std::uint8_t { kWhole, kAbsent, kOtherLength, kTorn, kFailed };

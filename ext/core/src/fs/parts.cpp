@@ -37,11 +37,6 @@ void FsParts::settle(FsPart& part, FsPartEvent event, PutOutcome outcome) noexce
   part.outcome = outcome;
 }
 
-bool FsParts::any_written() const {
-  return std::ranges::any_of(
-      parts_, [](const auto& numbered) { return numbered.second.state == State::kWritten; });
-}
-
 std::vector<std::uint64_t> FsParts::claim_written() {
   std::vector<std::uint64_t> claimed;
   for (auto& [number, part] : parts_) {

@@ -29,8 +29,7 @@ struct FsPart {
   Digest key{};
   std::uint32_t length = 0;
   FsPartState state = FsPartState::kWriting;  // changed by FsParts::happened() alone
-  bool found = false;        // the record exists already, so the part has no file of its own
-  bool cancelled = false;    // the key was deleted meanwhile
+  bool cancelled = false;                     // the key was deleted meanwhile
   std::uint32_t askers = 0;  // items that made or joined it and have not got its outcome yet
   PutOutcome outcome{PutStatus::kFailed, Reason::kInternal};
 };
@@ -56,7 +55,6 @@ class FsParts {
   // Settles the part by this event, and sets its outcome.
   void settle(FsPart& part, FsPartEvent event, PutOutcome outcome) noexcept;
 
-  [[nodiscard]] bool any_written() const;
   [[nodiscard]] std::vector<std::uint64_t> claim_written();
   // Cancels the parts of this key that are not settled. Returns whether there was one.
   bool cancel(const Digest& key);
@@ -79,22 +77,6 @@ void fs_each(std::span<Item> piece, One&& one) {
   for (Item& item : piece) {
     set_outcome(item, one(item));
     item.hold.reset();
-  }
-}
-
-// Writes a part (FsFiles::write_part()); the lock is dropped meanwhile. If the file system is full,
-// calls `make_space(missing_bytes)` with the lock held, and tries once more if that returns true.
-template <typename MakeSpace>
-Status write_fs_part(FsParts::Lock& lock, FsFiles& files, const FsFiles::NewPart& part,
-                     std::uint64_t need_bytes, std::uint64_t min_free_bytes,
-                     MakeSpace&& make_space) {
-  for (bool again = false;; again = true) {
-    std::uint64_t missing_bytes = 0;
-    lock.unlock();
-    const Status status = files.write_part(part, need_bytes, min_free_bytes, &missing_bytes);
-    lock.lock();
-    if (is_no_space(status) && !again && make_space(missing_bytes)) continue;
-    return status;
   }
 }
 

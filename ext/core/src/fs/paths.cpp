@@ -31,14 +31,26 @@ bool is_fs_shard(std::string_view name) noexcept {
   return name.size() == 2 && is_hex(name);
 }
 
-bool read_fs_part_name(std::string_view name, std::uint64_t* number) noexcept {
+bool is_fs_part(std::string_view name) noexcept {
   constexpr std::string_view kEnd = ".part";
   if (name.size() < kKeyDigits + 2 + kEnd.size() || !name.ends_with(kEnd)) return false;
   if (!is_hex(name.substr(0, kKeyDigits)) || name[kKeyDigits] != '.') return false;
   const char* const begin = name.data() + kKeyDigits + 1;
   const char* const end = name.data() + name.size() - kEnd.size();
-  const auto read = std::from_chars(begin, end, *number);
+  std::uint64_t number = 0;
+  const auto read = std::from_chars(begin, end, number);
   return read.ec == std::errc() && read.ptr == end;
+}
+
+std::string fs_server_folder(int number) {
+  return "server-" + std::to_string(number);
+}
+
+int fs_server_number(std::string_view folder) noexcept {
+  for (int number = 0; number < kMaxFsServers; ++number) {
+    if (folder == fs_server_folder(number)) return number;
+  }
+  return -1;
 }
 
 bool read_fs_record_name(std::string_view name, Digest* key) noexcept {
@@ -73,7 +85,7 @@ std::string FsPaths::part(const Digest& key, std::uint64_t number) const {
 }
 
 bool FsPaths::is_own(std::string_view name) const noexcept {
-  return name == ".kvstrata.lock" || name == ".kvstrata.shared" || name == tmp_top_;
+  return name == ".kvstrata.lock" || name == tmp_top_;
 }
 
 }  // namespace kvstrata

@@ -5,10 +5,10 @@
 //   <base>/<2 hex>/<2 hex>/<64 hex>.kvc      a record, byte for byte as it lies in L1
 //   <base>/<tmp>/<64 hex>.<number>.part      a record that is being written; leftovers are removed
 //                                            at a later start
-//   <base>/.kvstrata.lock                    lock of the server that owns the directory, or of the
-//                                            servers that share it
-//   <base>/.kvstrata.shared/                 files by which servers that share the directory
-//                                            communicate (fs/shared/folder.h)
+//   <base>/.kvstrata.lock                    lock of the server that owns the directory
+//
+// In a directory that servers share, <base> is <base_path>/server-<number>: each server writes in a
+// folder of its own and reads those of the others (fs/others.h).
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,9 @@
 
 namespace kvstrata {
 
+// Maximum number of servers that share a directory.
+inline constexpr int kMaxFsServers = 64;
+
 // The shortest possible record: one header page and one byte.
 inline constexpr std::uint64_t kMinRecordBytes = kFileBlockBytes + 1;
 
@@ -29,8 +32,10 @@ constexpr std::uint64_t fs_charge(std::uint64_t length) noexcept {
 }
 
 bool is_fs_shard(std::string_view name) noexcept;  // two hex digits
-// Reads the part's number from its name. False: this is not the name of a part.
-bool read_fs_part_name(std::string_view name, std::uint64_t* number) noexcept;
+bool is_fs_part(std::string_view name) noexcept;
+// The name of a server's folder in a shared directory, and its number, or -1 for another name.
+std::string fs_server_folder(int number);
+int fs_server_number(std::string_view folder) noexcept;
 // Reads the record's key from its name. False: this is not the name of a record.
 bool read_fs_record_name(std::string_view name, Digest* key) noexcept;
 
@@ -41,7 +46,6 @@ class FsPaths {
   [[nodiscard]] const std::string& base() const noexcept { return base_; }
   [[nodiscard]] const std::string& tmp() const noexcept { return tmp_; }
   [[nodiscard]] std::string lock() const { return base_ + "/.kvstrata.lock"; }
-  [[nodiscard]] std::string shared() const { return base_ + "/.kvstrata.shared"; }
   // <base>/<2 hex> and <base>/<2 hex>/<2 hex> of a key.
   [[nodiscard]] std::string outer_folder(const Digest& key) const;
   [[nodiscard]] std::string folder(const Digest& key) const;

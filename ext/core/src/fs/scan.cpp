@@ -10,34 +10,17 @@ namespace {
 
 class Walk {
  public:
-  Walk(FileLayer& layer, const FsPaths& paths, std::int64_t parts_before_unix_ns,
-       const std::function<bool()>& go_on, FsScan* out)
-      : layer_(layer),
-        paths_(paths),
-        parts_before_unix_ns_(parts_before_unix_ns),
-        go_on_(go_on),
-        out_(out) {}
+  Walk(FileLayer& layer, const FsPaths& paths, const std::function<bool()>& go_on, FsScan* out)
+      : layer_(layer), paths_(paths), go_on_(go_on), out_(out) {}
 
   Status tmp() {
     std::vector<FolderEntry> entries;
     KVSTRATA_RETURN_IF_ERROR(list(paths_.tmp(), &entries));
     for (const FolderEntry& entry : entries) {
-      const std::string path = paths_.tmp() + "/" + entry.name;
-      FileStat stat;
-      FsScan::Part part;
-      if (!entry.is_file || !read_fs_part_name(entry.name, &part.number)) {
+      if (entry.is_file && is_fs_part(entry.name))
+        KVSTRATA_RETURN_IF_ERROR(remove(paths_.tmp() + "/" + entry.name));
+      else
         out_->foreign += 1;
-        continue;
-      }
-      const Status status = layer_.stat(path, &stat);
-      if (is_not_there(status)) continue;
-      if (!status.ok()) return failed(path, status);
-      if (stat.modified_unix_ns < parts_before_unix_ns_) {
-        KVSTRATA_RETURN_IF_ERROR(remove(path));
-        continue;
-      }
-      part.length = stat.length;
-      out_->parts.push_back(part);
     }
     return Status();
   }
@@ -95,7 +78,7 @@ class Walk {
         continue;
       }
       record.length = static_cast<std::uint32_t>(stat.length);
-      record.recency_unix_ns = fs_recency(stat);
+      record.recency_unix_ns = std::max(stat.accessed_unix_ns, stat.modified_unix_ns);
       out_->records.push_back(record);
       out_->charge += fs_charge(stat.length);
     }
@@ -121,16 +104,15 @@ class Walk {
 
   FileLayer& layer_;
   const FsPaths& paths_;
-  const std::int64_t parts_before_unix_ns_;
   const std::function<bool()>& go_on_;
   FsScan* out_;
 };
 
 }  // namespace
 
-Status scan_fs_directory(FileLayer& layer, const FsPaths& paths, std::int64_t parts_before_unix_ns,
-                         const std::function<bool()>& go_on, FsScan* out) {
-  Walk walk(layer, paths, parts_before_unix_ns, go_on, out);
+Status scan_fs_directory(FileLayer& layer, const FsPaths& paths, const std::function<bool()>& go_on,
+                         FsScan* out) {
+  Walk walk(layer, paths, go_on, out);
   KVSTRATA_RETURN_IF_ERROR(walk.tmp());
   return walk.base();
 }

@@ -3,7 +3,6 @@
 // Reads the names, lengths and times of the files in an `fs` directory, but no payloads.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -19,28 +18,18 @@ struct FsScan {
     std::uint32_t length = 0;
     std::int64_t recency_unix_ns = 0;
   };
-  struct Part {
-    std::uint64_t number = 0;
-    std::uint64_t length = 0;
-  };
   std::vector<Record> records;  // oldest first
-  std::vector<Part> parts;      // the parts that the scan did not remove
   std::vector<std::string> folders;
   std::uint64_t charge = 0;   // of all records together
   std::uint64_t foreign = 0;  // entries whose names are not ours; they are left alone
-  std::uint64_t removed = 0;  // old parts, and records of an impossible length
+  std::uint64_t removed = 0;  // parts, and records of an impossible length
   std::string failed;         // after an error: which path could not be read, and why
 };
 
-// When a file was last used.
-inline std::int64_t fs_recency(const FileStat& stat) noexcept {
-  return std::max(stat.accessed_unix_ns, stat.modified_unix_ns);
-}
-
-// Reads the directory. Removes records of an impossible length, and parts last written before
-// `parts_before_unix_ns`. kCancelled: `go_on`, asked once per directory, returned false. After
-// another error out->failed says which path could not be read.
-Status scan_fs_directory(FileLayer& layer, const FsPaths& paths, std::int64_t parts_before_unix_ns,
-                         const std::function<bool()>& go_on, FsScan* out);
+// Reads the directory. Removes parts and records of an impossible length. kCancelled: `go_on`,
+// asked once per directory, returned false. After another error out->failed says which path could
+// not be read.
+Status scan_fs_directory(FileLayer& layer, const FsPaths& paths, const std::function<bool()>& go_on,
+                         FsScan* out);
 
 }  // namespace kvstrata

@@ -1,7 +1,6 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The state machines of `fs`: that of a part, executed by FsParts, and that of a server that shares
-// a directory, executed by FsSharer.
+// The state machine of a part of `fs`, executed by FsParts.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,6 @@
 
 namespace kvstrata {
 
-// Of a part.
 enum class FsPartState : std::uint8_t {
   kWriting,
   kWritten,
@@ -31,24 +29,6 @@ enum class FsPartEvent : std::uint8_t {
 };
 inline constexpr std::size_t kFsPartEventCount = 7;
 
-// Of a server.
-enum class FsSharerRole : std::uint8_t {
-  kOutside,
-  kHears,
-  kOffice,
-  kDeposed,
-};
-inline constexpr std::size_t kFsSharerRoleCount = 4;
-
-enum class FsSharerEvent : std::uint8_t {
-  kJoined,
-  kTookOffice,
-  kDeposed,
-  kTurnEnded,
-  kLeft,
-};
-inline constexpr std::size_t kFsSharerEventCount = 5;
-
 namespace fs_states {
 
 // Shorthands for the columns below.
@@ -57,10 +37,6 @@ inline constexpr auto kWrtn = static_cast<std::uint8_t>(FsPartState::kWriting);
 inline constexpr auto kWrtt = static_cast<std::uint8_t>(FsPartState::kWritten);
 inline constexpr auto kClmd = static_cast<std::uint8_t>(FsPartState::kClaimed);
 inline constexpr auto kSttl = static_cast<std::uint8_t>(FsPartState::kSettled);
-inline constexpr auto kOtsd = static_cast<std::uint8_t>(FsSharerRole::kOutside);
-inline constexpr auto kHrs = static_cast<std::uint8_t>(FsSharerRole::kHears);
-inline constexpr auto kOffc = static_cast<std::uint8_t>(FsSharerRole::kOffice);
-inline constexpr auto kDpsd = static_cast<std::uint8_t>(FsSharerRole::kDeposed);
 
 }  // namespace fs_states
 
@@ -91,31 +67,6 @@ inline constexpr Machine<FsPartState, kFsPartStateCount, FsPartEvent, kFsPartEve
         { fs_states::kNone, fs_states::kNone, fs_states::kSttl, fs_states::kNone},  // needless
         { fs_states::kNone, fs_states::kNone, fs_states::kSttl, fs_states::kNone},  // publish_failed
         { fs_states::kWrtn, fs_states::kWrtt, fs_states::kClmd, fs_states::kNone},  // cancelled
-    },
-};
-
-inline constexpr Machine<FsSharerRole, kFsSharerRoleCount, FsSharerEvent, kFsSharerEventCount> kFsSharerMachine{
-    "Server that shares an fs directory",
-    {
-        {"OUTSIDE", "It has not joined, or it has left."},
-        {"HEARS", "Another server is the janitor, or no server is yet."},
-        {"OFFICE", "It is the janitor."},
-        {"DEPOSED", "It was the janitor until it found a newer one; its decisions in this turn do not count."},
-    },
-    {
-        {"joined", "It holds its lock, the others can read its file, and its settings agree with theirs."},
-        {"took_office", "It was the first to create the next janitor's file."},
-        {"deposed", "Its file is no longer the janitor's file with the highest number."},
-        {"turn_ended", "A turn has ended; a server that was deposed in it follows the newer janitor from now on."},
-        {"left", "It is closing, and takes no more bytes."},
-    },
-    {
-        // OUTSIDE           HEARS             OFFICE            DEPOSED
-        { fs_states::kHrs,  fs_states::kNone, fs_states::kNone, fs_states::kNone},  // joined
-        { fs_states::kNone, fs_states::kOffc, fs_states::kNone, fs_states::kNone},  // took_office
-        { fs_states::kNone, fs_states::kNone, fs_states::kDpsd, fs_states::kDpsd},  // deposed
-        { fs_states::kNone, fs_states::kHrs,  fs_states::kOffc, fs_states::kHrs},  // turn_ended
-        { fs_states::kNone, fs_states::kOtsd, fs_states::kOtsd, fs_states::kOtsd},  // left
     },
 };
 

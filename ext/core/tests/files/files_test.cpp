@@ -261,28 +261,19 @@ TEST(errors_are_told_with_the_path) {
 
 }  // namespace
 
-TEST(shared_locks_stand_side_by_side_and_keep_an_exclusive_one_out) {
+TEST(a_folder_is_locked_once_even_if_its_lock_file_is_removed) {
   const Folder folder;
   const std::string path = folder / "lock";
-  const auto lock = [&](bool shared, std::unique_ptr<FileLock>* out, std::string* holder) {
-    return posix_files().lock_folder(path, shared, out, holder);
-  };
   for (const bool removed : {false, true}) {
     std::string holder;
     std::unique_ptr<FileLock> one;
     std::unique_ptr<FileLock> other;
-    std::unique_ptr<FileLock> alone;
-    CHECK_OK(lock(true, &one, &holder));
+    CHECK_OK(posix_files().lock_folder(path, &one, &holder));
     one->note("somebody");
     if (removed) CHECK_OK(posix_files().unlink(path));
-    CHECK_OK(lock(true, &other, &holder));
-    CHECK(lock(false, &alone, &holder).code() == StatusCode::kBusy && alone == nullptr);
+    CHECK(posix_files().lock_folder(path, &other, &holder).code() == StatusCode::kBusy);
     CHECK_EQ(holder, std::string(removed ? "" : "somebody"));
     one.reset();
-    other.reset();
-    CHECK_OK(lock(false, &alone, &holder));
-    if (removed) CHECK_OK(posix_files().unlink(path));
-    CHECK(lock(true, &one, &holder).code() == StatusCode::kBusy);
-    CHECK(lock(false, &one, &holder).code() == StatusCode::kBusy);
+    CHECK_OK(posix_files().lock_folder(path, &other, &holder));
   }
 }

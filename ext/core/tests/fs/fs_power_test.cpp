@@ -1,7 +1,7 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // `fs` through power cuts and deaths at every step of the file layer (power_loss.h).
-#include "fs/exclusive/connector.h"
+#include "fs/connector.h"
 #include "support/power_loss.h"
 
 using namespace kvstrata;

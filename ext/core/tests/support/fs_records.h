@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "fs/exclusive/connector.h"
+#include "fs/connector.h"
 #include "record/record.h"
 #include "support/check.h"
 

@@ -487,7 +487,7 @@ class PowerLoss {
       else if (!known.versions.contains(*version))
         fail_locked(life, "key " + name(key) + " loaded version " + std::to_string(*version) +
                               " instead of " + versions_of(known));
-      else if (opening && (options_.found_is_durable || !known.versions.contains(kAbsentVersion)))
+      else if (opening)
         known.versions = {*version};
     }
   }

@@ -71,9 +71,6 @@ struct PowerLossOptions {
   // Puts and deletes may be refused while the machine runs (a medium that gets full).
   bool may_fail = false;
   bool clears = true;  // where the connector can
-  // What is found PRESENT at the start stays so (the second half of promise 3). Without, only what
-  // was acknowledged does, an EXISTS of what was found included.
-  bool found_is_durable = true;
 
   std::uint64_t first_seed = 1;
   // Everything; the gate tells about a quarter of it (support/amount.h).

@@ -373,18 +373,13 @@ Status VolatileFiles::space(const std::string& path, FileSpace* out) noexcept {
   return Status();
 }
 
+Status VolatileFiles::lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
+                                  std::string* holder) noexcept {
+  return lock(path, out, holder);
+}
+
 Status VolatileFiles::lock(const std::string& path, std::unique_ptr<FileLock>* out,
                            std::string* holder) noexcept {
-  return lock_as(path, false, out, holder);
-}
-
-Status VolatileFiles::lock_folder(const std::string& path, bool shared,
-                                  std::unique_ptr<FileLock>* out, std::string* holder) noexcept {
-  return lock_as(path, shared, out, holder);
-}
-
-Status VolatileFiles::lock_as(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
-                              std::string* holder) noexcept {
   const std::lock_guard lock(machine_->mutex);
   Machine& machine = *machine_;
   if (machine.stopped) return error(EIO);
@@ -398,12 +393,11 @@ Status VolatileFiles::lock_as(const std::string& path, bool shared, std::unique_
   }
   Inode& inode = machine.inodes[place.inode];
   if (inode.is_folder) return error(EISDIR);
-  if (inode.locks > 0 && !(shared && inode.shared_locks)) {
+  if (inode.locks > 0) {
     *holder = inode.note;
     return Status(StatusCode::kBusy, "locked");
   }
   ++inode.locks;
-  inode.shared_locks = shared;
   ++inode.opens;
   *out = std::make_unique<VolatileLock>(machine_, place.inode);
   return Status();

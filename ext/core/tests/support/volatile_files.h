@@ -167,16 +167,13 @@ class VolatileFiles final : public FileLayer {
   Status space(const std::string& path, FileSpace* out) noexcept override;
   Status lock(const std::string& path, std::unique_ptr<FileLock>* out,
               std::string* holder) noexcept override;
-  Status lock_folder(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
+  Status lock_folder(const std::string& path, std::unique_ptr<FileLock>* out,
                      std::string* holder) noexcept override;
 
  private:
   struct Machine;
   class VolatileFile;
   class VolatileLock;
-
-  Status lock_as(const std::string& path, bool shared, std::unique_ptr<FileLock>* out,
-                 std::string* holder) noexcept;
 
   explicit VolatileFiles(std::shared_ptr<Machine> machine) : machine_(std::move(machine)) {}
 

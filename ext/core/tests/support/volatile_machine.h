@@ -163,7 +163,6 @@ struct Inode {
   Content durable;
   std::vector<Change> changes;  // content is durable with all of these
   unsigned locks = 0;           // one, or several shared ones
-  bool shared_locks = false;
   std::string note;
 
   std::map<std::string, int> names;  // as listed

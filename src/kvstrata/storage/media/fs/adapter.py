@@ -2,36 +2,28 @@
 
     <base_path>/<2 hex>/<2 hex>/<64 hex>.kvc     the record, byte for byte as it lies in L1
     <base_path>/<relative_tmp_dir>/*.part        records being written, removed at the next start
-    <base_path>/.kvstrata.lock                   lock of the server that owns the directory, or of those that share it
-    <base_path>/.kvstrata.shared/                messages between the servers that share it
+    <base_path>/.kvstrata.lock                   lock of the server that owns the directory
 
-The medium is C++.  Its invariants are in ext/core/src/fs/exclusive/connector.h, and for a directory that several
-servers share, in ext/core/src/fs/shared/connector.h.
+With `shared` all this lies in <base_path>/server-<number>, one folder for each server.  The medium is C++, with its
+invariants in ext/core/src/fs/connector.h and fs/others.h.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
-from kvstrata.errors import StorageError
 from kvstrata.native import fs
-from kvstrata.storage.base import WALK_KEYS
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.native_adapter import NativeAdapter
 
-_NAME = re.compile(r"([0-9a-f]{2})([0-9a-f]{2})[0-9a-f]{60}\.kvc")
-
 
 class FsAdapter(NativeAdapter):
-    """See the module. One instance owns its directory from `open` to `close`, unless it is shared."""
+    """See the module. One instance owns its directory, or its folder there, from `open` to `close`."""
 
     def __init__(
         self,
@@ -46,7 +38,7 @@ class FsAdapter(NativeAdapter):
         per_op_workers: Mapping[Lane, int] | None = None,
         name: str = "fs",
     ) -> None:
-        """`shared`: several servers use the directory, with one cap for all of them.
+        """`shared`: several servers use the directory; each has a cap of its own and reads all records.
 
         `use_odirect` bypasses the page cache; on a file system without direct I/O, the adapter logs that and uses the
         cache.  `capacity_bytes` 0: the only limit is `min_free_bytes`, the bytes to leave free on the file system
@@ -66,42 +58,7 @@ class FsAdapter(NativeAdapter):
             medium = medium_word("fs", self.base_path.resolve())
             self.capabilities = msgspec.structs.replace(self.capabilities, medium=medium)
 
-    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """The connector's list; a directory that several servers share is read, since nobody has an index of it."""
-        if self.capabilities.lists:
-            async for page in super().walk():
-                yield page
-            return
-        for first in range(256) if not self._not_ready() else ():
-            found = self._lanes.submit(
-                Lane.DELETE, partial(_keys_below, self.base_path / f"{first:02x}"), beyond_limit=True
-            )
-            assert found is not None, "refused work that has no limit"
-            try:
-                keys = await found
-            except OSError as error:
-                raise StorageError(
-                    f"{self.name}: not listed: {self.base_path}: {error.strerror}", field=self.name
-                ) from None
-            for begin in range(0, len(keys), WALK_KEYS):
-                yield keys[begin : begin + WALK_KEYS]
-
     def path(self, key: bytes) -> Path:
-        """The path of a key's record, whether or not the record is stored."""
+        """The path of a key's record, whether or not it is stored. REQUIRES a directory that is not shared."""
         name = key.hex()
         return self.base_path / name[:2] / name[2:4] / f"{name}.kvc"
-
-
-def _keys_below(folder: Path) -> list[bytes]:
-    """The keys of the records in a folder of the first level. Raises OSError; folders and files may vanish."""
-    keys: list[bytes] = []
-    try:
-        for inner in sorted(os.listdir(folder)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                for name in os.listdir(folder / inner):
-                    match = _NAME.fullmatch(name)
-                    if match is not None and match.groups() == (folder.name, inner):
-                        keys.append(bytes.fromhex(name[:-4]))
-    except FileNotFoundError:
-        pass
-    return keys

@@ -3,7 +3,7 @@
 // FsConnector: keeping the cap, and removing records.
 #include <algorithm>
 
-#include "fs/exclusive/connector.h"
+#include "fs/connector.h"
 
 namespace kvstrata {
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "fs/exclusive/connector.h"
+#include "fs/connector.h"
 
 namespace kvstrata {
 

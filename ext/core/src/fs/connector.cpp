@@ -1,5 +1,5 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
-#include "fs/exclusive/connector.h"
+#include "fs/connector.h"
 
 #include <algorithm>
 
@@ -19,7 +19,8 @@ FsConnector::FsConnector(FsOptions options, FileLayer& layer)
     : options_(std::move(options)),
       paths_(options_.base_path, options_.relative_tmp_dir),
       layer_(layer),
-      files_(layer, paths_, options_.use_odirect, notes_, options_.own_threads) {}
+      files_(layer, paths_, options_.use_odirect, notes_, options_.own_threads),
+      others_(layer, options_, paths_, notes_) {}
 
 FsConnector::~FsConnector() {
   close();
@@ -27,16 +28,16 @@ FsConnector::~FsConnector() {
 
 ConnectorCapabilities FsConnector::capabilities() const noexcept {
   return {.persistent = true,
+          .shared = options_.shared,
           .can_clear = true,
           .has_heads = true,
           .lists = true,
-          .exists_is_quick = true};
+          .exists_is_quick = !options_.shared};
 }
 
 std::string FsConnector::open(const ConnectorContext& context) {
-  std::string wrong = prepare_fs_directory(layer_, paths_, options_, &min_free_bytes_);
-  if (!wrong.empty()) return wrong;
-  wrong = lock_fs_directory(layer_, paths_, false, context.instance_id, &lock_);
+  const std::string wrong =
+      claim_fs_directory(layer_, options_, context.instance_id, &paths_, &min_free_bytes_, &lock_);
   if (!wrong.empty()) return wrong;
   if (options_.own_threads)
     scanner_ = start_thread([this] { scan(); });
@@ -50,7 +51,7 @@ std::string FsConnector::open(const ConnectorContext& context) {
 void FsConnector::scan() {
   FsScan found;
   const Status status = scan_fs_directory(
-      layer_, paths_, INT64_MAX,
+      layer_, paths_,
       [this] {
         const Lock lock(mutex_);
         return !closing_;
@@ -93,6 +94,11 @@ Reason FsConnector::wait_until_scanned(Lock& lock) {
 }
 
 void FsConnector::exists(std::span<ExistsItem> items) noexcept {
+  find(items);
+  if (options_.shared) others_.find(items);
+}
+
+void FsConnector::find(std::span<ExistsItem> items) {
   Lock lock(mutex_);
   const Reason failed = wait_until_scanned(lock);
   for (ExistsItem& item : items) {
@@ -109,8 +115,10 @@ void FsConnector::exists(std::span<ExistsItem> items) noexcept {
 }
 
 void FsConnector::heads(std::span<HeadItem> items) noexcept {
-  for (HeadItem& item : items)
+  for (HeadItem& item : items) {
     files_.read_head(item);
+    if (options_.shared && item.length == 0) others_.read_head(item);
+  }
 }
 
 std::uint64_t FsConnector::list(std::uint64_t cursor, std::size_t most,
@@ -146,16 +154,27 @@ PutOutcome FsConnector::put_one(PutItem& item) {
   FsPart& part = parts_.make(number, item);
   const FsFiles::NewPart file{
       .path = paths_.part(item.key, number), .bytes = item.bytes, .length = item.length};
-  const Status status = write_fs_part(lock, files_, file, item.length, min_free_bytes_,
-                                      [&](std::uint64_t missing_bytes) {
-                                        return make_space(lock, std::max(missing_bytes, charge), 1);
-                                      });
+  const Status status = write_part(lock, file, charge);
   if (status.ok())
     parts_.happened(part, FsPartEvent::kWrote);
   else
     settle(part, FsPartEvent::kWriteFailed, put_refusal(file_reason(status)));
   changed_.notify_all();
   return {PutStatus::kStored, Reason::kNone};
+}
+
+// Writes a part; the lock is dropped meanwhile. If the file system is full, frees space and tries
+// once more.
+Status FsConnector::write_part(Lock& lock, const FsFiles::NewPart& file, std::uint64_t charge) {
+  for (bool again = false;; again = true) {
+    std::uint64_t missing_bytes = 0;
+    lock.unlock();
+    const Status status = files_.write_part(file, file.length, min_free_bytes_, &missing_bytes);
+    lock.lock();
+    if (is_no_space(status) && !again && make_space(lock, std::max(missing_bytes, charge), 1))
+      continue;
+    return status;
+  }
 }
 
 void FsConnector::put_end(std::span<PutItem> batch) noexcept {
@@ -174,7 +193,11 @@ LoadOutcome FsConnector::load_one(LoadItem& item) {
   if (const Reason failed = wait_until_scanned(lock); failed != Reason::kNone)
     return {LoadStatus::kFailed, failed};
   FsRecord* record = index_.find(item.key);
-  if (record == nullptr) return {LoadStatus::kAbsent, Reason::kNone};
+  if (record == nullptr) {
+    lock.unlock();
+    if (options_.shared) return others_.load(item);
+    return {LoadStatus::kAbsent, Reason::kNone};
+  }
   const std::int64_t now_ns = now_unix_ns();
   const bool refresh = now_ns - record->recency_unix_ns > kRecencyNs;
   item.copy = record->copy;
@@ -232,6 +255,7 @@ void FsConnector::remove(std::span<DeleteItem> items) noexcept {
 }
 
 void FsConnector::remove_corrupt(const LoadItem& item) noexcept {
+  if (FsOthers::loaded(item)) return others_.remove_corrupt(item);
   Lock lock(mutex_);
   const FsRecord* const record = index_.find(item.key);
   if (record == nullptr || record->copy != item.copy || marks_.contains(item.key)) return;

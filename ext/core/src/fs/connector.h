@@ -1,20 +1,23 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
 // The connector `fs`: one self-describing file per record in a directory of any mounted file system
-// (names: fs/paths.h). It owns the directory alone from open() to close().
+// (names: fs/paths.h). From open() to close() it owns the directory alone, or its folder in a
+// directory that servers share: there it also finds and loads the records of the others, and
+// remove() and clear() concern its own records only (fs/others.h).
 //
 // A record is first written as a part, then renamed to its own name (fs/parts.h).
 //
 // Invariants
 // 1. A record's name appears only when its bytes are on the medium, and STORED is answered only
 //    when the name is on the medium too. Directories are synced once per batch.
-// 2. Records and parts together (each rounded up to 4 KiB) never exceed the cap: the least recently
+// 2. Its records and parts together (each rounded up to 4 KiB) never exceed the cap: the least
+// recently
 //    loaded or stored records are evicted before a part is written. Records that earlier servers
 //    left count too: at the start a thread reads their names and lengths, but no payloads, and
 //    syncs their directories, because those servers may have died before they did so. When parts
 //    would take more than a quarter of the cap, the written parts are published before their batch
 //    has ended.
-// 3. The mutex is never held during I/O, so exists() is quick.
+// 3. The mutex is never held during I/O, so exists() is quick, except in a shared directory.
 // 4. While a key's file is being renamed or unlinked, the key is marked, and only the thread that
 //    marked it touches the file. So the removal of a corrupt record cannot unlink the record that
 //    replaces it, and a late report about an old copy cannot remove a newer one (FsRecord::copy).
@@ -40,6 +43,7 @@
 #include "fs/directory.h"
 #include "fs/files.h"
 #include "fs/index.h"
+#include "fs/others.h"
 #include "fs/parts.h"
 #include "fs/scan.h"
 
@@ -77,7 +81,9 @@ class FsConnector final : public Connector {
 
   // connector.cpp
   Reason wait_until_scanned(Lock& lock);
+  void find(std::span<ExistsItem> items);
   PutOutcome put_one(PutItem& item);
+  Status write_part(Lock& lock, const FsFiles::NewPart& file, std::uint64_t charge);
   LoadOutcome load_one(LoadItem& item);
 
   // publish.cpp
@@ -98,10 +104,11 @@ class FsConnector final : public Connector {
   void scan();
 
   const FsOptions options_;
-  const FsPaths paths_;
+  FsPaths paths_;  // set by open()
   FileLayer& layer_;
   NoteBook notes_;
   FsFiles files_;
+  FsOthers others_;
   std::uint64_t min_free_bytes_ = 0;
   std::unique_ptr<FileLock> lock_;
   std::thread scanner_;
