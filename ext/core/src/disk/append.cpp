@@ -35,8 +35,14 @@ bool Appender::read_only() const noexcept {
 
 Status Appender::refused() const noexcept {
   if (stopping()) return Status(StatusCode::kRefused, Reason::kReadOnly, "closed");
-  if (read_only()) return Status(StatusCode::kRefused, Reason::kReadOnly, "a sync failed");
+  if (read_only()) return Status(StatusCode::kRefused, Reason::kReadOnly, "a write failed");
   return Status();
+}
+
+void Appender::write_failed(const std::string& what) noexcept {
+  happened(LogEvent::kWriteFailed);
+  shared_.notes.add(true, what + "; nothing more is put until the server is started again");
+  shared_.changed.notify_all();  // commit() fails now
 }
 
 // -- places
@@ -46,13 +52,10 @@ bool Appender::fits(const Segment& segment, std::uint64_t frame_bytes,
   return segment.end + frame_bytes + table_bytes(segment.table.size() + entries) <= segment.length;
 }
 
-std::optional<Status> Appender::take_room(Lock& lock, std::uint64_t frame_bytes,
-                                          std::size_t entries, bool leave_reserved) {
+std::optional<Status> Appender::take_room(std::uint64_t frame_bytes, std::size_t entries,
+                                          bool leave_reserved) {
   for (;;) {
     if (const Status status = refused(); !status.ok()) return status;
-    if (!holes_.empty()) {
-      if (const Status status = fill_holes(lock); !status.ok()) return status;
-    }
     Segment* const active = segments_.active();
     if (active != nullptr && fits(*active, frame_bytes, entries)) return Status();
     if (active != nullptr) {
@@ -76,8 +79,7 @@ PlacedFrame Appender::place(FrameHeader header) {
   PlacedFrame placed{.file = segment.file,
                      .header = std::move(header),
                      .segment = segment.number,
-                     .block = static_cast<std::uint32_t>(segment.end / kFileBlockBytes),
-                     .table_at = segment.table.size()};
+                     .block = static_cast<std::uint32_t>(segment.end / kFileBlockBytes)};
   const FrameHeader& made = placed.header;
   add_entries(made, placed.block, &segment.table);
   segment.last = made.name;
@@ -86,27 +88,10 @@ PlacedFrame Appender::place(FrameHeader header) {
   return placed;
 }
 
-void Appender::written(Lock& lock, const PlacedFrame& placed, Status status) noexcept {
-  if (!status.ok()) {
-    shared_.notes.add(
-        true, "cannot write " + describe_file_error(segments_.at(placed.segment).path, status));
-    PlacedFrame skip = placed;
-    skip.header.kind = FrameKind::kSkip;
-    skip.header.tombstones.clear();
-    lock.unlock();
-    status = write_frame(skip, nullptr);
-    lock.lock();
-    std::vector<TableEntry>& table = segments_.at(placed.segment).table;
-    for (std::size_t at = placed.table_at;
-         at < table.size() && table[at].sequence == placed.header.name.sequence; ++at)
-      table[at].kind = FrameKind::kSkip;
-    if (!status.ok()) {
-      holes_.push_back(std::move(skip));
-      hole_error_ = status;
-      shared_.changed.notify_all();  // a commit() that waits for this frame fails now
-      return;
-    }
-  }
+void Appender::written(const PlacedFrame& placed, const Status& status) noexcept {
+  if (!status.ok())
+    return write_failed("cannot write " +
+                        describe_file_error(segments_.at(placed.segment).path, status));
   shared_.counts.written_bytes += placed.header.frame_bytes();
   segments_.at(placed.segment).dirty = true;
   writing_.erase(placed.header.name.sequence);
@@ -118,28 +103,8 @@ Status Appender::append(Lock& lock, FrameHeader header) {
   lock.unlock();
   const Status status = write_frame(placed, nullptr);
   lock.lock();
-  written(lock, placed, status);
+  written(placed, status);
   return status;
-}
-
-// Writes the skip frames that could not be written before.
-Status Appender::fill_holes(Lock& lock) noexcept {
-  std::vector<PlacedFrame> holes = std::exchange(holes_, {});
-  Status failed;
-  for (PlacedFrame& hole : holes) {
-    lock.unlock();
-    const Status status = write_frame(hole, nullptr);
-    lock.lock();
-    if (!status.ok()) {
-      failed = hole_error_ = status;
-      holes_.push_back(std::move(hole));
-      continue;
-    }
-    segments_.at(hole.segment).dirty = true;
-    writing_.erase(hole.header.name.sequence);
-  }
-  shared_.changed.notify_all();
-  return failed;
 }
 
 // -- syncs
@@ -151,9 +116,6 @@ std::uint64_t Appender::written_up_to() const noexcept {
 Status Appender::commit(Lock& lock, std::uint64_t sequence) noexcept {
   while (synced_ < sequence) {
     if (read_only()) return Status(StatusCode::kOsError, "fdatasync", EIO);
-    if (std::any_of(holes_.begin(), holes_.end(),
-                    [&](const PlacedFrame& hole) { return hole.header.name.sequence <= sequence; }))
-      return hole_error_;
     if (syncing_ || written_up_to() < sequence) {
       shared_.changed.wait(lock);
       continue;
@@ -177,7 +139,7 @@ Status Appender::commit(Lock& lock, std::uint64_t sequence) noexcept {
     if (status.ok()) {
       synced_ = up_to;
     } else {
-      sync_failed(status);
+      write_failed("a sync failed: " + describe_file_error(shared_.options.folder, status));
     }
     shared_.changed.notify_all();
     if (!segments_.full().empty() &&
@@ -185,12 +147,6 @@ Status Appender::commit(Lock& lock, std::uint64_t sequence) noexcept {
       shared_.due.notify_all();
   }
   return Status();
-}
-
-void Appender::sync_failed(const Status& status) noexcept {
-  happened(LogEvent::kSyncFailed);
-  shared_.notes.add(true, "a sync failed: " + describe_file_error(shared_.options.folder, status) +
-                              "; nothing more is put until the server is started again");
 }
 
 }  // namespace kvstrata::disk

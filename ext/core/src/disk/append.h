@@ -2,7 +2,7 @@
 //
 // Appending to a disk log: frames get their place, are written, and are synced.
 //
-//   placed -> written, or replaced by a skip frame if the write failed -> synced
+//   placed -> written -> synced
 //
 // Invariants
 //  1. A frame gets its place and its sequence in one step. Frames are acknowledged in order: a sync
@@ -11,10 +11,8 @@
 //  2. Every frame, and every segment's header, carries a mark: the sequence up to which all frames
 //     were synced when this frame got its place or this header was made. The next open reads in
 //     full only the records behind the highest mark.
-//  3. If neither a frame nor a skip frame in its place can be written, the place is a hole, and no
-//     frame behind it is acknowledged. The next put tries to fill it.
-//  4. After a failed sync it is unknown which writes since the last successful sync are on the
-//     medium, so the log takes no more frames until it is opened again.
+//  3. After a failed write or sync it is unknown which writes since the last successful sync are on
+//     the medium, so the log takes no more frames and acknowledges none until it is opened again.
 //
 // REQUIRES, for every call: Shared::mutex is held.
 #pragma once
@@ -22,7 +20,7 @@
 #include <cstdint>
 #include <optional>
 #include <set>
-#include <vector>
+#include <string>
 
 #include "disk/frames.h"
 #include "disk/segments.h"
@@ -42,6 +40,8 @@ class Appender {
   [[nodiscard]] bool stopping() const noexcept;
   [[nodiscard]] bool read_only() const noexcept;
   [[nodiscard]] bool starved() const noexcept { return mode_ == LogMode::kStarved; }
+  // Makes the log read-only. `what` says what failed, at which path.
+  void write_failed(const std::string& what) noexcept;
   // kRefused, with the reason, if the log takes no frames.
   [[nodiscard]] Status refused() const noexcept;
 
@@ -50,23 +50,21 @@ class Appender {
   // Makes sure that the active segment has room for a frame of `frame_bytes` with `entries` entries
   // in the table. If it has no room, a free segment becomes the active one; with `leave_reserved`,
   // Segments::reserved() segments stay free. nullopt: no segment may be taken. An error: the log
-  // takes no frames (refused()), or a hole could not be filled. May unlock the mutex, but not
-  // between its last check and its return.
-  [[nodiscard]] std::optional<Status> take_room(Lock& lock, std::uint64_t frame_bytes,
-                                                std::size_t entries, bool leave_reserved);
+  // takes no frames (refused()).
+  [[nodiscard]] std::optional<Status> take_room(std::uint64_t frame_bytes, std::size_t entries,
+                                                bool leave_reserved);
   // Gives a frame its place. REQUIRES: take_room() returned OK for a frame of this size, and the
   // mutex was held since.
   [[nodiscard]] PlacedFrame place(FrameHeader header);
-  // Called after write_frame() with its status. After an error, writes a skip frame in the frame's
-  // place, because recovery finds the later frames by way of it; unlocks the mutex for that.
-  void written(Lock& lock, const PlacedFrame& placed, Status status) noexcept;
+  // Called after write_frame() with its status. After an error the log is read-only.
+  void written(const PlacedFrame& placed, const Status& status) noexcept;
   // Places a frame without a record and writes it. REQUIRES: see place(). Unlocks the mutex.
   Status append(Lock& lock, FrameHeader header);
 
   // -- syncs
 
   // Returns OK when all frames up to this sequence are on the medium. One of the waiting threads
-  // syncs for all. An error: a sync failed, or one of these frames is a hole. Unlocks the mutex.
+  // syncs for all. An error: a write or a sync failed. Unlocks the mutex.
   Status commit(Lock& lock, std::uint64_t sequence) noexcept;
 
   [[nodiscard]] std::uint64_t sequence() const noexcept { return sequence_; }  // the last placed
@@ -76,8 +74,6 @@ class Appender {
   [[nodiscard]] bool fits(const Segment& segment, std::uint64_t frame_bytes,
                           std::size_t entries) const noexcept;
   [[nodiscard]] std::uint64_t written_up_to() const noexcept;
-  Status fill_holes(Lock& lock) noexcept;
-  void sync_failed(const Status& status) noexcept;
 
   Shared& shared_;
   Segments& segments_;
@@ -86,10 +82,7 @@ class Appender {
   std::uint64_t sequence_ = 0;
   std::uint64_t synced_ = 0;
   std::set<std::uint64_t> writing_;  // placed, but not written yet
-  // Skip frames that could not be written either (invariant 3). They stay in writing_.
-  std::vector<PlacedFrame> holes_;
-  Status hole_error_;
-  bool syncing_ = false;  // one thread syncs at a time
+  bool syncing_ = false;             // one thread syncs at a time
 };
 
 }  // namespace kvstrata::disk

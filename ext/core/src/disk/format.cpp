@@ -102,7 +102,7 @@ bool is_sound(const TableEndOnDisk& end) noexcept {
 
 bool known(std::uint16_t kind) noexcept {
   return kind >= static_cast<std::uint16_t>(FrameKind::kRecord) &&
-         kind <= static_cast<std::uint16_t>(FrameKind::kSkip);
+         kind <= static_cast<std::uint16_t>(FrameKind::kClear);
 }
 
 }  // namespace

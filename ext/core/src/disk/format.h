@@ -43,8 +43,6 @@ enum class FrameKind : std::uint16_t {
   kRecord = 1,
   kTombstones = 2,  // removes all earlier records of its keys
   kClear = 3,       // removes all earlier records
-  // A stand-in for a frame that could not be written, with the `record_bytes` of that frame.
-  kSkip = 4,
 };
 
 // Identifies a frame. The run is a random number, a new one each time that the log is opened.

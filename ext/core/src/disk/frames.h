@@ -19,7 +19,6 @@ struct PlacedFrame {
   FrameHeader header;
   std::uint32_t segment = 0;
   std::uint32_t block = 0;
-  std::size_t table_at = 0;  // its first entry in the segment's table
 };
 
 struct FreeBytes {

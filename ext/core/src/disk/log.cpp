@@ -74,7 +74,7 @@ std::string DiskLog::lock_folder(const ConnectorContext& context) {
     return stops_start(status) + wrong + describe_file_error(folder, status) +
            "; give a directory that this user may write";
   std::string holder;
-  status = shared_.files.lock_folder(folder + kLockName, false, &folder_lock_, &holder);
+  status = shared_.files.lock_folder(folder + kLockName, &folder_lock_, &holder);
   if (status.code() == StatusCode::kBusy)
     return "base_path: '" + folder + "' belongs to another running server (" +
            (holder.empty() ? "unknown" : holder) + "); give each server a directory of its own";
@@ -95,9 +95,6 @@ std::string DiskLog::recover() {
   appender_.adopt(recovered.sequence);
   for (const auto& [number, length_bytes] : recovered.foreign)
     segments_.adopt_foreign(number, length_bytes);
-  for (disk::Leftover& file : recovered.leftovers)
-    segments_.adopt_leftover(std::move(file));
-  (void)segments_.remove_leftovers(lock);  // if this fails, a put that needs the room tries again
   disk::for_each_record(recovered, [this](disk::Segment& segment, const TableEntry& entry) {
     finder_.adopt(segment, entry);
   });

@@ -66,7 +66,7 @@ void Putter::put_one(Lock& lock, PutItem& item) noexcept {
   lock.unlock();
   status = write_frame(placed, item.bytes);
   lock.lock();
-  appender_.written(lock, placed, status);
+  appender_.written(placed, status);
   if (!status.ok()) {
     finder_.end_put(item.key);
     set_outcome(item, failure(status));

@@ -2,6 +2,7 @@
 #include "disk/recover.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
 #include <optional>
 #include <span>
@@ -227,8 +228,9 @@ void Recovery::leave_alone(const Segment& segment) {
   (void)segment.file->length(&length_bytes);
   out_->foreign.push_back({segment.number, length_bytes});
   ++out_->unreadable_segments;
-  shared_.notes.add(true,
-                    segment.path + " has no sound header; it is left alone and counts as used");
+  shared_.notes.add(true, segment.path +
+                              " holds no frames that can be used; it is left alone and "
+                              "counts as used");
 }
 
 // Reads the table or, if the segment has no sound table, its frames one after the other. Behind a
@@ -407,12 +409,11 @@ Status Recovery::settle() {
     // open removes it again. Frames that were cut off from it are overwritten by then, whether this
     // process or an earlier one cut them off.
     if ((segment.generation <= 1 || !found.whole) && !segment.has_frames()) {
-      std::uint64_t length_bytes = 0;
-      KVSTRATA_RETURN_IF_ERROR(segment.file->length(&length_bytes));
-      out_->leftovers.push_back({.path = segment.path,
-                                 .number = segment.number,
-                                 .length_bytes = length_bytes,
-                                 .has_frames = false});
+      const Status removed = shared_.files.unlink(segment.path);
+      if (!removed.ok() && !is_os_error(removed, ENOENT)) {
+        shared_.notes.add(true, "cannot remove " + describe_file_error(segment.path, removed));
+        leave_alone(segment);
+      }
       found.segment.reset();
     }
   }

@@ -40,8 +40,7 @@ struct Recovered {
 
   std::vector<FoundSegment> segments;  // first the empty ones, then from oldest to newest
   std::vector<ForeignFile> foreign;
-  std::vector<Leftover> leftovers;  // files of segments that were being made
-  std::uint64_t sequence = 0;       // new frames get greater ones; all frames up to it are synced
+  std::uint64_t sequence = 0;  // new frames get greater ones; all frames up to it are synced
   std::uint64_t unreadable_segments = 0;
   std::uint64_t lost_frames = 0;  // damaged ones, as far as others show that they are missing
 };

@@ -39,7 +39,7 @@ Status Retirer::make_room(Lock& lock, std::uint64_t frame_bytes, std::size_t ent
   const auto until = std::chrono::steady_clock::now() + patience(kRoomWait);
   appender_.happened(LogEvent::kRoom);
   for (;;) {
-    if (const auto room = appender_.take_room(lock, frame_bytes, entries, true)) return *room;
+    if (const auto room = appender_.take_room(frame_bytes, entries, true)) return *room;
     if (!maintaining_)
       KVSTRATA_RETURN_IF_ERROR(maintain(lock));
     else if (shared_.changed.wait_until(lock, until) == std::cv_status::timeout)
@@ -77,13 +77,12 @@ Status Retirer::shrink(Lock& lock) noexcept {
   while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.free().empty()) {
     Segment& segment = segments_.at(segments_.free().back());
     segments_.move(segment, SegmentEvent::kRetire);
-    status = segments_.drop(lock, segment);
+    status = drop(lock, segment);
   }
   while (status.ok() && segments_.total_bytes() > capacity_bytes && !segments_.full().empty())
     status = retire(lock, segments_.at(segments_.full().front()));
   maintaining_ = false;
-  // If a file could not be removed, the next put that needs a segment continues the work.
-  return segments_.has_leftovers() ? Status() : status;
+  return status;
 }
 
 // -- tables
@@ -137,7 +136,6 @@ Status Retirer::write_table(Lock& lock, Segment& segment) noexcept {
 // -- segments become free
 
 Status Retirer::next_segment(Lock& lock) noexcept {
-  const Status removed = segments_.remove_leftovers(lock);
   Status created(StatusCode::kNoSpace, Reason::kNoRoom, "the capacity is used");
   if (segments_.total_bytes() + shared_.options.segment_bytes <= shared_.options.capacity_bytes) {
     do
@@ -145,13 +143,12 @@ Status Retirer::next_segment(Lock& lock) noexcept {
     while (is_os_error(created, EEXIST));
     if (created.ok()) return created;
   }
-  KVSTRATA_RETURN_IF_ERROR(removed);
   if (segments_.full().empty()) return created;
   return retire(lock, segments_.at(segments_.full().front()));
 }
 
 // Retires the oldest segment: makes it free, or removes its file. After an error it is still
-// retiring, with fewer records, or its file is a leftover.
+// retiring, with fewer records, or the log is read-only.
 Status Retirer::retire(Lock& lock, Segment& segment) noexcept {
   KVSTRATA_RETURN_IF_ERROR(appender_.commit(lock, segment.last.sequence));
   reinsert(lock, segment);
@@ -165,10 +162,18 @@ Status Retirer::retire(Lock& lock, Segment& segment) noexcept {
   segments_.move(segment, SegmentEvent::kPinsGone);
   const bool goes = segment.length != shared_.options.segment_bytes ||
                     segments_.total_bytes() > shared_.options.capacity_bytes;
-  const std::uint32_t number = segment.number;
   const Status status =
-      goes ? segments_.drop(lock, segment) : segments_.renew(lock, segment, appender_.synced());
-  if (status.ok() || segments_.find(number) == nullptr) ++shared_.counts.retired_segments;
+      goes ? drop(lock, segment) : segments_.renew(lock, segment, appender_.synced());
+  if (status.ok()) ++shared_.counts.retired_segments;
+  return status;
+}
+
+// Removes the file of a drained segment. If that fails, segments that were filled later must not be
+// used again, since a tombstone must outlive the record that it removes: the log is read-only.
+Status Retirer::drop(Lock& lock, Segment& segment) noexcept {
+  const std::string path = segment.path;
+  const Status status = segments_.drop(lock, segment);
+  if (!status.ok()) appender_.write_failed("cannot remove " + describe_file_error(path, status));
   return status;
 }
 
@@ -209,9 +214,8 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
       if (is_missing(status)) ++shared_.counts.corrupt_records;
       continue;
     }
-    const std::optional<Status> room = appender_.take_room(lock, header.frame_bytes(), 1, false);
+    const std::optional<Status> room = appender_.take_room(header.frame_bytes(), 1, false);
     if (!room.has_value() || !room->ok()) break;
-    // (take_room() may have unlocked the mutex.)
     const DiskPlace* const now = finder_.find(record.key);
     if (now == nullptr || now->sequence != record.place.sequence) continue;
     left -= std::min(left, header.frame_bytes());
@@ -221,7 +225,7 @@ void Retirer::reinsert(Lock& lock, Segment& segment) noexcept {
     lock.unlock();
     status = write_frame(placed, memory.get());
     lock.lock();
-    appender_.written(lock, placed, status);
+    appender_.written(placed, status);
     if (!status.ok()) {
       finder_.end_put(record.key);
       break;

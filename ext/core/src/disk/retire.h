@@ -49,6 +49,7 @@ class Retirer {
   Status write_table(Lock& lock, Segment& segment) noexcept;
   Status next_segment(Lock& lock) noexcept;
   Status retire(Lock& lock, Segment& segment) noexcept;
+  Status drop(Lock& lock, Segment& segment) noexcept;
   void reinsert(Lock& lock, Segment& segment) noexcept;
   void evict_records(Lock& lock, Segment& segment) noexcept;
 

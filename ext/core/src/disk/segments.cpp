@@ -28,7 +28,6 @@ List list_of(SegmentState state) noexcept {
       return List::kFull;
     case SegmentState::kAbsent:
     case SegmentState::kDrained:
-    case SegmentState::kForeign:
       break;
   }
   return List::kNone;
@@ -41,11 +40,6 @@ FramePlace frame_place(const Digest& key, std::uint32_t block) noexcept {
   std::memcpy(&place.hash_low, key.data(), 4);
   std::memcpy(&place.hash_high, key.data() + 4, 4);
   return place;
-}
-
-Segment* Segments::find(std::uint32_t number) noexcept {
-  const auto found = segments_.find(number);
-  return found == segments_.end() ? nullptr : found->second.get();
 }
 
 std::size_t Segments::reserved() const noexcept {
@@ -71,20 +65,6 @@ void Segments::move(Segment& segment, SegmentEvent event) noexcept {
   }
 }
 
-SegmentState Segments::state_of(std::uint32_t number) const noexcept {
-  const auto found = segments_.find(number);
-  if (found != segments_.end()) return found->second->state;
-  return foreign_.contains(number) ? SegmentState::kForeign : SegmentState::kAbsent;
-}
-
-// Moves a number that has a file but no segment.
-void Segments::move_file(std::uint32_t number, SegmentEvent event) noexcept {
-  if (kSegmentMachine.after(state_of(number), event) == SegmentState::kForeign)
-    foreign_.insert(number);
-  else
-    foreign_.erase(number);
-}
-
 void Segments::unpin(Segment& segment) noexcept {
   if (--segment.pins == 0) shared_.changed.notify_all();
 }
@@ -97,12 +77,7 @@ Segment& Segments::adopt(std::unique_ptr<Segment> segment) {
 
 void Segments::adopt_foreign(std::uint32_t number, std::uint64_t length_bytes) noexcept {
   total_bytes_ += length_bytes;
-  move_file(number, SegmentEvent::kForeignFile);
-}
-
-void Segments::adopt_leftover(Leftover file) noexcept {
-  adopt_foreign(file.number, file.length_bytes);
-  leftovers_.push_back(std::move(file));
+  foreign_.insert(number);
 }
 
 void Segments::clear() noexcept {
@@ -115,7 +90,7 @@ void Segments::clear() noexcept {
 // The lowest number that no file in the folder has.
 std::uint32_t Segments::unused_number() const noexcept {
   std::uint32_t number = 0;
-  while (state_of(number) != SegmentState::kAbsent)
+  while (segments_.contains(number) || foreign_.contains(number))
     ++number;
   return number;
 }
@@ -149,16 +124,12 @@ Status Segments::create(Lock& lock, std::uint64_t synced) noexcept {
     if (status.ok()) status = segment->file->write(parts, 0);
     if (status.ok()) status = shared_.files.sync_folder(shared_.options.folder);
   }
+  const bool made = segment->file != nullptr;
+  const bool left = !status.ok() && made && !shared_.files.unlink(segment->path).ok();
   lock.lock();
-  // Another program made a file of this name after the log was opened.
-  if (is_os_error(status, EEXIST)) move_file(segment->number, SegmentEvent::kForeignFile);
-  if (!status.ok() && segment->file != nullptr) {
-    adopt_leftover({.path = segment->path,
-                    .number = segment->number,
-                    .length_bytes = segment->length,
-                    .has_frames = false});
-    (void)remove_leftovers(lock);
-  }
+  // A file that could not be removed, or that another program made after the log was opened.
+  if (left || is_os_error(status, EEXIST))
+    adopt_foreign(segment->number, made ? segment->length : 0);
   if (!status.ok()) return status;
   shared_.counts.written_bytes += kSegmentHeaderBytes;
   segment->dirty = true;
@@ -196,39 +167,20 @@ Status Segments::renew(Lock& lock, Segment& segment, std::uint64_t synced) noexc
 
 Status Segments::drop(Lock& lock, Segment& segment) noexcept {
   move(segment, SegmentEvent::kDropped);
-  leftovers_.push_back({.path = segment.path,
-                        .number = segment.number,
-                        .length_bytes = segment.length,
-                        .has_frames = segment.has_frames()});
-  foreign_.insert(segment.number);
-  segments_.erase(segment.number);
-  return remove_leftovers(lock);
-}
-
-Status Segments::remove_leftovers(Lock& lock) noexcept {
-  while (!leftovers_.empty()) {
-    Leftover& file = leftovers_.front();
-    lock.unlock();
-    Status status;
-    if (!file.unlinked) status = shared_.files.unlink(file.path);
-    if (is_os_error(status, ENOENT)) status = Status();
-    file.unlinked = status.ok();
-    // A tombstone must outlive the record that it removes. The files are removed in the order in
-    // which they were filled, so each removal is made durable before the next one. (A file without
-    // frames may come back.)
-    if (status.ok() && file.has_frames) status = shared_.files.sync_folder(shared_.options.folder);
-    lock.lock();
-    if (!status.ok()) {
-      if (!file.noted)
-        shared_.notes.add(true, "cannot remove " + describe_file_error(file.path, status) +
-                                    "; its bytes count as used until it is gone");
-      file.noted = true;
-      return status;
-    }
-    total_bytes_ -= file.length_bytes;
-    move_file(file.number, SegmentEvent::kFileGone);
-    leftovers_.pop_front();
-  }
+  const std::unique_ptr<Segment> gone = std::move(segments_.at(segment.number));
+  segments_.erase(gone->number);
+  foreign_.insert(gone->number);
+  lock.unlock();
+  Status status = shared_.files.unlink(gone->path);
+  if (is_os_error(status, ENOENT)) status = Status();
+  // A tombstone must outlive the record that it removes. The files are removed in the order in
+  // which they were filled, so each removal is made durable before the next one. (A file without
+  // frames may come back.)
+  if (status.ok() && gone->has_frames()) status = shared_.files.sync_folder(shared_.options.folder);
+  lock.lock();
+  KVSTRATA_RETURN_IF_ERROR(status);
+  foreign_.erase(gone->number);
+  total_bytes_ -= gone->length;
   return Status();
 }
 

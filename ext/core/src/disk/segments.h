@@ -9,9 +9,9 @@
 //  2. Full segments are listed in the order in which they were filled, and retire in that order. So
 //     a tombstone outlives every record that it removes.
 //  3. A load pins its segment; a pinned segment is neither overwritten nor removed.
-//  4. The lengths of all segments together never exceed capacity_bytes, unless it was lowered. The
-//     file of a dropped segment counts until it is removed. While it cannot be removed, no segment
-//     that was filled later is used again (invariant 2).
+//  4. The lengths of all segments together never exceed capacity_bytes, unless it was lowered.
+//  Files
+//     that have a segment's name and are none, or could not be removed, count too.
 //
 // REQUIRES, for every call: Shared::mutex is held.
 #pragma once
@@ -56,17 +56,6 @@ struct Segment {
   [[nodiscard]] bool has_frames() const noexcept { return last != FrameName{}; }
 };
 
-// A file that is to be removed. Until it is gone, its bytes count as used and its number as
-// foreign.
-struct Leftover {
-  std::string path;
-  std::uint32_t number = 0;
-  std::uint64_t length_bytes = 0;
-  bool has_frames = false;  // its removal must be durable before the next file is removed
-  bool unlinked = false;
-  bool noted = false;  // the operator was told that it cannot be removed
-};
-
 class Segments {
  public:
   explicit Segments(Shared& shared) : shared_(shared) {}
@@ -75,7 +64,6 @@ class Segments {
   [[nodiscard]] const Map& by_number() const noexcept { return segments_; }
   // REQUIRES: a segment has this number.
   [[nodiscard]] Segment& at(std::uint32_t number) noexcept { return *segments_.at(number); }
-  [[nodiscard]] Segment* find(std::uint32_t number) noexcept;
   [[nodiscard]] Segment* active() noexcept { return active_; }
   // Numbers, oldest first.
   [[nodiscard]] const std::deque<std::uint32_t>& full() const noexcept { return full_; }
@@ -83,9 +71,8 @@ class Segments {
   // How many free segments are reserved for the records that a retiring segment keeps; 0 if the log
   // has few segments.
   [[nodiscard]] std::size_t reserved() const noexcept;
-  // Bytes of all segments, leftovers, and foreign files that have the name of a segment.
+  // Bytes of all segments and foreign files.
   [[nodiscard]] std::uint64_t total_bytes() const noexcept { return total_bytes_; }
-  [[nodiscard]] bool has_leftovers() const noexcept { return !leftovers_.empty(); }
 
   // REQUIRES: the segment's state has a move for the event; for kPinsGone, pins is 0.
   void move(Segment& segment, SegmentEvent event) noexcept;
@@ -93,7 +80,7 @@ class Segments {
   void pin(Segment& segment) noexcept { ++segment.pins; }
   void unpin(Segment& segment) noexcept;
 
-  // The files. The next four unlock the mutex. `synced` is the mark in the segment's header.
+  // The files. The next three unlock the mutex. `synced` is the mark in the segment's header.
   //
   // Makes a file and a free segment of it. EEXIST: another file has the name, and the next call
   // takes another number.
@@ -101,30 +88,24 @@ class Segments {
   // Makes a drained segment free: writes and syncs the header of its next generation, before
   // anything of this one is overwritten. After an error the segment is still retiring.
   Status renew(Lock& lock, Segment& segment, std::uint64_t synced) noexcept;
-  // Removes the file of a drained segment. The segment is destroyed when this returns, even if its
-  // file could not be removed; an error says why, and the file stays a leftover.
+  // Removes the file of a drained segment, durably if it has frames, and destroys the segment.
+  // After an error the file is foreign.
   Status drop(Lock& lock, Segment& segment) noexcept;
-  // Removes the leftovers in order, up to the first one that cannot be removed. REQUIRES: this
-  // thread maintains or opens the log.
-  Status remove_leftovers(Lock& lock) noexcept;
 
   // Takes over what recovery has found, once. The segment is ABSENT until the caller moves it.
   Segment& adopt(std::unique_ptr<Segment> segment);
+  // A file that has the name of a segment and is left alone.
   void adopt_foreign(std::uint32_t number, std::uint64_t length_bytes) noexcept;
-  void adopt_leftover(Leftover file) noexcept;
 
   // Forgets everything and closes the files.
   void clear() noexcept;
 
  private:
   [[nodiscard]] std::uint32_t unused_number() const noexcept;
-  [[nodiscard]] SegmentState state_of(std::uint32_t number) const noexcept;
-  void move_file(std::uint32_t number, SegmentEvent event) noexcept;
 
   Shared& shared_;
   Map segments_;
-  std::set<std::uint32_t> foreign_;  // numbers in the state kForeign
-  std::deque<Leftover> leftovers_;   // in the order in which they must be removed
+  std::set<std::uint32_t> foreign_;  // numbers
   std::deque<std::uint32_t> full_;
   std::deque<std::uint32_t> free_;
   Segment* active_ = nullptr;

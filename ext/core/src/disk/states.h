@@ -20,9 +20,8 @@ enum class SegmentState : std::uint8_t {
   kListed,
   kRetiring,
   kDrained,
-  kForeign,
 };
-inline constexpr std::size_t kSegmentStateCount = 8;
+inline constexpr std::size_t kSegmentStateCount = 7;
 
 enum class SegmentEvent : std::uint8_t {
   kCreated,
@@ -34,10 +33,8 @@ enum class SegmentEvent : std::uint8_t {
   kRenewed,
   kFailed,
   kDropped,
-  kForeignFile,
-  kFileGone,
 };
-inline constexpr std::size_t kSegmentEventCount = 11;
+inline constexpr std::size_t kSegmentEventCount = 9;
 
 // Of the log.
 enum class LogMode : std::uint8_t {
@@ -54,7 +51,7 @@ enum class LogEvent : std::uint8_t {
   kOpened,
   kNoRoom,
   kRoom,
-  kSyncFailed,
+  kWriteFailed,
   kClose,
 };
 inline constexpr std::size_t kLogEventCount = 5;
@@ -70,7 +67,6 @@ inline constexpr auto kFull = static_cast<std::uint8_t>(SegmentState::kFull);
 inline constexpr auto kLstd = static_cast<std::uint8_t>(SegmentState::kListed);
 inline constexpr auto kRtrn = static_cast<std::uint8_t>(SegmentState::kRetiring);
 inline constexpr auto kDrnd = static_cast<std::uint8_t>(SegmentState::kDrained);
-inline constexpr auto kFrgn = static_cast<std::uint8_t>(SegmentState::kForeign);
 inline constexpr auto kOpnn = static_cast<std::uint8_t>(LogMode::kOpening);
 inline constexpr auto kOpen = static_cast<std::uint8_t>(LogMode::kOpen);
 inline constexpr auto kStrv = static_cast<std::uint8_t>(LogMode::kStarved);
@@ -91,7 +87,6 @@ inline constexpr Machine<SegmentState, kSegmentStateCount, SegmentEvent, kSegmen
         {"LISTED", "In the list of full segments, and its table is in the file."},
         {"RETIRING", "The oldest in the list of full segments: its records are leaving the index, or have left it."},
         {"DRAINED", "In no list: no record of it is in the index, and no load reads it."},
-        {"FOREIGN", "A file has this number but is not, or is no longer, a segment of the log."},
     },
     {
         {"created", "Its file was made or found."},
@@ -103,22 +98,18 @@ inline constexpr Machine<SegmentState, kSegmentStateCount, SegmentEvent, kSegmen
         {"renewed", "The header of its next generation is on the medium."},
         {"failed", "It could be neither renewed nor dropped."},
         {"dropped", "Its file is to be removed."},
-        {"foreign_file", "Its file has no sound header, or is not ours to touch."},
-        {"file_gone", "Its file was removed."},
     },
     {
-        // ABSENT         FREE           ACTIVE         FULL           LISTED         RETIRING       DRAINED        FOREIGN
-        { states::kFree, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone},  // created
-        { states::kNone, states::kActv, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone},  // chosen
-        { states::kNone, states::kNone, states::kFull, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone},  // filled
-        { states::kNone, states::kNone, states::kNone, states::kLstd, states::kNone, states::kRtrn, states::kNone, states::kNone},  // table_written
-        { states::kNone, states::kDrnd, states::kNone, states::kRtrn, states::kRtrn, states::kRtrn, states::kNone, states::kNone},  // retire
-        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kDrnd, states::kNone, states::kNone},  // pins_gone
-        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kFree, states::kNone},  // renewed
-        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kRtrn, states::kNone},  // failed
-        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kFrgn, states::kNone},  // dropped
-        { states::kFrgn, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kFrgn},  // foreign_file
-        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kAbsn},  // file_gone
+        // ABSENT         FREE           ACTIVE         FULL           LISTED         RETIRING       DRAINED
+        { states::kFree, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone},  // created
+        { states::kNone, states::kActv, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone},  // chosen
+        { states::kNone, states::kNone, states::kFull, states::kNone, states::kNone, states::kNone, states::kNone},  // filled
+        { states::kNone, states::kNone, states::kNone, states::kLstd, states::kNone, states::kRtrn, states::kNone},  // table_written
+        { states::kNone, states::kDrnd, states::kNone, states::kRtrn, states::kRtrn, states::kRtrn, states::kNone},  // retire
+        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kDrnd, states::kNone},  // pins_gone
+        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kFree},  // renewed
+        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kRtrn},  // failed
+        { states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kNone, states::kAbsn},  // dropped
     },
 };
 
@@ -128,15 +119,15 @@ inline constexpr Machine<LogMode, kLogModeCount, LogEvent, kLogEventCount> kLogM
         {"OPENING", "The folder is being read."},
         {"OPEN", "Frames are taken."},
         {"STARVED", "Frames are taken, but no segment could be made ready; the next put tries again."},
-        {"READ_ONLY", "A sync failed: the records in the index can be loaded, and nothing is written."},
+        {"READ_ONLY", "A write or a sync failed: the records in the index can be loaded, and nothing is written."},
         {"STOPPING", "The log is being closed."},
-        {"STOPPING_READ_ONLY", "The log is being closed, and a sync failed."},
+        {"STOPPING_READ_ONLY", "The log is being closed, and a write or a sync failed."},
     },
     {
         {"opened", "The folder was read, and the log is below its capacity."},
         {"no_room", "The log's thread could not make a segment ready."},
         {"room", "The log's thread made a segment ready, or a put or a remove asks for room."},
-        {"sync_failed", "A sync failed, so it is unknown which writes since the sync before are on the medium."},
+        {"write_failed", "A write or a sync failed, so it is unknown which writes since the sync before are on the medium."},
         {"close", "Its owner closes it."},
     },
     {
@@ -144,7 +135,7 @@ inline constexpr Machine<LogMode, kLogModeCount, LogEvent, kLogEventCount> kLogM
         { states::kOpen,      states::kNone,      states::kNone,      states::kRdOn,      states::kNone,      states::kNone},  // opened
         { states::kNone,      states::kStrv,      states::kStrv,      states::kRdOn,      states::kStpp,      states::kStpx},  // no_room
         { states::kNone,      states::kOpen,      states::kOpen,      states::kRdOn,      states::kStpp,      states::kStpx},  // room
-        { states::kRdOn,      states::kRdOn,      states::kRdOn,      states::kRdOn,      states::kStpx,      states::kStpx},  // sync_failed
+        { states::kRdOn,      states::kRdOn,      states::kRdOn,      states::kRdOn,      states::kStpx,      states::kStpx},  // write_failed
         { states::kStpp,      states::kStpp,      states::kStpp,      states::kStpx,      states::kStpp,      states::kStpx},  // close
     },
 };
