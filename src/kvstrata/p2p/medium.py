@@ -13,7 +13,6 @@ from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.entry import TierConfig
 from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.presence import PresenceLimits
 
 TYPE = "peer"
 """The tier's type in names, metrics and status, such as `peer-3`."""
@@ -33,8 +32,6 @@ def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
         deadline_ms=2 * max(settings.lookup_timeout_ms, settings.load_timeout_ms) + 2_000,
         # A read by NIXL may hang forever, and only the end of NIXL's process stops it.
         isolated=settings.engine == "nixl",
-        # The tier itself remembers the directory's answers, by question instead of by key.
-        presence=PresenceLimits(presence_ttl_ms=0, negative_ttl_ms=0),
     )
 
 

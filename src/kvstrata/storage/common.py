@@ -66,17 +66,6 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=1, le=1 << 20, description="MB of memory for records that are being encoded or decoded."),
     ] = 256
     codec_workers: Annotated[int, Meta(ge=1, le=64, description="Threads that encode and decode.")] = 2
-    presence_ttl_ms: Annotated[
-        Annotated[int, Meta(ge=0, le=60_000)] | None,
-        Meta(
-            description="Milliseconds for which the answer of shared storage that a record exists is reused; not set: "
-            "5000."
-        ),
-    ] = None
-    negative_ttl_ms: Annotated[
-        Annotated[int, Meta(ge=0, le=10_000)] | None,
-        Meta(description="The same for the answer that a record is absent; not set: 500."),
-    ] = None
 
 
 COMMON = CommonFields.__struct_fields__

@@ -25,7 +25,6 @@ from kvstrata.storage.folder import Folder
 from kvstrata.storage.recipe import CodecConfig, Recipe
 from kvstrata.storage.structs import Place
 from kvstrata.storage.wrap.codec_fields import ChainSettings, read_chain
-from kvstrata.storage.wrap.presence import PresenceLimits
 
 MB = 1 << 20
 
@@ -52,8 +51,6 @@ class TierConfig(NamedTuple):
     """None: KILL_DEADLINES deadlines (stack.py)."""
     folder: Folder | None = None
     """The directory of this host that has the records; None: there is none."""
-    presence: PresenceLimits | None = None
-    """None: not given; the defaults hold where the storage is shared."""
 
 
 def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
@@ -100,7 +97,6 @@ def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = ""
         isolated=isolated,
         kill_ms=common.host_kill_ms,
         folder=found.medium.folder(config),
-        presence=_presence(common),
     )
 
 
@@ -162,12 +158,3 @@ def _isolated(common: CommonFields, found: FoundType, place: Place) -> bool:
             raise place.refused("shared", True, "only a directory of type fs can be shared; remove it")
     wrong.tell()
     return isolated
-
-
-def _presence(common: CommonFields) -> PresenceLimits | None:
-    limits = {
-        name: ttl_ms
-        for name in ("presence_ttl_ms", "negative_ttl_ms")
-        if (ttl_ms := getattr(common, name)) is not None
-    }
-    return PresenceLimits(**limits) if limits else None

@@ -3,7 +3,6 @@
     medium     the bare adapter of the entry's type
     codec      encodes records that are put, decodes records that are loaded
     host       only with `"isolation": "process"`: runs the two layers above in a process of their own
-    presence   only where storage may be shared: remembers the storage's answers about presence for a moment
     deadline   ends waits, and stops asking an adapter that does not answer
     metrics    reports each operation
 
@@ -29,7 +28,6 @@ from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
-from kvstrata.storage.wrap.presence import PresenceAdapter
 
 T = TypeVar("T")
 
@@ -97,16 +95,6 @@ def _host(_: StorageAdapter | None, config: TierConfig, around: Surroundings) ->
     )
 
 
-def _presence(
-    inner: StorageAdapter | None, config: TierConfig, around: Surroundings
-) -> StorageAdapter | None:
-    assert inner is not None
-    # A hosted adapter knows whether its storage is shared only once it is open.
-    if not inner.capabilities.shared and not config.isolated and config.presence is None:
-        return None
-    return PresenceAdapter(inner, config.presence, around.clock)
-
-
 def _deadline(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
     assert inner is not None
     return DeadlineAdapter(inner, around.limits(config), around.clock)
@@ -121,7 +109,6 @@ LAYERS = (
     LayerKind("medium", True, _medium),
     LayerKind("codec", True, _codec),
     LayerKind("host", False, _host),
-    LayerKind("presence", False, _presence),
     LayerKind("deadline", False, _deadline),
     LayerKind("metrics", False, _metrics),
 )
@@ -151,8 +138,6 @@ class Stack:
         """None: the tier is not isolated."""
         self.codec = self._layer(CodecAdapter)
         """None where the codec is in the child process."""
-        self.presence = self._layer(PresenceAdapter)
-        """None where the storage is known not to be shared."""
         self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
         """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
         self.tenants = self._layer(TellsTenants)  # type: ignore[type-abstract]
@@ -199,11 +184,6 @@ class Stack:
             **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
             **({"remarks": counted.remarks()} if counted is not None and counted.remarks() else {}),
             **({} if self.host is None else {"host": self.host.host_status()}),
-            **(
-                {"presence": self.presence.stats()}
-                if self.presence is not None and self.presence.capabilities.shared
-                else {}
-            ),
         }
 
     def _layer(self, kind: type[T]) -> T | None:

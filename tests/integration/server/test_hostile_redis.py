@@ -52,7 +52,7 @@ def start(tmp_path: Path, medium: RedisServer) -> Iterator[Callable[..., ServerP
     started: list[ServerProcess] = []
 
     def starter(l1_mb: int = 16, **more: Any) -> ServerProcess:
-        entry = medium.entry(negative_ttl_ms=0, presence_ttl_ms=0, **more)
+        entry = medium.entry(**more)
         flags = ("--no-http", "--l2-adapter", json.dumps(entry))
         process = ServerProcess(tmp_path / f"server{len(started)}", l1_mb=l1_mb, l2="embedded", flags=flags)
         started.append(process)

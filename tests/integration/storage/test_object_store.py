@@ -95,31 +95,8 @@ def test_chunks_that_one_server_stored_are_served_by_another(
             assert secret not in shown + one.log_tail() + other.log_tail()
 
 
-@pytest.mark.long
-def test_a_record_that_left_after_it_was_seen_is_an_ordinary_miss(start: Starter, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    entry = {"type": "object_store", "url": f"file://{shared}", "presence_ttl_ms": 60_000}
-    one, other = start(entry, "--no-http"), start(entry, "--no-http")
-    with RpcClient(one.socket_dir) as writer, RpcClient(other.socket_dir) as reader:
-        _, chain = stored(writer, 6)
-        until_stored(writer)
-        identity = reader.identify()
-        until_found(reader, identity, chain, 6)
-        clear_l1(reader)
-        for file in shared.glob("??/*.kvc"):
-            file.unlink()
-        assert found(reader, identity, chain) == 0, "the remembered record is gone"
-        counts = reader.status()["l2_adapters"][NAME]["presence"]
-        assert counts["recalled_present"] == 6
-        assert found(reader, identity, chain) == 0
-        assert reader.status()["l2_adapters"][NAME]["presence"]["asked"] == counts["asked"] + 6
-        reader.store(identity, chain)
-        until_stored(reader)
-        assert len(list(shared.glob("??/*.kvc"))) == 6
-
-
 def test_a_bucket_whose_server_was_killed_is_missed_and_used_again(bucket: S3Server, start: Starter) -> None:
-    server = start(bucket.entry(deadline_ms=1_000, presence_ttl_ms=0, negative_ttl_ms=0), "--no-http")
+    server = start(bucket.entry(deadline_ms=1_000), "--no-http")
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 6)
         until_stored(client)
@@ -142,7 +119,7 @@ def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
     bucket: S3Server, start: Starter
 ) -> None:
     server = start(
-        bucket.entry(deadline_ms=500, timeout="1s", presence_ttl_ms=0, negative_ttl_ms=0), "--no-http"
+        bucket.entry(deadline_ms=500, timeout="1s"), "--no-http"
     )
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 6)

@@ -334,7 +334,7 @@ def test_a_tier_tells_its_layers_and_where_they_run(kind: str) -> None:
     assert [(layer["layer"], layer["process"]) for layer in described] == [
         ("medium", here),
         ("codec", here),
-        *([("host", "server"), ("presence", "server")] if kind == "process" else []),
+        *([("host", "server")] if kind == "process" else []),
         ("deadline", "server"),
         ("metrics", "server"),
     ]
