@@ -75,8 +75,9 @@ class Arguments:
     quantization: str | None = None
     quantization_param_path: str | None = None
     load_format: str = "auto"
+    speculative_draft_model_path: str | None = None
     random_seed: int = 0
-    weight_version: str = "default"
+    weight_version: str = "1"
 
 
 @dataclasses.dataclass

@@ -30,7 +30,8 @@ NOT_HERE = {
     "l2_adapters.ADAPTER.numbers.owners_skipped",
     "recuts.ended.WORD",
 }
-"""Numbers that this server may lack: no attach was refused, nothing was recut, no adapter has a codec, and without the library of a transfer engine no peers are read."""
+"""Numbers that this server may lack: no attach was refused, nothing was recut, no adapter has a codec, and without the
+library of a transfer engine no peers are read."""
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,42 @@ def test_a_local_model_is_its_files_and_not_its_path(tmp_path):
     assert roots[0] == roots[1] != roots[2]
 
 
+def test_the_files_of_a_hub_model_are_those_in_the_hubs_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder, roots = tmp_path / "models--org--model", []
+    (folder / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        files = folder / "snapshots" / commit
+        files.mkdir(parents=True)
+        (files / "config.json").write_text("{}")
+        (files / "model.safetensors").write_bytes(commit.encode())
+        (folder / "refs" / "main").write_text(commit)
+        arguments = Arguments(weight_version="default")
+        roots.append(root_of(arguments, StorageConfig(), HostPool()))
+        roots.append(
+            root_of(Arguments(speculative_draft_model_path="org/model"), StorageConfig(), HostPool())
+        )
+    assert len(set(roots)) == 4
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(
+    "wrong", [{}, {"model_path": "s3://bucket/model"}, {"load_format": "remote"}, {"load_format": "dummy"}]
+)
+def test_weights_that_nothing_names_need_a_version(tmp_path, wrong, draft):
+    (tmp_path / "config.json").write_text("{}")
+    arguments = {"model_path": str(tmp_path), **wrong}
+    if draft:
+        arguments["speculative_draft_model_path"] = arguments["model_path"]
+        (tmp_path / "model.bin").write_text("1")
+    if wrong.get("load_format") != "dummy" and (wrong or not draft):
+        with pytest.raises(ConfigError, match=r"weight_version: .*--weight-version"):
+            root_of(Arguments(**arguments, weight_version="default"), StorageConfig(), HostPool())
+    assert root_of(Arguments(**arguments, weight_version="7"), StorageConfig(), HostPool())
+
+
 def test_scales_of_a_file_are_in_the_identity_and_an_unreadable_file_stops_the_start(tmp_path):
     path = tmp_path / "scales.json"
     path.write_text("1")

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvstrata.connectors.fingerprint import fingerprint
+from kvstrata.connectors.fingerprint import fingerprint, has_weights
 from kvstrata.connectors.sglang.pages import PageRuns
 from kvstrata.errors import ConfigError
 from kvstrata.types import LayoutIdentity, Slice, canonical_json, facts_digest
@@ -28,11 +28,20 @@ MODEL_ARGUMENTS = (
     "kv_cache_dtype",
     "json_model_override_args",
     "weight_version",
+    "model_loader_extra_config",
+    "torchao_config",
+    "modelopt_quant",
+    "custom_weight_loader",
+    "decrypted_config_file",
     "speculative_algorithm",
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
+    "speculative_draft_load_format",
 )
 """Arguments of SGLang that decide, beside the model's files, what its KV means."""
+FOLDER_FORMATS = ("auto", "safetensors", "pt", "npcache", "gguf", "mistral", "fastsafetensors", "dummy")
+"""Load formats that read weight files in the model's folder and nothing else, or draw weights from the seed."""
+NO_VERSION = ("", "default")
 
 
 def layout_identity(arguments: Any, facts: dict[str, Any]) -> LayoutIdentity:
@@ -42,10 +51,12 @@ def layout_identity(arguments: Any, facts: dict[str, Any]) -> LayoutIdentity:
     number of ranks, can use one server at the same time.
 
     A local model is named by the last part of its path, and its files are sampled; a model of a hub is named by its
-    name and revision.  Raises ConfigError if files of the model cannot be read.
+    name and revision, and its files in the hub's cache are sampled.  Raises ConfigError if files of the model cannot be
+    read, or if neither files nor a `weight_version` name its weights.
     """
     path = str(arguments.model_path)
     local = os.path.exists(path)
+    load_format = str(getattr(arguments, "load_format", None) or "auto")
     weights: dict[str, Any] = {"engine": "sglang", "pages": facts}
     for name in MODEL_ARGUMENTS:
         weights[name] = str(getattr(arguments, name, None) or "")
@@ -57,9 +68,13 @@ def layout_identity(arguments: Any, facts: dict[str, Any]) -> LayoutIdentity:
             raise ConfigError(
                 f"quantization_param_path: {scales} cannot be read: {error}", field="quantization_param_path"
             ) from None
-    if local:
-        weights["files"] = fingerprint(path)
-    if "dummy" in str(getattr(arguments, "load_format", "auto")):
+    weights["files"] = _files(arguments, "model_path", "revision", load_format)
+    draft_format = str(getattr(arguments, "speculative_draft_load_format", None) or load_format)
+    if getattr(arguments, "speculative_draft_model_path", None):
+        weights["draft_files"] = _files(
+            arguments, "speculative_draft_model_path", "speculative_draft_model_revision", draft_format
+        )
+    if "dummy" in (load_format, draft_format):
         weights["dummy_seed"] = str(getattr(arguments, "random_seed", None))
     return LayoutIdentity(
         model=os.path.basename(path.rstrip("/")) if local else path,
@@ -69,6 +84,35 @@ def layout_identity(arguments: Any, facts: dict[str, Any]) -> LayoutIdentity:
         kv_dtype=str(facts["dtype"]),
         chunk_tokens=int(facts["page_tokens"]),
     )
+
+
+def _files(arguments: Any, model: str, revision: str, load_format: str) -> str:
+    """The digest of a model's files; "" if only the `weight_version` names its weights. Raises ConfigError.
+
+    `model` and `revision` are the names of the arguments that say where the files are.
+    """
+    path = str(getattr(arguments, model))
+    folder = path if os.path.exists(path) else _hub_folder(path, getattr(arguments, revision, None))
+    if folder and load_format in FOLDER_FORMATS and (load_format == "dummy" or has_weights(folder)):
+        return fingerprint(folder)
+    if str(getattr(arguments, "weight_version", None) or "") in NO_VERSION:
+        raise ConfigError(
+            f"weight_version: nothing names the weights of {model} {path!r} with load_format {load_format!r}, so KV of "
+            "other weights could be served; give --weight-version, and another one whenever the weights change",
+            field="weight_version",
+        )
+    return fingerprint(folder) if folder else ""
+
+
+def _hub_folder(name: str, revision: str | None) -> str:
+    """Where the hub's cache has the files of a model; "" if it has none."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except (ImportError, ValueError, OSError):  # ValueError: no name of a model on a hub
+        return ""
+    return os.path.dirname(found) if isinstance(found, str) else ""
 
 
 def pool_slice(
