@@ -20,8 +20,6 @@ from kvstrata.observability.exposition import FRESH_S
 from kvstrata.observability.metrics import ServerCounters
 from tests.harness.server_process import ServerProcess
 
-OWN_POOLS = sized((0, 100, 1_000), (0, 2))
-POOL_MB = 4
 READERS = 5
 PAGES = sized(30, 2)
 REPEATS = sized(15, 2)
@@ -30,23 +28,9 @@ PAGE_TARGET_MS = 5.0
 COUNT_TARGET_NS = 1_000.0
 
 
-def own_pools(folder: Path, count: int) -> tuple[str, ...]:
-    """Flags for a server with this many tenants, each with a pool of its own."""
-    if not count:
-        return ()
-    tokens, config, names = folder / "tenants", folder / "server.yaml", [f"t{i}" for i in range(count)]
-    tokens.write_text("".join(f"token-of-tenant-{i:06d} {name}\n" for i, name in enumerate(names)))
-    tokens.chmod(0o600)
-    quotas = ", ".join(f"{name}: {POOL_MB / 1024}" for name in names)
-    pools = ", ".join(f"{{name: {name}, pool: own}}" for name in names)
-    config.write_text(f"security: {{tenants_file: {tokens}}}\nquotas_gb: {{{quotas}}}\ntenants: [{pools}]\n")
-    return ("--config", str(config))
-
-
-def page_ms(folder: Path, count: int) -> tuple[float, float]:
-    """Milliseconds of the event loop for one reader, and for several readers at once, with `count` own pools."""
-    folder.mkdir()
-    with ServerProcess(folder, l1_mb=64 + count * POOL_MB, flags=own_pools(folder, count)) as server:
+def page_ms(folder: Path) -> tuple[float, float]:
+    """Milliseconds of the event loop for one reader, and for several readers at once."""
+    with ServerProcess(folder, l1_mb=64) as server:
         server.start()
         times = Path(f"/proc/{server.pid}/task/{server.pid}/schedstat")
         url = f"http://127.0.0.1:{server.ready['http_port']}/metrics"
@@ -81,8 +65,7 @@ def counted_ns() -> list[float]:
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     with scratch("metrics") as folder:
-        pages = {count: page_ms(folder / str(count), count) for count in OWN_POOLS}
-    one, several = pages[0]
+        one, several = page_ms(folder)
     nanoseconds, spread = median_spread(counted_ns())
     return [
         figure(
@@ -93,7 +76,6 @@ def run() -> list[dict[str, Any]]:
             ratio_to=f"{READERS} readers within {FRESH_S} s, by one",
             target=f"≤ {PAGE_TARGET_MS} ms",
             ok=one <= PAGE_TARGET_MS,
-            own_pools_ms={str(count): alone for count, (alone, _) in pages.items()},
         ),
         figure(
             "request_counted",

@@ -9,7 +9,6 @@ from typing import Any
 import zmq
 
 from kvstrata.clock import SystemClock
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.engines.base import Region
 from kvstrata.p2p.engines.ucx import UcxEngine
 from kvstrata.p2p.serving import PeerServer
@@ -46,7 +45,7 @@ class Owner:
         socket = ZmqServer(self.loop)
         port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         server = PeerServer(
-            {SHARED: l1.pool}, SystemClock(), socket, instance_id="owner", incarnation=1, share=1 / 4,
+            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=1, share=1 / 4,
             engine="ucx", metadata=lambda: metadata, mac=mac,
         )  # fmt: skip
         server.start()

@@ -19,7 +19,7 @@ LABELS = {
     "outcome": "[outcomes of reserve](wire-codes.md#outcomes-of-reserve); for an adapter: `stored`, `absent` and so "
     "on, with `:reason` where there is one",
     "tier": "`l1`, or `l2` for what was loaded first",
-    "tenant": "a tenant that the settings or the tenants file name; with `own_pool` one whose pool is `own`",
+    "tenant": "a tenant that the settings or the tenants file name",
     "adapter": "type and index in `l2_adapters`, like `fs-0`",
     "operation": "`exists`, `put`, `load`, `delete`",
     "state": "states of an entry in L1: `reserved`, `ready`, `unverified`, `quarantined`",

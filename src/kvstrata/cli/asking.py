@@ -70,7 +70,6 @@ def _pools() -> str:
         f"; {pool.place}: {pool.owners[0]}, "
         + ("no heartbeat yet" if pool.idle_s is None else f"last heartbeat {pool.idle_s:.1f} s ago")
         for pool in served
-        if not pool.tenant
     )
 
 

@@ -25,14 +25,14 @@ def add(pool: argparse.ArgumentParser) -> None:
     freed = actions.add_parser(
         "free",
         help="give the memory of a pool back; refused while any process owns it",
-        description="Removes a pool that no server, keeper, adapter host or engine owns, and the own pools of tenants "
-        "below it. A server that starts meanwhile makes a new pool.",
+        description="Removes a pool that no server, keeper, adapter host or engine owns. A server that starts "
+        "meanwhile makes a new pool.",
     )
     freed.add_argument("pool", metavar="POOL", type=Path, help="folder, as `list` prints it")
     freed.add_argument(
         "--held",
         action="store_true",
-        help="POOL is the socket directory of a holder process: have it drop its pools and end",
+        help="POOL is the socket directory of a holder process: have it drop its pool and end",
     )
     shown = actions.add_parser(
         "dump", help="header, attached processes and entries of a pool; changes nothing"
@@ -60,9 +60,7 @@ def run(options: argparse.Namespace) -> Any:
         return [_document(pool) for pool in found] if options.json else _brief(found)
     place = options.pool.absolute()
     freed = pools.free_held(place) if options.held else pools.free(place)
-    if options.json:
-        return [_document(pool) for pool in freed]
-    return f"freed {size(sum(pool.memory_bytes for pool in freed))} of {place}"
+    return [_document(freed)] if options.json else f"freed {size(freed.memory_bytes)} of {place}"
 
 
 def size(memory_bytes: int) -> str:
@@ -90,7 +88,6 @@ def _brief(found: Sequence[FoundPool]) -> Any:
     return [
         {
             "pool": str(pool.place),
-            "tenant": pool.tenant or "-",
             "memory": size(pool.memory_bytes),
             "age": span(pool.age_s),
             "idle": span(pool.idle_s),

@@ -123,9 +123,8 @@ def check_shared_memory(
     # Nodes that this machine lacks have a line already, and the size does not depend on them.
     placed = msgspec.structs.replace(settings, l1=msgspec.structs.replace(settings.l1, numa="default"))
     needed = segment_settings(placed, planned.extents_bytes, Path("/"), Path("/")).needed_bytes()
-    needed += sum(one.quota_bytes for one in planned.own_sizes.values())
     usage, pools = shutil.disk_usage(root), find_pools()
-    ours = sum(pool.memory_bytes for pool in pools if directory in (pool.place, pool.place.parent))
+    ours = sum(pool.memory_bytes for pool in pools if pool.place == directory)
     found = f"{size(usage.free)} of {size(usage.total)} free; L1 needs {size(needed)}"
     if ours:
         found += f", {size(ours)} of it are there already"
@@ -135,7 +134,7 @@ def check_shared_memory(
         advice = "free pools that nobody owns, enlarge it (docker run --shm-size, mount -o remount,size=…), or lower "
         yield Finding(name, "warn", found, f"{advice}--l1-size-gb; else a holder process keeps the pool")
     for pool in pools:
-        if not pool.owners and not pool.tenant and pool.place != directory:
+        if not pool.owners and pool.place != directory:
             held = "--held " if pool.holder else ""
             found = f"{size(pool.memory_bytes)} at {pool.place}, owned by no process"
             yield Finding(

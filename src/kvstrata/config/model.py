@@ -16,7 +16,6 @@ from kvstrata.config.common_model import LIMIT, NAME, ListenSettings, PortSecuri
 from kvstrata.config.l2_model import L2Settings
 from kvstrata.config.log_model import LogFormat, LogLevel
 from kvstrata.config.metrics_model import ServerMetricsSettings
-from kvstrata.config.tenant_model import TenantSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
 
@@ -151,7 +150,7 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto", "ucx", "nixl", "off"],
         Meta(
             description="Transfer engine that moves the bytes; `auto`: ucx if this build has it, else nixl if it is "
-            "installed, else off. All peers must use the same engine. Tenants with `pool: own` need ucx."
+            "installed, else off. All peers must use the same engine."
         ),
     ] = "auto"
     listen: Annotated[
@@ -282,16 +281,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
         Meta(description="GB that a tenant may have in L1, by tenant name."),
     ] = {}
-    tenants: Annotated[
-        list[TenantSettings],
-        Meta(
-            max_length=4096,
-            description="Tenants by `name`, each with its `pool`: `shared`, as for all tenants that are not listed, or "
-            "`own`: a part of L1 as large as `quotas_gb` says, in memory that only this tenant's processes map. Such a "
-            "tenant needs a token that opens no other tenant. `max_gb`: up to how many GB the quota of an own pool can "
-            "be raised while the server runs; empty: its quota at the start.",
-        ),
-    ] = []
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

@@ -174,7 +174,7 @@ class Operations:
         )
         await cluster.orders.put_pin(pin)
         arguments = [
-            {"keys": part, "tenant": named.tenant, "ttl_ms": ttl_ms, "claim": claim}
+            {"keys": part, "ttl_ms": ttl_ms, "claim": claim}
             for claim, part in zip(pin.claims, parts, strict=True)
         ]
         try:

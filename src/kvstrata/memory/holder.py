@@ -1,19 +1,16 @@
 """Keeps a segment's memfds alive when a server dies, for hosts whose /dev/shm is too small for files.
 
 The holder is a process in a session of its own, adopted by init, so it survives SIGKILL of the server and of the
-server's process group.  It holds the descriptors of an instance's segments by their names, and maps nothing.
+server's process group.  It holds the descriptors of an instance's segment, and maps nothing.
 On `holder.sock` (0600, our uid only) it answers one message per connection:
 
-    get NAME            → "held" + descriptors, or "empty"
-    put NAME + fds      → "ok"; replaces what was held by this name
-    exit NAME           → "ok", or "last": nothing is held any more, and the process ends
-    names               → "names" and each name that is held, with a space before each
-
-The shared segment has no name: its messages are `get`, `put` and `exit` alone, and its name in the list is empty.
+    get            → "held" + descriptors, or "empty"
+    put + fds      → "ok"; replaces the descriptors held before
+    exit           → "ok", and the process ends
 
 1. A bad process harms only itself: sockets never block, silent connections are dropped after 2 s, at most 8 are
    served at a time.
-2. The holder ends when told to drop its last segment, when it is not needed any more (its socket's path is gone or
+2. The holder ends on `exit`, when it is not needed any more (its socket's path is gone or
    belongs to another holder), and on SIGTERM.  The memory then lives as long as attached processes map it.
 3. It touches no byte of the pool and takes no lock: the server reopens a descriptor that it gets from here before it
    locks the file (see `segment`).
@@ -39,7 +36,6 @@ HELD_COUNT = 3
 """Descriptors of one segment: index, extents, sessions.lock, in this order."""
 
 MAX_MESSAGE_BYTES = 64
-MAX_NAMES_BYTES = 128 << 10
 MAX_CONNECTIONS = 8
 _SILENCE_S = 2.0
 _CHECK_INTERVAL_S = 1.0
@@ -53,7 +49,7 @@ class Holder:
         self._path = path
         self._socket_id = path_id(self._path)
         self._connections: dict[int, tuple[socket.socket, float]] = {}
-        self._held: dict[bytes, list[int]] = {}
+        self._held: list[int] = []
         self._told_to_end = False
 
     def run(self) -> None:
@@ -103,21 +99,16 @@ class Holder:
                 pass  # the process has disconnected; the descriptors that it put stay
 
     def _answer(self, received: linux.Received) -> tuple[bytes, list[int]]:
-        verb, _, name = received.data.partition(b" ")
-        if verb == b"put" and len(received.fds) == HELD_COUNT and not received.fds_lost:
-            linux.close_all(self._held.pop(name, []))
-            self._held[name] = received.fds
+        if received.data == b"put" and len(received.fds) == HELD_COUNT and not received.fds_lost:
+            linux.close_all(self._held)
+            self._held = received.fds
             return b"ok", []
         linux.close_all(received.fds)
-        if verb == b"get":
-            held = self._held.get(name)
-            return (b"held", held) if held else (b"empty", [])
-        if verb == b"exit":
-            linux.close_all(self._held.pop(name, []))
-            self._told_to_end = not self._held
-            return (b"last" if self._told_to_end else b"ok"), []
-        if verb == b"names":
-            return b" ".join((b"names", *self._held)), []
+        if received.data == b"get":
+            return (b"held", self._held) if self._held else (b"empty", [])
+        if received.data == b"exit":
+            self._told_to_end = True
+            return b"ok", []
         return b"bad", []
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from kvstrata.memory import linux
-from kvstrata.memory.holder import HELD_COUNT, MAX_CONNECTIONS, MAX_MESSAGE_BYTES, MAX_NAMES_BYTES
+from kvstrata.memory.holder import HELD_COUNT, MAX_CONNECTIONS, MAX_MESSAGE_BYTES
 from kvstrata.patience import patience
 from kvstrata.process.child_environment import plain
 
@@ -67,13 +67,12 @@ def start(path: Path) -> None:
             raise OSError(errno.ECHILD, f"the holder process did not start: {done.stderr.strip()[-500:]}")
 
 
-def fetch(path: Path, name: str = "") -> list[int]:
-    """Copies of a segment's descriptors (index, extents, sessions.lock), for the caller to close; empty if not held.
+def fetch(path: Path) -> list[int]:
+    """Copies of the segment's descriptors (index, extents, sessions.lock), for the caller to close; empty if not held.
 
-    `name`: of the segment, empty for the shared one.  Raises HolderUnreachable, and PermissionError when the socket is
-    served by another uid.
+    Raises HolderUnreachable, and PermissionError when the socket is served by another uid.
     """
-    received = _ask(path, _request("get", name), [])
+    received = _ask(path, b"get", [])
     if received.data == b"held" and len(received.fds) == HELD_COUNT:
         return received.fds
     linux.close_all(received.fds)
@@ -84,42 +83,24 @@ def fetch(path: Path, name: str = "") -> list[int]:
     )
 
 
-def keep(path: Path, fds: list[int], name: str = "") -> None:
-    """Hand copies of (index, extents, sessions.lock) to the holder, which drops those that it had by this name.
-
-    Raises as `fetch`.
-    """
-    _told(path, _request("put", name), fds, (b"ok",))
+def keep(path: Path, fds: list[int]) -> None:
+    """Hand copies of (index, extents, sessions.lock) to the holder in place of those that it has. Raises as `fetch`."""
+    _order(path, b"put", fds)
 
 
-def dismiss(path: Path, name: str = "") -> bool:
-    """Tell the holder to drop a segment. Returns whether it ends now, having no other. Raises as `fetch`."""
-    return _told(path, _request("exit", name), [], (b"ok", b"last")) == b"last"
+def dismiss(path: Path) -> None:
+    """Have the holder drop the segment and end. Raises as `fetch`."""
+    _order(path, b"exit", [])
 
 
-def names(path: Path) -> list[str]:
-    """Names of the segments that the holder has; that of the shared one is empty. Raises as `fetch`."""
-    received = _ask(path, b"names", [], MAX_NAMES_BYTES)
-    linux.close_all(received.fds)
-    word, *held = received.data.decode(errors="replace").split(" ")
-    if word != "names":
-        raise HolderUnreachable(f"{path}: unexpected answer {word!r:.80} to 'names'")
-    return held
-
-
-def _request(verb: str, name: str) -> bytes:
-    return f"{verb} {name}".rstrip().encode()
-
-
-def _told(path: Path, request: bytes, fds: list[int], expected: tuple[bytes, ...]) -> bytes:
+def _order(path: Path, request: bytes, fds: list[int]) -> None:
     received = _ask(path, request, fds)
     linux.close_all(received.fds)
-    if received.data not in expected:
+    if received.data != b"ok":
         raise HolderUnreachable(f"{path}: unexpected answer {received.data!r} to {request!r}")
-    return received.data
 
 
-def _ask(path: Path, request: bytes, fds: list[int], most_bytes: int = MAX_MESSAGE_BYTES) -> linux.Received:
+def _ask(path: Path, request: bytes, fds: list[int]) -> linux.Received:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
             linux.connect(sock, os.fspath(path), patience(_REPLY_TIMEOUT_S))
@@ -127,7 +108,7 @@ def _ask(path: Path, request: bytes, fds: list[int], most_bytes: int = MAX_MESSA
             if linux.credentials_of(sock).uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "holder socket is served by another uid", os.fspath(path))
             linux.send(sock, request, fds)
-            return linux.receive(sock, most_bytes, HELD_COUNT)
+            return linux.receive(sock, MAX_MESSAGE_BYTES, HELD_COUNT)
         except PermissionError:
             raise
         except OSError as error:

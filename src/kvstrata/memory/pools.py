@@ -7,9 +7,6 @@ A pool is owned while a process lives that uses it or will use it again:
     adapter host   shares a lock on HOSTS_BYTE
     engine         has locked the byte of its row
 
-Own pools of tenants lie beside the shared pool of their server.  The keeper locks the shared pool alone and owns them
-all.
-
 `free` locks the index as a server does, then looks for owners, then removes the files.  Meanwhile no engine can attach,
 since that takes a server, and a server that starts waits for the lock and makes a new pool (`open_locked_index`).
 """
@@ -27,7 +24,6 @@ from typing import NamedTuple
 from kvstrata.config.private_dir import check_private_dir
 from kvstrata.errors import SegmentError
 from kvstrata.memory import holder_client, linux
-from kvstrata.memory.own_segments import PREFIX
 from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE, SHM_ROOT
 from kvstrata.memory.segment_files import (
     EXTENTS,
@@ -44,8 +40,8 @@ from kvstrata.process.keeper import POOL_BYTE
 from kvstrata.process.ports import socket_holder
 
 _FILES = (INDEX, EXTENTS, SESSIONS_LOCK)
-_DEPTH = 3
-"""How deep below a root pools are looked for: a server's folder, one above it, and a tenant's below it."""
+_DEPTH = 2
+"""How deep below a root pools are looked for: a server's folder, and one above it."""
 _MOST_PIDS = 4
 
 
@@ -54,8 +50,6 @@ class FoundPool(NamedTuple):
 
     place: Path
     """The folder of its files; for a pool that a holder process keeps, the folder of the holder's socket."""
-    tenant: str
-    """Digest of the tenant whose own pool it is (own_segments.segment_name); empty: the shared pool of a server."""
     holder: str
     """The holder process that keeps it; empty: it lies in files."""
     memory_bytes: int
@@ -82,68 +76,46 @@ def find_pools(roots: Sequence[Path] = (SHM_ROOT,)) -> list[FoundPool]:
     return found
 
 
-def pools_left(place: Path, *, held: bool) -> list[FoundPool]:
-    """The shared pool of a server and its own pools of tenants, if they are at `place` (see `FoundPool.place`)."""
-    if held:
-        return held_pools(place, "")
-    return [pool for folder in (place, *sorted(place.glob(f"{PREFIX}*"))) for pool in pools_at(folder)]
-
-
 def pools_at(folder: Path) -> list[FoundPool]:
     """The pool whose files are in this folder, in a list; an empty one if they are not, or go away meanwhile."""
-    tenant = folder.name.removeprefix(PREFIX) if folder.name.startswith(PREFIX) else ""
     with contextlib.ExitStack() as stack:
         try:
             fds = _open_files(folder, stack)
             owners = _owners(fds, folder / PID_FILE)
-            if tenant and (folder.parent / INDEX).exists():
-                owners += _keepers(_open_files(folder.parent, stack).sessions_fd)
         except OSError:
             return []
-        return [_found(folder, tenant, "", fds, owners)]
+        return [_found(folder, "", fds, owners)]
 
 
 def held_pools(socket_dir: Path, holder: str) -> list[FoundPool]:
-    """The pools that a holder process keeps, `holder` for people; an empty list if it does not answer."""
-    path, found = socket_dir / HOLDER_SOCKET, []
-    keepers: list[str] = []
-    try:
-        for name in sorted(holder_client.names(path)):  # the shared one, whose name is empty, comes first
-            with contextlib.ExitStack() as stack:
-                fds = _fetch(path, name, stack)
-                owners = _owners(fds, socket_dir / PID_FILE)
-                keepers = keepers if name else _keepers(fds.sessions_fd)
-                found.append(_found(socket_dir, name, holder, fds, owners + (keepers if name else [])))
-    except (OSError, holder_client.HolderUnreachable):
-        return []
-    return found
+    """The pool that a holder process keeps, `holder` for people; an empty list if it has none or does not answer."""
+    with contextlib.ExitStack() as stack:
+        try:
+            fds = _fetch(socket_dir / HOLDER_SOCKET, stack)
+            owners = _owners(fds, socket_dir / PID_FILE)
+        except (OSError, holder_client.HolderUnreachable):
+            return []
+        return [_found(socket_dir, holder, fds, owners)]
 
 
-def free(folder: Path) -> list[FoundPool]:
-    """Free the pool whose files are in `folder`, with the own pools of tenants below it; returns what was freed.
+def free(folder: Path) -> FoundPool:
+    """Free the pool whose files are in `folder`; returns what was freed.
 
-    Raises SegmentError if one of them is owned or if no pool is there, ConfigError if the folder is not ours alone;
-    then nothing was freed.
+    Raises SegmentError if it is owned or if no pool is there, ConfigError if the folder is not ours alone; then nothing
+    was freed.
     """
     check_private_dir(folder, "POOL")
-    # The locks end before the files are closed, with which the memory goes: that may take a second.
+    # The lock ends before the files are closed, with which the memory goes: that may take a second.
     with contextlib.ExitStack() as files, contextlib.ExitStack() as locks:
-        if folder.name.startswith(PREFIX) and (folder.parent / INDEX).exists():
-            shared = _lock(folder.parent, files, locks)
-            _refuse_owned(folder.parent, _keepers(shared.sessions_fd))
-        doomed = []
-        for each in (folder, *sorted(folder.glob(f"{PREFIX}*"))):
-            fds = _lock(each, files, locks)
-            _refuse_owned(each, _sharers(fds.sessions_fd))
-            tenant = each.name.removeprefix(PREFIX) if each.name.startswith(PREFIX) else ""
-            doomed.append(_found(each, tenant, "", fds, []))
-        for pool in reversed(doomed):
-            remove_own(pool.place)
+        fds = _lock(folder, files, locks)
+        _refuse_owned(folder, _sharers(fds.sessions_fd))
+        doomed = _found(folder, "", fds, [])
+        remove_own(folder)
     return doomed
 
 
-def free_held(socket_dir: Path) -> list[FoundPool]:
-    """Have the holder process of this socket directory drop all its pools; returns what was freed.
+def free_held(socket_dir: Path) -> FoundPool:
+    """Have the holder process of this socket directory drop its pool; returns what was freed.
 
     Raises as `free`.
     """
@@ -151,18 +123,15 @@ def free_held(socket_dir: Path) -> list[FoundPool]:
     path = socket_dir / HOLDER_SOCKET
     try:
         with contextlib.ExitStack() as stack:
-            names, doomed = sorted(holder_client.names(path)), []
-            for name in names:
-                fds = _fetch(path, name, stack)
-                index = linux.open_again(fds.index_fd, os.O_RDWR)
-                stack.callback(os.close, index)
-                if not linux.lock_whole_file(index):
-                    _refuse_owned(socket_dir, [f"server {read_pid(socket_dir / PID_FILE)}"])
-                _refuse_owned(socket_dir, _sharers(fds.sessions_fd))
-                doomed.append(_found(socket_dir, name, "", fds, []))
-            for name in reversed(names):
-                if holder_client.dismiss(path, name):
-                    path.unlink(missing_ok=True)
+            fds = _fetch(path, stack)
+            index = linux.open_again(fds.index_fd, os.O_RDWR)
+            stack.callback(os.close, index)
+            if not linux.lock_whole_file(index):
+                _refuse_owned(socket_dir, [f"server {read_pid(socket_dir / PID_FILE)}"])
+            _refuse_owned(socket_dir, _sharers(fds.sessions_fd))
+            doomed = _found(socket_dir, "", fds, [])
+            holder_client.dismiss(path)
+            path.unlink(missing_ok=True)
     except (OSError, holder_client.HolderUnreachable) as error:
         raise SegmentError(f"{path}: no holder process answers: {error}", field="POOL") from None
     return doomed
@@ -245,11 +214,11 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
     return _Descriptors(*opened)
 
 
-def _fetch(path: Path, name: str, stack: contextlib.ExitStack) -> _Descriptors:
-    """The descriptors of a pool that a holder keeps. Raises OSError or HolderUnreachable."""
-    fds = holder_client.fetch(path, name)
+def _fetch(path: Path, stack: contextlib.ExitStack) -> _Descriptors:
+    """The descriptors of the pool that a holder keeps. Raises OSError or HolderUnreachable."""
+    fds = holder_client.fetch(path)
     if not fds:
-        raise holder_client.HolderUnreachable(f"{path}: it has dropped a pool meanwhile")
+        raise holder_client.HolderUnreachable(f"{path}: it has no pool")
     stack.callback(linux.close_all, fds)
     return _Descriptors(*fds)
 
@@ -287,14 +256,13 @@ def _named(pid: int) -> str:
     return str(pid) if pid else "in another PID namespace"
 
 
-def _found(place: Path, tenant: str, holder: str, fds: _Descriptors, owners: list[str]) -> FoundPool:
+def _found(place: Path, holder: str, fds: _Descriptors, owners: list[str]) -> FoundPool:
     idle_s = None
     with contextlib.suppress(SegmentError, OSError):  # of another version, or damaged
         beat_ns = IndexSnapshot(fds.index_fd).header()["heartbeat_ns"]
         idle_s = (time.monotonic_ns() - beat_ns) * 1e-9 if beat_ns else None
     return FoundPool(
         place,
-        tenant,
         holder,
         sum(os.fstat(fd).st_blocks * 512 for fd in (fds.index_fd, fds.extents_fd)),
         # Nobody ever writes to this file.

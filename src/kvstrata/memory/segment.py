@@ -82,7 +82,8 @@ class _Parts(NamedTuple):
 class Segment:
     """An open segment with its pool.  Owns the descriptors, the locks and the pool until `close`."""
 
-    def __init__(self, settings: SegmentSettings, found: _Found) -> None:
+    def __init__(self, settings: SegmentSettings, found: _Found, instance_lock: int) -> None:
+        """`instance_lock`: descriptor with the lock of the socket directory, which the segment owns from now on."""
         self.pool = found.pool
         self.backing = found.backing
         """"files" or "memfd"."""
@@ -97,8 +98,7 @@ class Segment:
         )
         self._settings = settings
         self._parts = found.parts
-        self._instance_lock: int | None = None
-        """Descriptor with the lock of the socket directory; None: another segment of the instance has it."""
+        self._instance_lock = instance_lock
         self._gpu_nodes = sorted(set(numa.nodes_of_gpus()))
         self._closed = False
 
@@ -113,24 +113,16 @@ class Segment:
         make_private_dir(settings.socket_dir, "socket_dir")
         instance_lock = lock_instance(settings.socket_dir)
         try:
-            segment = cls.open_beside(settings)
+            found = _find(settings)
         except BaseException:
             os.close(instance_lock)
             raise
-        segment._instance_lock = instance_lock
-        return segment
-
-    @classmethod
-    def open_beside(cls, settings: SegmentSettings) -> Segment:
-        """As `open`, for a further segment of an instance: the caller has locked the socket directory."""
-        found = _find(settings)
-        if settings.limit_bytes is not None:
-            found.pool.set_limit(settings.limit_bytes)
         try:
-            segment = cls(settings, found)
+            segment = cls(settings, found, instance_lock)
         except BaseException:
             found.pool.close()
             found.parts.close()
+            os.close(instance_lock)
             raise
         try:
             numa.place(settings.placement, segment.pool.extents_address, settings.extents_bytes)
@@ -157,15 +149,13 @@ class Segment:
     @property
     def has_lock(self) -> bool:
         """Whether the server.pid in the socket directory is the one that this segment has locked."""
-        lock = self._instance_lock
-        return lock is not None and path_id(self._settings.socket_dir / PID_FILE) == linux.file_id(lock)
+        return path_id(self._settings.socket_dir / PID_FILE) == linux.file_id(self._instance_lock)
 
     def lock_again(self, socket_dir: Path) -> None:
         """Lock this socket directory instead. Raises SegmentError if another server has it."""
         before, self._instance_lock = self._instance_lock, lock_instance(socket_dir)
         self._settings = msgspec.structs.replace(self._settings, socket_dir=socket_dir)
-        if before is not None:
-            os.close(before)
+        os.close(before)
 
     def paths(self) -> list[Path]:
         """Of its files, or of its holder's socket."""
@@ -220,8 +210,7 @@ class Segment:
         os.close(self.descriptors.index_readonly)
         os.close(self.descriptors.extents_readonly)
         self._parts.close()
-        if self._instance_lock is not None:
-            os.close(self._instance_lock)
+        os.close(self._instance_lock)
 
     def destroy(self) -> None:
         """Remove the files or the holder, then close: the memory is free when the last process unmaps it."""
@@ -287,7 +276,6 @@ def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
             max_session_share=settings.max_session_share,
             extents_bytes=settings.extents_bytes,
             entry_capacity=settings.entry_capacity or 0,
-            epoch=settings.epoch,
         )
     except PoolFormatError as error:
         return f"its {error.field} is {error.found:#x} and should be {error.expected:#x}"
@@ -320,7 +308,6 @@ def _create(parts: _Parts, settings: SegmentSettings) -> Pool:
             policy=settings.policy,
             watermark=settings.watermark,
             max_session_share=settings.max_session_share,
-            epoch=settings.epoch,
         )
     except ValueError as error:
         raise ConfigError(f"pool: {error}", field="pool") from error
@@ -352,7 +339,7 @@ def _adopt_or_make_files(settings: SegmentSettings) -> _Found | str:
     try:
         for name in (EXTENTS, SESSIONS_LOCK):
             (directory / name).unlink(missing_ok=True)
-        free, needed = free_bytes(directory), settings.needed_bytes() + settings.beside_bytes
+        free, needed = free_bytes(directory), settings.needed_bytes()
         if free < needed:
             remove_own(directory)
             os.close(index)
@@ -384,7 +371,7 @@ def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
         os.close(extents)
         return f"sessions.lock: {error.strerror}"
     parts = _Parts(index, extents, sessions_lock)
-    missing = settings.memory_bytes() - os.fstat(extents).st_blocks * 512
+    missing = settings.extents_bytes - os.fstat(extents).st_blocks * 512
     if missing > (free := free_bytes(directory)):
         found: Pool | str = f"{missing} bytes of its L1 have no memory yet and only {free} are free"
     else:
@@ -401,7 +388,7 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
     if not path.exists():
         return ""
     try:
-        fds = holder_client.fetch(path, settings.holder_name)
+        fds = holder_client.fetch(path)
     except PermissionError as error:
         raise SegmentError(f"{str(path)!r}: {error.strerror}; remove it", field="socket_dir") from error
     except holder_client.HolderUnreachable as error:
@@ -416,7 +403,7 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
         raise SegmentError(
             f"the segment kept by the holder of {str(path)!r} is in use by another server", field="segment"
         )
-    if not _is_kept(path, settings.holder_name, parts.index_fd):
+    if not _is_kept(path, parts.index_fd):
         parts.close()
         return ""
     if linux.has_huge_pages(parts.extents_fd) != settings.huge_pages:
@@ -429,10 +416,10 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
     return _Found(found, parts, "memfd", True, "adopted")
 
 
-def _is_kept(path: Path, name: str, index_fd: int) -> bool:
+def _is_kept(path: Path, index_fd: int) -> bool:
     """Whether the holder still has the segment of this index: `kvstrata ctl pool free` may have come first."""
     try:
-        fds = holder_client.fetch(path, name)
+        fds = holder_client.fetch(path)
     except (OSError, holder_client.HolderUnreachable):
         return False
     same = bool(fds) and linux.file_id(fds[0]) == linux.file_id(index_fd)
@@ -477,19 +464,17 @@ def _hand_over(settings: SegmentSettings, fds: list[int]) -> None:
     """Hand descriptors to the holder, which is started if none is there. Raises OSError, HolderUnreachable."""
     path = settings.socket_dir / HOLDER_SOCKET
     try:
-        holder_client.keep(path, fds, settings.holder_name)
+        holder_client.keep(path, fds)
     except holder_client.HolderUnreachable:
         holder_client.start(path)
-        holder_client.keep(path, fds, settings.holder_name)
+        holder_client.keep(path, fds)
 
 
 def _dismiss_holder(settings: SegmentSettings) -> None:
-    """Let the holder drop this segment; it ends if it has no other."""
+    """Let the holder drop this segment and end."""
     path = settings.socket_dir / HOLDER_SOCKET
     try:
-        ends = holder_client.dismiss(path, settings.holder_name)
+        holder_client.dismiss(path)
     except (OSError, holder_client.HolderUnreachable) as error:
-        _log.warning("segment: the holder could not be told to drop it: %s", error)
-        ends = True
-    if ends:
-        path.unlink(missing_ok=True)  # without this path the holder ends by itself
+        _log.warning("segment: the holder could not be asked to drop it: %s", error)
+    path.unlink(missing_ok=True)  # without this path the holder ends by itself

@@ -29,10 +29,6 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Segment directory, see `paths.segment_dir`."""
     extents_bytes: int
     """Size of the extents' file, a multiple of 4096."""
-    limit_bytes: int | None = None
-    """Bytes of memory that it may have at first (Pool.set_limit); None: all."""
-    beside_bytes: int = 0
-    """Memory that further segments of the instance will take at the same place."""
     entry_capacity: int | None = None
     """Entries of the index; None: one per 64 KiB of L1, at least 16 Ki, at most 4 Mi."""
     policy: str = "LRU"
@@ -42,10 +38,6 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""
     placement: numa.Placement = numa.Placement()
     """Nodes for the pages of the extents that do not exist yet."""
-    holder_name: str = ""
-    """The segment's name in the holder; empty: the shared segment of the instance."""
-    epoch: int = 0
-    """The epoch that begins: a tenant's segment has that of the shared segment; 0: chosen by the pool."""
 
     def entries(self) -> int:
         """Entry capacity of a new segment."""
@@ -54,11 +46,7 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def needed_bytes(self) -> int:
         """Memory that L1 and index take once all their pages are touched."""
-        return self.memory_bytes() + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
-
-    def memory_bytes(self) -> int:
-        """Memory that the extents may have at first."""
-        return self.extents_bytes if self.limit_bytes is None else self.limit_bytes
+        return self.extents_bytes + _INDEX_BYTES + self.entries() * _INDEX_BYTES_PER_ENTRY
 
 
 def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:

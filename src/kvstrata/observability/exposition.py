@@ -26,13 +26,6 @@ _MAX_PLACES = 4_096
 Values = list[tuple[list[str], Any]]
 """Samples of a family: values of its labels, and a number or a Histogram."""
 
-_OF_OWN_POOL = {
-    "bytes": "limit_bytes",
-    "used_bytes": "used_bytes",
-    "evicted_entries": "evicted_entries",
-}
-"""What follows `kvstrata_own_pool_` → number of a row of the status's section `own_pools`."""
-
 
 class Collects(Protocol):
     """What a page is made of."""
@@ -175,7 +168,6 @@ def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
     def by_word(values: Mapping[str, Any]) -> Values:
         return [([word], value) for word, value in sorted(values.items())]
 
-    own_pools = numbers.get("own_pools", [])
     tenants = sorted(counters.tenants.values(), key=lambda one: one.tenant)
     l2 = [(list(name), counted) for name, counted in sorted(counters.l2.items())]
     return {
@@ -199,14 +191,6 @@ def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
             sample
             for one in tenants
             for sample in (([one.tenant, "l1"], one.in_l1), ([one.tenant, "l2"], one.in_l2))
-        ],
-        **{
-            f"kvstrata_own_pool_{name}": [([row["tenant"]], row[number]) for row in own_pools]
-            for name, number in _OF_OWN_POOL.items()
-        },
-        "kvstrata_own_pool_lent_bytes": [
-            ([row["tenant"]], row["leased_bytes"])
-            for row in numbers.get("peers_served", {}).get("own_pools", [])
         ],
         "kvstrata_retrieved_bytes": [([], counters.retrieved_bytes)],
         "kvstrata_lookup_seconds": [([], counters.lookup)],

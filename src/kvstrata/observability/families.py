@@ -64,18 +64,6 @@ COUNTED: dict[str, Family] = {
     "kvstrata_tenant_hit_chunks": Family(
         "counter", ("tenant", "tier"), "Chunks served to such a tenant, from L1 or after a load from L2."
     ),
-    "kvstrata_own_pool_bytes": Family("gauge", ("tenant",), "Memory that a tenant's own pool may have."),
-    "kvstrata_own_pool_used_bytes": Family(
-        "gauge", ("tenant",), "Bytes of a tenant's own pool occupied by extents in any state."
-    ),
-    "kvstrata_own_pool_evicted_entries": Family(
-        "counter", ("tenant",), "Chunks evicted from a tenant's own pool."
-    ),
-    "kvstrata_own_pool_lent_bytes": Family(
-        "gauge",
-        ("tenant",),
-        "Bytes of a tenant's own pool kept by readers' leases and the controller's pins.",
-    ),
     "kvstrata_retrieved_bytes": Family("counter", (), "Bytes sent by retrieve."),
     "kvstrata_lookup_seconds": Family("histogram", (), "Time from a lookup's arrival to its reply."),
     "kvstrata_store_seconds": Family(

@@ -30,13 +30,12 @@ class Borrowed:
     """See the module. Belongs to the event loop."""
 
     def __init__(self, pool: Pool, lane: PoolLane, clock: Clock, *, max_keys: int = 65_536) -> None:
-        """`pool`: the shared one."""
         self._pool = pool
         self._lane = lane
         self._clock = clock
         self._max_keys = max_keys
-        self._due_s: collections.OrderedDict[bytes, tuple[float, Pool]] = collections.OrderedDict()
-        """When each key is to be dropped, and from which pool, in the order of these times."""
+        self._due_s: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+        """When each key is to be dropped, in the order of these times."""
         self._dropping: asyncio.Future[int] | None = None
         """The removal that the pool is carrying out, if any."""
         self._kept: collections.Counter[bytes] = collections.Counter()
@@ -45,9 +44,13 @@ class Borrowed:
     def __len__(self) -> int:
         return len(self._due_s)
 
-    def read(self, keys: Iterable[bytes], pool: Pool | None = None) -> None:
-        """Note that these chunks were read from a peer into a pool (None: the shared one) just now."""
-        self._later((key for key in keys if key not in self._kept), pool or self._pool)
+    def read(self, keys: Iterable[bytes]) -> None:
+        """Note that these chunks were read from a peer just now."""
+        due_s = self._clock.monotonic_s() + LINGER_S
+        for key in keys:
+            if key not in self._kept:
+                self._due_s[key] = due_s
+                self._due_s.move_to_end(key)
         while len(self._due_s) > self._max_keys:
             self._due_s.popitem(last=False)
 
@@ -78,28 +81,13 @@ class Borrowed:
         """
         now_s = self._clock.monotonic_s()
         first = itertools.islice(self._due_s.items(), AT_A_TIME)
-        due: dict[Pool, list[bytes]] = {}
-        for key, (due_s, pool) in first:
-            if due_s <= now_s:
-                due.setdefault(pool, []).append(key)
+        due = [key for key, due_s in first if due_s <= now_s]
         if not due:
             return 0
-        self._dropping = self._lane.run(_remove, due)
+        self._dropping = self._lane.run(self._pool.remove, b"".join(reversed(due)), True)
         removed = await asyncio.shield(self._dropping)
         self._dropping = None
-        for pool, keys in due.items():
-            for key in keys:
-                self._due_s.pop(key, None)
-            self.read([key for key in keys if pool.peek(key, 1)], pool)
+        for key in due:
+            self._due_s.pop(key, None)
+        self.read([key for key in due if self._pool.peek(key, 1)])
         return removed
-
-    def _later(self, keys: Iterable[bytes], pool: Pool) -> None:
-        due_s = self._clock.monotonic_s() + LINGER_S
-        for key in keys:
-            self._due_s[key] = due_s, pool
-            self._due_s.move_to_end(key)
-
-
-def _remove(due: dict[Pool, list[bytes]]) -> int:
-    """Drop these chunks, children before their parents; returns how many were dropped."""
-    return sum(pool.remove(b"".join(reversed(keys)), True) for pool, keys in due.items())

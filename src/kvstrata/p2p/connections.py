@@ -36,8 +36,8 @@ class Connection:
         self.link = link
         self.epoch = 0
         """Epoch of the owner's process whose memory the transfer engine reaches; 0 while it reaches none."""
-        self.extents_bytes: list[int] = []
-        """Length of each region of the owner's memory."""
+        self.extents_bytes = 0
+        """Length of the owner's L1."""
         self.opening: asyncio.Task[None] | None = None
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from kvstrata.errors import ClusterFailure, TransferError, Unavailable
 from kvstrata.p2p.connections import Connections
-from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.leases import Lease
 from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, ScatteredKeys, question_of
 from kvstrata.p2p.returns import Returns
@@ -64,7 +63,6 @@ class Finder:
         named: NamedOwners,
         controllers: Sequence[tuple[AskLink, Breaker]],
         pacer: Pacer,
-        destinations: Destinations,
         scattered: ScatteredKeys,
     ) -> None:
         """`controllers` are asked in this order until one answers."""
@@ -74,7 +72,6 @@ class Finder:
         self._named = named
         self._controllers = controllers
         self._pacer = pacer
-        self._destinations = destinations
         self._scattered = scattered
         settings = shared.settings
         self._directory = DirectoryCache(
@@ -270,14 +267,12 @@ class Finder:
             self._shared.owners.failed(owner.instance, now_s())
             self._shared.tell_once(f"{owner.instance} cannot be read: {error}")
             return 0, MAC_DIFFERS if error.field == "mac" else PEER_FAILED
-        tenant = self._destinations.tenant_of(keys[0])
         request = PeerLease(
             0,
             self._shared.instance_id,
             b"".join(keys),
             1,
             ttl_ms=self._shared.settings.lease_ms,
-            tenant=tenant,
             each=each,
         )
         asked_s = now_s()
@@ -313,8 +308,6 @@ class Finder:
             extents,
             asked_s + leased.ttl_ms / 1000,
             now_s(),
-            region=leased.region,
-            tenant=tenant,
         )
         for over in self._shared.leases.add(lease):
             self._shared.work.keep(self._returns.give_back(over))
@@ -327,16 +320,13 @@ def _present(record_bytes: int) -> Found:
 
 
 def _extents_of(
-    leased: PeerLeased, keys: Sequence[bytes], region_bytes: Sequence[int], each: bool
+    leased: PeerLeased, keys: Sequence[bytes], extents_bytes: int, each: bool
 ) -> dict[bytes, Extent]:
-    """The leased extents by key, checked against the lengths of the owner's regions. Raises ValueError.
+    """The leased extents by key, checked against the length of the owner's L1. Raises ValueError.
 
     With `each`, an extent that is zero stands for a key that is not leased.
     """
     n_keys = len(keys)
-    if not 0 <= leased.region < len(region_bytes):
-        raise ValueError(f"region {leased.region} of {len(region_bytes)}")
-    extents_bytes = region_bytes[leased.region]
     if len(leased.extents) % EXTENT.size or len(leased.extents) > n_keys * EXTENT.size:
         raise ValueError(f"{len(leased.extents)} bytes of extents for {n_keys} keys")
     extents = {

@@ -68,18 +68,11 @@ class Lease:
         extents: dict[bytes, Extent],
         until_s: float,
         now_s: float,
-        *,
-        region: int = 0,
-        tenant: str = "",
     ) -> None:
         self.owner = owner
         self.number = number
         self.epoch = epoch
         """Epoch of the owner's process that granted the lease."""
-        self.region = region
-        """Which of the owner's registered regions the extents lie in."""
-        self.tenant = tenant
-        """Tenant in whose own pool they lie, so they may be read into that tenant's own pool alone; empty: shared."""
         self.state: LeaseState = MACHINE.first
         self.unread = extents
         self.until_s = until_s

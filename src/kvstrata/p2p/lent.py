@@ -1,4 +1,4 @@
-"""One pool as peers see it: which of its records are leased to readers or pinned, and how many bytes they keep.
+"""L1 as peers see it: which of its records are leased to readers or pinned, and how many bytes they keep.
 
 Belongs to the event loop; no I/O.
 """
@@ -31,15 +31,13 @@ class Taken(NamedTuple):
 class LentPool:
     """See the module."""
 
-    def __init__(self, pool: Pool, region: int, share: float) -> None:
-        """`region`: number of the pool's memory among the transfer engine's; `share`: the part that may be lent."""
-        self.region = region
+    def __init__(self, pool: Pool, share: float) -> None:
+        """`share`: the part that may be lent."""
         self.leased_bytes = 0
         """Bytes of the distinct records that are leased or pinned."""
-        self.n_leases = 0
-        """Leases and pins on this pool, which the caller counts."""
         self._pool = pool
-        self._share = share
+        self.limit_bytes = int(pool.extents_bytes * share)
+        """Maximum number of bytes that may be lent."""
         self._shares: dict[int, list[int]] = {}
         """Pool entry → [number of leases on it, its bytes]."""
 
@@ -47,11 +45,6 @@ class LentPool:
     def address(self) -> int:
         """Where the pool's extents begin in this process."""
         return self._pool.extents_address
-
-    @property
-    def limit_bytes(self) -> int:
-        """Most bytes that may be lent; follows the pool's own limit, which an admin may change."""
-        return int(self._pool.limit_bytes * self._share)
 
     def take(self, keys: bytes, n_slices: int) -> tuple[Taken | None, str]:
         """Lease leading chunks: None if there are none, and the reason why not all of them ("" if all)."""
@@ -111,7 +104,7 @@ class LentPool:
 
 
 class LentRecords:
-    """The records of one pool that a lease or a pin keeps."""
+    """The records that a lease or a pin keeps."""
 
     __slots__ = ("_keepers", "_packed", "claim", "expires_s", "lent", "parts")
 

@@ -34,11 +34,6 @@ class PeerReads:
         if (peers := self._peers()) is not None:
             peers.prefer(keys, b"" if owner is None else msgspec.msgpack.encode(owner))
 
-    def belongs(self, tier: str, keys: Sequence[bytes], tenant: str) -> None:
-        """A lookup for a tenant with an own pool is about to ask this tier for these keys."""
-        if tier == self._name and (stack := self._stack(tier)) is not None and stack.tenants is not None:
-            stack.tenants.belongs(keys, tenant)
-
     def scatter(self, tier: str, keys: Sequence[bytes]) -> None:
         """A lookup is about to ask this tier for these keys, of which each may be needed by itself."""
         if tier == self._name and (peers := self._peers()) is not None:

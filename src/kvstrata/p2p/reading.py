@@ -15,7 +15,6 @@ from kvstrata.errors import ClusterFailure, Unavailable
 from kvstrata.native.record import CopyOutcome, Verifier, verify_stored_record
 from kvstrata.observability.logging import Thinning
 from kvstrata.p2p.connections import Connections
-from kvstrata.p2p.destinations import Destinations
 from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.leases import Lease
@@ -25,7 +24,6 @@ from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.reasons import (
-    BAD_ITEM,
     CLOSED,
     LENGTH,
     MISMATCH,
@@ -88,7 +86,6 @@ class Reader:
         pacer: Pacer,
         verifier: Verifier,
         lanes: Lanes,
-        destinations: Destinations,
     ) -> None:
         self._shared = shared
         self._connections = connections
@@ -97,7 +94,6 @@ class Reader:
         self._pacer = pacer
         self._verifier = verifier
         self._lanes = lanes
-        self._destinations = destinations
 
     async def read_leased(
         self, items: list[LoadItem], wanted: list[int], outcomes: list[LoadOutcome]
@@ -124,17 +120,12 @@ class Reader:
         fitting: list[int] = []
         reads: list[ReadItem] = []
         for at, (place, extent) in enumerate(extents):
-            hold, destination = items[place].hold, self._destinations.of(items[place])
-            if destination is None or destination.tenant != lease.tenant:
-                outcomes[at] = LoadOutcome(LoadStatus.FAILED, BAD_ITEM)
-                hold.drop()
-            elif extent.length_bytes != hold.length:
+            hold = items[place].hold
+            if extent.length_bytes != hold.length:
                 hold.drop()
             else:
                 fitting.append(at)
-                reads.append(
-                    ReadItem(lease.region, extent.offset_bytes, destination.region, hold.offset, hold.length)
-                )
+                reads.append(ReadItem(0, extent.offset_bytes, 0, hold.offset, hold.length))
         batch = [items[extents[at][0]] for at in fitting]
         landing = _Landing([item.hold for item in batch])
         reason = await self._transfer(lease, reads, landing)

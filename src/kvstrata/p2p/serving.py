@@ -6,16 +6,14 @@
               with `p2p.mac` the MACs of these records (mac.py)
 
 Invariants
-1. While a lease is in `PeerLeases`, its pool keeps its extents (as leases of row 0, the server itself).  After the
+1. While a lease is in `PeerLeases`, the pool keeps its extents (as leases of row 0, the server itself).  After the
    lease has left `PeerLeases`, no release of it is answered with `stood`.  So `stood` is exact even after this process
    was frozen, since a frozen process releases no extent.
-2. Leases of peers and pins together are at most MAX_LEASES, and keep at most a share of each pool's memory.
+2. Leases of peers and pins together are at most MAX_LEASES, and keep at most a share of L1.
 3. Only verified records are leased: the pool's lease stops at a record that is not READY, such as one whose CRC is
    pending.
 4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
-5. A tenant's own pool is lent only to readers that read into the own pool of the same tenant, and such readers get
-   nothing from other pools.
-6. While MACs of a lease's records are computed, the pool keeps these records, even if the lease ends meanwhile.
+5. While MACs of a lease's records are computed, the pool keeps these records, even if the lease ends meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ import asyncio
 import functools
 import heapq
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -32,8 +30,7 @@ import msgspec
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable, WrongVersion
 from kvstrata.keys.batch import split
 from kvstrata.observability.logging import EventLog
-from kvstrata.p2p.destinations import SHARED
-from kvstrata.p2p.lent import ABSENT, LIMIT, LentPool, LentRecords, split_extents
+from kvstrata.p2p.lent import LIMIT, LentPool, LentRecords, split_extents
 from kvstrata.p2p.mac import MAC_KEY_BYTES, THREADS, parts_of, tags_of
 from kvstrata.rpc.cluster_fields import ClusterReply
 from kvstrata.rpc.cluster_wire import (
@@ -69,21 +66,14 @@ class Leased(NamedTuple):
     number: int
     extents: bytes
     reason: str
-    region: int = 0
-    """The memory that the extents lie in."""
 
 
 class PeerLeases:
-    """Leases of peers and pins of the controller on the pools of this instance. The caller passes the time; no I/O."""
+    """Leases of peers and pins of the controller on this L1. The caller passes the time; no I/O."""
 
-    def __init__(self, pools: Mapping[str, Pool], share: float) -> None:
-        """`pools`: the shared one under SHARED, then each tenant's own; at most `share` of each is lent."""
-        assert next(iter(pools)) == SHARED
-        self._lent = {
-            tenant: LentPool(pool, region, share) for region, (tenant, pool) in enumerate(pools.items())
-        }
-        self._most_of_one = MAX_LEASES if len(pools) == 1 else MAX_LEASES // 2
-        """Leases on one pool, so that no tenant takes all."""
+    def __init__(self, pool: Pool, share: float) -> None:
+        """At most `share` of the pool is lent."""
+        self._lent = LentPool(pool, share)
         self._next = secrets.randbits(61) + 1
         self._leases: dict[int, LentRecords] = {}
         self._claims: dict[str, int] = {}
@@ -99,43 +89,31 @@ class PeerLeases:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of the distinct records that are leased or pinned, in all pools."""
-        return sum(lent.leased_bytes for lent in self._lent.values())
+        """Bytes of the distinct records that are leased or pinned."""
+        return self._lent.leased_bytes
 
-    def lease(
-        self,
-        keys: bytes,
-        n_slices: int,
-        ttl_s: float,
-        now_s: float,
-        tenant: str = SHARED,
-        *,
-        each: bool = False,
-    ) -> Leased:
-        """Lease the leading chunks that are wholly in a pool, as many as the limits allow.
+    def lease(self, keys: bytes, n_slices: int, ttl_s: float, now_s: float, *, each: bool = False) -> Leased:
+        """Lease the leading chunks that are wholly in L1, as many as the limits allow.
 
-        `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.  Only the tenant's own pool is
-        looked into, or with SHARED the shared one, whose bytes readers put into their own shared pool.  With `each`
-        every key that is there is leased, and `extents` has one for each key, zero for those that are not leased.
+        `keys` are the storage keys chunk by chunk, `n_slices` of them for each chunk.  With `each` every key that is
+        present is leased, and `extents` has one for each key, zero for those that are not leased.
         """
-        lent, taken, extents = self._lent.get(tenant), None, b""
+        taken, extents = None, b""
         if self.draining:
             reason = DRAINING
-        elif lent is None:
-            reason = ABSENT
-        elif len(self._leases) >= MAX_LEASES or lent.n_leases >= self._most_of_one:
+        elif len(self._leases) >= MAX_LEASES:
             reason = LIMIT
         elif each:
-            taken, reason, extents = lent.take_each(split(keys))
+            taken, reason, extents = self._lent.take_each(split(keys))
         else:
-            taken, reason = lent.take(keys, n_slices)
+            taken, reason = self._lent.take(keys, n_slices)
         if reason:
             self.counts[reason] += 1
-        if lent is None or taken is None:
+        if taken is None:
             return Leased(0, b"", reason)
         self.counts["granted"] += 1
-        number = self._add(LentRecords(lent, [taken], now_s + ttl_s))
-        return Leased(number, extents or taken.extents, reason, lent.region)
+        number = self._add(LentRecords(self._lent, [taken], now_s + ttl_s))
+        return Leased(number, extents or taken.extents, reason)
 
     def release(self, number: int, keep_s: float, now_s: float, read_bytes: int = 0) -> bool:
         """End a reader's lease, or keep it for `keep_s` from now; returns whether it stood until now."""
@@ -155,16 +133,14 @@ class PeerLeases:
         lease = self._leases.get(number)
         return None if lease is None or lease.claim else (lease.named(packed), lease)
 
-    def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float, tenant: str = SHARED) -> int:
-        """Keep those of these records that are in a pool, see `lease`; returns how many.
+    def pin(self, claim: str, keys: bytes, ttl_s: float, now_s: float) -> int:
+        """Keep those of these records that are in L1; returns how many.
 
         An older pin with the same name ends first.  Raises Refused if the limits leave no room for all of them; then
         nothing is pinned under this name.
         """
         self.unpin(claim)
-        lent = self._lent.get(tenant)
-        if lent is None:
-            return 0
+        lent = self._lent
         whole = LentRecords(lent, [], now_s + ttl_s, claim)
         at, reason = 0, ""
         while at < len(keys) and reason != LIMIT:
@@ -176,7 +152,7 @@ class PeerLeases:
         if reason == LIMIT or len(self._leases) >= MAX_LEASES:
             whole.let_go()
             raise Refused(
-                f"keys: pins and leases of peers may keep {lent.limit_bytes} bytes of this pool, which leaves no room "
+                f"keys: pins and leases of peers may keep {lent.limit_bytes} bytes of L1, which leaves no room "
                 "for all of these chunks; pin fewer, or try again when some leases have ended",
                 field="keys",
             )
@@ -222,21 +198,15 @@ class PeerLeases:
             "leases": len(self._leases) - len(self._claims),
             "pins": len(self._claims),
             "leased_bytes": self.leased_bytes,
-            "limit_bytes": sum(lent.limit_bytes for lent in self._lent.values()),
+            "limit_bytes": self._lent.limit_bytes,
             "draining": self.draining,
             "read_bytes": self.read_bytes,
-            "own_pools": [
-                {"tenant": tenant, "leased_bytes": lent.leased_bytes, "limit_bytes": lent.limit_bytes}
-                for tenant, lent in self._lent.items()
-                if tenant != SHARED
-            ],
             **{("draining_refused" if word == DRAINING else word): n for word, n in self.counts.items()},
         }
 
     def _add(self, lease: LentRecords) -> int:
         number, self._next = self._next, self._next + 1
         self._leases[number] = lease
-        lease.lent.n_leases += 1
         if len(self._due) > 2 * MAX_LEASES:  # many leases were released long before they would have expired
             self._due = [due for due in self._due if due[1] in self._leases]
             heapq.heapify(self._due)
@@ -247,7 +217,6 @@ class PeerLeases:
         lease = self._leases.pop(number)
         if lease.claim:
             del self._claims[lease.claim]
-        lease.lent.n_leases -= 1
         lease.let_go()
 
 
@@ -256,7 +225,7 @@ class PeerServer:
 
     def __init__(
         self,
-        pools: Mapping[str, Pool],
+        pool: Pool,
         clock: Clock,
         server: ZmqServer | None,
         *,
@@ -269,12 +238,11 @@ class PeerServer:
     ) -> None:
         """`server` is None if peers are not served and only controllers' pins are kept.
 
-        `pools` and `share` as in PeerLeases.  `metadata()` returns the metadata of the transfer engine by which peers
-        reach the pools now, registered in their order; empty while there is no such engine.  `mac`: all readers get
-        MACs, and must want them.
+        `share` as in PeerLeases.  `metadata()` returns the metadata of the transfer engine by which peers reach L1 now;
+        empty while there is no such engine.  `mac`: all readers get MACs, and must want them.
         """
-        self.leases = PeerLeases(pools, share)
-        self._extents_bytes = [pool.extents_bytes for pool in pools.values()]
+        self.leases = PeerLeases(pool, share)
+        self._extents_bytes = pool.extents_bytes
         self._clock = clock
         self._server = server
         self._instance_id = instance_id
@@ -304,9 +272,9 @@ class PeerServer:
         if self._lanes is not None:
             await self._lanes.close()
 
-    def pin(self, claim: str, keys: bytes, ttl_s: float, tenant: str) -> int:
+    def pin(self, claim: str, keys: bytes, ttl_s: float) -> int:
         """See PeerLeases.pin."""
-        count = self.leases.pin(claim, keys, ttl_s, self._clock.monotonic_s(), tenant)
+        count = self.leases.pin(claim, keys, ttl_s, self._clock.monotonic_s())
         self._look_later()
         return count
 
@@ -406,7 +374,6 @@ class PeerServer:
             request.n_slices,
             request.ttl_ms / 1000,
             now_s,
-            request.tenant,
             each=request.each,
         )
         self._look_later()
@@ -417,7 +384,6 @@ class PeerServer:
             leased.extents,
             request.ttl_ms,
             leased.reason,
-            leased.region,
         )
 
     def _hello(self, request: PeerHello) -> PeerWelcome:

@@ -42,8 +42,7 @@ import msgspec
 from kvstrata.errors import ConfigError, TransferError, Unavailable
 from kvstrata.native.record import Verifier
 from kvstrata.p2p.connections import Connections
-from kvstrata.p2p.destinations import Destinations
-from kvstrata.p2p.engines.base import TransferEngine
+from kvstrata.p2p.engines.base import Region, TransferEngine
 from kvstrata.p2p.finding import Finder
 from kvstrata.p2p.mac import THREADS
 from kvstrata.p2p.owners import NamedOwners, Pacer, ScatteredKeys
@@ -72,7 +71,7 @@ from kvstrata.storage.base import (
     Usage,
 )
 from kvstrata.storage.lanes import Lanes
-from kvstrata.storage.peers import ReadsPeers, TellsTenants
+from kvstrata.storage.peers import ReadsPeers
 from kvstrata.types import KEY_BYTES
 
 MAX_BATCH = 256
@@ -94,7 +93,7 @@ class _Parts(NamedTuple):
     reader: Reader
 
 
-class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
+class PeerTier(StorageAdapter, ReadsPeers):
     """See the module. Nothing is connected or registered before `open`."""
 
     def __init__(
@@ -111,7 +110,6 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
             shared=True,
             max_batch=MAX_BATCH,
             wants_registered_memory=True,
-            registers_own_pools=True,
             takes_puts=False,
             can_delete=False,
             quiesce="never" if settings.engine == "nixl" else "drain",
@@ -119,7 +117,6 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         self._settings = settings
         self._engine = PeerEngine(name, make_engine)
         self._named = NamedOwners()
-        self._destinations = Destinations()
         self._scattered = ScatteredKeys()
         self._verifier = Verifier(min(VERIFIERS, os.cpu_count() or 1) - 1)
         self._lanes = Lanes(name, num_workers=THREADS if settings.mac else 1)
@@ -130,10 +127,11 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
     # --- life --------------------------------------------------------------------------------------------
 
     async def open(self, context: AdapterContext) -> None:
-        """Register the pools with the transfer engine; controllers may be absent. Raises ConfigError."""
+        """Register L1 with the transfer engine; controllers may be absent. Raises ConfigError."""
+        self._region = Region(context.region_address, context.region_bytes)
         try:
             keys = self._read_keys()
-            await self._engine.open(self._destinations.open(context))
+            await self._engine.open([self._region])
         except TransferError as error:
             self._closed = True
             await self._lanes.close()
@@ -164,23 +162,12 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         pacer = Pacer(self._settings.max_bytes_per_s)
         connections = Connections(shared, links, keys, self._engine)
         returns = Returns(shared, connections)
-        finder = Finder(
-            shared, connections, returns, self._named, controllers, pacer, self._destinations, self._scattered
-        )
-        reader = Reader(
-            shared,
-            connections,
-            returns,
-            self._engine,
-            pacer,
-            self._verifier,
-            self._lanes,
-            self._destinations,
-        )
+        finder = Finder(shared, connections, returns, self._named, controllers, pacer, self._scattered)
+        reader = Reader(shared, connections, returns, self._engine, pacer, self._verifier, self._lanes)
         return _Parts(shared, links, controllers, connections, returns, finder, reader)
 
     async def close(self) -> None:
-        """Wait for the operations in flight, give all leases back, unregister the pools. Idempotent."""
+        """Wait for the operations in flight, give all leases back, unregister L1. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -246,10 +233,6 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
         """See ReadsPeers."""
         self._scattered.add(keys)
 
-    def belongs(self, keys: Sequence[bytes], tenant: str) -> None:
-        """See TellsTenants."""
-        self._destinations.belongs(keys, tenant)
-
     def numbers(self) -> dict[str, int]:
         """The counters of COUNTED, and how many owners are known and skipped."""
         if self._parts is None:
@@ -267,10 +250,18 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
 
     # --- loads -------------------------------------------------------------------------------------------
 
+    def _is_whole_extent(self, item: LoadItem) -> bool:
+        """Whether a storage key is to be loaded into a whole extent of L1."""
+        hold, region = item.hold, self._region
+        in_l1 = (
+            hold.address - hold.offset == region.address and 0 <= hold.offset <= region.length - hold.length
+        )
+        return in_l1 and len(item.key) == KEY_BYTES
+
     async def _load(self, parts: _Parts, items: list[LoadItem]) -> list[LoadOutcome]:
         now_s, settings = parts.shared.now_s, parts.shared.settings
         outcomes = [LoadOutcome(LoadStatus.FAILED, BAD_ITEM)] * len(items)
-        wanted = [place for place, item in enumerate(items) if self._destinations.of(item) is not None]
+        wanted = [place for place, item in enumerate(items) if self._is_whole_extent(item)]
         for place in set(range(len(items))).difference(wanted):
             items[place].hold.drop()
         ends_s = now_s() + settings.load_timeout_ms / 1000
@@ -282,9 +273,6 @@ class PeerTier(StorageAdapter, ReadsPeers, TellsTenants):
                 break
             parts.returns.lease_ended.clear()
             keys = [items[place].key for place in wanted][:MAX_PEER_KEYS]
-            destination = self._destinations.of(items[wanted[0]])
-            if destination is not None and destination.tenant:  # all items of a batch are of one tenant
-                self.belongs(keys, destination.tenant)
             asked = await parts.finder.lease(keys)
             reason = asked.reason
             if not any(parts.shared.leases.standing(key, now_s()) for key in keys):

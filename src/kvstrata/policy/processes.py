@@ -8,10 +8,9 @@ Invariants:
 
 1. All members of a group declared the same LayoutIdentity and the same number of slices; the attach handshake
    refuses others (memory/attach/checks.py).
-2. All members of a group are attached to one pool.
-3. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
+2. In one epoch an identity id names one (layout, request) and no other; ids of dropped identities are not reused.
 
-This module does not know the outcomes of requests (rpc/session.py) or sockets, and calls no pool.
+This module does not know the outcomes of requests (rpc/session.py), sockets, or the pool.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
-from kvstrata.native.pool import Pool
 from kvstrata.policy.savings import EngineUse
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identity_root
 
@@ -65,14 +63,10 @@ class Owner(NamedTuple):
 class EngineGroup:
     """One engine: its members and their slices."""
 
-    __slots__ = ("_adapters", "_order", "engine_slices", "layout", "members", "name", "own_pool", "use")
+    __slots__ = ("_adapters", "_order", "engine_slices", "layout", "members", "name", "use")
 
-    def __init__(
-        self, name: bytes, layout: LayoutIdentity, engine_slices: int, own_pool: Pool | None
-    ) -> None:
+    def __init__(self, name: bytes, layout: LayoutIdentity, engine_slices: int) -> None:
         self.name = name
-        self.own_pool = own_pool
-        """The pool of its tenant, in which all its chunks are; None: the shared pool."""
         self.layout = layout
         self.engine_slices = engine_slices
         self.use = EngineUse()
@@ -225,11 +219,6 @@ class AttachedProcess:
         """Its bounds are shared with all sessions of the same pid, and of the same token."""
         return Owner(self.pid or self.session, self.tenants)
 
-    @property
-    def own_pool(self) -> Pool | None:
-        """The pool of its tenant; None: the shared pool."""
-        return self.group.own_pool
-
     def has_records_of(self, record_bytes: int) -> None:
         """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
         self.chunk_record_bytes = record_bytes
@@ -237,11 +226,6 @@ class AttachedProcess:
         self.lengths[record_bytes] = None
         if len(self.lengths) > MOST_LENGTHS:
             del self.lengths[next(iter(self.lengths))]
-
-
-def only_tenant(tenants: frozenset[str] | None) -> str:
-    """The tenant whose name a process must use, of those that it may name; "" if it has a choice, or has no token."""
-    return next(iter(tenants)) if tenants is not None and len(tenants) == 1 else ""
 
 
 class TenantTokens:
@@ -351,7 +335,6 @@ class ProcessTable:
         secret: bytes,
         record_bytes: int = 0,
         span: int = 0,
-        own_pool: Pool | None = None,
         engine_url: str = "",
     ) -> AttachedProcess:
         """Add a process whose declaration was checked; for a session that is known, return its process.
@@ -360,17 +343,9 @@ class ProcessTable:
         `secret`: proves its requests from now on.
         `record_bytes`: the length of its slice's records, 0 if it did not declare one.
         `span`: how many of a hit's last chunks are needed in its slice, 0 for all.
-        `own_pool`: the pool of its tenant, None for the shared pool.
         `engine_url`: where its engine is reached over HTTP, empty if it does not tell.
-        Raises NotPermitted if the session, or its group, is an engine's of another pool.
         """
         process = self._processes.get(session)
-        known = process.group if process is not None else self._groups.get(group)
-        if known is not None and known.own_pool is not own_pool:
-            raise NotPermitted(
-                "group: its processes may use other tenants; give all processes of an engine the same token",
-                field="group",
-            )
         if process is not None:
             process.detached = False
             process.tenants = tenants
@@ -381,7 +356,7 @@ class ProcessTable:
             return process
         of_engine = self._groups.get(group)
         if of_engine is None:
-            of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices, own_pool)
+            of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices)
         process = AttachedProcess(session, of_engine, role, part, row, pid)
         process.tenants = tenants
         process.secret = secret

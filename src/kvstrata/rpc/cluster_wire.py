@@ -261,9 +261,8 @@ class CommandKind(enum.StrEnum):
     EVICT = "evict"
     """{"keys": bytes} (storage keys) or {"identity": bytes} (an identity's root): drop these chunks from L1."""
     PIN = "pin"
-    """{"keys": bytes, "tenant": str, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes
-    count as leased to peers. With the name of a tenant that has a pool of its own, those in that pool are kept, without
-    it those in the shared one."""
+    """{"keys": bytes, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes count as leased
+    to peers."""
     UNPIN = "unpin"
     """{"claim": str}: end this pin."""
     PULL = "pull"
@@ -376,10 +375,9 @@ class PeerWelcome(ClusterReply, frozen=True, tag="peer_hello"):
 
     instance: str
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA_BYTES)]
-    """Metadata of the owner's transfer engine. Region 0 is the shared pool's extents file, each further region that of
-    a tenant's own pool."""
-    extents_bytes: list[int]
-    """Length of each of these files."""
+    """Metadata of the owner's transfer engine, whose only region is the extents file of its L1."""
+    extents_bytes: int
+    """Length of that file."""
 
 
 class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
@@ -389,9 +387,6 @@ class PeerLease(ClusterRequest, frozen=True, tag="peer_lease"):
     keys: PeerKeys
     n_slices: Annotated[int, Meta(ge=1, le=4096)]
     ttl_ms: Annotated[int, Meta(ge=1, le=MAX_LEASE_MS)]
-    tenant: TenantName = ""
-    """Tenant whose own pool the reader reads into, so only that tenant's own pool is looked into; empty: the shared
-    one."""
     each: bool = False
     """Lease each of the keys that is there, not only leading ones."""
 
@@ -407,8 +402,6 @@ class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
     ttl_ms: int
     reason: str
     """Why not all records are leased: `absent`, `limit` (`p2p.max_leased_share`), `draining`; empty if all are."""
-    region: int = 0
-    """The region that the extents lie in, as in PeerWelcome."""
 
 
 class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):

@@ -73,7 +73,6 @@ class PinArgument(Argument, frozen=True, kw_only=True):
 
     claim: Name
     keys: Keys
-    tenant: str = ""
     ttl_ms: Annotated[int, _number(0, MAX_PIN_MS)] = 0
 
 

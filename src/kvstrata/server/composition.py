@@ -50,7 +50,6 @@ from kvstrata.server.l2.puts import StoreLimits
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.readiness import Readiness, StoreFreeze
 from kvstrata.server.recuts.recuts import Recuts
@@ -74,8 +73,6 @@ class Ground(NamedTuple):
     settings: ServerSettings
     facts: InstanceFacts
     pool: Pool
-    """The shared pool."""
-    own: OwnPools
     book: IdentityBook
     loop: asyncio.AbstractEventLoop
     supervisor: Supervisor
@@ -94,11 +91,6 @@ class Ground(NamedTuple):
     savings: Savings
     trend: Trend
     board: StatusBoard
-
-    @property
-    def pools(self) -> tuple[Pool, ...]:
-        """All pools, the shared one first."""
-        return (self.pool, *self.own)
 
 
 class Tables(NamedTuple):
@@ -155,15 +147,12 @@ def lay_ground(
     own_lane: PoolLane,
     clock: Clock,
     explainer: Explainer,
-    own: OwnPools | None = None,
     book: IdentityBook | None = None,
 ) -> Ground:
-    """Make the parts that refer to no other part, and set the quotas of the tenants that share the pool."""
-    own = own or OwnPools()
+    """Make the parts that refer to no other part, and set the quotas of tenants."""
     book = book or IdentityBook(None, own_lane, supervisor)
     for tenant, gigabytes in settings.quotas_gb.items():
-        if own.get(tenant) is None:
-            pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+        pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
     counters, readiness, board = (
         ServerCounters(exemplars=settings.metrics.exemplars),
         Readiness(),
@@ -171,7 +160,6 @@ def lay_ground(
     )
     board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
     board.put("pool", functools.partial(pool_section, pool))
-    board.put("own_pools", own.section)
     board.put("counters", counters.as_dict, metrics=False)
     savings = Savings()
     trend = Trend(counters, savings, clock)
@@ -180,7 +168,6 @@ def lay_ground(
         settings=settings,
         facts=facts,
         pool=pool,
-        own=own,
         book=book,
         loop=loop,
         supervisor=supervisor,
@@ -244,30 +231,25 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
         trimmed=history.trimmed,
         news=news,
-        own_backlogs={one: int(one.limit_bytes * settings.l2.backlog_share) for one in ground.own},
     )
     borrowed = Borrowed(pool, ground.own_lane, ground.clock)
 
     def loaded(tier: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
         if tier == peer_tier and not settings.p2p.keep:
-            borrowed.read((key for key, _ in records), ground.own.of_number(tenant))
+            borrowed.read(key for key, _ in records)
         store.found(tier, tenant, records)
 
     peer_reads = PeerReads(peer_tier, tiers.stack, ground.counters)
-
-    def asks(tier: str, keys: Sequence[bytes], pool_of_keys: Pool, scattered: Sequence[bytes]) -> None:
-        if pool_of_keys is not pool:
-            peer_reads.belongs(tier, keys, ground.own.tenant_of(pool_of_keys))
-        if scattered:
-            peer_reads.scatter(tier, scattered)
 
     limits = PrefetchLimits(
         patience_s=patience(TIER_PATIENCE_S),
         in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
         max_in_flight=settings.l2.prefetch_max_in_flight,
     )
-    prefetch = PrefetchController(pool, tiers, limits, ground.clock, store.dropped, loaded, asks)
-    tails = TailPuts(store, tiers, ground.clock, settings.l2.tails_after_s)
+    prefetch = PrefetchController(
+        pool, tiers, limits, ground.clock, store.dropped, loaded, peer_reads.scatter
+    )
+    tails = TailPuts(pool, store, tiers, ground.clock, settings.l2.tails_after_s)
     ground.board.put("l2_store", store.stats)
     ground.board.put("tails", tails.stats)
     ground.board.put("l2_prefetch", prefetch.stats)
@@ -278,7 +260,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         prefetch=prefetch,
         borrowed=borrowed,
         peer_reads=peer_reads,
-        events=PoolEvents(ground.pools, history, store, news, ground.clock),
+        events=PoolEvents(pool, history, store, news, ground.clock),
     )
 
 
@@ -286,12 +268,14 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
     settings = ground.settings
     for tenant in sorted(
-        {*settings.quotas_gb, *settings.l2.quotas_gb, *(one.name for one in settings.tenants)}.union(
-            *tokens.sets
-        )
+        {
+            *settings.quotas_gb,
+            *settings.l2.quotas_gb,
+        }.union(*tokens.sets)
     ):
         ground.counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
     effects = Effects(
+        ground.pool,
         tables.sessions,
         tables.leases,
         tables.in_flight,
@@ -301,7 +285,7 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
     )
     running = Running(ground.loop, ground.supervisor, tables.sessions, effects, tables.replies)
     recuts = Recuts(
-        ground.recut_lane, ground.clock, l2.tiers, l2.prefetch, ground.pools, enabled=settings.l1.recut
+        ground.recut_lane, ground.clock, l2.tiers, l2.prefetch, ground.pool, enabled=settings.l1.recut
     )
     ground.board.put("recuts", recuts.status)
     security = ground.settings.security
@@ -314,7 +298,6 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
         tokens,
         SessionLimits(security.sessions_per_process, security.sessions_per_token),
         ground.readiness,
-        ground.own,
         recuts,
     )
     return Requests(effects, running, recuts, hooks)
@@ -325,19 +308,18 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     prewarms = Prewarms(
         tables.processes,
         ground.pool,
-        ground.own,
         ground.lane,
         l2.prefetch,
         ground.clock,
         ground.supervisor,
     )
-    tenants = TenantRows(ground.settings, tables.processes, ground.pools, l2.store)
+    tenants = TenantRows(ground.settings, tables.processes, ground.pool, l2.store)
     ground.board.put("tenants", tenants.in_l1, metrics=False)
     ground.board.put("l2_tenants", tenants.in_l2, metrics=False)
     ground.board.put("jobs", prewarms.documents, metrics=False)
     return AdminParts(
         prewarms,
-        Clearing(ground.pool, ground.own, ground.own_lane, l2.store, l2.events, ground.book),
+        Clearing(ground.pool, ground.own_lane, l2.store, l2.events, ground.book),
         Explaining(ground.explainer),
         tenants,
     )

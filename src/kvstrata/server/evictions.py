@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
 
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
@@ -12,10 +11,10 @@ SUMMARY_S = 60.0
 
 
 class EvictionSummary:
-    """Logs how much was evicted from the pools, and why, unless nothing was. `look` may be called on any one thread."""
+    """Logs how much was evicted, and why, unless nothing was. `look` may be called on any one thread."""
 
-    def __init__(self, pools: Sequence[Pool], now_s: float) -> None:
-        self._pools = pools
+    def __init__(self, pool: Pool, now_s: float) -> None:
+        self._pool = pool
         self._log = EventLog("server")
         self._logged_s = now_s
         self._logged: collections.Counter[str] = collections.Counter()
@@ -25,12 +24,10 @@ class EvictionSummary:
         seconds = now_s - self._logged_s
         if seconds < SUMMARY_S:
             return
-        counted: collections.Counter[str] = collections.Counter()
-        for pool in self._pools:
-            stats = pool.stats()
-            counted.update(
-                chunks=stats["evicted_entries"], bytes=stats["evicted_bytes"], **stats["evictions"]
-            )
+        stats = self._pool.stats()
+        counted = collections.Counter(
+            {"chunks": stats["evicted_entries"], "bytes": stats["evicted_bytes"], **stats["evictions"]}
+        )
         newly = counted - self._logged
         self._logged_s, self._logged = now_s, counted
         if newly["chunks"]:

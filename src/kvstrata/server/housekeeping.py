@@ -1,4 +1,4 @@
-"""The instance's own work on its pools: verify adopted chunks, offer them to L2, evict ahead of need, get memory.
+"""The instance's own work on L1: verify adopted chunks, offer them to L2, evict ahead of need, get memory.
 
 It runs on a lane of its own, so that requests cannot crowd it out, however many they are.
 """
@@ -6,7 +6,6 @@ It runs on a lane of its own, so that requests cannot crowd it out, however many
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.native.pool import Pool
@@ -14,7 +13,6 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.evictions import EvictionSummary
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
@@ -32,17 +30,16 @@ ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 
 
-async def heartbeat(pools: Sequence[Pool], events: PoolEvents) -> None:
-    """Write the heartbeats that readers of each index look at, and read the pools' events, until cancelled."""
+async def heartbeat(pool: Pool, events: PoolEvents) -> None:
+    """Write the heartbeats that readers of the index look at, and read the pool's events, until cancelled."""
     while True:
-        for pool in pools:
-            pool.heartbeat()
+        pool.heartbeat()
         events.drain()
         await asyncio.sleep(TICK_S)
 
 
 class Housekeeping:
-    """The instance's own work on its pools. Belongs to the event loop."""
+    """The instance's own work on L1. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -53,14 +50,11 @@ class Housekeeping:
         borrowed: Borrowed,
         clock: Clock,
         supervisor: Supervisor,
-        own: Iterable[Pool] = (),
-        quotas: Quotas | None = None,
         tails: TailPuts | None = None,
     ) -> None:
-        """`own`: the pools beside the shared one; `quotas` moves memory between them; `tails` wait to be put."""
+        """`tails` wait to be put."""
         self._tails = tails
-        self._quotas = quotas
-        self._pools = (pool, *own)
+        self._pool = pool
         self._lane = lane
         self._events = events
         self._store = store
@@ -72,7 +66,7 @@ class Housekeeping:
         self._log = EventLog("server")
         self._missing_bytes = 0
         self._looked_s = float("-inf")
-        self._evictions = EvictionSummary(self._pools, clock.monotonic_s())
+        self._evictions = EvictionSummary(pool, clock.monotonic_s())
 
     async def run(self) -> None:
         """Run rounds until cancelled."""
@@ -84,7 +78,7 @@ class Housekeeping:
         """Run one round: do all work that is due."""
         lane, events = self._lane, self._events
         if self._unverified:
-            self._unverified = await asyncio.shield(lane.run(self._verify))
+            self._unverified = await asyncio.shield(lane.run(self._pool.verify_next, VERIFY_BYTES))
             events.drain()  # now, because the pool keeps a bounded number of events
         offering = self._offering is not None and not self._offering.done()
         if events.verified and not offering:
@@ -95,31 +89,17 @@ class Housekeeping:
         await self._see_to_memory()
         await self._borrowed.drop_due()
 
-    def _verify(self) -> int:
-        """Verify chunks of the first pool that has adopted ones left. Returns how many are left in all pools."""
-        left, read = 0, False
-        for pool in self._pools:
-            # A pool verifies at least one chunk at a time.
-            left += (n_left := pool.verify_next(1 if read else VERIFY_BYTES))
-            read = read or n_left > 0
-        return left
-
     def _evict(self) -> None:
-        for pool in self._pools:
-            pool.evict_to_watermark()
+        self._pool.evict_to_watermark()
         self._evictions.look(self._clock.monotonic_s())
 
     async def _see_to_memory(self) -> None:
         """Ask again for memory that L1 did not get, and log when memory starts or ceases to be missing."""
-        now_s, extents_bytes = self._clock.monotonic_s(), sum(pool.extents_bytes for pool in self._pools)
+        now_s, extents_bytes = self._clock.monotonic_s(), self._pool.extents_bytes
         if now_s - self._looked_s < MISSING_S:
             return
         self._looked_s = now_s
-        if self._quotas is not None and self._quotas.owed_bytes:
-            await self._quotas.settle()
-        missing_bytes = await asyncio.shield(
-            self._lane.run(lambda: sum(pool.retry_missing() for pool in self._pools))
-        )
+        missing_bytes = await asyncio.shield(self._lane.run(self._pool.retry_missing))
         if missing_bytes and not self._missing_bytes:
             self._log.warning(
                 "l1_memory_missing",
@@ -142,10 +122,10 @@ class Housekeeping:
         chunks = 0
         while verified:
             await store.idle()
-            for pool, key in [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]:
-                if self._tails is not None and pool.is_tail(key):
-                    self._tails.committed([key], pool)
+            for key in [verified.popleft() for _ in range(min(ADOPTED_KEYS, len(verified)))]:
+                if self._tails is not None and self._pool.is_tail(key):
+                    self._tails.committed([key])
                     continue
-                store.committed([key], pool)
+                store.committed([key])
                 chunks += 1
         self._log.info("adopted_chunks_offered_to_l2", chunks=chunks)

@@ -20,13 +20,15 @@ import functools
 import os
 import platform
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
-from kvstrata.errors import ConfigError, StorageError
+from kvstrata.errors import ConfigError, SegmentError, StorageError
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.memory.paths import ATTACH_SOCKET
+from kvstrata.memory.linux import dump_memory
+from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog, log_stats
@@ -44,7 +46,6 @@ from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
 from kvstrata.rpc.zmq_curve import read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
-from kvstrata.server.admin.quotas import Quotas
 from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.events import TierNews
@@ -70,14 +71,12 @@ from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import FIELD, TierControl
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.own_pools import OwnPools, refuse_hosts
-from kvstrata.server.plan import Plan, embedded_adapter
+from kvstrata.server.plan import Plan, embedded_adapter, segment_settings
 from kvstrata.server.requests.boundary import Boundary
-from kvstrata.server.segments import open_segments
 from kvstrata.storage.admission import admitted
-from kvstrata.storage.base import AdapterContext, OwnRegion
+from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import TierConfig, configure_tier
-from kvstrata.storage.stack import Stack, Surroundings, build_stack
+from kvstrata.storage.stack import Surroundings, build_stack
 from kvstrata.types import NOT_IN_A_NAME
 
 if TYPE_CHECKING:
@@ -119,7 +118,6 @@ class Instance(NamedTuple):
     http_token: ServedToken | None
     """The admin port's token; None without that port."""
     tenants: TenantRows
-    quotas: Quotas
 
 
 async def open_instance(plan: Plan, shell: Shell) -> Instance:
@@ -133,7 +131,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
         closers.append(soon(listener.close))
-    segment, own_segments, directory = open_segments(plan, port, closers)
+    segment, directory = _open_segment(plan, port, closers)
     hold_pool(shell.restarts, str(segment.sessions_lock_path))
     pool = segment.pool
     facts = InstanceFacts(
@@ -162,7 +160,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         own_lane,
         SystemClock(),
         Explainer(),
-        OwnPools({tenant: one.pool for tenant, one in own_segments.items()}),
         IdentityBook(book_path(facts.instance_id, os.environ), own_lane, shell.supervisor),
     )
 
@@ -188,7 +185,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         pool,
         segment.descriptors,
         requests.hooks,
-        own=own_segments,
         instance_id=facts.instance_id,
     )
     admin = make_admin(ground, tables, l2)
@@ -204,7 +200,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 
     # 5. The boundary, which answers frames, and the HTTP application.
     boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
-    quotas = Quotas(pool, ground.own, own_lane, pinned=plan.l1_is_pinned)
     housekeeping = Housekeeping(
         pool,
         own_lane,
@@ -213,8 +208,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         l2.borrowed,
         ground.clock,
         shell.supervisor,
-        ground.own,
-        quotas,
         l2.tails,
     )
     restarts = shell.restarts
@@ -228,6 +221,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     if listener is not None:
         old_names = settings.metrics.old_names
         whole_admin = Admin(
+            pool,
             ground.readiness,
             ground.board,
             ServerCollector(facts.instance_id, ground.counters, ground.board.numbers, old_names=old_names),
@@ -235,7 +229,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             admin.prewarms,
             admin.clearing,
             StrandedSessions(attach),
-            quotas,
             control,
         )
         insecure = settings.security.insecure
@@ -264,7 +257,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         http=http,
         http_token=http_token,
         tenants=admin.tenants,
-        quotas=quotas,
     )
 
 
@@ -285,6 +277,33 @@ def _bind(rpc: ZmqServer, settings: ServerSettings) -> int:
     )
 
 
+def _open_segment(
+    plan: Plan, port: int, closers: list[Callable[[], Coroutine[Any, Any, None]]]
+) -> tuple[Segment, Path]:
+    """Make or adopt L1. Returns the segment, which a closer closes, and the folder of the sockets.
+
+    Raises ConfigError or SegmentError.
+    """
+    settings = plan.settings
+    directory = socket_dir(settings.socket_dir, port)
+    shm = (
+        Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
+    )
+    # No later server would look for the segment of a port that was taken at random.
+    forgotten = settings.l1.forget_on_exit or (settings.port == 0 and not settings.l1.segment_dir)
+    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm))
+    closers.append(soon(segment.destroy if forgotten else segment.close))
+    if settings.l1.core_dump:
+        try:
+            dump_memory(segment.pool.extents_address, segment.pool.extents_bytes)
+        except OSError as error:
+            raise SegmentError(
+                f"l1.core_dump: L1 cannot be put into core dumps: {error.strerror}; leave the setting out",
+                field="l1.core_dump",
+            ) from error
+    return segment, directory
+
+
 def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
     """Make the part that opens and closes tiers, with what this instance lends to each tier."""
     pool = ground.pool
@@ -293,11 +312,6 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
     around = Surroundings(
         ground.clock, pool.extents_bytes, reports.operation, deadline_ms=ground.settings.l2.deadline_ms
     )
-
-    def build(config: TierConfig) -> Stack:
-        stack = build_stack(config, around)
-        refuse_hosts(ground.own, config, stack.adapter.capabilities)
-        return stack
 
     def context(name: str) -> AdapterContext:
         return AdapterContext(
@@ -309,7 +323,6 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
             segment.descriptors.extents,
             segment.descriptors.sessions_lock,
             tables.payload_kinds.of,
-            [OwnRegion(tenant, one.extents_address, one.extents_bytes) for tenant, one in ground.own.items()],
         )
 
     return TierControl(
@@ -319,10 +332,9 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
         l2.store,
         l2.prefetch,
         admit=functools.partial(admitted, rules=plan.runtime, path=FIELD),
-        build=build,
+        build=functools.partial(build_stack, around=around),
         context=context,
         forget=ground.counters.forget_adapter,
-        own=ground.own,
     )
 
 
@@ -350,8 +362,7 @@ async def _open_tiers(
                 raise
             log.warning("p2p_off", reason=error.message)
     elif settings.controller.url and automatic:
-        engines = "ucx, which own pools need" if plan.own_sizes else "ucx, or nixl with p2p.tcp"
-        log.warning("p2p_off", reason=f"no transfer engine is installed ({engines})")
+        log.warning("p2p_off", reason="no transfer engine is installed (ucx, or nixl with p2p.tcp)")
     for config in plan.adapters:
         await control.open(config)
     if plan.embedded_l2:  # its directory is named after the port that was bound

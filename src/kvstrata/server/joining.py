@@ -7,7 +7,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 from kvstrata.config.model import ServerSettings
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
@@ -111,7 +110,7 @@ def serve_peers(
         advertised = p2p.advertise or f"{shown}:{port}"
         endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
     server = PeerServer(
-        {SHARED: ground.pool, **dict(ground.own.items())},
+        ground.pool,
         ground.clock,
         readers,
         instance_id=ground.facts.instance_id,
@@ -140,7 +139,6 @@ def make_membership(
     facts, peer_server = ground.facts, served.server
     actions = Actions(
         pool=ground.pool,
-        own=ground.own,
         lane=ground.own_lane,
         clock=ground.clock,
         processes=tables.processes,
@@ -153,7 +151,7 @@ def make_membership(
     )
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(ground.pools, tables.processes, told, peer_server, l2.peer_reads, ground.counters)
+    condition = Condition(ground.pool, tables.processes, told, peer_server, l2.peer_reads, ground.counters)
     fence = Fence()
     links = [
         ControllerLink(
@@ -161,7 +159,7 @@ def make_membership(
             keys=keys,
             facts=facts,
             advertised=advertised,
-            pools=ground.pools,
+            pool=ground.pool,
             news=news,
             told=told,
             condition=condition,

@@ -21,18 +21,16 @@ from kvstrata.errors import AllWrong, ConfigError, MachineLacks, install
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import placement
-from kvstrata.memory.own_segments import OwnSize
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
 from kvstrata.p2p import mac
-from kvstrata.p2p.engines.ports import has_rdma_card, reaches_other_hosts
+from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys, read_curve_file
 from kvstrata.server.facts import MAX_SESSION_SHARE
-from kvstrata.server.own_pools import own_sizes
 from kvstrata.storage.admission import RuntimeRules, checked_rules
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.text import remember_secret
@@ -55,9 +53,6 @@ class Plan(NamedTuple):
 
     settings: ServerSettings
     extents_bytes: int
-    """Size of the shared pool."""
-    own_sizes: dict[str, OwnSize]
-    """Sizes of the tenants' own pools, by tenant."""
     adapters: list[TierConfig]
     embedded_l2: bool
     """The only adapter is the default one; if it cannot be opened, the server runs without L2."""
@@ -67,8 +62,6 @@ class Plan(NamedTuple):
     """What adapters may be added while the server runs."""
     p2p_engine: str
     """ucx or nixl; empty: peers are neither read nor served."""
-    l1_is_pinned: bool
-    """A network card may have registered L1 for peers, so pools give no memory back."""
 
 
 def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list[str] | None = None) -> Plan:
@@ -107,9 +100,6 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     if not settings.l1.segment_dir:
         segment_dir(settings.named_port, settings.instance_id)
     tokens = here(lambda: read_tenants_file(settings.security.tenants_file), None)
-    sizes: dict[str, OwnSize] = {}
-    if tokens is not None:
-        sizes = here(lambda: own_sizes(settings, tokens, extents_bytes, alignment), {})
     http_token = ""
     if settings.http.enabled:
         http_token = here(lambda: read_token(settings.http, insecure=settings.security.insecure), "")
@@ -125,23 +115,18 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         here(lambda: read_curve_file(settings.security.curve_secret_file), None)
     if settings.controller.curve_file:
         here(lambda: read_cluster_keys(settings.controller.curve_file, "controller.curve_file"), None)
-    engine = here(lambda: _p2p_engine(settings, environment, sizes), "")
+    engine = here(lambda: _p2p_engine(settings, environment), "")
     if engine and settings.p2p.mac:
         here(lambda: _check_mac(settings), None)
-    l1_is_pinned = bool(engine) and has_rdma_card()
-    if l1_is_pinned:
-        _check_card(settings, sizes)
     return Plan(
         settings,
-        extents_bytes - sum(size.quota_bytes for size in sizes.values()),
-        sizes,
+        extents_bytes,
         adapters,
         embedded,
         tokens or TenantTokens(),
         http_token,
         runtime_rules(settings, environment),
         engine,
-        l1_is_pinned,
     )
 
 
@@ -194,13 +179,11 @@ def _check_first_touch(settings: ServerSettings) -> None:
         )
 
 
-def _p2p_engine(
-    settings: ServerSettings, environment: Mapping[str, str], sizes: Mapping[str, OwnSize]
-) -> str:
-    """The transfer engine between instances; empty for none. `sizes`: of own pools.
+def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str:
+    """The transfer engine between instances; empty for none.
 
-    `auto` takes NIXL only where it has a way to peers, since it uses tcp or RDMA cards, not shared memory; and only
-    without own pools.  Raises ConfigError, MachineLacks without a way for NIXL.
+    `auto` takes NIXL only where it has a way to peers, since it uses tcp or RDMA cards, not shared memory.  Raises
+    ConfigError, MachineLacks without a way for NIXL.
     """
     p2p = settings.p2p
     if not settings.controller.url or p2p.engine == "off":
@@ -211,12 +194,6 @@ def _p2p_engine(
             f"p2p.advertise: p2p.listen is {p2p.listen}, which means every address; name the one by which peers reach "
             "this instance (--p2p-advertise HOST)",
             field="p2p.advertise",
-        )
-    if p2p.engine == "nixl" and sizes:
-        raise ConfigError(
-            "p2p.engine: nixl, but tenants have pool: own; nixl runs in an adapter host, which maps the shared pool "
-            "alone; set p2p.engine to ucx or off, or choose pool: shared for all tenants",
-            field="p2p.engine",
         )
     nixl_has_a_way = reaches_other_hosts(environment, tcp=p2p.tcp)
     if p2p.engine == "nixl" and not nixl_has_a_way:
@@ -230,8 +207,7 @@ def _p2p_engine(
         return p2p.engine
     if importlib.util.find_spec("kvstrata.native.ucx") is not None:
         return "ucx"
-    nixl_can = nixl_has_a_way and not sizes
-    return "nixl" if nixl_can and importlib.util.find_spec("nixl") is not None else ""
+    return "nixl" if nixl_has_a_way and importlib.util.find_spec("nixl") is not None else ""
 
 
 def _check_mac(settings: ServerSettings) -> None:
@@ -249,22 +225,6 @@ def _check_mac(settings: ServerSettings) -> None:
             f"{install('codecs')}",
             field="p2p.mac",
         )
-
-
-def _check_card(settings: ServerSettings, sizes: Mapping[str, OwnSize]) -> None:
-    """Raises ConfigError for own pools that may grow, where a network card registers L1.
-
-    The card would have a pool's whole file in memory, and go on using pages that the file has given back.
-    """
-    for number, tenant in enumerate(settings.tenants):
-        size = sizes.get(tenant.name)
-        if size is not None and size.most_bytes > size.quota_bytes:
-            raise ConfigError(
-                f"tenants[{number}].max_gb: {tenant.max_gb:g}, but this host has an RDMA card, with which peers read "
-                "L1: the card keeps all of a pool's memory, so its size stays what it was at the start; leave max_gb "
-                "out, or set p2p.engine: off",
-                field=f"tenants[{number}].max_gb",
-            )
 
 
 def default_l1_bytes() -> int:
@@ -325,17 +285,15 @@ def read_tenants_file(path: str) -> TenantTokens:
 
 
 def segment_settings(
-    settings: ServerSettings, extents_bytes: int, directory: Path, shm: Path, *, beside_bytes: int = 0
+    settings: ServerSettings, extents_bytes: int, directory: Path, shm: Path
 ) -> SegmentSettings:
-    """The layout of the shared pool. `directory` is for sockets, `shm` for shared memory; `beside_bytes`: size of all
-    other pools."""
+    """The layout of L1. `directory` is for sockets, `shm` for shared memory."""
     l1 = settings.l1
     watermark = (l1.eviction_trigger_watermark, l1.eviction_ratio) if l1.eviction_ratio else None
     return SegmentSettings(
         socket_dir=directory,
         directory=shm,
         extents_bytes=extents_bytes,
-        beside_bytes=beside_bytes,
         entry_capacity=l1.entries,
         policy=l1.eviction_policy,
         watermark=watermark,

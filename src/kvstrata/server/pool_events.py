@@ -1,4 +1,4 @@
-"""Passes the events of pools on: to explain, the store controller, and the cluster's controllers.
+"""Passes the events of the pool on: to explain, the store controller, and the cluster's controllers.
 
 Pool.events() ─▶ drain ─┬─▶ news (at once, in order)
                         └─▶ EVENTS_PER_TURN in each turn of the loop ─▶ history, verified, store.evicted
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.native.pool import Pool
@@ -24,44 +23,42 @@ _LEAVES_L1 = frozenset({PoolEvent.EVICTED, PoolEvent.CLEARED, PoolEvent.REMOVED,
 
 
 class PoolEvents:
-    """Reads the events of the pools and passes them on. Belongs to the event loop."""
+    """Reads the events of the pool and passes them on. Belongs to the event loop."""
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        pool: Pool,
         history: ChunkHistory,
         store: StoreController,
         news: News,
         clock: Clock,
     ) -> None:
-        self._pools = pools
+        self._pool = pool
         self._history = history
         self._store = store
         self._news = news
         self._clock = clock
-        self._waiting: collections.deque[tuple[Pool, int, bytes]] = collections.deque()
-        self._lost = dict.fromkeys(pools, 0)
+        self._waiting: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._lost = 0
         self._drained = asyncio.Event()
         """Set at the next `drain`, which replaces it by a new one."""
         self._log = EventLog("instance")
-        self.verified: collections.deque[tuple[Pool, bytes]] = collections.deque()
+        self.verified: collections.deque[bytes] = collections.deque()
         """Adopted chunks that were verified and not offered to tiers yet; housekeeping takes them."""
 
     def drain(self) -> None:
-        """Read the pools' events since the last call. Called at every heartbeat, and sometimes in between."""
+        """Read the pool's events since the last call. Called at every heartbeat, and sometimes in between."""
         drained, self._drained = self._drained, asyncio.Event()
         drained.set()
         idle = not self._waiting
-        for pool in self._pools:
-            events = pool.events()
-            if not events:
-                continue  # then none was lost either
-            if pool.events_lost != self._lost[pool]:
-                self._lost[pool] = pool.events_lost
+        events = self._pool.events()
+        if events:  # else none was lost either
+            if self._pool.events_lost != self._lost:
+                self._lost = self._pool.events_lost
                 self._history.events_lost()
                 self._news.pool_events_lost()
             self._news.pool_events(events)
-            self._waiting.extend((pool, kind, key) for kind, key, _ in events)
+            self._waiting.extend((kind, key) for kind, key, _ in events)
         if idle and self._waiting:
             self._tell()
 
@@ -74,7 +71,7 @@ class PoolEvents:
         history, now_ms = self._history, self._clock.unix_ms()
         evicted: list[bytes] = []
         for _ in range(min(len(self._waiting), EVENTS_PER_TURN)):
-            pool, kind, key = self._waiting.popleft()
+            kind, key = self._waiting.popleft()
             if kind in _LEAVES_L1:
                 history.left_l1(key, kind, now_ms)
                 if kind == PoolEvent.EVICTED:
@@ -83,7 +80,7 @@ class PoolEvents:
                 history.corrupt(key, now_ms)
                 self._log.repeated(logging.WARNING, "corrupt", "chunk_corrupt", key=key)
             elif kind == PoolEvent.VERIFIED:
-                self.verified.append((pool, key))
+                self.verified.append(key)
             elif kind == PoolEvent.INSERTED:
                 history.inserted(key)
         if evicted:

@@ -25,7 +25,7 @@ from typing import Any
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.memory.pools import pools_left
+from kvstrata.memory.pools import held_pools, pools_at
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
@@ -97,15 +97,14 @@ class Server(Process):
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
         self._reload = Reload(self._plan, self._reread, instance)
-        pools, settings = instance.ground.pools, self._plan.settings
+        pool, settings = instance.ground.pool, self._plan.settings
         if instance.peer_server is not None:
             instance.peer_server.start()
         instance.rpc.bind_ipc(instance.facts.socket_dir / RPC_SOCKET)
         await instance.attach.start()
         instance.rpc.start(instance.boundary.on_frame, instance.boundary.on_frame_count)
-        for pool in pools:
-            pool.heartbeat()
-        self.supervisor.spawn(heartbeat(pools, instance.l2.events), "heartbeat")
+        pool.heartbeat()
+        self.supervisor.spawn(heartbeat(pool, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.ground.trend.run(), "trend")
         self.supervisor.spawn(MediaWatch(instance.l2.tiers, instance.l2.store).run(), "media")
@@ -113,7 +112,7 @@ class Server(Process):
         own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach, instance.rpc)
         self.supervisor.spawn(own_files.run(), "own-files")
         if settings.l1.prefault_threads:
-            instance.ground.pool.prefault_start(settings.l1.prefault_threads)
+            pool.prefault_start(settings.l1.prefault_threads)
         if instance.membership is not None:
             instance.membership.start()
         if instance.http is not None:
@@ -153,26 +152,18 @@ class Server(Process):
 
     def standing(self) -> str:
         """Where engines find the server, and how large L1 is."""
-        facts, pools = self._instance.facts, self._instance.ground.pools
-        size_gb = sum(pool.extents_bytes for pool in pools) / GB
-        return f"serving at {facts.socket_dir}, L1 of {size_gb:.1f} GB"
+        size_gb = self._instance.ground.pool.extents_bytes / GB
+        return f"serving at {self._instance.facts.socket_dir}, L1 of {size_gb:.1f} GB"
 
     def left_behind(self) -> tuple[str, dict[str, object]] | None:
         """The pool that stays in memory, and how to free it; or that it was removed (`l1.forget_on_exit`)."""
         segment = self._instance.segment
         place, held = segment.place, segment.backing == "memfd"
-        left = pools_left(place, held=held)
-        if left:
-            memory_bytes = sum(pool.memory_bytes for pool in left)
+        for pool in held_pools(place, "") if held else pools_at(place):
             command = shlex.join(
                 ["kvstrata", "ctl", "pool", "free", *(["--held"] if held else []), str(place)]
             )
-            return "pool_kept", {
-                "place": place,
-                "bytes": memory_bytes,
-                "pools": len(left),
-                "to_free": command,
-            }
+            return "pool_kept", {"place": place, "bytes": pool.memory_bytes, "to_free": command}
         if self._plan.settings.l1.forget_on_exit:
             # Engines map it until they attach to another server or end, and its memory stays as long.
             return "pool_removed", {"place": place, "engines": self._held["engines"]}
@@ -181,8 +172,7 @@ class Server(Process):
     async def reload(self) -> dict[str, object]:
         """See server/reload.py. Raises ConfigError."""
         newer = await self.loop.run_in_executor(None, self._reload.read)
-        changed = self._reload.apply(newer).shown()
-        return {**changed, **await self._reload.resize_own_pools()}
+        return self._reload.apply(newer).shown()
 
     def page(self) -> dict[str, object]:
         """The status document, as `kvstrata ctl status` has it."""
@@ -205,9 +195,9 @@ class Server(Process):
             "http_socket": str(instance.http[0].path or "") if instance.http is not None else "",
             "http_token_file": instance.http_token.path if instance.http_token is not None else "",
             "socket_dir": str(facts.socket_dir),
-            "l1_bytes": sum(pool.extents_bytes for pool in instance.ground.pools),
+            "l1_bytes": instance.ground.pool.extents_bytes,
             "adopted": instance.adopted,
-            "adopted_chunks": sum(pool.stats()["adopted_entries"] for pool in instance.ground.pools),
+            "adopted_chunks": instance.ground.pool.stats()["adopted_entries"],
             "tiers": [tier.name for tier in instance.l2.tiers],
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }

@@ -12,11 +12,9 @@ import msgspec
 
 from kvstrata.config.changes import Changes, sorted_out
 from kvstrata.config.model import ServerSettings
-from kvstrata.errors import BadRequest, Refused
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.policy.processes import tenant_number
 from kvstrata.server.instance import Instance
-from kvstrata.server.own_pools import check_tokens
 from kvstrata.server.plan import Plan, plan
 from kvstrata.types import GB
 
@@ -37,15 +35,13 @@ class Reload:
 
     def read(self) -> Plan:
         """Read and check settings and token files, on any thread. Raises ConfigError."""
-        newer = plan(self._reread(), os.environ)
-        check_tokens(self.settings, newer.tokens)
-        return newer
+        return plan(self._reread(), os.environ)
 
     def apply(self, newer: Plan) -> Changes[ServerSettings]:
         """Change what can change now. Raises ConfigError; then nothing has changed."""
         instance = self._instance
         before = msgspec.structs.replace(self.settings, log_level=current_level())
-        pool, own = instance.ground.pool, instance.ground.own
+        pool = instance.ground.pool
         found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN, TENANTS))
         self._apply_tokens(newer, found)
         self.settings = after = found.in_force
@@ -53,29 +49,12 @@ class Reload:
         for tenant in before.quotas_gb.keys() - after.quotas_gb.keys():
             pool.set_quota(tenant_number(tenant), NO_QUOTA)
         for tenant, gigabytes in after.quotas_gb.items():
-            if own.get(tenant) is None:
-                pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
+            pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
         instance.l2.store.set_quotas(
             {tenant_number(tenant): int(gigabytes * GB) for tenant, gigabytes in after.l2.quotas_gb.items()}
         )
         instance.tenants.name(after)
         return found
-
-    async def resize_own_pools(self) -> dict[str, object]:
-        """Give own pools the quotas in force. Returns, for the log, the pools that keep their size, and why."""
-        own, kept = self._instance.ground.own, []
-        more_bytes = {
-            tenant: int(gigabytes * GB) - pool.limit_bytes
-            for tenant, gigabytes in self.settings.quotas_gb.items()
-            if (pool := own.get(tenant)) is not None
-        }
-        # Pools that shrink come first: what they give back is what others get.
-        for tenant in sorted(more_bytes, key=lambda tenant: more_bytes[tenant]):
-            try:
-                await self._instance.quotas.change(tenant, int(self.settings.quotas_gb[tenant] * GB))
-            except (BadRequest, Refused) as error:
-                kept.append(f"{tenant}: {error}")
-        return {"own_pools_kept": "; ".join(kept)} if kept else {}
 
     def _apply_tokens(self, newer: Plan, found: Changes[ServerSettings]) -> None:
         """Replace tokens whose files have other ones. A file that is new, or not named any more, needs a restart."""

@@ -126,8 +126,6 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """A word that instances have in common which share one medium, and no others; empty: not known."""
     max_batch: int = 64
     wants_registered_memory: bool = False
-    registers_own_pools: bool = False
-    """The adapter registers tenants' own pools too, so extents in these can be loaded and put."""
     takes_puts: bool = True
     """False: chunks are only loaded from the medium, never put into it."""
     can_delete: bool = True
@@ -153,14 +151,6 @@ def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
     return None
 
 
-class OwnRegion(NamedTuple):
-    """The mapping of a tenant's own pool, valid as long as `AdapterContext.region_address`."""
-
-    tenant: str
-    address: int
-    length: int
-
-
 class AdapterContext(NamedTuple):
     """What the server gives an adapter to use until the adapter is closed."""
 
@@ -180,8 +170,6 @@ class AdapterContext(NamedTuple):
     """
     payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
     """Tells what engines have declared about the payloads of an identity root and a slice digest (thread-safe)."""
-    own_regions: Sequence[OwnRegion] = ()
-    """The pools beside the shared one, for adapters whose `capabilities.registers_own_pools` is true."""
 
 
 Counts = Annotated[

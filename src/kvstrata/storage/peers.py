@@ -32,11 +32,3 @@ class ReadsPeers(ABC):
 
         Called before `exists` of such keys.  Of other keys only a leading part is useful.
         """
-
-
-class TellsTenants(ABC):
-    """A medium that has registered tenants' own pools, and moves bytes between the pools of one tenant only."""
-
-    @abstractmethod
-    def belongs(self, keys: Sequence[bytes], tenant: str) -> None:
-        """These keys are of a tenant with an own pool. Called before `exists` of such keys; never blocks."""

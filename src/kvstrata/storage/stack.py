@@ -22,7 +22,7 @@ from kvstrata.storage.base import AdapterContext, StorageAdapter
 from kvstrata.storage.entry import TierConfig
 from kvstrata.storage.folder import Folder, FolderState, WatchedFolder
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.peers import ReadsPeers, TellsTenants
+from kvstrata.storage.peers import ReadsPeers
 from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
@@ -140,8 +140,6 @@ class Stack:
         """None where the codec is in the child process."""
         self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
         """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
-        self.tenants = self._layer(TellsTenants)  # type: ignore[type-abstract]
-        """The medium if it must be told of which tenant's own pool a key is."""
 
     async def open(self, context: AdapterContext) -> None:
         """Open the adapter, and mark its directory. Raises as the adapter does; OSError if the directory is gone."""

@@ -175,7 +175,7 @@ class TestOwner(Endpoint):
         if (code := self.refuses.get(type(request).__name__)) is not None:
             return Failure(seq, epoch, code, "the test says so", "", False)
         if isinstance(request, PeerHello):
-            return PeerWelcome(seq, epoch, self.instance, self.metadata, [self.pool.extents_bytes])
+            return PeerWelcome(seq, epoch, self.instance, self.metadata, self.pool.extents_bytes)
         if isinstance(request, PeerLease):
             if self.lies:
                 return PeerLeased(seq, epoch, 1, b"\xff" * 24, 1_000, "")

@@ -12,7 +12,6 @@ import zmq
 from kvstrata.clock import SystemClock
 from kvstrata.native import record as native_record
 from kvstrata.p2p import serving
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, tags_of
 from kvstrata.p2p.owners import OwnerLimits
@@ -82,7 +81,7 @@ class Scene:
         port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         metadata = metadata_of(l1.pool.extents_address, l1.pool.extents_bytes)
         self.owner = PeerServer(
-            {SHARED: l1.pool}, SystemClock(), socket, instance_id="owner", incarnation=11, share=1 / 4,
+            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=11, share=1 / 4,
             engine="copy", metadata=lambda: metadata, mac=owner,
         )  # fmt: skip
         self.owner.start()

@@ -102,10 +102,10 @@ async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: Ope
     puts = Puts(l1, one)
     of_tier = puts.controller._puts["fs-0"]
     pool: Any = Counting()
-    of_tier._backlogs = dict.fromkeys((l1.pool, pool), of_tier._backlogs[l1.pool])
-    of_tier._unpinned.update(dict.fromkeys(chain("lost", 1000), pool))
+    of_tier._pool = pool
+    of_tier._unpinned.update(dict.fromkeys(chain("lost", 1000)))
     ticking = [asyncio.get_running_loop().call_soon(next_turn)]
-    puts.controller.committed(l1.store(chain("a", 1)), pool)
+    puts.controller.committed(l1.store(chain("a", 1)))
     await puts.controller.idle()
     ticking[0].cancel()
     assert holds.total() == 1001

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections.abc import AsyncIterator
 
 import pytest
@@ -11,19 +10,16 @@ import zmq
 
 from kvstrata.clock import SystemClock
 from kvstrata.errors import TransferError
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.engines.base import Region
 from kvstrata.p2p.engines.ucx import UcxEngine
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.p2p.settings import PeerSettings
 from kvstrata.p2p.tier import PeerTier
-from kvstrata.policy.reasons import BAD_ITEM
 from kvstrata.rpc.cluster_wire import Owner, tags_of
 from kvstrata.rpc.zmq_curve import CurveKeys
 from kvstrata.rpc.zmq_server import ZmqServer
-from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, OwnRegion, Presence
+from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence
 from kvstrata.testing.strategies import (
-    IDENTITY,
     WAIT_S,
     lent_context,
     load_item,
@@ -42,12 +38,11 @@ KEYS = chain("a", 8)
 
 
 class Pair:
-    """An owner of pools, by tenant, and a reader, with `p2p.mac` or without."""
+    """An owner and a reader, with `p2p.mac` or without."""
 
-    def __init__(self, pools: dict[str, L1] | None = None, *, mac: bool = False) -> None:
+    def __init__(self, *, mac: bool = False) -> None:
         self.mac = mac
-        self.pools = pools or {SHARED: L1()}
-        self.l1 = self.pools[SHARED]
+        self.l1 = L1()
         self.directory = Directory()
         settings = PeerSettings(
             (self.directory.endpoint,),
@@ -60,20 +55,17 @@ class Pair:
         self.reader = PeerTier(settings, UcxEngine)
         self.engine = UcxEngine()
 
-    async def open(self, here: dict[str, L1] | None = None) -> None:
-        """`here`: the reader's pools; by default it reads into the memory of `load_item`."""
-        pools = {name: l1.pool for name, l1 in self.pools.items()}
+    async def open(self) -> None:
+        pool = self.l1.pool
         try:
-            metadata = await self.engine.open(
-                [Region(pool.extents_address, pool.extents_bytes) for pool in pools.values()]
-            )
+            metadata = await self.engine.open([Region(pool.extents_address, pool.extents_bytes)])
         except TransferError as why:
             pytest.skip(why.message)
         public, secret = zmq.curve_keypair()
         socket = ZmqServer(asyncio.get_running_loop())
         port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         self.owner = PeerServer(
-            pools,
+            pool,
             SystemClock(),
             socket,
             instance_id="owner",
@@ -85,22 +77,13 @@ class Pair:
         )
         self.owner.start()
         self.entry = Owner("owner", 5, f"tcp://127.0.0.1:{port}", 0, True, public.decode())
-        context = lent_context(lambda key: None, "reader")
-        if here is not None:
-            own = [
-                OwnRegion(name, one.pool.extents_address, one.pool.extents_bytes)
-                for name, one in here.items()
-            ]
-            context = context._replace(
-                region_address=own[0].address, region_bytes=own[0].length, own_regions=own[1:]
-            )
-        await self.reader.open(context)
+        await self.reader.open(lent_context(lambda key: None, "reader"))
 
-    def holds(self, keys: list[bytes], tenant: str = SHARED) -> list[bytes]:
+    def holds(self, keys: list[bytes]) -> list[bytes]:
         """Store these keys at the owner, and tell the directory."""
         known = self.directory.holds.get("owner", (self.entry, set()))[1]
         self.directory.holds["owner"] = (self.entry, known | {tags_of(key) for key in keys})
-        return self.pools[tenant].store(keys)
+        return self.l1.store(keys)
 
     async def load(self, keys: list[bytes]) -> list[LoadOutcome]:
         items = [load_item(key, SIZE) for key in keys]
@@ -116,9 +99,8 @@ class Pair:
         await self.owner.close()
         await self.engine.close()
         self.directory.close()
-        for l1 in self.pools.values():
-            l1.nothing_in_use()
-            l1.pool.close()
+        self.l1.nothing_in_use()
+        self.l1.pool.close()
 
 
 @pytest.fixture(params=[False, True], ids=["without macs", "with macs"])
@@ -161,41 +143,3 @@ async def test_under_eviction_only_right_bytes_are_read_and_at_most_a_quarter_of
             await asyncio.gather(*map(read, prompts), read(chain(f"p{n - 5} 0", 6)))
     assert right > 200
     assert missed > 0
-
-
-def to_load(l1: L1, key: bytes) -> LoadItem:
-    """Reserve an extent of a pool for this record."""
-    ticket, _, _ = l1.pool.reserve(key, b"", RECORD, l1.row, IDENTITY, 1)
-    hold = l1.pool.hold(key, ticket, 0)
-    assert hold is not None
-    return LoadItem(key, hold)
-
-
-@pytest.mark.parametrize("mac", [False, True], ids=["without macs", "with macs"])
-async def test_records_of_an_own_pool_go_into_the_same_tenants_own_pool_alone(*, mac: bool) -> None:
-    pair = Pair({name: L1() for name in (SHARED, "green")}, mac=mac)
-    here = {name: L1() for name in (SHARED, "blue", "green")}
-    await pair.open(here)
-    try:
-        of_green, shared = chain("green", 4), chain("shared", 4)
-        pair.holds(of_green, "green")
-        pair.holds(shared)
-        assert await pair.reader.exists(of_green) == [NOT_THERE] * 4
-        for key in of_green[:1] + shared[:1]:
-            pair.reader.belongs([key], "blue")
-        assert await pair.reader.exists(of_green) == await pair.reader.exists(shared) == [NOT_THERE] * 4
-        pair.reader.belongs(of_green, "green")
-        assert await pair.reader.exists(of_green) == [THERE] * 4
-        wrong = [to_load(here[name], key) for name, key in zip((SHARED, "blue"), of_green, strict=False)]
-        before = [bytes(item.hold.view()) for item in wrong]
-        for item, bytes_before in zip(wrong, before, strict=True):
-            with item.hold.view() as view:
-                assert await pair.reader.load([item]) == [LoadOutcome(LoadStatus.FAILED, BAD_ITEM)]
-                assert view == bytes_before and not item.hold.is_held
-        items = [to_load(here["green"], key) for key in of_green[2:]]
-        addresses = [item.hold.address for item in items]
-        assert await pair.reader.load(items) == [LOADED] * 2
-        for key, address in zip(of_green[2:], addresses, strict=True):
-            assert ctypes.string_at(address + RECORD - SIZE, SIZE) == payload_of(key, SIZE)
-    finally:
-        await pair.close()

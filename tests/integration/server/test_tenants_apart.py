@@ -33,17 +33,14 @@ from tests.harness.tenants import BLUE, GREEN, Tenant, tenant_settings
 pytestmark = pytest.mark.integration
 
 QUOTAS = "quotas_gb: {green: 0.01953125, blue: 0.015625}\n"
-POOLS = {"shared": "", "own": "tenants: [{name: green, pool: own}, {name: blue, pool: own}]\n"}
 
 
-@pytest.fixture(scope="module", params=["shared", pytest.param("own", marks=pytest.mark.long)])
-def server(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[ServerProcess]:
-    """A server with two tenants and an L2, for all tests of this file: the tenants share a pool, or have their own."""
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with two tenants and an L2, for all tests of this file."""
     folder = tmp_path_factory.mktemp("server")
     adapter = f'{{"type": "fs", "base_path": "{folder / "l2"}", "capacity_gb": 1}}'
-    flags = (*tenant_settings(folder, QUOTAS + POOLS[request.param]), "--l2-adapter", adapter)
+    flags = (*tenant_settings(folder, QUOTAS), "--l2-adapter", adapter)
     with ServerProcess(folder, l1_mb=64, l2="embedded", flags=flags) as server:
         server.start()
         yield server

@@ -44,14 +44,6 @@ def refused(text: str, struct=ServerSettings) -> str:
         ("http: {allowed_hosts: x}", "http.allowed_hosts: must be a list, found 'x'"),
         ("http: {allowed_hosts: [a, 'b c']}", "http.allowed_hosts[1]: must be a host's name or address"),
         ("quotas_gb: {blue: 0}", "quotas_gb.blue: must be a number above 0 and at most 1048576, found 0"),
-        (
-            "tenants: [{name: a, pool: mine}]",
-            "tenants[0].pool: must be one of shared, own, found 'mine'",
-        ),
-        (
-            "tenants: [{pool: own}]",
-            "tenants[0].name: must be non-empty text of at most 256 characters, but is not given",
-        ),
         ("l2_adapters: {}", "l2_adapters: must be a list of at most 15 items, found {}"),
     ],
 )
@@ -110,7 +102,6 @@ def test_one_error_is_no_list():
         ("l1: {eviction_policy: s3fifo}", ServerSettings, lambda one: one.l1.eviction_policy == "S3FIFO"),
         ("l1: {eviction_policy: NOOP}", ServerSettings, lambda one: one.l1.eviction_policy == "noop"),
         ("log_level: INFO", ControllerSettings, lambda one: one.log_level == "info"),
-        ("tenants: [{name: a, pool: OWN}]", ServerSettings, lambda one: one.tenants[0].pool == "own"),
         ("load_mode: Sync", ClientSettings, lambda one: one.load_mode == "sync"),
         ("p2p: {engine: off}", ServerSettings, lambda one: one.p2p.engine == "off"),
     ],

@@ -18,14 +18,12 @@ from kvstrata.cli.boundary import Exit
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
 from kvstrata.memory.holder_client import HolderUnreachable, dismiss
-from kvstrata.memory.own_segments import OwnSize, open_own_segments, segment_name
 from kvstrata.memory.pools import FoundPool, find_pools, free, free_held, held_pools, pools_at
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.process.keeper import POOL_BYTE
 from tests.harness.amount import amount
 
-MIB = 1 << 20
 OWNERS = {1: "1 engine process", 1023: "1 engine process", HOSTS_BYTE: "adapter host", POOL_BYTE: "keeper"}
 LOCK = (
     "import os, sys; from kvstrata.memory import linux; "
@@ -35,11 +33,8 @@ LOCK = (
 
 @pytest.fixture
 def left(settings: SegmentSettings) -> Path:
-    """The folder of a pool whose server has ended, with the own pool of a tenant."""
-    shared = Segment.open(settings)
-    for own in open_own_segments(settings, shared.pool.epoch, {"blue": OwnSize(2 * MIB, 2 * MIB)}).values():
-        own.close()
-    shared.close()
+    """The folder of a pool whose server has ended."""
+    Segment.open(settings).close()
     return settings.directory
 
 
@@ -65,75 +60,47 @@ def found_below(root: Path) -> list[FoundPool]:
     return [pool for pool in find_pools([root]) if pool.place.is_relative_to(root)]
 
 
-def own_folder(left: Path) -> Path:
-    return left / f"own-{segment_name('blue')}"
-
-
 def test_pools_are_found_with_their_size_and_age(root: Path, left: Path) -> None:
     (root / "other").mkdir()
     (root / "other" / "index").write_text("of a book")
     (root / "link").symlink_to(left)
-    shared, own = found_below(root)
-    assert (shared.place, shared.tenant) == (left, "")
-    assert (own.place, own.tenant) == (own_folder(left), segment_name("blue"))
-    for pool in (shared, own):
-        assert pool.memory_bytes >= (pool.place / "index").stat().st_blocks * 512 > 0
-        assert 0 <= pool.age_s < 600
-        assert (pool.holder, pool.owners) == ("", [])
-        assert pool.idle_s is not None and 0 <= pool.idle_s < 600
+    [pool] = found_below(root)
+    assert pool.place == left
+    assert pool.memory_bytes >= (pool.place / "index").stat().st_blocks * 512 > 0
+    assert 0 <= pool.age_s < 600
+    assert (pool.holder, pool.owners) == ("", [])
+    assert pool.idle_s is not None and 0 <= pool.idle_s < 600
 
 
 def test_a_pool_of_another_version_is_found_and_freed(root: Path, left: Path) -> None:
     (left / "index").write_bytes(b"something else" * 1000)
-    assert [(pool.place, pool.idle_s is None) for pool in found_below(root)] == [
-        (left, True),
-        (own_folder(left), False),
-    ]
+    assert [(pool.place, pool.idle_s) for pool in found_below(root)] == [(left, None)]
     free(left)
     assert not left.exists()
-
-
-def test_an_own_pool_can_be_freed_alone(left: Path, settings: SegmentSettings) -> None:
-    assert [pool.tenant for pool in free(own_folder(left))] == [segment_name("blue")]
-    found = Segment.open(settings)
-    assert found.adopted
-    found.close()
 
 
 def test_a_pool_of_a_live_server_is_not_freed(settings: SegmentSettings, left: Path) -> None:
     found = Segment.open(settings)
     [pool] = pools_at(left)
     assert pool.owners == [f"server {os.getpid()}"]
-    for folder in (left, own_folder(left)):
-        with pytest.raises(SegmentError, match=f"in use by server {os.getpid()}"):
-            free(folder)
-    assert {path.name for path in own_folder(left).iterdir()} > {"index", "extents", "sessions.lock"}
+    with pytest.raises(SegmentError, match=f"in use by server {os.getpid()}"):
+        free(left)
+    assert {path.name for path in left.iterdir()} > {"index", "extents", "sessions.lock"}
     found.close()
     assert pools_at(left)[0].owners == []
     free(left)
 
 
-@pytest.mark.parametrize(
-    ("byte", "own"), [(1, False), (1023, True), (HOSTS_BYTE, False), (POOL_BYTE, False), (POOL_BYTE, True)]
-)
-def test_a_pool_that_a_process_has_locked_is_not_freed(left: Path, locking, byte: int, own: bool) -> None:
-    place = own_folder(left) if own else left
-    process = locking(place / "sessions.lock", byte)
-    [pool] = pools_at(place)
+@pytest.mark.parametrize("byte", [1, 1023, HOSTS_BYTE, POOL_BYTE])
+def test_a_pool_that_a_process_has_locked_is_not_freed(left: Path, locking, byte: int) -> None:
+    process = locking(left / "sessions.lock", byte)
+    [pool] = pools_at(left)
     assert pool.owners[0].startswith(OWNERS[byte]) and str(process.pid) in pool.owners[0]
     with pytest.raises(SegmentError, match=f"in use by {OWNERS[byte]}.*nothing was freed"):
         free(left)
-    assert (left / "index").exists() and (own_folder(left) / "index").exists()
+    assert (left / "index").exists()
     process.communicate()
     free(left)
-
-
-def test_the_keeper_of_the_shared_pool_owns_the_own_pools(left: Path, locking) -> None:
-    process = locking(left / "sessions.lock", POOL_BYTE)
-    assert pools_at(own_folder(left))[0].owners == [f"keeper {process.pid}"]
-    with pytest.raises(SegmentError, match="in use by keeper"):
-        free(own_folder(left))
-    assert own_folder(left).exists()
 
 
 def test_only_a_folder_of_ours_that_holds_a_pool_is_freed(root: Path, left: Path) -> None:
@@ -182,19 +149,14 @@ def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: Segme
 
 @pytest.fixture
 def held(root: Path, settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentSettings]:
-    """A pool that a holder process keeps, and the own pool of a tenant in it; their server has ended."""
+    """A pool that a holder process keeps; its server has ended."""
     monkeypatch.setattr("kvstrata.memory.segment.free_bytes", lambda directory: 0)
     shared = Segment.open(settings)
     assert shared.backing == "memfd"
-    for own in open_own_segments(settings, shared.pool.epoch, {"blue": OwnSize(2 * MIB, 2 * MIB)}).values():
-        own.close()
     shared.close()
     yield settings
-    try:
-        for name in (segment_name("blue"), ""):
-            dismiss(settings.socket_dir / "holder.sock", name)
-    except HolderUnreachable:
-        pass
+    with contextlib.suppress(HolderUnreachable):
+        dismiss(settings.socket_dir / "holder.sock")
 
 
 def found_in_holder(settings: SegmentSettings) -> list[FoundPool]:
@@ -202,13 +164,12 @@ def found_in_holder(settings: SegmentSettings) -> list[FoundPool]:
 
 
 def test_pools_in_a_holder_are_found_and_freed_on_demand(held: SegmentSettings) -> None:
-    shared, own = found_in_holder(held)
-    assert (shared.tenant, own.tenant) == ("", segment_name("blue"))
-    assert shared.holder.startswith("pid ") and shared.memory_bytes > 0
-    assert shared.owners == own.owners == []
+    [pool] = found_in_holder(held)
+    assert pool.holder.startswith("pid ") and pool.memory_bytes > 0
+    assert pool.owners == []
     with pytest.raises(SegmentError, match="no pool is there"):
         free(held.socket_dir)
-    assert len(free_held(held.socket_dir)) == 2
+    assert free_held(held.socket_dir).place == held.socket_dir
     assert found_in_holder(held) == []
     with pytest.raises(SegmentError, match="no holder process answers"):
         free_held(held.socket_dir)
@@ -229,7 +190,7 @@ def test_pools_in_a_holder_that_are_owned_stay(held: SegmentSettings, locking) -
     with pytest.raises(SegmentError, match="in use by 1 engine process"):
         free_held(held.socket_dir)
     process.communicate()
-    assert len(held_pools(held.socket_dir, "")) == 2
+    assert len(held_pools(held.socket_dir, "")) == 1
     free_held(held.socket_dir)
 
 
@@ -255,7 +216,7 @@ def test_a_server_that_finds_its_held_pool_dropped_makes_one_that_is_held(
 def test_the_command_lists_and_frees(root: Path, left: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["pool", "list", str(root)]) == 0
     heads, *rows = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["pool", "tenant", "memory", "age", "idle", "kept_by", "owned_by"]
+    assert heads.split() == ["pool", "memory", "age", "idle", "kept_by", "owned_by"]
     [row] = [row for row in rows if row.split()[0] == str(left)]
     assert row.endswith("nobody")
     assert ctl.main(["pool", "list", "--json", str(root)]) == 0

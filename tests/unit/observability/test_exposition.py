@@ -22,7 +22,7 @@ def places(path: str) -> tuple[str, ...]:
 
 def document_of_all_paths() -> dict[str, Any]:
     """A status document with the number 1 at each path."""
-    document: dict[str, Any] = {"own_pools": []}
+    document: dict[str, Any] = {}
     for path in PATHS:
         *above, last = places(path)
         at = document

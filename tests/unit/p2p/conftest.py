@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.rpc.cluster_wire import PeerLease, PeerLeased
 from kvstrata.rpc.zmq_link import AskLink, Links
@@ -36,7 +35,7 @@ class Owner:
         self.clock = Clock()
         self.metadata = b"how to get there"
         self.peers = PeerServer(
-            {SHARED: l1.pool}, self.clock, server, instance_id="owner", incarnation=7, share=1 / 4,
+            l1.pool, self.clock, server, instance_id="owner", incarnation=7, share=1 / 4,
             engine="ucx", metadata=lambda: self.metadata, mac=mac,
         )  # fmt: skip
         self.peers.start()

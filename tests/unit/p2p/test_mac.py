@@ -15,7 +15,6 @@ from kvstrata.errors import BadRequest, ClusterFailure
 from kvstrata.native.record import verify_record
 from kvstrata.p2p import mac as mac_module
 from kvstrata.p2p import serving
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.mac import MAC_KEY_BYTES, parts_of, tag_of, tags_of
 from kvstrata.p2p.serving import PeerLeases
 from kvstrata.rpc.cluster_wire import PeerRelease, PeerReleased
@@ -56,7 +55,7 @@ def test_a_record_of_another_generation_in_the_same_place_has_another_tag() -> N
 
 
 def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_ended(l1: L1) -> None:
-    leases = PeerLeases({SHARED: l1.pool}, 1 / 4)
+    leases = PeerLeases(l1.pool, 1 / 4)
     keys = l1.store(chain("a", 3))
     leased = leases.lease(b"".join(keys), 1, 1.0, 0.0)
     found = leases.records(leased.number, split(leased.extents))
@@ -75,7 +74,7 @@ def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_end
 
 
 def test_a_reader_gets_macs_of_its_own_leases_records_alone(l1: L1) -> None:
-    leases = PeerLeases({SHARED: l1.pool}, 1 / 4)
+    leases = PeerLeases(l1.pool, 1 / 4)
     keys = l1.store(chain("a", 3))
     leased = leases.lease(b"".join(keys[:2]), 1, 1.0, 0.0)
     other = split(leases.lease(keys[2], 1, 1.0, 0.0).extents)

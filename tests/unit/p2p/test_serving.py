@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 
 import pytest
@@ -13,7 +12,6 @@ import zmq.asyncio
 from kvstrata.errors import ClusterFailure, Refused
 from kvstrata.native.pool import Pool
 from kvstrata.p2p import serving
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.lent import ABSENT, LIMIT
 from kvstrata.p2p.serving import DRAINING, MAX_LEASES, PeerLeases
 from kvstrata.rpc.cluster_wire import (
@@ -30,7 +28,7 @@ from kvstrata.rpc.cluster_wire import (
     encode,
 )
 from kvstrata.rpc.zmq_link import AskLink
-from kvstrata.types import FORMAT_VERSION, Extent, unpack_extents
+from kvstrata.types import FORMAT_VERSION, unpack_extents
 from tests.harness.l1 import L1, L1_BYTES, RECORD, chain
 from tests.harness.waiting import until
 from tests.unit.p2p.conftest import Owner
@@ -41,7 +39,7 @@ QUARTER = L1_BYTES // 4
 
 @pytest.fixture
 def leases(l1: L1) -> PeerLeases:
-    return PeerLeases({SHARED: l1.pool}, 1 / 4)
+    return PeerLeases(l1.pool, 1 / 4)
 
 
 def evicts(l1: L1, key: bytes) -> bool:
@@ -119,7 +117,7 @@ def test_peers_get_a_share_of_l1_and_records_that_several_read_count_once(l1: L1
 
 def test_numbers_of_another_process_name_nothing(l1: L1, leases: PeerLeases) -> None:
     [key] = l1.store(chain("a", 1))
-    before = PeerLeases({SHARED: l1.pool}, 1 / 4).lease(key, 1, 1.0, 0.0)
+    before = PeerLeases(l1.pool, 1 / 4).lease(key, 1, 1.0, 0.0)
     leases.lease(key, 1, 1.0, 0.0)
     assert not leases.release(before.number, 0, 0.0)
 
@@ -131,7 +129,7 @@ def test_leases_and_the_memory_of_ended_leases_are_bounded(l1: L1, leases: PeerL
     assert len(leases._due) <= 2 * MAX_LEASES + 1
     for _ in range(MAX_LEASES):
         assert leases.lease(key, 1, 60.0, 0.0).number
-    assert leases.lease(key, 1, 60.0, 0.0) == (0, b"", LIMIT, 0)
+    assert leases.lease(key, 1, 60.0, 0.0) == (0, b"", LIMIT)
     assert leases.leased_bytes == RECORD
     leases.end_all()
     l1.nothing_in_use()
@@ -170,101 +168,18 @@ def test_a_pin_that_is_too_large_pins_nothing(l1: L1, leases: PeerLeases) -> Non
     assert l1.pool.stats()["leases"] == 0
 
 
-@pytest.fixture
-def own() -> dict[str, L1]:
-    """A shared pool and two tenants' own ones, by tenant."""
-    return {name: L1() for name in (SHARED, "green", "blue")}
-
-
-def leases_of(own: dict[str, L1]) -> PeerLeases:
-    return PeerLeases({name: l1.pool for name, l1 in own.items()}, 1 / 4)
-
-
-def test_a_tenants_records_are_lent_to_readers_of_the_same_tenant_alone(own: dict[str, L1]) -> None:
-    leases = leases_of(own)
-    keys = b"".join(own["green"].store(chain("green", 3)))
-    shared = b"".join(own[SHARED].store(chain("shared", 3)))
-    for asked, tenant in ((keys, SHARED), (keys, "blue"), (keys, "nobody"), (shared, "green")):
-        nothing = leases.lease(asked, 1, 1.0, 0.0, tenant)
-        absent = leases.lease(b"".join(chain("never stored", 3)), 1, 1.0, 0.0, tenant)
-        assert nothing == absent == (0, b"", ABSENT, 0)
-        assert leases.pin("claim", asked, 1.0, 0.0, tenant) == 0
-    leased = leases.lease(keys, 1, 1.0, 0.0, "green")
-    assert (len(unpack_extents(leased.extents)), leased.region, leased.reason) == (3, 1, "")
-    assert leases.pin("claim", keys, 1.0, 0.0, "green") == 3
-    assert leases.lease(shared, 1, 1.0, 0.0).region == 0
-    assert leases.stats()["own_pools"] == [
-        {"tenant": "green", "leased_bytes": 3 * RECORD, "limit_bytes": QUARTER},
-        {"tenant": "blue", "leased_bytes": 0, "limit_bytes": QUARTER},
-    ]
-    assert leases.leased_bytes == 6 * RECORD
-    leases.end_all()
-    for l1 in own.values():
-        l1.nothing_in_use()
-
-
-def test_what_is_lent_of_one_pool_takes_no_room_of_another(own: dict[str, L1]) -> None:
-    leases = leases_of(own)
-    keys = {name: b"".join(l1.store(chain(name, 20))) for name, l1 in own.items()}
-    for name, asked in keys.items():
-        assert leases.lease(asked, 1, 1.0, 0.0, name).reason == LIMIT
-        assert leases.lease(asked[-32:], 1, 1.0, 0.0, name).number == 0
-    assert leases.leased_bytes > 2 * QUARTER
-
-
-def test_leases_on_one_pool_leave_half_of_all_to_the_others(own: dict[str, L1]) -> None:
-    leases = leases_of(own)
-    [key] = own["green"].store(chain("green", 1))
-    [other] = own["blue"].store(chain("blue", 1))
-    for _ in range(MAX_LEASES // 2):
-        assert leases.lease(key, 1, 1.0, 0.0, "green").number
-    assert leases.lease(key, 1, 1.0, 0.0, "green").reason == LIMIT
-    assert leases.lease(other, 1, 1.0, 0.0, "blue").number
-    leases.end_all()
-    assert leases.lease(key, 1, 1.0, 0.0, "green").number
-
-
 def test_a_pin_of_chunks_with_gaps_between_them_counts_as_one_lease(
-    own: dict[str, L1], monkeypatch: pytest.MonkeyPatch
+    l1: L1, leases: PeerLeases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MAX_LEASES", 4)
-    leases, keys = leases_of(own), chain("green", 6)
+    monkeypatch.setattr(serving, "MAX_LEASES", 2)
+    keys = chain("green", 6)
     for key in keys[::2]:
-        own["green"].store([key])
-    assert leases.pin("claim", b"".join(keys), 60.0, 0.0, "green") == 3
-    assert leases.lease(keys[0], 1, 60.0, 0.0, "green").number
-    assert leases.lease(keys[0], 1, 60.0, 0.0, "green").reason == LIMIT
+        l1.store([key])
+    assert leases.pin("claim", b"".join(keys), 60.0, 0.0) == 3
+    assert leases.lease(keys[0], 1, 60.0, 0.0).number
+    assert leases.lease(keys[0], 1, 60.0, 0.0).reason == LIMIT
     leases.unpin("claim")
-    assert leases.lease(keys[0], 1, 60.0, 0.0, "green").number
-
-
-def test_memory_that_is_lent_stays_when_the_pool_must_give_back_all_it_can(own: dict[str, L1]) -> None:
-    leases, green = leases_of(own), own["green"]
-    keys = green.store(chain("green", 40))
-    leased = leases.lease(b"".join(keys[:10]), 1, 1.0, 0.0, "green")
-    assert leased.number
-    before = [bytes(_memory(green, extent)) for extent in unpack_extents(leased.extents)]
-    assert green.pool.set_limit(57_344) > 0
-    assert [bytes(_memory(green, extent)) for extent in unpack_extents(leased.extents)] == before
-    assert green.has(*keys[:10])
-    leases.release(leased.number, 0, 0.0)
-    assert green.pool.set_limit(57_344) == 0
-    assert not green.has(keys[9])
-    green.pool.validate()
-
-
-def test_what_may_be_lent_of_a_pool_follows_its_limit() -> None:
-    l1 = L1(8 << 20)
-    leases = PeerLeases({SHARED: l1.pool}, 1 / 4)
-    l1.pool.set_limit(4 << 20)
-    keys = l1.store(chain("a", 40))
-    assert leases.lease(b"".join(keys), 1, 1.0, 0.0).reason == LIMIT
-    assert 1 << 19 < leases.leased_bytes <= 1 << 20
-    leases.end_all()
-
-
-def _memory(l1: L1, extent: Extent) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * extent.length_bytes).from_address(l1.pool.extents_address + extent.offset_bytes)
+    assert leases.lease(keys[0], 1, 60.0, 0.0).number
 
 
 def hello(**other: object) -> PeerHello:
@@ -278,7 +193,7 @@ async def test_a_reader_gets_the_metadata_leases_reads_and_hears_that_its_lease_
     keys = l1.store(chain("a", 3))
     welcome = await link.ask(hello(), PeerWelcome, LONG_S)
     assert (welcome.epoch, welcome.instance, welcome.metadata) == (7, "owner", b"how to get there")
-    assert welcome.extents_bytes == [L1_BYTES]
+    assert welcome.extents_bytes == L1_BYTES
     leased = await link.ask(PeerLease(0, "reader", b"".join(keys), 1, 1_000), PeerLeased, LONG_S)
     assert (leased.epoch, leased.reason, leased.ttl_ms) == (7, "", 1_000)
     assert [extent.length_bytes for extent in unpack_extents(leased.extents)] == [RECORD] * 3
@@ -313,7 +228,6 @@ async def test_an_impossible_request_of_a_reader_is_refused_with_its_field(
         (PeerLease(0, "reader", b"", 1, 1), "bad_request", "keys"),
         (PeerLease(0, "reader", bytes(32), 2, 1), "bad_request", "keys"),
         (PeerLease(0, "no name!", bytes(32), 1, 1), "bad_request", ""),
-        (PeerLease(0, "reader", bytes(32), 1, 1, "x" * 257), "bad_request", ""),
     ]
     for request, code, field in wrong:
         with pytest.raises(ClusterFailure) as refused:
@@ -357,7 +271,7 @@ def test_records_leased_to_peers_by_a_server_that_was_killed_are_free_for_the_ne
     first.pool = Pool.create(*fds, extents_bytes=L1_BYTES, entry_capacity=1024)
     first.row = first.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
     [key] = first.store(chain("a", 1))
-    assert PeerLeases({SHARED: first.pool}, 1 / 4).lease(key, 1, 60.0, 0.0).number
+    assert PeerLeases(first.pool, 1 / 4).lease(key, 1, 60.0, 0.0).number
     assert first.pool.remove(key) == 0
     second = Pool.adopt(*fds)
     assert second.verify(key) == (1, 0)

@@ -32,7 +32,7 @@ def unit(path: Path) -> configparser.ConfigParser:
 
 def test_the_command_line_of_each_unit_is_valid(path: Path) -> None:
     program, command, *arguments = shlex.split(unit(path)["Service"]["ExecStart"])
-    assert (program, command) == ("/usr/bin/env", path.stem)
+    assert (program, command) == ("/usr/bin/env", path.stem.rstrip("@"))
     assert NO_SUPERVISE in arguments
     PARSERS[command]().parse_args(arguments)
 
@@ -50,9 +50,10 @@ def test_no_other_user_can_take_a_units_names_and_the_unit_can_change_nothing_of
     path: Path,
 ) -> None:
     service = unit(path)["Service"]
-    assert (service["RuntimeDirectory"], service["RuntimeDirectoryMode"]) == (UNITS_RUN.name, "0700")
+    folder = f"{UNITS_RUN.name}-%i" if path.stem.endswith("@") else UNITS_RUN.name
+    assert (service["RuntimeDirectory"], service["RuntimeDirectoryMode"]) == (folder, "0700")
     assert service["RuntimeDirectoryPreserve"] == "yes", "the other units still use it"
-    assert f"XDG_RUNTIME_DIR={UNITS_RUN}" in service["Environment"].split()
+    assert f"XDG_RUNTIME_DIR={UNITS_RUN.parent / folder}" in service["Environment"].split()
     assert [service[name] for name in ("PrivateTmp", "NoNewPrivileges")] == ["yes", "yes"]
     assert service["ProtectSystem"] == "full"
 

@@ -32,7 +32,6 @@ def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
     """Actions on this instance, some parts replaced."""
     parts: dict[str, Any] = {
         "pool": server.pool,
-        "own": server.ground.own,
         "lane": server.own_lane,
         "clock": server.ground.clock,
         "processes": server.tables.processes,

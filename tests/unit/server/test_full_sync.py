@@ -17,6 +17,11 @@ from kvstrata.server.readiness import StoreFreeze
 from kvstrata.types import KEY_BYTES
 
 
+class NoChunks:
+    def ready_tags(self, entry: int, count: int) -> tuple[bytes, int]:
+        return b"", 0
+
+
 @pytest.mark.parametrize("tiers", [["l1", "near-1", "disk-0"], ["l1"]], ids=["added", "removed"])
 async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(tiers: list[str]) -> None:
     supervisor = Supervisor(asyncio.get_running_loop())
@@ -33,8 +38,8 @@ async def test_a_tier_that_comes_or_goes_during_a_sync_does_not_end_the_server(t
         return Done(request.seq, 1)
 
     sync = FullSync(
-        cast(Any, SimpleNamespace(ask=ask)), ("ours", 7), "tcp://x", pools=[], news=news, told=news._told,
-        freeze=StoreFreeze(), supervisor=supervisor, seconds=Histogram(),
+        cast(Any, SimpleNamespace(ask=ask)), ("ours", 7), "tcp://x", pool=cast(Any, NoChunks()),
+        news=news, told=news._told, freeze=StoreFreeze(), supervisor=supervisor, seconds=Histogram(),
     )  # fmt: skip
     news.want_sync("registered")
     sync.begin_if_wanted()

@@ -30,6 +30,9 @@ class Pool:
 
     def evict_to_watermark(self) -> None: ...
 
+    def stats(self) -> dict[str, Any]:
+        return {"evicted_entries": 0, "evicted_bytes": 0, "evictions": {}}
+
     def retry_missing(self) -> int:
         return self.missing.pop(0)
 

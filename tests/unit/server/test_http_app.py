@@ -71,7 +71,6 @@ class Plain:
         self.prewarms = SimpleNamespace(prewarm=self._prewarm, job=self._job)
         self.clearing = SimpleNamespace(clear=self._clear)
         self.stranded = SimpleNamespace(rows=lambda: [{"session": "ab"}], clear=self._clear_stranded)
-        self.quotas = SimpleNamespace(change=self._change_quota)
         self.board = SimpleNamespace(document=lambda: {"epoch": 1})
 
     def readiness(self) -> tuple[bool, str]:
@@ -92,7 +91,7 @@ class Plain:
     async def _clear(self, tier: str, tenant: str | None, *, wait: bool = False) -> Cleared:
         return Cleared({tier: 3}, held=0 if wait else 2, leased=1, kept=4)
 
-    async def _change_quota(self, tenant: str, quota_bytes: int) -> dict[str, Any]:
+    def change_quota(self, tenant: str, quota_bytes: int) -> dict[str, Any]:
         return {"tenant": tenant, "quota_bytes": quota_bytes}
 
     async def _clear_stranded(self, session: str) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import cast
 
 import pytest
 
@@ -12,7 +11,6 @@ from kvstrata.client import CacheClient
 from kvstrata.client.handles import LookupResult
 from kvstrata.client.link import Step
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.native.pool import Pool
 from kvstrata.rpc import wire
 from kvstrata.server.requests.leases import MAX_REVOKES, MAX_TOLD, Lease, Leases
 from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role
@@ -198,14 +196,13 @@ def test_leases_asked_back_are_counted_and_explained(server, old, new, prompts, 
 
 
 def test_a_lookup_examines_a_bounded_number_of_leases_and_a_reply_names_a_bounded_number():
-    leases, session, pool = Leases(), b"s" * 16, cast(Pool, object())
+    leases, session = Leases(), b"s" * 16
     for seq in range(1, 2001):
-        leases.add(Lease((session, seq), b"g" * 16, pool, seq, [1]))
-    assert leases.revoke(cast(Pool, object()), len) == [], "of another pool"
-    assert leases.revoke(pool, lambda tickets: 0) == []
-    chosen = leases.revoke(pool, len)
+        leases.add(Lease((session, seq), b"g" * 16, seq, [1]))
+    assert leases.revoke(lambda tickets: 0) == []
+    chosen = leases.revoke(len)
     assert [lease.ticket for lease in chosen] == list(range(1, MAX_REVOKES + 1))
-    while leases.revoke(pool, len):
+    while leases.revoke(len):
         leases.validate()
     assert leases.n_revoked == 2000
     assert leases.revoked(session) == list(range(1, MAX_TOLD + 1))

@@ -65,7 +65,7 @@ def test_a_minutes_evictions_are_one_line_and_a_minute_without_any_is_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = InstanceInProcess(l1_bytes=1 << 20)
-    summary = EvictionSummary([server.pool], 0.0)
+    summary = EvictionSummary(server.pool, 0.0)
     session = b"s" * 16
     server.attach(session, b"g" * 16)
     [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))

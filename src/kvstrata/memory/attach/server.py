@@ -26,7 +26,7 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,12 +39,11 @@ from kvstrata.memory import linux
 from kvstrata.memory.attach.checks import MAX_ATTACH_BYTES, GaveUp, parse_request, take_pidfd
 from kvstrata.memory.attach.row import AttachHooks, Owner, Stranded
 from kvstrata.memory.attach.rows import Rows
-from kvstrata.memory.segment import Descriptors, Segment
+from kvstrata.memory.segment import Descriptors
 from kvstrata.naming import name_thread
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
-from kvstrata.policy.processes import only_tenant
 from kvstrata.rpc.attach_wire import AttachReply
 from kvstrata.rpc.wire import SECRET_BYTES
 from kvstrata.states import Machine
@@ -123,20 +122,10 @@ EXPECTED = {ConnectionState.CLAIMED: LOCKED, ConnectionState.ATTACHED: BYE}
 """In each state but CONNECTED, the only message that may come."""
 
 
-class _Place(NamedTuple):
-    """A pool that processes attach to, with its descriptors and rows."""
-
-    pool: Pool
-    fds: Descriptors
-    lock_file: tuple[int, int]
-    """Identity of the file `fds.sessions_lock`."""
-    rows: Rows
-
-
 class _Connection:
     """One connection. Hashed by identity."""
 
-    __slots__ = ("_drop", "credentials", "owner", "place", "secret", "sock", "state")
+    __slots__ = ("_drop", "credentials", "owner", "secret", "sock", "state")
 
     def __init__(self, sock: socket.socket, drop: Callable[[_Connection], None]) -> None:
         """`drop` closes the connection."""
@@ -145,8 +134,6 @@ class _Connection:
         self.state = MACHINE.first
         self.owner: Owner | None = None
         """The process's row, from GRANTED on."""
-        self.place: _Place | None = None
-        """Where that row is."""
         self.secret = secrets.token_bytes(SECRET_BYTES)
         """Proves the session's requests once the connection is ATTACHED."""
         self._drop = drop
@@ -168,10 +155,8 @@ class _Connection:
 class AttachServer:
     """Listens on `path`, and owns the connections of attached processes and their rows.
 
-    `pool` and `descriptors` belong to the shared segment.  `own` has the segments of the tenants that have a pool of
-    their own: a process that may use such a tenant alone gets a row and the descriptors of that segment, any other
-    process those of the shared one.  All must outlive this object.  The caller holds the lock of the socket directory,
-    so an existing socket at `path` is a leftover.  All methods belong to the event loop.
+    `pool` and `descriptors` must outlive this object.  The caller holds the lock of the socket directory, so an
+    existing socket at `path` is a leftover.  All methods belong to the event loop.
     """
 
     def __init__(
@@ -181,7 +166,6 @@ class AttachServer:
         descriptors: Descriptors,
         hooks: AttachHooks,
         *,
-        own: Mapping[str, Segment] | None = None,
         instance_id: str = "",
         limits: AttachLimits | None = None,
     ) -> None:
@@ -190,11 +174,10 @@ class AttachServer:
         self._instance_id = instance_id
         self._limits = limits or AttachLimits(handshake_s=patience(HANDSHAKE_S))
         self._lane = concurrent.futures.ThreadPoolExecutor(1, "kv-rows", name_thread)
-        self._shared = self._place(pool, descriptors)
-        self._own = {
-            tenant: self._place(segment.pool, segment.descriptors) for tenant, segment in (own or {}).items()
-        }
-        self._places = (self._shared, *self._own.values())
+        self._pool = pool
+        self._fds = descriptors
+        self._lock_file = linux.file_id(descriptors.sessions_lock)
+        self._rows = Rows(pool, descriptors.sessions_lock, hooks, self._limits.old_row_interval_s, self._lane)
         self._listener: socket.socket | None = None
         self._path_id: tuple[int, int] | None = None
         """Identity of the file at `path` as long as it is our socket's."""
@@ -204,17 +187,12 @@ class AttachServer:
         self._refused: Counter[str] = Counter()
         self._thinning = Thinning()
 
-    def _place(self, pool: Pool, fds: Descriptors) -> _Place:
-        rows = Rows(pool, fds.sessions_lock, self._hooks, self._limits.old_row_interval_s, self._lane)
-        return _Place(pool, fds, linux.file_id(fds.sessions_lock), rows)
-
     # --- life --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """End the rows of processes that died before this server started, then listen."""
         self._loop = asyncio.get_running_loop()
-        for place in self._places:
-            await place.rows.start()
+        await self._rows.start()
         self.listen(self._path)
 
     def listens(self) -> bool:
@@ -241,40 +219,29 @@ class AttachServer:
 
     async def stop(self) -> None:
         """Close all connections, which the processes notice. Their rows stay in the pool for the next server."""
-        for place in self._places:
-            await place.rows.stop_sweeping()
+        await self._rows.stop_sweeping()
         if self._listener is not None:
             self._loop.remove_reader(self._listener.fileno())
             self._path.unlink(missing_ok=True)
             self._listener.close()
             self._listener = None
-        for place in self._places:
-            place.rows.forget_owners()
+        self._rows.forget_owners()
         for connection in list(self._connections):
             self._drop(connection)
-        for place in self._places:
-            await place.rows.ended()
+        await self._rows.ended()
         self._lane.shutdown()
 
     def stranded(self) -> list[Stranded]:
         """See `Rows.stranded`."""
-        return [one for place in self._places for one in place.rows.stranded()]
+        return self._rows.stranded()
 
     async def clear_stranded(self, sessions: Sequence[bytes] | None = None) -> list[Stranded]:
         """See `Rows.clear_stranded`."""
-        chosen: dict[Rows, list[bytes]] = {}
-        of = {one.seen.session: place.rows for place in self._places for one in place.rows.stranded()}
-        for session in of if sessions is None else sessions:
-            chosen.setdefault(of[session], []).append(session)
-        cleared = await asyncio.gather(*(rows.clear_stranded(names) for rows, names in chosen.items()))
-        return [one for of_place in cleared for one in of_place]
+        return await self._rows.clear_stranded(sessions)
 
     def stats(self) -> dict[str, Any]:
         """Counts of connections and rows by state, and of refusals by error code."""
-        rows: Counter[str] = Counter()
-        for place in self._places:
-            rows.update(place.rows.stats())
-        return {"pending": len(self._pending), **rows, "refused": dict(self._refused)}
+        return {"pending": len(self._pending), **self._rows.stats(), "refused": dict(self._refused)}
 
     # --- connections -------------------------------------------------------------------------------------
 
@@ -399,7 +366,7 @@ class AttachServer:
         connection.sock.close()
         owner, connection.owner = connection.owner, None
         if owner is not None:
-            _place_of(connection).rows.lost(owner, connection)
+            self._rows.lost(owner, connection)
 
     # --- the handshake -----------------------------------------------------------------------------------
 
@@ -410,24 +377,23 @@ class AttachServer:
         try:
             self._hooks.admit(request)
             tenants = self._hooks.tenants_of(connection.credentials, request)
-            place = connection.place = self._place_for(tenants)
-            owner = connection.owner = place.rows.claim(request, tenants, pidfd, connection)
+            owner = connection.owner = self._rows.claim(request, tenants, pidfd, connection)
         except BaseException:
             linux.close_all([pidfd])
             raise
         reply = AttachReply(
             row=owner.row.seen.row,
-            epoch=place.pool.epoch,
-            pool_id=place.pool.pool_id,
-            extents_bytes=place.pool.extents_bytes,
+            epoch=self._pool.epoch,
+            pool_id=self._pool.pool_id,
+            extents_bytes=self._pool.extents_bytes,
             secret=connection.secret,
             instance_id=self._instance_id,
-            lock_file=place.lock_file,
+            lock_file=self._lock_file,
         )
-        extents = place.fds.extents_readonly if request.slice is None else place.fds.extents
-        fds = [place.fds.index_readonly, extents]
-        if place.lock_file not in request.held_locks:
-            fds.append(place.fds.sessions_lock)
+        extents = self._fds.extents_readonly if request.slice is None else self._fds.extents
+        fds = [self._fds.index_readonly, extents]
+        if self._lock_file not in request.held_locks:
+            fds.append(self._fds.sessions_lock)
         connection.move(ConnectionEvent.GRANTED)
         try:
             linux.send(connection.sock, msgspec.msgpack.encode(reply), fds)
@@ -441,7 +407,7 @@ class AttachServer:
         assert connection.owner is not None
         if linux.has_hung_up(connection.sock):  # and has unlocked the byte, or is about to
             raise GaveUp("it has ended its wait for an answer")
-        _place_of(connection).rows.locked(connection.owner, connection.secret)
+        self._rows.locked(connection.owner, connection.secret)
         connection.move(ConnectionEvent.LOCKED)
         self._handshake_over(connection)
         try:
@@ -453,16 +419,6 @@ class AttachServer:
 
     def _bye(self, connection: _Connection) -> None:
         assert connection.owner is not None
-        _place_of(connection).rows.bye(connection.owner)
+        self._rows.bye(connection.owner)
         connection.move(ConnectionEvent.BYE)
         connection.owner = None
-
-    def _place_for(self, tenants: frozenset[str] | None) -> _Place:
-        """The place of a process that may use these tenants."""
-        return self._own.get(only_tenant(tenants), self._shared)
-
-
-def _place_of(connection: _Connection) -> _Place:
-    """The place of a connection that has a row."""
-    assert connection.place is not None, "a connection has a row but no place"
-    return connection.place

@@ -24,8 +24,7 @@ from typing import Literal, NamedTuple
 
 from kvstrata.errors import TransferError
 
-MAX_REGIONS = 8192
-"""The shared pool, and the own pools of as many tenants as have descriptors (server/own_pools.py), and some more."""
+MAX_REGIONS = 8
 MAX_ITEMS = 4096
 """Maximum number of items of one read."""
 MAX_METADATA_BYTES = (1 << 20) - 1024

@@ -15,7 +15,6 @@ from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import ClearScope
 from kvstrata.server.identity_book import IdentityBook, tenant_mark
 from kvstrata.server.l2.store import StoreController
-from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.pool_events import PoolEvents
 
 CLEAR_WAIT_S = 30.0
@@ -66,14 +65,12 @@ class Clearing:
     def __init__(
         self,
         pool: Pool,
-        own: OwnPools,
         lane: PoolLane,
         store: StoreController,
         events: PoolEvents,
         book: IdentityBook,
     ) -> None:
         self._pool = pool
-        self._own = own
         self._lane = lane
         self._store = store
         self._events = events
@@ -94,9 +91,8 @@ class Clearing:
             theirs = _Theirs(await self._book.roots(), tenant)
         unknown: int | None = None
         number = -1 if tenant is None else tenant_number(tenant)
-        pools = self._pools_of(tenant)
         if scope in (ClearScope.L1, ClearScope.ALL):
-            tiers["l1"], kept = await self._on_lane(Pool.clear, pools, number)
+            tiers["l1"], kept = await self._on_lane(self._pool.clear, number)
         if scope in (ClearScope.L2, ClearScope.ALL):
             if theirs is None:
                 tiers["l2"] = await self._store.clear()
@@ -105,15 +101,15 @@ class Clearing:
                 unknown = theirs.unknown
             if "l1" in tiers:
                 # A load that began before its record was deleted may have ended since L1 was cleared.
-                again, kept = await self._on_lane(Pool.clear, pools, number)
+                again, kept = await self._on_lane(self._pool.clear, number)
                 tiers["l1"] += again
-        held, leased = await self._on_lane(Pool.cleared_in_use, pools, number)
+        held, leased = await self._on_lane(self._pool.cleared_in_use, number)
         if wait:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLEAR_WAIT_S):
                     while held or leased:
                         await self._events.next_drain()
-                        held, leased = await self._on_lane(Pool.cleared_in_use, pools, number)
+                        held, leased = await self._on_lane(self._pool.cleared_in_use, number)
         shown = "*" if tenant is None else tenant
         self._log.repeated(
             logging.INFO, f"cleared {scope} {shown}"[:200], "cleared",
@@ -122,20 +118,6 @@ class Clearing:
         )  # fmt: skip
         return Cleared(tiers, held, leased, kept, unknown)
 
-    def _pools_of(self, tenant: str | None) -> list[Pool]:
-        """The pools that may have chunks of a tenant, or of any (None)."""
-        if tenant is None:
-            return [self._pool, *self._own]
-        return [self._own.get(tenant) or self._pool]
-
-    async def _on_lane(
-        self, work: Callable[[Pool, int], tuple[int, int]], pools: list[Pool], number: int
-    ) -> tuple[int, int]:
-        """The sums of what `work` returns for each pool."""
-
-        def all_of_it() -> tuple[int, int]:
-            firsts, seconds = zip(*(work(pool, number) for pool in pools), strict=True)
-            return sum(firsts), sum(seconds)
-
+    async def _on_lane(self, work: Callable[[int], tuple[int, int]], number: int) -> tuple[int, int]:
         async with self._on_lane_now:
-            return await asyncio.shield(self._lane.run(all_of_it))
+            return await asyncio.shield(self._lane.run(work, number))

@@ -24,7 +24,6 @@ from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.own_pools import OwnPools
 from kvstrata.states import Machine
 from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
 
@@ -90,7 +89,6 @@ class Job:
 class GroupSlices(NamedTuple):
     """What a prewarm loads of each chunk, for one engine."""
 
-    pool: Pool
     packed: bytes
     lengths: list[frozenset[int]]
     spans: tuple[int, ...]
@@ -103,7 +101,6 @@ class Prewarms:
         self,
         processes: ProcessTable,
         pool: Pool,
-        own: OwnPools,
         lane: PoolLane,
         prefetch: PrefetchController,
         clock: Clock,
@@ -111,7 +108,6 @@ class Prewarms:
     ) -> None:
         self._processes = processes
         self._pool = pool
-        self._own = own
         self._lane = lane
         self._prefetch = prefetch
         self._clock = clock
@@ -128,8 +124,7 @@ class Prewarms:
         for it say which weights are meant.  `model`: of an attached engine, empty for the only one.  Raises BadRequest
         or Refused.
         """
-        pool = self._own.get(request.tenant)
-        group = self._group_of(model, pool)
+        group = self._group_of(model)
         request = msgspec.structs.replace(request, adapter=adapter_of(request.adapter, group.adapters))
         root = identity_root(group.layout, request)
         layout = group.layout
@@ -169,7 +164,7 @@ class Prewarms:
             ended = (number for number, other in self._jobs.items() if other.state is not JobState.RUNNING)
             del self._jobs[next(ended)]
         # The group's processes may end at any time, so what the prewarm needs of it is read here.
-        slices = GroupSlices(group.own_pool or self._pool, group.packed_slices, group.lengths, group.spans)
+        slices = GroupSlices(group.packed_slices, group.lengths, group.spans)
         work = self._run(job, slices, root, tenant, chain, budget_bytes, ttl_ms)
         self._supervisor.job(work, f"prewarm-{job.number}")
         return job.number
@@ -188,19 +183,18 @@ class Prewarms:
     async def _run(
         self, job: Job, group: GroupSlices, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
     ) -> None:  # fmt: skip
-        pool, slices, lengths, spans = group
+        slices, lengths, spans = group
         n_slices, reason = len(lengths), InternalError.code
         deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
         try:
             keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
-            job.l1_chunks = peek(pool, keys, n_slices, spans)
+            job.l1_chunks = peek(self._pool, keys, n_slices, spans)
             n_chunks, reason = count(keys, n_slices), ""
             if job.l1_chunks < n_chunks:
                 reason = InternalError.code
                 fetched = await self._prefetch.fetch(
                     part(keys, job.l1_chunks, n_chunks, n_slices),
                     n_slices,
-                    pool=pool,
                     identity=root,
                     tenant=tenant,
                     parent=before(keys, job.l1_chunks, n_slices=n_slices),
@@ -216,8 +210,8 @@ class Prewarms:
             job.reason = reason
             job.state = MACHINE.after(job.state, JobEvent.ENDED)
 
-    def _group_of(self, model: str, own_pool: Pool | None) -> EngineGroup:
-        groups = [group for group in self._processes.groups if group.own_pool is own_pool]
+    def _group_of(self, model: str) -> EngineGroup:
+        groups = self._processes.groups
         found = [group for group in groups if model in ("", group.layout.model)]
         if len({group.layout for group in found}) != 1:
             names = ", ".join(sorted({group.layout.model for group in groups})) or "none"

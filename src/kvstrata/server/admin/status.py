@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvstrata import __version__
@@ -51,7 +51,7 @@ class StatusBoard:
         """
         document = {name: self._sections[name]() for name in OPEN_SECTIONS if name in self._sections}
         document["peers"] = [row for row in self._sections["peers"]() if row["group"] == group]
-        for name in ("tenants", "l2_tenants", "own_pools"):
+        for name in ("tenants", "l2_tenants"):
             document[name] = [row for row in self._sections[name]() if row["tenant"] in tenants]
         return document
 
@@ -140,14 +140,13 @@ class TenantRows:
         self,
         settings: ServerSettings,
         processes: ProcessTable,
-        pools: Sequence[Pool],
+        pool: Pool,
         store: StoreController,
     ) -> None:
         self._named: dict[int, str] = {}
         self.name(settings)
         self._processes = processes
-        self._pools = pools
-        """The shared one first."""
+        self._pool = pool
         self._store = store
 
     def name(self, settings: ServerSettings) -> None:
@@ -158,13 +157,8 @@ class TenantRows:
         """Bytes of L1."""
         names = self._names()
         return [
-            {
-                "tenant": names.get(number, f"#{number:08x}"),
-                **numbers,
-                **({} if pool is self._pools[0] else {"quota_bytes": pool.limit_bytes}),
-            }
-            for pool in self._pools
-            for number, numbers in pool.stats()["tenants"].items()
+            {"tenant": names.get(number, f"#{number:08x}"), **numbers}
+            for number, numbers in self._pool.stats()["tenants"].items()
         ]
 
     def in_l2(self) -> list[dict[str, Any]]:

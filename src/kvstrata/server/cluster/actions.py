@@ -9,7 +9,6 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from kvstrata.keys.batch import before, count, part, split
 from kvstrata.keys.spans import peek
 from kvstrata.native.pool import Pool
 from kvstrata.p2p.borrowed import Borrowed
-from kvstrata.p2p.destinations import SHARED
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.processes import ProcessTable, tenant_number
@@ -40,7 +38,6 @@ from kvstrata.rpc.command_wire import (
 from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.server.own_pools import OwnPools
 
 PULL_S = 30.0
 
@@ -63,7 +60,6 @@ class Actions:
         self,
         *,
         pool: Pool,
-        own: OwnPools,
         lane: PoolLane,
         clock: Clock,
         processes: ProcessTable,
@@ -75,7 +71,6 @@ class Actions:
         board: StatusBoard,
     ) -> None:
         self._pool = pool
-        self._own = own
         self._lane = lane
         self._clock = clock
         self._processes = processes
@@ -101,11 +96,13 @@ class Actions:
                     "kept": done.kept + (done.unknown or 0),
                 }
             case EvictKeysArgument():
-                return {"count": await self._of_all_pools(lambda pool: pool.remove(argument.keys))}
+                return {"count": await asyncio.shield(self._lane.run(self._pool.remove, argument.keys))}
             case EvictIdentityArgument():
-                return {"count": await self._of_all_pools(lambda pool: pool.clear(-1, argument.identity)[0])}
+                cleared = self._lane.run(self._pool.clear, -1, argument.identity)
+                return {"count": (await asyncio.shield(cleared))[0]}
             case PinArgument():
-                return {"count": self._pin(argument)}
+                ttl_s = argument.ttl_ms / 1000
+                return {"count": self._peer_server.pin(argument.claim, argument.keys, ttl_s)}
             case UnpinArgument():
                 return {"count": leases.unpin(argument.claim)}
             case PullArgument():
@@ -119,15 +116,6 @@ class Actions:
                 return self._board.document()
         raise AssertionError(f"{type(argument).__name__} is not an action of an instance")
 
-    async def _of_all_pools(self, drop: Callable[[Pool], int]) -> int:
-        """Let the lane drop chunks from each pool; returns the sum of what `drop` returns."""
-        pools = (self._pool, *self._own)
-        return await asyncio.shield(self._lane.run(lambda: sum(map(drop, pools))))
-
-    def _pin(self, pin: PinArgument) -> int:
-        tenant = SHARED if self._own.get(pin.tenant) is None else pin.tenant
-        return self._peer_server.pin(pin.claim, pin.keys, pin.ttl_ms / 1000, tenant)
-
     async def _pull(self, pull: PullArgument) -> dict[str, Any]:
         """Load the chunks that L1 lacks, as a prewarm does: from the named owner, else from any tier that has them.
 
@@ -138,7 +126,7 @@ class Actions:
             raise BadRequest(
                 f"spans: found {len(spans)} for {n_slices} slices; send one for each", field="spans"
             )
-        pool = self._own.get(pull.tenant) or self._pool
+        pool = self._pool
         names = split(keys)
         reason, loaded = "", 0
         async with self._borrowed.keeping(names):
@@ -149,7 +137,6 @@ class Actions:
                     fetched = await self._prefetch.fetch(
                         part(keys, n_there, n_chunks, n_slices),
                         n_slices,
-                        pool=pool,
                         identity=pull.identity,
                         tenant=tenant_number(pull.tenant),
                         parent=before(keys, n_there, n_slices=n_slices),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
@@ -20,21 +19,6 @@ from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.types import LayoutIdentity
 
 MAX_MODELS = 64
-POOLS_AT_A_TIME = 16
-"""How many pools one heartbeat asks, about 0.1 ms each; of the others it tells what they said last."""
-
-
-class _Fill(NamedTuple):
-    """How full L1 is, or one of its pools."""
-
-    chunks: int
-    used_bytes: int
-    limit_bytes: int
-
-
-def _fill_of(pool: Pool) -> _Fill:
-    stats = pool.stats()
-    return _Fill(stats["entries"]["ready"], stats["used_bytes"], pool.limit_bytes)
 
 
 class Condition:
@@ -42,16 +26,14 @@ class Condition:
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        pool: Pool,
         processes: ProcessTable,
         told: ToldTiers,
         peer_server: PeerServer,
         peer_reads: PeerReads,
         counters: ServerCounters,
     ) -> None:
-        """`pools`: the shared one, then tenants' own pools."""
-        self._fill = {pool: _fill_of(pool) for pool in pools}
-        self._next = itertools.cycle(pools)
+        self._pool = pool
         self._processes = processes
         self._told = told
         self._peer_server = peer_server
@@ -65,23 +47,21 @@ class Condition:
 
     def load(self, news: TierNews) -> Load:
         """The present numbers, with a row for each tier that this controller knows."""
-        for pool in itertools.islice(self._next, min(len(self._fill), POOLS_AT_A_TIME)):
-            self._fill[pool] = _fill_of(pool)
-        l1 = _Fill(*map(sum, zip(*self._fill.values(), strict=True)))
+        l1 = self._pool.stats()
         counters = self._counters
         peer_chunks, peer_bytes = self._peer_reads.loads()
         usage = self._told.usage()
         return Load(
             chunks={
-                L1_TIER: l1.chunks,
+                L1_TIER: l1["entries"]["ready"],
                 **{
                     tier: usage[tier].records if tier in usage else news.tags.count(tier)
                     for tier in news.tiers[1:]
                 },
             },
-            used_bytes={L1_TIER: l1.used_bytes, **{tier: one.used_bytes for tier, one in usage.items()}},
+            used_bytes={L1_TIER: l1["used_bytes"], **{tier: one.used_bytes for tier, one in usage.items()}},
             capacity_bytes={
-                L1_TIER: l1.limit_bytes,
+                L1_TIER: self._pool.extents_bytes,
                 **{tier: one.capacity_bytes for tier, one in usage.items() if one.capacity_bytes},
             },
             hits_total={

@@ -11,7 +11,6 @@ import enum
 import logging
 import os
 import platform
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvstrata import __version__
@@ -120,7 +119,7 @@ class ControllerLink:
         keys: MemberKeys,
         facts: InstanceFacts,
         advertised: Advertised,
-        pools: Sequence[Pool],
+        pool: Pool,
         news: TierNews,
         told: ToldTiers,
         condition: Condition,
@@ -140,7 +139,7 @@ class ControllerLink:
         self._refused_why = keys.refused_why
         self._facts = facts
         self._advertised = advertised
-        self._l1_bytes = sum(pool.limit_bytes for pool in pools)
+        self._l1_bytes = pool.extents_bytes
         self._news = news
         self._told = told
         self._condition = condition
@@ -163,7 +162,7 @@ class ControllerLink:
             self._reply,
             (facts.instance_id, facts.epoch),
             url,
-            pools=pools,
+            pool=pool,
             news=news,
             told=told,
             freeze=freeze,

@@ -2,7 +2,7 @@
 
     SyncBegin(S) ─▶ parts: all that is READY in L1, then each L2 tier ─▶ SyncEnd ─▶ events from S + 1 on
 
-1. A full sync reads the pools in slices while chunks come and go.  The events that arose since its start are sent after
+1. A full sync reads L1 in slices while chunks come and go.  The events that arose since its start are sent after
    the parts, so the controller ends with the last state of each chunk.
 2. If events overflow during a full sync, the next one *freezes* stores: reserves are refused with `frozen` until that
    full sync ends, for at most FREEZE_S, and only while the controller answers heartbeats.
@@ -54,7 +54,7 @@ class FullSync:
         me: tuple[str, int],
         url: str,
         *,
-        pools: Sequence[Pool],
+        pool: Pool,
         news: TierNews,
         told: ToldTiers,
         freeze: StoreFreeze,
@@ -68,7 +68,7 @@ class FullSync:
         self._reply = reply
         self._me = me
         self._url = url
-        self._pools = pools
+        self._pool = pool
         self._news = news
         self._told = told
         self._store_freeze = freeze
@@ -213,17 +213,16 @@ class FullSync:
     async def _everything(self, tiers: Sequence[str]) -> AsyncIterator[tuple[str, bytes]]:
         """All tags that the instance holds in these tiers, in parts: (tier, tags)."""
         collected = bytearray()
-        for pool in self._pools:
-            entry = 0
-            while True:
-                tags, entry = pool.ready_tags(entry, SCAN_ENTRIES)
-                collected += tags
-                if len(collected) >= PART_TAGS * TAG_BYTES:
-                    yield L1_TIER, bytes(collected)
-                    collected.clear()
-                await asyncio.sleep(0)
-                if not entry:
-                    break
+        entry = 0
+        while True:
+            tags, entry = self._pool.ready_tags(entry, SCAN_ENTRIES)
+            collected += tags
+            if len(collected) >= PART_TAGS * TAG_BYTES:
+                yield L1_TIER, bytes(collected)
+                collected.clear()
+            await asyncio.sleep(0)
+            if not entry:
+                break
         if collected:
             yield L1_TIER, bytes(collected)
         self._unlisted.clear()

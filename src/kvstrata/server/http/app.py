@@ -110,12 +110,8 @@ def make_app(admin: Admin) -> FastAPI:
     async def change_quota(
         tenant: Annotated[str, Path(min_length=1, max_length=256)], body: QuotaBody
     ) -> dict[str, Any]:
-        """Set how much of L1 a tenant may have, until the server ends: put it into the settings (`quotas_gb`) too.
-
-        An own pool gives memory back, or gets it, at once; `now_bytes` is what it may have. While other pools cannot
-        give back what their engines use, it gets the rest later.
-        """
-        return await admin.quotas.change(tenant, round(body.quota_gb * GB))
+        """Set how much of L1 a tenant may have, until the server ends: put it into the settings (`quotas_gb`) too."""
+        return admin.change_quota(tenant, round(body.quota_gb * GB))
 
     app.include_router(http_log_level.router(EventLog("server"), guarded))
 

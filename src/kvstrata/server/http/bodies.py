@@ -69,11 +69,7 @@ class QuotaBody(BaseModel):
     """How much of L1 a tenant may have."""
 
     model_config = ConfigDict(extra="forbid")
-    quota_gb: float = Field(
-        description="In GB of 2^30 bytes. The pool of a tenant with `pool: own` may have its `max_gb` at most.",
-        gt=0,
-        le=1 << 20,
-    )
+    quota_gb: float = Field(description="In GB of 2^30 bytes.", gt=0, le=1 << 20)
 
 
 class AddAdapterBody(BaseModel):

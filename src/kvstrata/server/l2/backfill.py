@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
@@ -17,8 +16,8 @@ BACKFILL_KEYS = 8
 class Backfills:
     """At most one backfill for each tier. Belongs to the event loop; the caller starts, ends and awaits the tasks."""
 
-    def __init__(self, pools: Sequence[Pool], lane: PoolLane, store: StoreController) -> None:
-        self._pools = pools
+    def __init__(self, pool: Pool, lane: PoolLane, store: StoreController) -> None:
+        self._pool = pool
         self._lane = lane
         self._store = store
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -41,18 +40,12 @@ class Backfills:
             running.cancel()
 
     async def run(self, name: str) -> None:
-        """Offer all chunks that the pools have now, except leased ones."""
-        there: list[tuple[Pool, list[bytes]]] = [
-            (pool, await asyncio.shield(self._lane.run(pool.victims_preview, pool.extents_bytes)))
-            for pool in self._pools
-        ]
-        chunks = left = sum(len(keys) for _, keys in there)
-        for pool, keys in there:
-            for at in range(0, len(keys), BACKFILL_KEYS):
-                self._left[name] = left
-                await self._store.idle_of(name)
-                offered = keys[at : at + BACKFILL_KEYS]
-                self._store.offer(name, offered, pool)
-                left -= len(offered)
+        """Offer all chunks that L1 has now, except leased ones."""
+        pool = self._pool
+        keys = await asyncio.shield(self._lane.run(pool.victims_preview, pool.extents_bytes))
+        for at in range(0, len(keys), BACKFILL_KEYS):
+            self._left[name] = len(keys) - at
+            await self._store.idle_of(name)
+            self._store.offer(name, keys[at : at + BACKFILL_KEYS])
         del self._left[name]
-        self._log.info("l2_adapter_backfilled", adapter=name, chunks=chunks)
+        self._log.info("l2_adapter_backfilled", adapter=name, chunks=len(keys))

@@ -81,7 +81,7 @@ class PrefetchController:
         clock: Clock,
         lost: Callable[[str, Sequence[bytes]], None],
         found: Callable[[str, int, Sequence[tuple[bytes, int]]], None] = lambda name, tenant, records: None,
-        asks: Asks = lambda name, keys, pool, scattered: None,
+        asks: Asks = lambda name, scattered: None,
     ) -> None:
         """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
         tenant, records)` with records (key, bytes) that were loaded for a tenant; for `asks` see questions.py."""
@@ -102,9 +102,7 @@ class PrefetchController:
         self._stopping = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._loaded_bytes = 0
-        self._questions = Questions(
-            pool, tiers, self._loaders, limits, clock, self._foreign, self._counts, asks
-        )
+        self._questions = Questions(tiers, self._loaders, limits, clock, self._foreign, self._counts, asks)
 
     # -- from lookups, prewarms and controllers ------------------------------------------------------------
 
@@ -113,7 +111,6 @@ class PrefetchController:
         keys: bytes,
         n_slices: int,
         *,
-        pool: Pool | None = None,
         identity: bytes,
         tenant: int,
         deadline_s: float,
@@ -123,7 +120,7 @@ class PrefetchController:
         deletes_odd: bool = False,
         spans: Sequence[int] = (),
     ) -> FetchOutcome:
-        """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into `pool` (None: shared).
+        """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
 
         `identity` is the 32-byte root that the records must name, `tenant` the tenant that the bytes count for,
         `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
@@ -133,7 +130,7 @@ class PrefetchController:
         Cancelling ends the wait and every load that has not begun.
         """
         fetch = Fetch(
-            pool or self._pool, split(keys), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            self._pool, split(keys), n_slices, split(parent), identity, tenant, deadline_s, lengths,
             deletes_odd, spans,
         )  # fmt: skip
         if self._stopping:
@@ -162,26 +159,25 @@ class PrefetchController:
         alternatives: Sequence[bytes],
         n_slices: int,
         *,
-        pool: Pool,
         identity: bytes,
         tenant: int,
         parent: bytes,
         deadline_s: float,
         lengths: Sequence[frozenset[int]],
     ) -> int:
-        """Bring the first tail that the tiers have into `pool`. `alternatives` are the storage keys of each tail.
+        """Bring the first tail that the tiers have into L1. `alternatives` are the storage keys of each tail.
 
         Returns its number, or -1 if they have none, or do not load it in time.  See `fetch` for the arguments.
         """
         asked = Fetch(
-            pool, split(b"".join(alternatives)), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            self._pool, split(b"".join(alternatives)), n_slices, split(parent), identity, tenant, deadline_s, lengths,
             tails=True,
         )  # fmt: skip
         number = await self._questions.first_of(asked)
         if number < 0 or self._stopping:
             return -1
         wanted = Fetch(
-            pool, split(alternatives[number]), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            self._pool, split(alternatives[number]), n_slices, split(parent), identity, tenant, deadline_s, lengths,
             tails=True,
         )  # fmt: skip
         return number if (await self._fetch(wanted, None)).n_chunks else -1
@@ -356,7 +352,7 @@ class PrefetchController:
         for run in reserve_runs(batch, fetch.keys, fetch.n_slices, fetch.parents):
             part, beyond = self._reserve(fetch, run, beyond)
             for i, hole in zip(part.indices, part.holes, strict=True):
-                hold = fetch.pool.hold(hole.key, part.ticket, i)
+                hold = self._pool.hold(hole.key, part.ticket, i)
                 assert hold is not None, "an item just reserved has a hold"
                 items.append(LoadItem(hole.key, hold))
             if part.indices:
@@ -390,7 +386,7 @@ class PrefetchController:
         holes = [hole for hole in run.holes if hole.number // n_slices < beyond.chunk]
         if not holes:
             return _Reserved(0, [], []), beyond
-        ticket, outcomes, _ = fetch.pool.reserve(
+        ticket, outcomes, _ = self._pool.reserve(
             b"".join(hole.key for hole in holes),
             run.parent,
             run.record_bytes,
@@ -412,7 +408,7 @@ class PrefetchController:
                 beyond = _Refusal(chunk, ReserveOutcome(outcome).name.lower())
                 self._counts[f"reserve:{beyond.word}"] += 1
         if useless:
-            fetch.pool.abort(ticket, useless)
+            self._pool.abort(ticket, useless)
         return _Reserved(ticket, indices, [holes[i] for i in indices]), beyond
 
     async def _load(
@@ -447,10 +443,10 @@ class PrefetchController:
     ) -> None:
         loaded = [i for i, o in zip(part.indices, outcomes, strict=True) if o.status is LoadStatus.LOADED]
         lost = [i for i, o in zip(part.indices, outcomes, strict=True) if o.status is not LoadStatus.LOADED]
-        committed = dict(zip(loaded, fetch.pool.commit(part.ticket, loaded), strict=True)) if loaded else {}
+        committed = dict(zip(loaded, self._pool.commit(part.ticket, loaded), strict=True)) if loaded else {}
         failpoints.hit("load.committed")
         if lost:
-            fetch.pool.abort(part.ticket, lost)
+            self._pool.abort(part.ticket, lost)
         foreign: list[bytes] = []
         lost_keys: list[bytes] = []
         found: list[tuple[bytes, int]] = []

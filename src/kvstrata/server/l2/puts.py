@@ -71,7 +71,6 @@ class Pending(NamedTuple):
     """A chunk pinned for one put."""
 
     key: bytes
-    pool: Pool
     hold: Hold
     length_bytes: int
     tenant: int
@@ -85,7 +84,8 @@ class TierPuts:
         self,
         tier: Tier,
         *,
-        backlogs: Mapping[Pool, Backlog],
+        pool: Pool,
+        backlog: Backlog,
         limits: StoreLimits,
         quotas: Mapping[int, int],
         skipped: Callable[[bytes, str], None],
@@ -93,7 +93,7 @@ class TierPuts:
         news: News,
         progressed: Callable[[], None],
     ) -> None:
-        """All tiers share `backlogs`. `progressed` is called whenever a batch or a deletion has ended."""
+        """All tiers share `backlog`. `progressed` is called whenever a batch or a deletion has ended."""
         self.tier = tier
         self.name = tier.name
         self.planner = PutPlanner(tier.policy)
@@ -104,7 +104,8 @@ class TierPuts:
         """Whether a throttled put is skipped instead of tried again."""
         self.cut_short = Skip.STOPPING
         """The reason of a put that ends without an outcome because its worker was cancelled."""
-        self._backlogs = backlogs
+        self._pool = pool
+        self._backlog = backlog
         self._limits = limits
         self._batch_bytes = min(limits.batch_bytes, limits.backlog_bytes // 4)
         self._skipped = skipped
@@ -117,7 +118,7 @@ class TierPuts:
         self._queued: set[bytes] = set()
         """Keys in the queue, in flight or waiting for a retry."""
         self._retrying: dict[bytes, tuple[asyncio.TimerHandle, Pending]] = {}
-        self._unpinned: collections.OrderedDict[bytes, Pool] = collections.OrderedDict()
+        self._unpinned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Keys skipped because the backlog was full. Once the backlog is empty, those still in L1 are put after all."""
         self._taken: list[list[Pending]] = [[] for _ in range(limits.batches_in_flight)]
         """For each worker, the chunks of its batch that have not ended."""
@@ -172,22 +173,22 @@ class TierPuts:
 
     # -- offers --------------------------------------------------------------------------------------------
 
-    def offer(self, key: bytes, pool: Pool) -> None:
+    def offer(self, key: bytes) -> None:
         """Pin a chunk and queue it, let it wait for room within its tenant's quota, or skip it."""
         if key in self._queued:
             return
         if not self.tier.takes_puts:
             self.skip(key, Skip.DRAINING)
             return
-        pinned = self._pin(key, pool)
+        pinned = self._pin(key)
         if isinstance(pinned, Pending):
             self._enqueue(pinned)
         elif pinned is Skip.BACKLOG:
-            self._unpinned[key] = pool
+            self._unpinned[key] = None
             if len(self._unpinned) > UNPINNED_KEYS:
                 self._unpinned.popitem(last=False)
             self.skip(key, pinned)
-        elif pinned is not Skip.QUOTA or not self._make_room(key, pool):
+        elif pinned is not Skip.QUOTA or not self._make_room(key):
             self.skip(key, pinned)
 
     def skip(self, key: bytes, reason: str) -> None:
@@ -203,10 +204,10 @@ class TierPuts:
     def take_up_unpinned(self) -> None:
         """Queue chunks that the backlog had no room for, now that the backlog is empty."""
         for _ in range(min(KEYS_PER_TURN, len(self._unpinned))):
-            key, pool = self._unpinned.popitem(last=False)
-            pinned = self._pin(key, pool)
+            key, _ = self._unpinned.popitem(last=False)
+            pinned = self._pin(key)
             if pinned is Skip.BACKLOG:
-                self._unpinned[key] = pool
+                self._unpinned[key] = None
                 self._unpinned.move_to_end(key, last=False)
                 break
             if isinstance(pinned, Pending):
@@ -235,9 +236,9 @@ class TierPuts:
         self._unpinned.clear()  # a second chance: nobody waits for these, and their tenants are not known here
         return n_waited
 
-    def _pin(self, key: bytes, pool: Pool, attempts: int = 0) -> Pending | Skip:
+    def _pin(self, key: bytes, attempts: int = 0) -> Pending | Skip:
         """Hold and count a chunk for one put, which ends in `_end`; or return why it cannot be put."""
-        hold, backlog = pool.hold(key), self._backlogs[pool]
+        hold, backlog = self._pool.hold(key), self._backlog
         if hold is None:
             return Skip.EVICTED
         if not backlog.admit(key, hold.length):
@@ -247,7 +248,7 @@ class TierPuts:
             backlog.release(key)
             hold.drop()
             return Skip.QUOTA
-        return Pending(key, pool, hold, hold.length, hold.tenant, attempts)
+        return Pending(key, hold, hold.length, hold.tenant, attempts)
 
     def _enqueue(self, pending: Pending) -> None:
         self._unpinned.pop(pending.key, None)
@@ -255,20 +256,20 @@ class TierPuts:
         self._queue.append(pending)
         self._work_there.set()
 
-    def _make_room(self, key: bytes, pool: Pool) -> bool:
+    def _make_room(self, key: bytes) -> bool:
         """Begin to make room for a chunk within its tenant's quota. False if that cannot succeed."""
         if key in self._trimmer:
             return True
-        hold = pool.hold(key)
+        hold = self._pool.hold(key)
         if hold is None:
             return False
         tenant, length_bytes = hold.tenant, hold.length
         hold.drop()
-        return self._trimmer.make_room(key, pool, tenant, length_bytes)
+        return self._trimmer.make_room(key, tenant, length_bytes)
 
-    def _resume(self, key: bytes, pool: Pool) -> None:
+    def _resume(self, key: bytes) -> None:
         """Queue or skip a chunk for which the trimmer has made as much room as it could."""
-        pinned = self._pin(key, pool)
+        pinned = self._pin(key)
         if isinstance(pinned, Skip):
             self.skip(key, pinned)
         else:
@@ -388,7 +389,7 @@ class TierPuts:
             self.skip(pending.key, reason or status.name.lower())
             return
         self._counts["throttled"] += 1
-        again = self._pin(pending.key, pending.pool, attempts)
+        again = self._pin(pending.key, attempts)
         if isinstance(again, Skip):
             self.skip(pending.key, again)
         else:
@@ -403,7 +404,7 @@ class TierPuts:
 
     def _end(self, pending: Pending, *, there: bool = False) -> None:
         """Stop counting the pin of a put that has ended; if the record is `there`, its tenant is charged for it."""
-        self._backlogs[pending.pool].release(pending.key)
+        self._backlog.release(pending.key)
         self.ledger.ended(pending.tenant, pending.key, pending.length_bytes, there)
         self._queued.discard(pending.key)
 

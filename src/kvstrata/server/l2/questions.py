@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.keys.spans import longest
-from kvstrata.native.pool import Pool
 from kvstrata.policy.prefetch import Plan, Source, make_plan, with_windows
 from kvstrata.server.l2.fetch import Fetch
 from kvstrata.server.l2.foreign import ForeignValues
@@ -21,9 +20,9 @@ EXISTS_BATCH = 1024
 """Keys in one call of `exists`."""
 WINDOW_CHUNKS = 128
 """Chunks whose windows are asked for at a time, from the end of the prefix towards its start."""
-Asks = Callable[[str, Sequence[bytes], Pool, Sequence[bytes]], None]
-"""`asks(tier, keys, pool, scattered)` is called before a tier is asked for keys of a pool.  Each key in `scattered` is
-useful without those before it: those of windows, states and tails."""
+Asks = Callable[[str, Sequence[bytes]], None]
+"""`asks(tier, scattered)` is called before a tier is asked for keys of which each is useful without those before it:
+those of windows, states and tails."""
 
 
 class Questions:
@@ -31,7 +30,6 @@ class Questions:
 
     def __init__(
         self,
-        pool: Pool,
         tiers: TierSet,
         loaders: Mapping[str, Loader],
         limits: PrefetchLimits,
@@ -41,7 +39,6 @@ class Questions:
         asks: Asks,
     ) -> None:
         """`loaders` and `counts` are the prefetch controller's."""
-        self._pool = pool
         self._tiers = tiers
         self._loaders = loaders
         self._limits = limits
@@ -99,8 +96,8 @@ class Questions:
         patience_s = left_s if last else min(left_s * self._limits.patience_share, self._limits.patience_s)
         loader.asking += 1
         scattered = [key for i, key in names.items() if fetch.tails or fetch.span_of(i)]
-        if scattered or fetch.pool is not self._pool:
-            self._asks(loader.name, keys, fetch.pool, scattered)
+        if scattered:
+            self._asks(loader.name, scattered)
         try:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
             checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)

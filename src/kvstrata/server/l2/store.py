@@ -3,7 +3,7 @@
     committed, touched ─▶ waiting ─▶ a turn of the loop: each tier's planner ─▶ TierPuts.offer (puts.py) ─▶ the adapter
 
 Invariants
-1. A chunk that waits for a put is pinned by a hold.  The bytes pinned this way in a pool never exceed its backlog; a
+1. A chunk that waits for a put is pinned by a hold.  The bytes pinned this way never exceed the backlog; a
    chunk that would exceed it is skipped and can be evicted.
 2. For each tier, every key ends as stored, already there, or skipped; a skip has a reason, which is counted and passed
    to `skipped`.
@@ -34,7 +34,6 @@ from kvstrata.server.l2.tiers import Tier, TierSet
 class StoreController:
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
-    `pool` is the shared pool, in which chunks are unless a call names another one.  Each pool has a backlog of its own.
     `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
     `quotas` are bytes by tenant number, separately for each tier; `trimmed(tier, keys)` is called with records that
     were deleted because their tenant was at its quota; `news` hears which tier has which chunk.
@@ -50,9 +49,7 @@ class StoreController:
         quotas: Mapping[int, int] | None = None,
         trimmed: Callable[[str, Sequence[bytes]], None] = lambda name, keys: None,
         news: News | None = None,
-        own_backlogs: Mapping[Pool, int] | None = None,
     ) -> None:
-        """`own_backlogs`: the bytes that may be pinned in each other pool."""
         self.limits = limits
         self._pool = pool
         self._tiers = tiers
@@ -62,9 +59,8 @@ class StoreController:
         self._skipped = skipped
         self._trimmed = trimmed
         self._news = news or News()
-        backlogs = {pool: limits.backlog_bytes, **(own_backlogs or {})}
-        self._backlogs = {one: Backlog(limit_bytes) for one, limit_bytes in backlogs.items()}
-        self._waiting: collections.deque[tuple[bytes, Pool, bool]] = collections.deque()
+        self._backlog = Backlog(limits.backlog_bytes)
+        self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         self._turn_scheduled = False
         self._takes_up = False
         """Whether the next turn of the loop will queue more of the chunks that the backlog had no room for."""
@@ -78,14 +74,14 @@ class StoreController:
 
     # -- from requests and the pool ------------------------------------------------------------------------
 
-    def committed(self, keys: Sequence[bytes], pool: Pool | None = None) -> None:
+    def committed(self, keys: Sequence[bytes]) -> None:
         """Queue chunks that a worker stored and that are visible now."""
-        self._take(keys, pool, touched=False)
+        self._take(keys, touched=False)
 
-    def touched(self, keys: Sequence[bytes], pool: Pool | None = None) -> None:
+    def touched(self, keys: Sequence[bytes]) -> None:
         """Queue chunks of L1 that a lookup used again."""
         if self.wants_touches:
-            self._take(keys, pool, touched=True)
+            self._take(keys, touched=True)
 
     @property
     def wants_touches(self) -> bool:
@@ -131,7 +127,8 @@ class StoreController:
             return
         puts = self._puts[tier.name] = TierPuts(
             tier,
-            backlogs=self._backlogs,
+            pool=self._pool,
+            backlog=self._backlog,
             limits=self.limits,
             quotas=self._quotas,
             skipped=self._skipped,
@@ -169,11 +166,11 @@ class StoreController:
         self._note_progress()
         return n_left
 
-    def offer(self, name: str, keys: Sequence[bytes], pool: Pool | None = None) -> None:
+    def offer(self, name: str, keys: Sequence[bytes]) -> None:
         """Give a tier chunks of L1, whatever its policy; at most KEYS_PER_TURN at a time."""
         if (puts := self._puts.get(name)) is not None:
             for key in keys:
-                puts.offer(key, pool or self._pool)
+                puts.offer(key)
         self._note_progress()
 
     def set_quotas(self, quotas: Mapping[int, int]) -> None:
@@ -202,7 +199,7 @@ class StoreController:
             except TimeoutError:
                 pass  # the remaining chunks are skipped and counted below
         while self._waiting:
-            key, _, _ = self._waiting.popleft()
+            key, _ = self._waiting.popleft()
             for puts in self._puts.values():
                 puts.skip(key, Skip.STOPPING)
         for puts in self._puts.values():
@@ -243,8 +240,8 @@ class StoreController:
     def stats(self) -> dict[str, Any]:
         """Numbers for status and metrics."""
         return {
-            "backlog_bytes": sum(backlog.pinned_bytes for backlog in self._backlogs.values()),
-            "backlog_limit_bytes": sum(backlog.limit_bytes for backlog in self._backlogs.values()),
+            "backlog_bytes": self._backlog.pinned_bytes,
+            "backlog_limit_bytes": self._backlog.limit_bytes,
             "adapters": {
                 tier.name: self.stats_of(tier.name) for tier in self._tiers if tier.name in self._puts
             },
@@ -270,37 +267,34 @@ class StoreController:
 
     # -- deciding ------------------------------------------------------------------------------------------
 
-    def _take(self, keys: Sequence[bytes], pool: Pool | None, touched: bool) -> None:
+    def _take(self, keys: Sequence[bytes], *, touched: bool) -> None:
         room = self.limits.max_waiting_keys - len(self._waiting)
         for key in keys[room:]:
             for puts in self._puts.values():
                 puts.skip(key, Skip.QUEUE_FULL)
-        self._waiting.extend((key, pool or self._pool, touched) for key in keys[:room])
+        self._waiting.extend((key, touched) for key in keys[:room])
         if not self._turn_scheduled:
             self._turn()
 
     def _turn(self) -> None:
         """Look at some of the waiting keys, and again in the next turn of the loop if more are left."""
         self._turn_scheduled = False
-        pools: set[Pool] = set()
         for _ in range(min(KEYS_PER_TURN, len(self._waiting))):
-            key, pool, touched = self._waiting.popleft()
-            pools.add(pool)
+            key, touched = self._waiting.popleft()
             for puts in self._puts.values():
                 if self._stopping:
                     puts.skip(key, Skip.STOPPING)
                 elif puts.planner.touched(key) if touched else puts.planner.committed(key):
-                    puts.offer(key, pool)
+                    puts.offer(key)
         if not self._stopping:
-            for pool in pools:
-                self._clean_ahead(pool)
+            self._clean_ahead()
         if self._waiting:
             self._turn_scheduled = True
             asyncio.get_running_loop().call_soon(self._turn)
         else:
             self._note_progress()
 
-    def _clean_ahead(self, pool: Pool) -> None:
+    def _clean_ahead(self) -> None:
         """Offer the pool's next victims to the tiers whose policy is `on_evict`."""
         eager = [
             puts
@@ -309,12 +303,13 @@ class StoreController:
         ]
         if not eager:
             return
+        pool = self._pool
         need_bytes = self.limits.evict_ahead.need_bytes(pool.stats()["used_bytes"], pool.extents_bytes)
         if need_bytes:
             for key in pool.victims_preview(need_bytes):
                 for puts in eager:
                     if puts.planner.leaving(key):
-                        puts.offer(key, pool)
+                        puts.offer(key)
 
     def _is_quiet(self) -> bool:
         return not self._waiting and not self._takes_up and not any(puts.busy for puts in self._puts.values())

@@ -35,21 +35,24 @@ KEYS_PER_ROUND = 64
 class TailPuts:
     """The tails that wait for their time, and those that L2 has. Belongs to the event loop."""
 
-    def __init__(self, store: StoreController, tiers: TierSet, clock: Clock, after_s: float) -> None:
+    def __init__(
+        self, pool: Pool, store: StoreController, tiers: TierSet, clock: Clock, after_s: float
+    ) -> None:
         """`after_s`: seconds until a tail is put; below 0: never."""
+        self._pool = pool
         self._store = store
         self._tiers = tiers
         self._deletions: set[asyncio.Task[None]] = set()
         self._clock = clock
         self._after_s = after_s
-        self._waiting: collections.OrderedDict[bytes, tuple[float, Pool]] = collections.OrderedDict()
-        """By key: since when the tail waits, and its pool; the first has waited longest."""
-        self._lingering: collections.OrderedDict[bytes, Pool] = collections.OrderedDict()
+        self._waiting: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+        """By key: since when the tail waits; the first has waited longest."""
+        self._lingering: collections.OrderedDict[bytes, None] = collections.OrderedDict()
         """Tails that were replaced while somebody used them."""
         self._in_l2 = RecentKeys(REMEMBERED)
         self.counts: collections.Counter[str] = collections.Counter()
 
-    def committed(self, keys: Sequence[bytes], pool: Pool) -> None:
+    def committed(self, keys: Sequence[bytes]) -> None:
         """Note tails that became visible in L1."""
         self.counts["stored"] += len(keys)
         for key in keys:
@@ -58,7 +61,7 @@ class TailPuts:
             return
         now_s = self._clock.monotonic_s()
         for key in keys:
-            self._waiting[key] = now_s, pool
+            self._waiting[key] = now_s
             self._waiting.move_to_end(key)
         while len(self._waiting) > MAX_WAITING:
             self._waiting.popitem(last=False)
@@ -68,12 +71,12 @@ class TailPuts:
         for key in keys:
             self._in_l2.add(key)
 
-    def replaced(self, keys: bytes, pool: Pool) -> None:
+    def replaced(self, keys: bytes) -> None:
         """Drop tails that are of no use any more; one that is in use leaves L1 soon after its last use has ended."""
         replaced = split(keys)
         for key in replaced:
             self._waiting.pop(key, None)
-            self._lingering[key] = pool
+            self._lingering[key] = None
         self._drop_lingering(dict.fromkeys(replaced))
         while len(self._lingering) > MAX_LINGERING:
             self._lingering.popitem(last=False)
@@ -82,8 +85,7 @@ class TailPuts:
         """Drop those of these tails that nobody uses any more, in L2 too: no put of them is under way then."""
         in_l2 = []
         for key in keys:
-            pool = self._lingering[key]
-            if not pool.remove(key) and pool.peek(key):
+            if not self._pool.remove(key) and self._pool.peek(key):
                 continue
             del self._lingering[key]
             self.counts["replaced"] += 1
@@ -104,13 +106,13 @@ class TailPuts:
         due_s = self._clock.monotonic_s() - self._after_s
         for _ in range(len(self._waiting) if all_of_them else KEYS_PER_ROUND):
             key = next(iter(self._waiting), None)
-            if key is None or (self._waiting[key][0] > due_s and not all_of_them):
+            if key is None or (self._waiting[key] > due_s and not all_of_them):
                 return
-            _, pool = self._waiting.pop(key)
-            if pool.peek(key) and len(self._tiers):
+            del self._waiting[key]
+            if self._pool.peek(key) and len(self._tiers):
                 self._in_l2.add(key)
                 self.counts["put"] += 1
-                self._store.committed([key], pool)
+                self._store.committed([key])
 
     async def stop(self) -> None:
         """Offer all tails that wait, and let deletions end."""

@@ -26,7 +26,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from kvstrata.config.secrets import scrubbed
@@ -87,14 +87,13 @@ class TierControl:
         build: Callable[[TierConfig], Stack],
         context: Callable[[str], AdapterContext],
         forget: Callable[[str], None],
-        own: Iterable[Pool] = (),
         open_s: float = OPEN_S,
     ) -> None:
         """`admit` returns an entry as an admin may add it, or raises (storage/admission.py).  `build` makes the stack
         of a tier, `context(name)` is what the server lends to that tier, `forget(name)` is called once a removed tier
-        has left the set.  `own`: the pools beside the shared one."""
+        has left the set."""
         self._tiers = tiers
-        self._pools = (pool, *own)
+        self._pool = pool
         self._store = store
         self._prefetch = prefetch
         self._admit = admit
@@ -110,7 +109,7 @@ class TierControl:
         self._drains: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
         self._puts_skipped: dict[str, int] = {}
-        self._backfills = Backfills(self._pools, lane, store)
+        self._backfills = Backfills(pool, lane, store)
         self.rows = TierRows(tiers, store, prefetch, self._backfills)
         """The tiers as an admin sees them."""
         self._closed = False
@@ -451,8 +450,7 @@ class TierControl:
     # -- common --------------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        for pool in self._pools:
-            pool.set_has_l2(self._tiers.hit_beyond_l1)
+        self._pool.set_has_l2(self._tiers.hit_beyond_l1)
 
     def _check_open(self) -> None:
         if self._closed:

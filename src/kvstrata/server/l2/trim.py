@@ -12,7 +12,6 @@ import asyncio
 import collections
 from collections.abc import Callable, Sequence
 
-from kvstrata.native.pool import Pool
 from kvstrata.policy.quotas import TenantLedger
 from kvstrata.policy.store import PutPlanner
 from kvstrata.server.l2.news import News
@@ -36,10 +35,10 @@ class Trimmer:
         news: News,
         *,
         trimmed: Callable[[str, Sequence[bytes]], None],
-        resume: Callable[[bytes, Pool], None],
+        resume: Callable[[bytes], None],
         idle: Callable[[], None],
     ) -> None:
-        """`trimmed(tier, keys)` is called with deleted records, `resume(key, pool)` when as much room as possible was
+        """`trimmed(tier, keys)` is called with deleted records, `resume(key)` when as much room as possible was
         made for a chunk, `idle()` when no chunk waits any more."""
         self._tier = tier
         self._ledger = ledger
@@ -48,8 +47,8 @@ class Trimmer:
         self._trimmed = trimmed
         self._resume = resume
         self._idle = idle
-        self._waiting: collections.OrderedDict[bytes, tuple[Pool, int, int]] = collections.OrderedDict()
-        """Key → (pool, tenant, length) of the chunks that wait for room."""
+        self._waiting: collections.OrderedDict[bytes, tuple[int, int]] = collections.OrderedDict()
+        """Key → (tenant, length) of the chunks that wait for room."""
         self._task: asyncio.Task[None] | None = None
         self.n_trimmed = 0
 
@@ -59,20 +58,20 @@ class Trimmer:
     def __contains__(self, key: bytes) -> bool:
         return key in self._waiting
 
-    def make_room(self, key: bytes, pool: Pool, tenant: int, length_bytes: int) -> bool:
+    def make_room(self, key: bytes, tenant: int, length_bytes: int) -> bool:
         """Begin to delete the records that the tenant used longest ago. False if that cannot make enough room."""
         if not self._tier.adapter.capabilities.can_delete or len(self._waiting) >= MAKING_ROOM_KEYS:
             return False
         if not self._ledger.to_leave(tenant, length_bytes, 1):
             return False
-        self._waiting[key] = (pool, tenant, length_bytes)
+        self._waiting[key] = (tenant, length_bytes)
         if self._task is None:
             self._task = asyncio.create_task(self._trim(), name=f"trim-{self._tier.name}")
         return True
 
     def give_up(self, tenant: int | None = None) -> list[bytes]:
         """Forget all waiting chunks (of one tenant). Returns their keys."""
-        waited = [key for key, (_, whose, _) in self._waiting.items() if tenant in (None, whose)]
+        waited = [key for key, (whose, _) in self._waiting.items() if tenant in (None, whose)]
         for key in waited:
             del self._waiting[key]
         return waited
@@ -103,7 +102,7 @@ class Trimmer:
         """Make room for each waiting chunk in turn, then let it be put, or skipped if the room does not suffice."""
         try:
             while self._waiting:
-                key, (pool, tenant, length_bytes) = next(iter(self._waiting.items()))
+                key, (tenant, length_bytes) = next(iter(self._waiting.items()))
                 while leaving := self._ledger.to_leave(tenant, length_bytes, TRIM_KEYS):
                     gone = await self.delete(leaving)
                     if not gone:
@@ -111,7 +110,7 @@ class Trimmer:
                     self.n_trimmed += len(gone)
                     self._trimmed(self._tier.name, [key for key in leaving if key in gone])
                 if self._waiting.pop(key, None) is not None:  # else `give_up` has removed it
-                    self._resume(key, pool)
+                    self._resume(key)
         finally:
             self._task = None
             self._idle()

@@ -48,7 +48,6 @@ SERVER_ROW = 0
 class Wanted(NamedTuple):
     """The chunks that a lookup misses: those of `keys` from number `first` on."""
 
-    pool: Pool
     keys: PromptKeys
     first: int
     tenant: int
@@ -64,17 +63,17 @@ class Recuts:
         clock: Clock,
         tiers: TierSet,
         prefetch: PrefetchController,
-        pools: Sequence[Pool],
+        pool: Pool,
         *,
         enabled: bool,
     ) -> None:
-        """`lane` is for this work alone. `pools`: all pools, whose readers learn that more than L1's index may hit."""
+        """`lane` is for this work alone. `pool`: its readers learn that more than L1's index may hit."""
         self._geometries = Geometries()
         self._lane = lane
         self._clock = clock
         self._tiers = tiers
         self._prefetch = prefetch
-        self._pools = pools
+        self._pool = pool
         self._enabled = enabled
         self._chunks = 0
         self._bytes = 0
@@ -117,8 +116,7 @@ class Recuts:
             return
         self._log.info("planned", **sizes, note="engines of this model use each other's records")
         self._tiers.recuts = True
-        for pool in self._pools:
-            pool.set_has_l2(True)
+        self._pool.set_has_l2(True)
 
     def status(self) -> dict[str, Any]:
         """What is known and what was done, for the status document."""
@@ -184,7 +182,6 @@ class Recuts:
             fetched = await self._prefetch.fetch(
                 await asyncio.shield(rest),
                 len(one.source.parts),
-                pool=wanted.pool,
                 identity=keys.root,
                 tenant=wanted.tenant,
                 parent=storage_keys(keys.root, nth(keys.chain, first - 1), slices) if first else b"",
@@ -212,25 +209,25 @@ def _plan(source: Geometry, target: Geometry) -> Plan | CannotRecut:
         return error
 
 
-def _longest(plans: Sequence[Plan], wanted: Wanted) -> tuple[int, Plan]:
+def _longest(pool: Pool, plans: Sequence[Plan], wanted: Wanted) -> tuple[int, Plan]:
     """How many of the wanted chunks L1 has in the geometry that has the most, and its plan."""
     chain = part(wanted.keys.chain, wanted.first, wanted.keys.n_chunks)
     found = []
     for one in plans:
         keys = storage_keys(wanted.keys.root, chain, one.source.slices)
-        found.append((wanted.pool.peek(keys, len(one.source.parts)), one))
+        found.append((pool.peek(keys, len(one.source.parts)), one))
     return max(found, key=lambda pair: pair[0])
 
 
-def _make(plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.Event) -> _Made:
+def _make(pool: Pool, plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.Event) -> _Made:
     """See `Recuts.make`; on a lane."""
-    n_chunks, chosen = _longest(plans, wanted)
+    n_chunks, chosen = _longest(pool, plans, wanted)
     made_bytes = 0
     for number in range(n_chunks):
         if stop.is_set() or clock.monotonic_s() >= wanted.deadline_s:
             return _Made(number, made_bytes, "late")
         try:
-            made, why = _make_chunk(chosen, wanted, wanted.first + number)
+            made, why = _make_chunk(pool, chosen, wanted, wanted.first + number)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             return _Made(number, made_bytes, "crashed", f"{error!r}, {frame.name}:{frame.lineno}")
@@ -241,9 +238,9 @@ def _make(plans: Sequence[Plan], wanted: Wanted, clock: Clock, stop: threading.E
     return _Made(n_chunks, made_bytes, "" if n_chunks == missed else "absent")
 
 
-def _make_chunk(plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
+def _make_chunk(pool: Pool, plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
     """Make all records of one chunk that L1 lacks; returns their bytes, and "" or a word for what was in the way."""
-    pool, keys = wanted.pool, wanted.keys
+    keys = wanted.keys
     sources: list[Hold] = []
     targets: list[_Target] = []
     made = False
@@ -253,7 +250,7 @@ def _make_chunk(plan: Plan, wanted: Wanted, number: int) -> tuple[int, str]:
             if hold is None:
                 return 0, "absent"
             sources.append(hold)
-        if why := _reserve(plan, wanted, number, targets):
+        if why := _reserve(pool, plan, wanted, number, targets):
             return 0, why
         places = [(hold.address, hold.length, hold.key) for hold in sources]
         outcome = recut_records(places, [target.place for target in targets])
@@ -283,9 +280,9 @@ class _Target(NamedTuple):
     place: Place
 
 
-def _reserve(plan: Plan, wanted: Wanted, number: int, targets: list[_Target]) -> str:
+def _reserve(pool: Pool, plan: Plan, wanted: Wanted, number: int, targets: list[_Target]) -> str:
     """Reserve the records of a chunk that L1 lacks, and add them to `targets`; "" or a word for what was in the way."""
-    pool, keys = wanted.pool, wanted.keys
+    keys = wanted.keys
     of_chunk = split(storage_keys(keys.root, nth(keys.chain, number), keys.slices))
     parents = [b""] * len(of_chunk)
     if number:

@@ -31,6 +31,7 @@ class Effects:
 
     def __init__(
         self,
+        pool: Pool,
         sessions: Sessions,
         leases: Leases,
         in_flight: InFlight,
@@ -38,6 +39,7 @@ class Effects:
         epoch: int,
         send: Send,
     ) -> None:
+        self._pool = pool
         self._sessions = sessions
         self._leases = leases
         self._in_flight = in_flight
@@ -72,10 +74,10 @@ class Effects:
     def _undo(self, effect: Effect, *, kept: bool = True) -> None:
         """Give back what a request did. `kept`: `finish` has kept its effect."""
         if isinstance(effect, Lease):
-            effect.pool.release(effect.ticket, -1)
+            self._pool.release(effect.ticket, -1)
             self._leases.drop(effect)
         elif isinstance(effect, Reservation):
-            effect.pool.abort(effect.ticket, None)
+            self._pool.abort(effect.ticket, None)
             if kept:
                 self._in_flight.remove(effect.open_keys.values())
             effect.over()
@@ -95,7 +97,7 @@ class Effects:
         """End one row's share. False if it had none. `own`: the row belongs to the process that looked up."""
         if row not in lease.rows:
             return False
-        lease.pool.release(lease.ticket, row)
+        self._pool.release(lease.ticket, row)
         self._leases.begun(lease)
         if own:
             lease.wanted_by_ping = False
@@ -105,17 +107,17 @@ class Effects:
 
     def release_all(self, lease: Lease) -> None:
         """End every share."""
-        lease.pool.release(lease.ticket, -1)
+        self._pool.release(lease.ticket, -1)
         self._leases.drop(lease)
         self._settle(lease)
 
-    def revoke(self, pool: Pool, need_bytes: int) -> int:
-        """Revoke the oldest unused leases of a pool, as many as it takes to lease `need_bytes` more. Returns how many.
+    def revoke(self, need_bytes: int) -> int:
+        """Revoke the oldest unused leases, as many as it takes to lease `need_bytes` more. Returns how many.
 
         The processes that looked up are told at once, and again in each answer to their pings.  Nothing waits for
         them, and only what they release becomes free.
         """
-        chosen = self._leases.revoke(pool, lambda tickets: pool.leases_to_end(tickets, need_bytes))
+        chosen = self._leases.revoke(lambda tickets: self._pool.leases_to_end(tickets, need_bytes))
         self._counters.revoked_leases += len(chosen)
         for session, address in {lease.name[0]: lease.address for lease in chosen}.items():
             self._send(address, encode(Pong(0, self._epoch, [], self._leases.revoked(session))))

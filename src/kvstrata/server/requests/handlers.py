@@ -48,7 +48,7 @@ from kvstrata.server.admin.clear import Clearing
 from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import StatusBoard
-from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
+from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.identity_book import IdentityBook
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.checks import whole_keys
@@ -110,7 +110,6 @@ class Handlers:
                 field="protocol",
             )
         facts = self._facts
-        own = None if process is None else process.own_pool
         return HelloReply(
             seq=request.seq,
             epoch=facts.epoch,
@@ -121,7 +120,7 @@ class Handlers:
             socket_dir=str(facts.socket_dir),
             max_message_bytes=MAX_MESSAGE_BYTES,
             has_l2=self._tiers.hit_beyond_l1,
-            max_reserved_bytes=own.limit_bytes // MAX_SESSION_SHARE if own else facts.max_reserved_bytes,
+            max_reserved_bytes=facts.max_reserved_bytes,
         )
 
     def ping(self, request: Ping) -> bytes:
@@ -167,7 +166,7 @@ class Handlers:
 
     def quiesced(self, call: Call, process: AttachedProcess, request: Quiesced) -> KeptOutcome:
         """End the earlier epochs of a process: it does not touch their bytes any more."""
-        (process.own_pool or self._pool).row_quiesced(process.row)
+        self._pool.row_quiesced(process.row)
         return Ok(call.seq, self._epoch, 1), None
 
     # --- effects of requests ------------------------------------------------------------------------------
@@ -212,8 +211,7 @@ class Handlers:
         """Reply with the bytes of a chunk, for a process that does not map L1."""
         assert process is not None
         root = self._processes.identity(process, request.identity_id).root
-        pool = process.own_pool or self._pool
-        hold = pool.hold(storage_keys(root, request.key, request.slice_digest), identity=root)
+        hold = self._pool.hold(storage_keys(root, request.key, request.slice_digest), identity=root)
         if hold is None:
             return RetrieveReply(request.seq, self._epoch, False, 0, b"")
         first = min(request.offset_bytes, hold.length)

@@ -9,8 +9,7 @@ and again until it gives it back, hands it on, or dies.  A revoke by itself free
 Invariants:
 
 1. A lease is in `Leases` exactly as long as some row still holds a share of its ticket.
-2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the group, whose processes
-   are all attached to the lease's pool.
+2. `rows` of a lease are the rows that hold a share; each belongs to an attached process of the group.
 3. As long as the process that looked up is attached and no process of the group has released its share, the lease is
    either in `_waiting` or revoked.  Every other lease is neither.
 """
@@ -22,7 +21,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from kvstrata.native.pool import Pool
 from kvstrata.policy.reserved import Share
 from kvstrata.rpc.session import Address, Effect
 
@@ -38,13 +36,12 @@ LeaseId = tuple[bytes, int]
 class Lease(Effect):
     """One pool ticket granted to a group."""
 
-    __slots__ = ("address", "group", "name", "pool", "rows", "ticket")
+    __slots__ = ("address", "group", "name", "rows", "ticket")
 
     def __init__(
         self,
         name: LeaseId,
         group: bytes,
-        pool: Pool,
         ticket: int,
         rows: Iterable[int],
         address: Address | None = None,
@@ -52,7 +49,6 @@ class Lease(Effect):
         super().__init__(wanted_by_ping=True)
         self.name = name
         self.group = group
-        self.pool = pool
         self.ticket = ticket
         self.rows = set(rows)
         self.address = address
@@ -62,11 +58,10 @@ class Lease(Effect):
 class Reservation(Effect):
     """Extents being written. `open_keys`: index → storage key of those neither committed nor given back."""
 
-    __slots__ = ("begun_s", "open_keys", "pool", "replaces", "share", "tail", "ticket")
+    __slots__ = ("begun_s", "open_keys", "replaces", "share", "tail", "ticket")
 
     def __init__(
         self,
-        pool: Pool,
         ticket: int,
         open_keys: dict[int, bytes],
         share: Share,
@@ -76,7 +71,6 @@ class Reservation(Effect):
     ) -> None:
         super().__init__(wanted_by_ping=False)
         self.begun_s = time.perf_counter()
-        self.pool = pool
         self.ticket = ticket
         self.open_keys = open_keys
         self.share = share
@@ -160,13 +154,12 @@ class Leases:
         names = self._orphans.get((group, row)) if self._orphans else None
         return sorted(itertools.islice(names, MAX_TOLD)) if names else []
 
-    def revoke(self, pool: Pool, choose: Callable[[list[int]], int]) -> list[Lease]:
-        """Revoke the oldest leases of a pool that no process has begun to use. Returns them.
+    def revoke(self, choose: Callable[[list[int]], int]) -> list[Lease]:
+        """Revoke the oldest leases that no process has begun to use. Returns them.
 
         `choose` gets the tickets of the candidates, oldest first, and returns how many of them to revoke.
         """
-        of_pool = (lease for lease in self._waiting.values() if lease.pool is pool)
-        oldest = list(itertools.islice(of_pool, MAX_REVOKES))
+        oldest = list(itertools.islice(self._waiting.values(), MAX_REVOKES))
         chosen = oldest[: choose([lease.ticket for lease in oldest])] if oldest else []
         for lease in chosen:
             session, seq = lease.name

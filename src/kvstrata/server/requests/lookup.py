@@ -82,7 +82,6 @@ class Asked(NamedTuple):
     call: Call
     process: AttachedProcess
     identity: DeclaredIdentity
-    pool: Pool
     request: Lookup
     n_chunks: int
     keys: PromptKeys
@@ -106,9 +105,9 @@ class Answered(NamedTuple):
     now_s: float
 
 
-def _lease(asked: Asked, rows: list[int]) -> Granted:
+def _lease(pool: Pool, asked: Asked, rows: list[int]) -> Granted:
     """Derive all keys, and lease the leading chunks and the tail that follows them. Any thread."""
-    keys, pool = asked.keys, asked.pool
+    keys = asked.keys
     if not asked.tails:
         return Granted(*pool.lease(keys.derive(), keys.n_slices, rows, keys.root, keys.spans), rows)
 
@@ -117,12 +116,6 @@ def _lease(asked: Asked, rows: list[int]) -> Granted:
 
     leased, tail_tokens = lease(pool, keys.derive(), asked.n_chunks, keys.n_slices, asked.tails, take)
     return Granted(*leased, rows, tail_tokens)
-
-
-def _give_up(asked: Asked, granted: Granted) -> None:
-    """End a lease that no reply names."""
-    if granted.ticket:
-        asked.pool.release(granted.ticket, -1)
 
 
 def _named(asked: Asked, number: int) -> str:
@@ -163,7 +156,7 @@ class Lookups:
         epoch: int,
         policy: str,
     ) -> None:
-        """`pool`: the shared one; `policy`: name of the eviction policy of L1."""
+        """`policy`: name of the eviction policy of L1."""
         self._pool = pool
         self._lane = lane
         self._clock = clock
@@ -197,7 +190,7 @@ class Lookups:
         now_s = self._clock.monotonic_s()
         slices, spans = (group.packed_slices, group.spans) if group.complete else (b"", ())
         asked = Asked(
-            call, process, identity, group.own_pool or self._pool, request, n_chunks,
+            call, process, identity, request, n_chunks,
             PromptKeys(identity.root, keys, slices, spans),
             NamedTails(() if spans else request.tails, identity.root, slices), now_s,
             now_s + request.deadline_ms / 1000 - REPLY_MARGIN_S,
@@ -217,8 +210,8 @@ class Lookups:
         """Lease on the loop; None, and nothing is leased, if that takes more than `KEYS_ON_LOOP` keys."""
         keys = asked.keys
         if keys.all or asked.tails:
-            return None if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP else _lease(asked, rows)
-        leased = asked.pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
+            return None if asked.n_chunks * keys.n_slices > KEYS_ON_LOOP else _lease(self._pool, asked, rows)
+        leased = self._pool.lease_chain(keys.root, keys.chain, keys.slices, rows, keys.spans, KEYS_ON_LOOP)
         if leased is None:
             return None
         keys.know(leased[5])
@@ -226,12 +219,17 @@ class Lookups:
 
     async def _lease_on_lane(self, asked: Asked, rows: list[int]) -> Granted:
         """Lease what would block the loop for too long. Raises Refused. When cancelled, nothing stays leased."""
-        future = self._lane.run(_lease, asked, rows)
+        future = self._lane.run(_lease, self._pool, asked, rows)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            future.add_done_callback(lambda done: _give_up(asked, done.result()))
+            future.add_done_callback(lambda done: self._give_up(done.result()))
             raise
+
+    def _give_up(self, granted: Granted) -> None:
+        """End a lease that no reply names."""
+        if granted.ticket:
+            self._pool.release(granted.ticket, -1)
 
     async def _on_lane(self, asked: Asked) -> KeptOutcome:
         """Answer a lookup whose lease would block the loop for too long."""
@@ -248,7 +246,7 @@ class Lookups:
             if held.unverified and not self._late(asked):
                 beyond = keys.part(held.n_chunks, asked.n_chunks)
                 with contextlib.suppress(Refused):
-                    await self._until_deadline(asked, self._lane.run(asked.pool.verify, beyond))
+                    await self._until_deadline(asked, self._lane.run(self._pool.verify, beyond))
                 held = await self._lease_again(asked, held)
             if await self._recut(asked, held):
                 held = await self._lease_again(asked, held)
@@ -259,7 +257,6 @@ class Lookups:
                 fetched = await self._prefetch.fetch(
                     keys.part(held.n_chunks, asked.n_chunks),
                     keys.n_slices,
-                    pool=asked.pool,
                     identity=asked.identity.root,
                     tenant=asked.identity.tenant,
                     parent=keys.part(held.n_chunks - 1, held.n_chunks) if held.n_chunks else b"",
@@ -275,7 +272,7 @@ class Lookups:
             if not held.tail_tokens and await self._fetch_tail(asked, held.n_chunks):
                 held = await self._lease_again(asked, held)
         except BaseException:
-            _give_up(asked, held)
+            self._give_up(held)
             raise
         outcome = self._answer(asked, held, l1_chunks, reason, detail)
         self.note_answered()
@@ -293,7 +290,7 @@ class Lookups:
                 again = await self._lease_on_lane(asked, rows)
             except Refused:
                 return held
-        _give_up(asked, held)
+        self._give_up(held)
         return again
 
     async def _recut(self, asked: Asked, held: Granted, *, of_l2: bool = False) -> int:
@@ -302,7 +299,7 @@ class Lookups:
         plans = self._recuts.plans(group.layout, keys.slices)
         if not plans or held.n_chunks >= asked.n_chunks or self._late(asked):
             return 0
-        wanted = Wanted(asked.pool, keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
+        wanted = Wanted(keys, held.n_chunks, asked.identity.tenant, asked.deadline_s)
         return await self._recuts.make(plans, wanted, of_l2=of_l2)
 
     async def _fetch_tail(self, asked: Asked, n_chunks: int) -> bool:
@@ -315,7 +312,6 @@ class Lookups:
         found = await self._prefetch.fetch_one_of(
             [tail.keys for tail in tails],
             keys.n_slices,
-            pool=asked.pool,
             identity=asked.identity.root,
             tenant=asked.identity.tenant,
             parent=keys.part(n_chunks - 1, n_chunks) if n_chunks else b"",
@@ -350,7 +346,7 @@ class Lookups:
                 reason = MissReason.NEVER_STORED
                 return self._outcome(asked, granted, 0, reason, "no tail of the prompt is present")
             return self._outcome(asked, granted, l1_chunks, "", "")
-        asked_back = self._effects.revoke(asked.pool, granted.short_bytes) if granted.short_bytes else 0
+        asked_back = self._effects.revoke(granted.short_bytes) if granted.short_bytes else 0
         self._events.drain()  # a chunk may have left L1 after they were last read
         keys = asked.keys
         numbers = self._lacking(asked, granted.n_chunks)
@@ -404,7 +400,7 @@ class Lookups:
         With slices that have a span, a hit may end although its next chunk is there, because no longer hit has its
         windows: then these are the absent keys of the windows of the longest hit that the other slices would allow.
         """
-        keys, pool = asked.keys, asked.pool
+        keys, pool = asked.keys, self._pool
         n_slices, spans = keys.n_slices, keys.spans
         if not spans:
             found = pool.peek(keys.part(n_chunks, n_chunks + 1), n_slices)
@@ -438,16 +434,16 @@ class Lookups:
             group = asked.process.group
             name = (call.session.name, call.seq)
             address = call.waiters[-1] if call.waiters else None
-            effect = Lease(name, group.name, asked.pool, granted.ticket, granted.rows, address)
+            effect = Lease(name, group.name, granted.ticket, granted.rows, address)
             if granted.rows is not group.rows:
                 # Processes that died while a lane worked on this will never end their shares.
                 for row in effect.rows.difference(group.rows):
-                    asked.pool.release(granted.ticket, row)
+                    self._pool.release(granted.ticket, row)
                     effect.rows.discard(row)
         n = granted.n_chunks
         l1_chunks = min(l1_chunks, n)
         if l1_chunks and self._store.wants_touches:
-            self._store.touched(split(keys.part(0, l1_chunks)), asked.pool)
+            self._store.touched(split(keys.part(0, l1_chunks)))
         if n < asked.n_chunks and keys.n_slices:
             missing_key = missing_key or keys.nth(n * keys.n_slices)
         self._unnoted.append(
@@ -473,13 +469,13 @@ class Lookups:
         """
         self._events.drain()  # a chunk may have left L1 after they were last read
         group = process.group
-        pool, slices = group.own_pool or self._pool, group.packed_slices
+        slices = group.packed_slices
         for miss in misses:
             identity = process.identities.get(miss.identity_id)
             if identity is None or not slices:
                 continue
             keys = split(storage_keys(identity.root, miss.absent, slices))
-            absent = [key for key in keys if not pool.peek(key)]
+            absent = [key for key in keys if not self._pool.peek(key)]
             reason, detail = MissReason.NOT_IN_L1, "it was absent when the engine looked, and is there now"
             key = next((key for key in absent if self._has_event(key)), absent[0] if absent else keys[0])
             if absent:

@@ -17,12 +17,11 @@ from kvstrata.errors import BadRequest, LayoutRefused, Unavailable
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, only_tenant
+from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.session import Effect, Sessions
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.record_lengths import declared_record_bytes
-from kvstrata.server.own_pools import OwnPools
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.effects import Effects
@@ -44,7 +43,6 @@ class Processes:
         tokens: TenantTokens,
         limits: SessionLimits,
         readiness: Readiness,
-        own: OwnPools,
         recuts: Recuts,
     ) -> None:
         self._table = table
@@ -55,7 +53,6 @@ class Processes:
         self._tokens = tokens
         self._limits = limits
         self._readiness = readiness
-        self._own = own
         self._recuts = recuts
         self._log = EventLog("instance")
 
@@ -88,7 +85,7 @@ class Processes:
         return tenants
 
     def on_attached(self, session: SessionRow) -> None:
-        """Requests of this session are valid from now on. Raises NotPermitted if another tenant has its id or group."""
+        """Requests of this session are valid from now on."""
         request = session.request
         assert request is not None
         process = self._table.attach(
@@ -104,7 +101,6 @@ class Processes:
             secret=session.secret,
             record_bytes=declared_record_bytes(request.facts),
             span=(request.facts or {}).get(SPAN_FACT, 0),
-            own_pool=self._own.get(only_tenant(session.tenants)),
             engine_url=request.engine_url,
         )
         self._payload_kinds.attached(request.slice, request.facts)
@@ -122,9 +118,7 @@ class Processes:
 
     async def on_gone(self, session: SessionRow) -> None:
         """Stop the requests of a process that has ended, and end its effects."""
-        if (
-            session.request is not None
-        ):  # else it has done nothing here, and an engine of another pool may have its id
+        if session.request is not None:  # else it has done nothing here
             process = self._table.gone(session.session)
             left = self._sessions.close(session.session)
             self._running.stop(left.stopped)

@@ -119,7 +119,7 @@ class Reserving:
                 field="parent",
             )
         check_probe(request.probe)
-        pool = process.own_pool or self._pool
+        pool = self._pool
         if not _MIN_RECORD_BYTES < request.record_bytes <= pool.limit_bytes:
             raise BadRequest(
                 f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
@@ -139,7 +139,7 @@ class Reserving:
         if self._freeze:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
             share = self._reserved.begin(process.owner, pool.limit_bytes, request.record_bytes, 0)
-            return self._outcome(call, pool, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
+            return self._outcome(call, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
         # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
         longest = max(request.record_bytes, process.chunk_record_bytes) if tail else request.record_bytes
         share = self._reserved.begin(process.owner, pool.limit_bytes, longest, n_chunks)
@@ -147,9 +147,9 @@ class Reserving:
             parent, request.record_bytes, process.row, identity.root, identity.tenant, tail, longest
         )  # fmt: skip
         if n_chunks > KEYS_ON_LOOP:
-            return self._reserve_on_lane(call, pool, keys, share, arguments, replaces)
+            return self._reserve_on_lane(call, keys, share, arguments, replaces)
         answer = _reserve(pool, share.n_chunks, keys, arguments)
-        return self._outcome(call, pool, keys, share, answer, tail=tail, replaces=replaces)
+        return self._outcome(call, keys, share, answer, tail=tail, replaces=replaces)
 
     def commit(self, call: Call, process: AttachedProcess, request: Commit) -> KeptOutcome:
         """Make written chunks visible, item by item."""
@@ -161,7 +161,7 @@ class Reserving:
         for position, index in enumerate(request.indices):
             if index in reservation.open_keys and index not in wanted:
                 wanted[index] = position
-        codes = reservation.pool.commit(reservation.ticket, list(wanted)) if wanted else b""
+        codes = self._pool.commit(reservation.ticket, list(wanted)) if wanted else b""
         reservation.share.end(len(wanted))
         done: list[bytes] = []
         for (index, position), code in zip(wanted.items(), codes, strict=True):
@@ -174,12 +174,12 @@ class Reserving:
                 self._counters.bad_records += 1
         if done:
             self._history.committed(done)
-            self._tails.replaced(reservation.replaces, reservation.pool)
+            self._tails.replaced(reservation.replaces)
             reservation.replaces = b""
             if reservation.tail:
-                self._tails.committed(done, reservation.pool)
+                self._tails.committed(done)
             else:
-                self._store.committed(done, reservation.pool)
+                self._store.committed(done)
             self._savings.committed(process.group.use, done, self._clock.monotonic_s())
             if not reservation.open_keys:
                 self._counters.store.add(time.perf_counter() - reservation.begun_s)
@@ -194,7 +194,7 @@ class Reserving:
         indices = list(reservation.open_keys) if request.indices is None else request.indices
         given_back = list(dict.fromkeys(index for index in indices if index in reservation.open_keys))
         if given_back:
-            reservation.pool.abort(reservation.ticket, given_back)
+            self._pool.abort(reservation.ticket, given_back)
             reservation.share.end(len(given_back))
             self._in_flight.remove(reservation.open_keys.pop(index) for index in given_back)
         self._settle_if_over(process, request.reservation, reservation)
@@ -208,25 +208,23 @@ class Reserving:
             raise BadRequest("slice: this process declared none when it attached", field="slice")
         keys = storage_keys(identity.root, request.keys, process.digest)
 
-        pool = process.own_pool or self._pool
-
         def check() -> int:
-            return sum(pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
+            return sum(self._pool.mark_bad(nth(keys, index), identity.root) for index in range(n_chunks))
 
         return Ok(call.seq, self._epoch, await asyncio.shield(self._lane.run(check))), None
 
     async def _reserve_on_lane(
-        self, call: Call, pool: Pool, keys: bytes, share: Share, arguments: tuple[Any, ...], replaces: bytes
+        self, call: Call, keys: bytes, share: Share, arguments: tuple[Any, ...], replaces: bytes
     ) -> KeptOutcome:
         def undo(done: asyncio.Future[Answer]) -> None:
             if (
                 not done.cancelled() and done.exception() is None
             ):  # the pool refuses a process that has died meanwhile
-                pool.abort(done.result()[0], None)
+                self._pool.abort(done.result()[0], None)
             share.keep(0)
 
         try:
-            future = self._lane.run(_reserve, pool, share.n_chunks, keys, arguments)
+            future = self._lane.run(_reserve, self._pool, share.n_chunks, keys, arguments)
         except Refused:
             share.keep(0)
             raise
@@ -235,12 +233,11 @@ class Reserving:
         except BaseException:
             future.add_done_callback(undo)
             raise
-        return self._outcome(call, pool, keys, share, answer, replaces=replaces)
+        return self._outcome(call, keys, share, answer, replaces=replaces)
 
     def _outcome(
         self,
         call: Call,
-        pool: Pool,
         keys: bytes,
         share: Share,
         answer: Answer,
@@ -262,9 +259,9 @@ class Reserving:
         share.keep(len(open_keys))
         if not open_keys:
             if all(code == ReserveOutcome.PRESENT for code in outcomes):
-                self._tails.replaced(replaces, pool)
+                self._tails.replaced(replaces)
             return ReserveReply(call.seq, self._epoch, outcomes, extents), None
-        effect = Reservation(pool, ticket, open_keys, share, tail=tail, replaces=replaces)
+        effect = Reservation(ticket, open_keys, share, tail=tail, replaces=replaces)
         return ReserveReply(call.seq, self._epoch, outcomes, extents), effect
 
     def _reservation(self, process: AttachedProcess, seq: int) -> Reservation | None:
