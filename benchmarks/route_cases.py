@@ -15,16 +15,14 @@ import msgspec
 
 from benchmarks.common import percentile, sized
 from benchmarks.route_dynamo import grid as dynamo_grid
+from benchmarks.route_formulas import GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
 from benchmarks.route_gateway import Death, Outside, Result, Run
 from benchmarks.route_loads import LOADS, Asked, at_rate, trace
-from kvstrata.policy.routing.choose import POLICIES, AnyPolicy, policy_name
-from kvstrata.policy.routing.llmd import GUIDE, Llmd
-from kvstrata.policy.routing.lmetric import Lmetric
-from kvstrata.policy.routing.mooncake_conductor import MooncakeConductor
-from kvstrata.policy.routing.smg import Smg
+from kvstrata.policy.routing.choose import policy_name
+from kvstrata.policy.routing.policies import POLICIES, Policy
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
-Contender = AnyPolicy | Outside
+Contender = Policy | Outside
 
 ENGINES = sized(8, 3)
 REQUESTS = sized(500, 40)
@@ -129,7 +127,7 @@ def tuned() -> list[Contender]:
     def loss(policy: Contender) -> float:
         return sum(math.log(p99(served(policy, case, SEED + 1_000, TRAINED))) for case in cases)
 
-    grids = [*GRIDS.values(), dynamo_grid()]
+    grids = [grid for grid in (*GRIDS.values(), dynamo_grid()) if grid]
     return [grid[0] if len(grid) == 1 or not TUNES else min(grid, key=loss) for grid in grids]
 
 

@@ -24,7 +24,6 @@ import zmq
 
 from benchmarks.common import NotHere, sized
 from benchmarks.route_gateway import Outside
-from kvstrata.policy.routing.dynamo import Dynamo as DynamoFormula
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.kv_events import KIND, MEDIUM, BlockStored, KVEventBatch
 from kvstrata.testing.engine_sim.requests import SimRequest
@@ -201,7 +200,7 @@ KNOBS: list[dict[str, str]] = [
 """Those that are tried."""
 
 
-def grid() -> Sequence[Outside | DynamoFormula]:
-    """The service with each set of knobs; with `--small` our version of its formula."""
+def grid() -> Sequence[Outside]:
+    """The service with each set of knobs; none with `--small`."""
     service = service_type()
-    return [DynamoFormula()] if service is None else [Dynamo(service, knobs) for knobs in KNOBS]
+    return [] if service is None else [Dynamo(service, knobs) for knobs in KNOBS]

@@ -24,8 +24,7 @@ from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.knowledge import Index, Known
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.policy.routing.baselines import LeastLoaded
-from kvstrata.policy.routing.choose import AnyPolicy
+from kvstrata.policy.routing.policies import LeastLoaded, Policy
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.kv_events import KVEventBatch
@@ -117,7 +116,7 @@ class Run:
 
     def __init__(
         self,
-        policy: AnyPolicy | Outside,
+        policy: Policy | Outside,
         models: dict[str, EngineModel],
         *,
         lag_s: float = 0.005,
@@ -140,7 +139,7 @@ class Run:
             self.fleet.up(engine, {MODEL: {}})
             self.index.add(engine.name)
         self.outside = policy if isinstance(policy, Outside) else None
-        inside = LeastLoaded() if isinstance(policy, Outside) else policy
+        inside: Any = LeastLoaded() if isinstance(policy, Outside) else policy
         self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
         self._coming: list[tuple[float, int, str, Any]] = []
         """Events under way, as (time, number, engine, batch)."""

@@ -36,7 +36,7 @@ from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FLUSH_S
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.gateway.stored_responses import StoredResponses
-from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 GATEWAYS = 8

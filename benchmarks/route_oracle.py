@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.route_gateway import Outside
-from kvstrata.policy.routing.hashing import first
+from kvstrata.policy.routing.policies import ranked_first
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.requests import SimRequest
 
@@ -47,4 +47,4 @@ class Oracle(Outside):
             if soonest_ps is None or found_ps < soonest_ps:
                 soonest_ps, best = found_ps, []
             best.append(name)
-        return best[first(request.name, best)]
+        return best[ranked_first(request.name, best)]

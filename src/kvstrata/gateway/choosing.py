@@ -28,8 +28,9 @@ from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
-from kvstrata.policy.routing.choose import AnyPolicy, Record, choose
+from kvstrata.policy.routing.choose import Record, choose
 from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
+from kvstrata.policy.routing.policies import AnyPolicy
 
 ERRORS = 64
 _BELOW: tuple[Tier, ...] = ("l1", "l2", "peer")

@@ -25,7 +25,7 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.plan import TTFT, Plan, plan
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
-from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready

@@ -42,7 +42,6 @@ class Counters(RuleBasedStateMachine):
         engine=st.sampled_from(NAMES),
         tokens=TOKENS,
         more=TOKENS,
-        weight=st.floats(0, 5),
         ours=st.booleans(),
         whole_s=st.none() | st.sampled_from([0.0, 0.2, 9.0]),
     )
@@ -52,7 +51,6 @@ class Counters(RuleBasedStateMachine):
         engine: str,
         tokens: int,
         more: int,
-        weight: float,
         ours: bool,
         whole_s: float | None,
     ) -> None:
@@ -64,14 +62,13 @@ class Counters(RuleBasedStateMachine):
             tokens,
             tokens + more,
             self.now_s,
-            weight,
             streams=whole_s is None,
             ours=ours,
             until_s=until_s,
         )
         if free:
             self.flights[request] = {
-                "engine": engine, "tokens": tokens, "context": tokens + more, "weight": weight, "runs": False,
+                "engine": engine, "tokens": tokens, "context": tokens + more, "runs": False,
                 "ours": ours, "until_s": until_s,
             }  # fmt: skip
             if sum(1 for flight in self.flights.values() if self.is_before(flight, engine)) >= UNMEASURED:
@@ -102,13 +99,6 @@ class Counters(RuleBasedStateMachine):
             not self.flights[other]["runs"]
             and self.flights[other]["engine"] == self.flights[request]["engine"]
         )
-
-    @rule(request=REQUESTS, tokens=st.integers(-1, 300))
-    def answered(self, request: str, tokens: int) -> None:
-        said = request in self.flights and tokens >= 1
-        assert self.queues.answered(request, tokens) == said
-        if said:
-            self.flights[request]["context"] += tokens
 
     @rule(request=REQUESTS)
     def ended(self, request: str) -> None:
@@ -146,7 +136,7 @@ class Counters(RuleBasedStateMachine):
             assert state.behind_tokens == sum(flight["tokens"] for flight in waiting[1:])
             assert state.inflight_tokens == sum(flight["tokens"] for flight in flights)
             assert state.context_tokens == sum(flight["context"] for flight in flights)
-            assert state.running == math.fsum(flight["weight"] for flight in flights if flight["runs"])
+            assert state.running == sum(flight["runs"] for flight in flights)
             assert 0.0 <= state.backlog_tokens <= state.prefill_tokens
             assert state.queue_s(self.now_s) >= 0.0
 
@@ -241,8 +231,6 @@ def test_bad_numbers_are_refused_and_change_nothing() -> None:
     for arguments, word in (((-1, 5, 1.0), "uncached_tokens: -1"), ((1, -5, 1.0), "context_tokens: -5")):
         with pytest.raises(ValueError, match=word):
             queues.dispatched("x", "a", *arguments)
-    with pytest.raises(ValueError, match="weight: nan"):
-        queues.dispatched("x", "a", 1, 1, 1.0, math.nan)
     with pytest.raises(ValueError, match="tokens_s: 0"):
         queues.rate("a", 0.0, 1.0)
     assert repr(state) == before

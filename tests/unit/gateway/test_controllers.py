@@ -19,9 +19,9 @@ from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.native.hashing import chain_keys, storage_keys
-from kvstrata.policy.routing.choose import POLICIES
 from kvstrata.policy.routing.load_rates import LoadRates
 from kvstrata.policy.routing.model import Copy
+from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import ANSWERS, BAD_FRAME, REPLY_REQUESTS, encode, tags_of
 from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, HoldingsReply, Served, TierRate

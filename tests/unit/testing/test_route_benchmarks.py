@@ -16,7 +16,7 @@ from benchmarks import route_dynamo
 from benchmarks.route_gateway import Death, Outside, Run
 from benchmarks.route_loads import Asked
 from benchmarks.route_oracle import Oracle, first_token_ps
-from kvstrata.policy.routing.choose import POLICIES
+from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.kv_events import KVEventBatch

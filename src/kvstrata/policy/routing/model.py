@@ -10,8 +10,6 @@ from typing import Literal
 
 import msgspec
 
-from kvstrata.native.routing import Costs
-
 Tier = Literal["l0", "l1", "l2", "peer"]
 """Where KV lies, seen from an engine: in its own cache, in its host's pool, behind an adapter, at another host."""
 
@@ -19,12 +17,12 @@ Certainty = Literal["exact", "degraded", "predicted", "unconfirmed"]
 """How a copy is known: by an event; by an event that others may have followed unheard; because a request in flight
 computes it; because a request was sent there and no event has come yet."""
 
-Reason = Literal["lowest_cost", "near_tie", "drawn", "only_eligible", "none_eligible"]
-"""Why this engine: its cost; its hash among engines whose costs hardly differ; a draw; nothing else was eligible."""
+Reason = Literal["lowest_cost", "near_tie", "only_eligible", "none_eligible"]
+"""Why this engine: its cost; its hash among engines whose costs hardly differ; nothing else was eligible."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `number` counts the requests of a gateway; `affinity` decides near-ties, by default the id does."""
+    """One request. `number` counts the requests of a gateway; the id decides near-ties."""
 
     id: str
     tokens: int
@@ -32,8 +30,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     session: str = ""
     """Name of the conversation, where the client gave one."""
-    affinity: str = ""
-    """Requests with the same text here prefer the same engine in a near-tie; e.g. the key of the first chunk."""
 
 
 class LoadPath(msgspec.Struct, kw_only=True):
@@ -46,7 +42,7 @@ class LoadPath(msgspec.Struct, kw_only=True):
 
 
 class EngineState(msgspec.Struct, kw_only=True):
-    """One engine. Counters are the router's own, not polled ones, unless their text says otherwise."""
+    """One engine. Counters are the router's own, not polled ones."""
 
     name: str
     prefill_tokens_s: float
@@ -71,16 +67,10 @@ class EngineState(msgspec.Struct, kw_only=True):
     """In flight: dispatched and not ended."""
     waiting: int = 0
     """Of these, the requests whose first token has not come."""
-    running: float = 0.0
-    """The others, each by the weight of its SLO's slack; 1 for a request without one."""
+    running: int = 0
+    """The others."""
     context_tokens: int = 0
-    """KV that the requests in flight need: their prompts and what they have answered."""
-    kv_tokens: int = 0
-    """Capacity of the engine's KV cache; 0: unknown."""
-    kv_usage: float = 0.0
-    """Polled: the used share of the engine's KV cache, 0 to 1."""
-    generated_tokens_s: float = 0.0
-    """Polled: tokens that the engine generates a second; 0: unknown."""
+    """KV that the prompts of the requests in flight need."""
     paths: dict[Tier, LoadPath] = {}
     """Tiers without a path cannot be loaded from."""
 
@@ -89,7 +79,14 @@ class EngineState(msgspec.Struct, kw_only=True):
 
         An engine that should have computed all of it, and has not, is expected to need as long again as it is late.
         """
-        return COSTS.queue_s(self, now_s)
+        rate = self.prefill_tokens_s
+        seconds = self.backlog_tokens / rate
+        if now_s > self.at_s:
+            seconds -= now_s - self.at_s
+        seconds = max(seconds, self.behind_tokens / rate)
+        if self.waiting and self.moved_s is not None:
+            seconds += max(0.0, now_s - self.moved_s - self.prefill_tokens / rate)
+        return seconds
 
 
 class Fleet(msgspec.Struct, kw_only=True):
@@ -113,10 +110,6 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     """`predicted`: when the request in flight is expected to have computed it."""
     source: str = ""
     """Who gives it: instance or tier, for the decision to name."""
-
-
-COSTS = Costs(EngineState, Copy, LoadPath)
-"""What requests cost at engines; the formula of `ttft`."""
 
 
 class Knowledge(msgspec.Struct, frozen=True, kw_only=True):

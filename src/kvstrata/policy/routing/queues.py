@@ -53,13 +53,12 @@ class Waiting(NamedTuple):
 class InFlight:
     """A request that was dispatched and has not ended."""
 
-    __slots__ = ("context_tokens", "engine", "running", "uncached_tokens", "weight")
+    __slots__ = ("context_tokens", "engine", "running", "uncached_tokens")
 
-    def __init__(self, engine: EngineQueue, uncached_tokens: int, context_tokens: int, weight: float) -> None:
+    def __init__(self, engine: EngineQueue, uncached_tokens: int, context_tokens: int) -> None:
         self.engine = engine
         self.uncached_tokens = uncached_tokens
         self.context_tokens = context_tokens
-        self.weight = weight
         self.running = False
 
 
@@ -77,15 +76,13 @@ class EngineQueue:
         """The waiting ones that this router sent."""
         self.full = False
         """Whether `ours` was `UNMEASURED` since it was 0."""
-        self.weights: dict[str, float] = {}
-        """Of the running requests."""
         self._clear()
 
     def _clear(self) -> None:
         state = self.state
-        state.backlog_tokens = state.running = 0.0
+        state.backlog_tokens = 0.0
         state.prefill_tokens = state.inflight_tokens = state.context_tokens = 0
-        state.requests = state.waiting = 0
+        state.requests = state.waiting = state.running = 0
 
     def drain(self, now_s: float) -> None:
         """Count as computed what the engine should have computed since the last call. A clock that steps back waits."""
@@ -144,18 +141,12 @@ class EngineQueue:
         """The uncached tokens of the prompts that take room."""
         return [one.tokens for one in self.waiting.values() if one.ours and one.until_s > now_s]
 
-    def start_running(self, request: str, weight: float) -> None:
-        """Count a request among the running ones."""
-        self.weights[request] = weight
-        self.state.running = math.fsum(self.weights.values())
-
     def remove(self, request: str, flight: InFlight) -> None:
         """Release all that is left of a request."""
         state = self.state
         if request in self.waiting:
             self.stop_waiting(request, computed=False)
-        if self.weights.pop(request, None) is not None:
-            state.running = math.fsum(self.weights.values())
+        state.running -= flight.running
         self.requests.discard(request)
         state.requests -= 1
         state.inflight_tokens -= flight.uncached_tokens
@@ -196,29 +187,26 @@ class Queues:
         uncached_tokens: int,
         context_tokens: int,
         now_s: float,
-        weight: float = 1.0,
         *,
         streams: bool = True,
         ours: bool = True,
         until_s: float = math.inf,
     ) -> bool:
-        """Reserve for a request that is sent: the tokens to compute, the KV it needs, its weight among the running.
+        """Reserve for a request that is sent: the tokens to compute and the KV it needs.
 
         `streams`, `ours` and `until_s`: see Waiting.
 
         Returns False, and reserves nothing, if the request is in flight already, the engine unknown, or the limit
-        reached.  Raises ValueError for a negative number of tokens or a weight that is not finite and at least 0.
+        reached.  Raises ValueError for a negative number of tokens.
         """
         for name, tokens in (("uncached_tokens", uncached_tokens), ("context_tokens", context_tokens)):
             if tokens < 0:
                 raise ValueError(f"{name}: {tokens} of request {request!r}; it must be at least 0")
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight: {weight} of request {request!r}; it must be finite and at least 0")
         queue = self._engines.get(engine)
         if queue is None or request in self._flights or len(self._flights) >= self._limit:
             return False
         queue.drain(now_s)
-        flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens, weight)
+        flight = self._flights[request] = InFlight(queue, uncached_tokens, context_tokens)
         queue.add(request, flight, Waiting(uncached_tokens, streams, ours, until_s), now_s)
         return True
 
@@ -262,16 +250,7 @@ class Queues:
         flight.engine.drain(now_s)
         flight.engine.stop_waiting(request, computed=True)
         flight.engine.state.moved_s = None if flight.engine.whole else now_s
-        flight.engine.start_running(request, flight.weight)
-        return True
-
-    def answered(self, request: str, tokens: int) -> bool:
-        """Note that a request's answer grew by some tokens, which need KV."""
-        flight = self._flights.get(request)
-        if flight is None or tokens < 1:
-            return False
-        flight.context_tokens += tokens
-        flight.engine.state.context_tokens += tokens
+        flight.engine.state.running += 1
         return True
 
     def ended(self, request: str, now_s: float) -> bool:
