@@ -3,7 +3,7 @@
     python -m benchmarks.sim_fidelity [--seconds 600] [--fit-seconds 120] [--wall-clock] [--results FILE]
 
 Real vLLM 0.32 on the CPU, 19 M parameters, runs in a process that hands it requests at their times and steps it,
-without HTTP.  First it serves a load to which the costs of steps are fitted (kvstrata.testing.engine_sim.fitting);
+without HTTP.  First it serves a load to which the costs of steps are fitted (benchmarks/sim_costs.py);
 then another one: other lengths, prefixes, rate and seed.  The simulated engine serves the second load in virtual time
 with the fitted costs.  Both begin with an empty cache that is smaller than the load's prompts.
 
@@ -29,11 +29,10 @@ import msgspec
 
 from benchmarks.common import figure, percentile, scratch, sized
 from benchmarks.run import RESULTS, merge
+from benchmarks.sim_costs import StepSample, fit_costs
 from benchmarks.vllm_hit_ttft import ready
-from kvstrata.testing.engine_sim import fleet
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
-from kvstrata.testing.engine_sim.fitting import StepSample, fit_costs
 from kvstrata.testing.engine_sim.requests import SimRequest
 from tests.harness import vllm_model
 from tests.harness.vllm_run import VllmProcess
@@ -125,7 +124,9 @@ def simulated(load: list[Arrival], costs: dict[str, float]) -> Seen:
         for number, (_, prompt, answer) in enumerate(load)
     ]
     times = [int(at * PS_PER_S) for at, _, _ in load]
-    fleet.run([engine], zip(times, requests, strict=True), lambda request, at_ps: engine)
+    for at_ps, request in zip(times, requests, strict=True):
+        engine.submit(request, at_ps)
+    engine.advance(1 << 100)
     return seen(
         load,
         [each.first_token_ps / PS_PER_S for each in requests],

@@ -73,7 +73,7 @@ def simulate(load: list[dict[str, Any]]) -> tuple[dict[str, Any], list[list[Any]
     engine.advance(1 << 100)
     told = {
         name: {
-            "steps": [at // PS_PER_US - 1 for at in request.token_times_ps()],
+            "steps": [at // PS_PER_US - 1 for at in request.token_times_ps],
             "preemptions": request.preemptions,
             "aborted": request.end is End.ABORT,
         }

@@ -136,27 +136,6 @@ def test_other_kv_is_no_hit(start: Callable[..., Engine], differs: dict[str, str
         assert time.monotonic() < ends_s
 
 
-def test_engines_with_other_blocks_share_nothing(start: Callable[..., Engine]) -> None:
-    first, second, other = start(), start(), start("--kv-token-bytes", "64")
-    until_hit(first, second, 1)
-    assert other.ask(prompt(1)) == 0
-
-
-def test_a_producer_loads_nothing(server: ServerProcess, start: Callable[..., Engine]) -> None:
-    first, second = start(), start()
-    until_hit(first, second, 1)
-    text = config(server).replace("kv_both", "kv_producer")
-    producer = Sim("--model", "m", "--kv-transfer-config", text)
-    try:
-        body = {"prompt": prompt(1), "max_tokens": 3}
-        reply = httpx.post(f"{producer.url}/v1/completions", json=body, trust_env=False)
-        assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert producer.stop() == 0
-    finally:
-        producer.process.kill()
-        producer.process.wait()
-
-
 def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: Callable[..., Engine]) -> None:
     first, second = start(), start()
     until_hit(first, second, 1)
@@ -170,35 +149,6 @@ def test_engines_go_on_when_the_server_is_killed(server: ServerProcess, start: C
         assert time.monotonic() < ends_s, "blocks are held for copies to a server that is gone"
     server.start()
     until_hit(first, second, 6000)
-
-
-def test_a_frozen_server_delays_requests_for_a_moment_only(
-    server: ServerProcess, start: Callable[..., Engine]
-) -> None:
-    first, second = start(lookup_timeout_ms=200), start(lookup_timeout_ms=200)
-    until_hit(first, second, 1)
-    server.freeze()
-    try:
-        assert second.ask(prompt(5000)) == 0
-        assert second.ask(prompt(5001)) == 0
-    finally:
-        server.thaw()
-
-
-def test_each_rank_has_a_connector_of_its_own(start: Callable[..., Engine]) -> None:
-    first, second = start("--data-parallel-size", "2"), start()
-    ends_s = time.monotonic() + PATIENCE_S
-    for rank in (0, 1):
-        for seed in range(1000):
-            tokens = prompt(1000 * (rank + 1) + seed)
-            body = {"prompt": tokens, "max_tokens": 3}
-            reply = first.client.post(
-                "/v1/completions", json=body, headers={"x-data-parallel-rank": str(rank)}
-            )
-            assert reply.status_code == 200
-            if second.ask(tokens):
-                break
-            assert time.monotonic() < ends_s, f"nothing that rank {rank} has computed was hit"
 
 
 def test_stored_chunks_are_told_as_kv_events(start: Callable[..., Engine]) -> None:

@@ -1,30 +1,19 @@
-"""The simulated engine: nothing is lost, its blocks add up, and neither haste nor impatience changes its times."""
+"""The simulated engine: nothing is lost, its blocks add up, and further looks change nothing."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.testing.engine_sim import decoders
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_US, EngineModel
 from kvstrata.testing.engine_sim.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from kvstrata.testing.engine_sim.requests import End, SimRequest
 
 FOREVER = 1 << 100
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_spans() -> Iterator[None]:
-    """Let requests get their parts of the steps that were counted together after few of them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoders, "MOST_SPANS", 5)
-        yield
 
 
 class Arrival(NamedTuple):
@@ -81,11 +70,9 @@ class Told(NamedTuple):
     stored: dict[int, int]
 
 
-def serve(
-    model: EngineModel, arrivals: list[Arrival], *, fast: bool, looks_us: list[int], checked: bool = False
-) -> Told:
+def serve(model: EngineModel, arrivals: list[Arrival], *, looks_us: list[int], checked: bool = False) -> Told:
     """Serve a load, looking at the engine at some further times."""
-    engine = SimEngine(model, fast=fast)
+    engine = SimEngine(model)
     requests, calls, now = [], [], 0
     for number, arrival in enumerate(arrivals):
         now += arrival.gap_us * PS_PER_US
@@ -109,7 +96,7 @@ def serve(
     assert engine.next_ps() is None
     assert engine.used_share == 0
     return Told(
-        [list(each.token_times_ps()) for each in requests],
+        [each.token_times_ps for each in requests],
         [(each.end, each.ended_ps, each.cached_tokens, each.preemptions) for each in requests],
         engine.take_events(),
         engine.stored_keys(),
@@ -120,7 +107,7 @@ def serve(
 def test_blocks_add_up_at_any_time_and_no_token_is_lost(
     model: EngineModel, arrivals: list[Arrival], looks_us: list[int]
 ) -> None:
-    told = serve(model, arrivals, fast=True, looks_us=looks_us, checked=True)
+    told = serve(model, arrivals, looks_us=looks_us, checked=True)
     for arrival, times, (end, ended_ps, _, _) in zip(arrivals, told.times, told.ends, strict=True):
         assert times == sorted(set(times))
         if end is End.ABORT:
@@ -132,19 +119,17 @@ def test_blocks_add_up_at_any_time_and_no_token_is_lost(
 
 
 @given(MODELS, ARRIVALS, st.lists(st.integers(0, 6000), max_size=40))
-def test_steps_taken_together_and_further_looks_change_nothing(
+def test_further_looks_change_nothing(
     model: EngineModel, arrivals: list[Arrival], looks_us: list[int]
 ) -> None:
-    told = serve(model, arrivals, fast=True, looks_us=[])
-    assert serve(model, arrivals, fast=False, looks_us=[]) == told
-    assert serve(model, arrivals, fast=True, looks_us=looks_us) == told
+    assert serve(model, arrivals, looks_us=looks_us) == serve(model, arrivals, looks_us=[])
 
 
 @given(MODELS, ARRIVALS)
 def test_who_follows_the_events_knows_which_blocks_are_stored(
     model: EngineModel, arrivals: list[Arrival]
 ) -> None:
-    told = serve(model, arrivals, fast=True, looks_us=[])
+    told = serve(model, arrivals, looks_us=[])
     known: Counter[int] = Counter()
     for _, events in told.events:
         for event in events:
@@ -160,12 +145,12 @@ def test_who_follows_the_events_knows_which_blocks_are_stored(
     assert +known == Counter(told.stored)
 
 
-@given(MODELS, ARRIVALS, st.lists(st.integers(0, 3000), min_size=1, max_size=6), st.booleans())
+@given(MODELS, ARRIVALS, st.lists(st.integers(0, 3000), min_size=1, max_size=6))
 def test_a_copy_goes_on_as_the_engine_does_and_changes_nothing_for_it(
-    model: EngineModel, arrivals: list[Arrival], looks_us: list[int], fast: bool
+    model: EngineModel, arrivals: list[Arrival], looks_us: list[int]
 ) -> None:
-    told = serve(model, arrivals, fast=fast, looks_us=[])
-    engine, copies = SimEngine(model, fast=fast), []
+    told = serve(model, arrivals, looks_us=[])
+    engine, copies = SimEngine(model), []
     requests, now, leaves = [], 0, []
     for number, arrival in enumerate(arrivals):
         now += arrival.gap_us * PS_PER_US
@@ -184,7 +169,7 @@ def test_a_copy_goes_on_as_the_engine_does_and_changes_nothing_for_it(
     engine.advance(FOREVER)
     for each in requests:
         at = int(each.name)
-        assert list(each.token_times_ps()) == told.times[at]
+        assert each.token_times_ps == told.times[at]
     assert engine.stored_keys() == told.stored
     for copied in copies:
         copied.advance(FOREVER)
@@ -192,5 +177,5 @@ def test_a_copy_goes_on_as_the_engine_does_and_changes_nothing_for_it(
         assert copied.stored_keys() == told.stored
         for each in copied.take_changed():
             at = int(each.name)
-            assert list(each.token_times_ps()) == told.times[at]
+            assert each.token_times_ps == told.times[at]
             assert (each.end, each.ended_ps, each.cached_tokens, each.preemptions) == told.ends[at]

@@ -31,7 +31,7 @@ from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.connectors.vllm.worker import WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
-from kvstrata.native.engine_blocks import Sequence as BlockSequence
+from kvstrata.testing.engine_sim.blocks import Sequence as BlockSequence
 from kvstrata.testing.engine_sim.connected import News
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 from kvstrata.testing.engine_sim.kv_events import MEDIUM_HOST, BlockRemoved, BlockStored, Event
@@ -96,7 +96,7 @@ class _Request:
     def update_block_hashes(self) -> None:
         """The salt has changed: blocks of the engine are keyed by the new one. REQUIRES: there are none yet."""
         root = root_key(self.of.adapter, self.cache_salt)
-        self.of.sequence = BlockSequence(self.of.tokens, int.from_bytes(root, "big"))
+        self.of.sequence = BlockSequence(self.of.tokens, root)
 
     @property
     def blocks(self) -> list[int]:

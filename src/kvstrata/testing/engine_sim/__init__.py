@@ -1,5 +1,5 @@
 """A simulated serving engine: vLLM's scheduler and block pool over a model of time, in virtual time or behind HTTP.
 
-`engine` is the discrete-event core, which knows neither sockets nor clocks; `fleet` runs many of them in virtual time,
-and `app` puts one behind vLLM's HTTP interface in real time.
+`engine` is the discrete-event core, which knows neither sockets nor clocks; `app` puts one behind vLLM's HTTP
+interface in real time.
 """

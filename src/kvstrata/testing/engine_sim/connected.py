@@ -80,7 +80,7 @@ class ConnectedEngine(SimEngine):
     """Owns its connector. See the module."""
 
     def __init__(self, model: EngineModel, connector: Connector) -> None:
-        super().__init__(model, fast=False)
+        super().__init__(model)
         self._connector = connector
         self._loading: dict[str, SimRequest] = {}
         """Requests with blocks into which KV is loaded, also those that have ended meanwhile."""
@@ -140,7 +140,7 @@ class ConnectedEngine(SimEngine):
     def _begin(self) -> None:
         begun_ns = time.perf_counter_ns()
         work: list[tuple[SimRequest, int]] = []
-        left, preempted = self._serve_running(work, 0, self.model.max_num_batched_tokens)
+        left, preempted = self._serve_running(work)
         if not preempted and self._waiting:
             self._admit(work, left)
         lost, self._preempted = self._preempted, set()
@@ -148,7 +148,7 @@ class ConnectedEngine(SimEngine):
         self.totals.steps += bool(work)
         took = self._costs.step + self._duration(work) if work else IDLE_PS
         spent = (time.perf_counter_ns() - begun_ns) * PS_PER_NS
-        self._step = Step(self._free_ps, self._free_ps + spent + took, work, False)
+        self._step = Step(self._free_ps, self._free_ps + spent + took, work)
 
     def _admit(self, work: list[tuple[SimRequest, int]], left: int) -> None:
         for request in list(self._waiting):
@@ -178,11 +178,11 @@ class ConnectedEngine(SimEngine):
 
         None: not known yet.  -1: too few blocks are free.  Nothing has changed then.
         """
-        own = self._blocks.find(request.sequence, request.known_tokens) * self.model.block_tokens
+        own = len(self._blocks.find(request.sequence, request.known_tokens)) * self.model.block_tokens
         external = self._connector.matched(request, own)
         if external is None:
             return None
-        if self._blocks.admit(request.sequence, request.known_tokens) < 0:
+        if not self._blocks.admit(request.sequence, request.known_tokens):
             return -1
         request.computed = own
         if external:

@@ -13,22 +13,16 @@ fit before a request is admitted):
 Times are picoseconds from an origin that the caller chooses.  A step begins only once `advance` is called with a later
 time, so it contains everything that arrived until its beginning, in whatever order the calls were made.  The state at a
 time therefore depends on what was submitted when, and not on how often `advance` was called.
-
-With `fast`, requests that decode are counted together (`Decoders`), and so are steps in which all requests decode.  The
-results are the same.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvstrata.errors import BadRequest
-from kvstrata.native.engine_blocks import EngineBlocks
-from kvstrata.testing.engine_sim.decoders import Decoders
+from kvstrata.testing.engine_sim.blocks import Blocks
 from kvstrata.testing.engine_sim.engine_model import EngineModel, StepCosts
 from kvstrata.testing.engine_sim.kv_events import (
     KIND,
@@ -38,12 +32,7 @@ from kvstrata.testing.engine_sim.kv_events import (
     BlockStored,
     Event,
 )
-from kvstrata.testing.engine_sim.requests import End, SimRequest, Span
-
-if TYPE_CHECKING:
-    from kvstrata.native.engine_blocks import StoredParts
-
-    Change = tuple[int, int, tuple[int, ...], StoredParts | None]
+from kvstrata.testing.engine_sim.requests import End, SimRequest
 
 
 class Step(NamedTuple):
@@ -53,8 +42,6 @@ class Step(NamedTuple):
     end_ps: int
     work: list[tuple[SimRequest, int]]
     """Requests, and how many tokens of each are computed."""
-    decodes: bool
-    """Whether each of the decoders gets a token too."""
 
 
 class Totals:
@@ -76,17 +63,13 @@ class Totals:
 class SimEngine:
     """One simulated engine. Every call gives a time, and none may give an earlier one than another before it."""
 
-    def __init__(self, model: EngineModel, *, fast: bool = True) -> None:
+    def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.totals = Totals()
         self._costs = StepCosts(model)
-        self._fast = fast
         self._events: list[Event] | None = [] if model.kv_events else None
         self._batches: list[tuple[int, list[Event]]] = []
-        self._blocks = EngineBlocks(model.kv_blocks, model.block_tokens, finds=model.prefix_caching)
-        self._decoders = Decoders(self._blocks)
-        self._decoded = False
-        """Whether decoders got tokens since `take_changed`."""
+        self._blocks = Blocks(model.kv_blocks, model.block_tokens, finds=model.prefix_caching)
         self._waiting: deque[SimRequest] = deque()
         self._running: list[SimRequest] = []
         self._requests: dict[str, SimRequest] = {}
@@ -159,8 +142,6 @@ class SimEngine:
             return True
         if request in self._running:
             self._running.remove(request)
-            if request.joined:
-                self._decoders.leave(request)
         else:
             self._waiting.remove(request)
         self._finish(request, End.ABORT, at_ps)
@@ -178,13 +159,10 @@ class SimEngine:
 
     def copy(self) -> SimEngine:
         """An engine in the same state that goes on by itself, counts from zero, and tells no events."""
-        self._decoders.settle_all()
         made = copy.copy(self)
         made.totals, made._events, made._batches = Totals(), None, []
         made._blocks = self._blocks.copy()
         own = made._requests = {name: request.copy() for name, request in self._requests.items()}
-        ahead = int(self._step is not None and self._step.decodes)
-        made._decoders, made._decoded = self._decoders.copy(made._blocks, own, ahead), False
         made._waiting = deque(own[request.name] for request in self._waiting)
         made._running = [own[request.name] for request in self._running]
         made._aborted = [own[request.name] for request in self._aborted]
@@ -203,16 +181,10 @@ class SimEngine:
                 self._complete(self._step)
             if self._free_ps >= until_ps or not self._has_work():
                 return
-            if not (self._fast and self._run_decodes(until_ps)):
-                self._begin()
+            self._begin()
 
     def take_changed(self) -> list[SimRequest]:
         """Requests that got tokens or ended since the last call."""
-        if self._decoded:
-            self._decoded = False
-            self._decoders.settle_all()
-            for request in self._decoders.requests:
-                self._note_change(request)
         changed, self._changed = self._changed, []
         for request in changed:
             request.changed = False
@@ -227,7 +199,6 @@ class SimEngine:
         """Check the invariants between requests and blocks."""
         self._blocks.validate(block for request in self._running for block in request.sequence.blocks)
         assert all(not request.sequence.blocks for request in self._waiting)
-        assert self._running[: len(self._decoders.requests)] == self._decoders.requests
         assert len(self._running) <= self.model.max_num_seqs
         assert len(self._requests) == len(self._running) + len(self._waiting)
 
@@ -238,37 +209,18 @@ class SimEngine:
         return bool(self._running or self._waiting)
 
     def _begin(self) -> None:
-        decoders, costs = self._decoders, self._costs
-        sequences, left = len(decoders.requests), self.model.max_num_batched_tokens
-        if sequences and (sequences > left or not self._blocks.fits(1)):
-            self._part()
-            sequences = 0
-        took = costs.step
-        if sequences:
-            took += costs.decodes(sequences, decoders.context_tokens)
-            self._tell_changes(self._blocks.decode(1, tell=self._events is not None))
         work: list[tuple[SimRequest, int]] = []
-        left, preempted = self._serve_running(work, sequences, left - sequences)
+        left, preempted = self._serve_running(work)
         if not preempted and self._waiting:
             self._admit(work, left)
-        assert work or sequences, "the first request always gets tokens and blocks"
+        assert work, "the first request always gets tokens and blocks"
         self.totals.steps += 1
         start = self._free_ps
-        self._step = Step(start, start + took + self._duration(work), work, sequences > 0)
+        self._step = Step(start, start + self._costs.step + self._duration(work), work)
 
-    def _part(self) -> None:
-        """Let the decoders be scheduled one by one: not each gets a token or a block."""
-        for request in self._decoders.requests[:]:
-            self._decoders.leave(request)
-            self._note_change(request)
-
-    def _serve_running(self, work: list[tuple[SimRequest, int]], first: int, left: int) -> tuple[int, bool]:
-        """Schedule those that run, from a place on; `left` are the step's tokens.
-
-        Returns the tokens that are left then, and whether a request was preempted.
-        """
-        preempted = False
-        at = first
+    def _serve_running(self, work: list[tuple[SimRequest, int]]) -> tuple[int, bool]:
+        """Schedule those that run; returns the tokens that are left, and whether a request was preempted."""
+        left, at, preempted = self.model.max_num_batched_tokens, 0, False
         while at < len(self._running) and left:
             request = self._running[at]
             tokens = min(request.known_tokens - request.computed, left)
@@ -285,11 +237,10 @@ class SimEngine:
         size = self.model.block_tokens
         while left and self._waiting and len(self._running) < self.model.max_num_seqs:
             request = self._waiting[0]
-            found = self._blocks.admit(request.sequence, request.known_tokens)
-            if found < 0:
+            if not self._blocks.admit(request.sequence, request.known_tokens):
                 return
             self._waiting.popleft()
-            request.computed = found * size
+            request.computed = len(request.sequence.blocks) * size
             self._count_lookup(request)
             tokens = min(request.known_tokens - request.computed, left)
             self._running.append(request)
@@ -308,23 +259,21 @@ class SimEngine:
 
     def _grow(self, request: SimRequest, tokens: int) -> bool:
         """Give a request the blocks for more tokens, and let full ones be found; returns whether they were free."""
-        end = request.computed + tokens
-        grown = self._blocks.grow(request.sequence, end)
+        sequence, size, end = request.sequence, self.model.block_tokens, request.computed + tokens
+        if end // size == sequence.stored and end <= len(sequence.blocks) * size:
+            return True
+        grown = self._blocks.grow(sequence, end)
         if grown is None:
             return False
-        if self._events is not None:
-            stored, removed = grown
-            self._tell_removed(removed)
-            if stored:
-                size = self.model.block_tokens
-                full = end // size
-                parts = request.sequence.stored_parts(full - stored, full, size)
-                self._events.append(_stored(request, parts, size))
+        stored, removed = grown
+        self._tell_removed(removed)
+        if stored and self._events is not None:
+            self._events.append(_stored(request, stored, size))
         return True
 
-    def _tell_removed(self, keys: tuple[int, ...]) -> None:
-        if keys and self._events is not None:
-            self._events += _removed(keys)
+    def _tell_removed(self, keys: list[int]) -> None:
+        if self._events is not None:
+            self._events += [BlockRemoved([key], MEDIUM, 0) for key in keys]
 
     def _preempt(self) -> SimRequest:
         """Send the request that was admitted last back to wait before all others."""
@@ -340,29 +289,26 @@ class SimEngine:
         request.computed = 0
 
     def _duration(self, work: list[tuple[SimRequest, int]]) -> int:
-        """What the requests that are not decoders add to a step."""
-        costs, total = self._costs, 0
+        """What requests add to a step."""
+        total, sequences, context = 0, 0, 0
         for request, tokens in work:
             if tokens == 1 and request.produced:
-                total += costs.decodes(1, request.computed + 1)
+                sequences += 1
+                context += request.computed + 1
             else:
-                total += costs.prefill(request.computed, tokens)
-        return total
+                total += self._costs.prefill(request.computed, tokens)
+        return total + self._costs.decodes(sequences, context)
 
     def _complete(self, step: Step) -> None:
         """Count what a step has computed, hand out its tokens, and let go whoever is ready or was aborted."""
         self._step = None
         self._free_ps = step.end_ps
-        for request in self._aborted:
-            if request.joined:
-                self._decoders.leave(request)
-        span = Span(1, step.start_ps, step.end_ps - step.start_ps, 0)
-        ended = self._count_decodes(span) if step.decodes else []
+        ended: list[SimRequest] = []
         for request, tokens in step.work:
             request.computed += tokens
             if request.computed < request.known_tokens or request in self._aborted:
                 continue
-            request.spans.append(span)
+            request.token_times_ps.append(step.end_ps)
             request.produced += 1
             self.totals.answer_tokens += 1
             if request.produced == request.answer_tokens:
@@ -370,8 +316,6 @@ class SimEngine:
                 self._finish(request, request.planned_end, step.end_ps)
                 continue
             self._note_change(request)
-            if self._fast:
-                self._decoders.join(request)
         for request in self._aborted:
             ended.append(request)
             self._finish(request, End.ABORT, step.end_ps)
@@ -379,17 +323,6 @@ class SimEngine:
         for request in ended:
             self._running.remove(request)
         self._close_batch(step.end_ps)
-
-    def _count_decodes(self, span: Span) -> list[SimRequest]:
-        """The decoders got the tokens of a span; returns those that ended with it, which still run."""
-        decoders = self._decoders
-        self.totals.answer_tokens += span.tokens * len(decoders.requests)
-        self._decoded = True
-        decoders.count(span)
-        ended = decoders.take_ended()
-        for request in ended:
-            self._finish(request, request.planned_end, self._free_ps)
-        return ended
 
     def _finish(self, request: SimRequest, end: End, at_ps: int) -> None:
         self._give_back(request)
@@ -409,73 +342,20 @@ class SimEngine:
             self._batches.append((at_ps, self._events[:]))
             self._events.clear()
 
-    def _run_decodes(self, until_ps: int) -> bool:
-        """Compute the next steps together if nothing but decoding happens in them; returns whether there were any.
 
-        The last of them is at most that with which a request ends, and ends by `until_ps`.
-        """
-        decoders, model = self._decoders, self.model
-        sequences = len(decoders.requests)
-        if not sequences or sequences != len(self._running) or sequences > model.max_num_batched_tokens:
-            return False
-        if self._waiting and sequences < model.max_num_seqs:
-            return False
-        first = self._costs.step + self._costs.decodes(sequences, decoders.context_tokens)
-        growth = self._costs.decodes(0, sequences)
-        steps = min(
-            decoders.steps_left(),
-            self._blocks.free // sequences * model.block_tokens,
-            _steps_in(until_ps - self._free_ps, first, growth),
-        )
-        if not steps:
-            return False
-        span = Span(steps, self._free_ps, first, growth)
-        self._tell_changes(self._blocks.decode(steps, tell=self._events is not None), span)
-        self.totals.steps += steps
-        self._free_ps = span.end_ps(steps)
-        for request in self._count_decodes(span):
-            self._running.remove(request)
-        return True
-
-    def _tell_changes(self, changes: list[Change], span: Span | None = None) -> None:
-        """Tell of decoders' blocks: in the batches of a span's steps, or in that of the one step that begins."""
-        batch, last, size = self._events, -1, self.model.block_tokens
-        for step, number, removed, parts in changes:
-            if span is not None and step != last:
-                batch, last = [], step
-                self._batches.append((span.end_ps(step + 1), batch))
-            assert batch is not None
-            if removed:
-                batch += _removed(removed)
-            if parts is not None:
-                batch.append(_stored(self._decoders.requests[number], parts, size))
-
-
-def _removed(keys: Iterable[int]) -> list[BlockRemoved]:
-    return [BlockRemoved([key], MEDIUM, 0) for key in keys]
-
-
-def _stored(request: SimRequest, parts: StoredParts, size: int) -> BlockStored:
-    keys, parent, tokens = parts
-    adapter = request.adapter
+def _stored(request: SimRequest, keys: list[int], size: int) -> BlockStored:
+    adapter, end = request.adapter, request.sequence.stored
+    first = end - len(keys)
     plain = adapter is None and request.salt is None
     return BlockStored(  # positions take less time than names
         keys,
-        parent,
-        tokens,
+        request.sequence.keys(first - 1, first, size)[0] if first else None,
+        request.tokens[first * size : end * size].tolist(),
         size,
         None if adapter is None else 1,
         MEDIUM,
         adapter,
-        [None] * len(keys) if plain else request.extra_keys(len(keys), first=parent is None),
+        [None] * len(keys) if plain else request.extra_keys(len(keys), first=not first),
         0,
         KIND,
     )
-
-
-def _steps_in(time_ps: int, first_ps: int, growth_ps: int) -> int:
-    """How many steps end within a time, when the first takes `first_ps` and each next one `growth_ps` longer."""
-    if not growth_ps:
-        return time_ps // first_ps
-    linear = 2 * first_ps - growth_ps
-    return (math.isqrt(linear * linear + 8 * growth_ps * time_ps) - linear) // (2 * growth_ps)

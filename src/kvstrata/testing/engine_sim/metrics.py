@@ -51,7 +51,7 @@ class Metrics:
         first_token, between, whole, queued = (one.labels(self._model, str(rank)) for one in histograms)
 
         def count(request: SimRequest) -> None:
-            times = [at / self._ps_per_s for at in request.token_times_ps()]
+            times = [at / self._ps_per_s for at in request.token_times_ps]
             arrived = request.arrived_ps / self._ps_per_s
             if times:
                 first_token.observe(times[0] - arrived)

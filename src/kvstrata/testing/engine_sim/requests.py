@@ -11,13 +11,13 @@ import enum
 import functools
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvstrata.native.engine_blocks import Sequence as BlockSequence
+from kvstrata.testing.engine_sim.blocks import KEY_BYTES
+from kvstrata.testing.engine_sim.blocks import Sequence as BlockSequence
 
-KEY_BYTES = 8
 _SYLLABLES = (
     "ka",
     "lo",
@@ -45,19 +45,6 @@ class End(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-
-
-class Span(NamedTuple):
-    """Tokens that came in steps one after the other: token i ends step i, which took `first_ps + i × growth_ps`."""
-
-    tokens: int
-    start_ps: int
-    first_ps: int
-    growth_ps: int
-
-    def end_ps(self, count: int) -> int:
-        """When `count` steps have ended."""
-        return self.start_ps + count * self.first_ps + self.growth_ps * (count * (count - 1) // 2)
 
 
 class SimRequest:
@@ -88,7 +75,7 @@ class SimRequest:
         self.tokens.extend(prompt)
         self.tokens.extend(answer)
         self.planned_end = end
-        self.sequence = BlockSequence(self.tokens, int.from_bytes(root, "big"))
+        self.sequence = BlockSequence(self.tokens, root)
         """Its blocks in the engine, and their keys."""
         self.adapter = adapter
         self.salt = salt
@@ -97,9 +84,7 @@ class SimRequest:
         self.computed = 0
         """Tokens whose KV is there, or is computed by the step in flight once that has ended."""
         self.produced = 0
-        """Tokens of the answer. This and `spans` are up to date after the engine's `take_changed`, and at the end."""
-        self.joined = self.settled_steps = self.settled_spans = 0
-        """Of `Decoders`; `joined` is 0 for a request that does not decode."""
+        """Tokens of the answer."""
         self.cached_tokens: int | None = None
         """Tokens that the request found computed when it was first scheduled; None before."""
         self.preemptions = 0
@@ -107,13 +92,15 @@ class SimRequest:
         self.scheduled_ps = -1
         self.ended_ps = -1
         self.end: End | None = None
-        self.spans: list[Span] = []
+        self.token_times_ps: list[int] = []
+        """When each token came."""
         self.changed = False
 
     def copy(self) -> SimRequest:
         """The same request at a copy of its engine."""
         made = copy.copy(self)
-        made.sequence, made.spans, made.changed = self.sequence.copy(), self.spans[:], False
+        made.sequence, made.changed = self.sequence.copy(), False
+        made.token_times_ps = self.token_times_ps[:]
         return made
 
     @property
@@ -129,12 +116,7 @@ class SimRequest:
     @property
     def first_token_ps(self) -> int:
         """When the first token came. REQUIRES: it has."""
-        return self.spans[0].end_ps(1)
-
-    def token_times_ps(self) -> Iterator[int]:
-        """When each token came."""
-        for span in self.spans:
-            yield from (span.end_ps(count) for count in range(1, span.tokens + 1))
+        return self.token_times_ps[0]
 
     def block_keys(self, blocks: int, block_tokens: int) -> list[int]:
         """The keys of the first blocks. Raises ValueError unless the tokens fill them."""
