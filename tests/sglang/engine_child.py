@@ -62,7 +62,7 @@ class _Engine:
 
         device, self.pool = _pools(kind, layout, heads)
         allocator = PagedTokenToKVPoolAllocator(256, PAGE_TOKENS, torch.float16, "cpu", device, False)
-        for name, value in (arguments or {}).items():
+        for name, value in {"weight_version": "1", **(arguments or {})}.items():
             msgspec.Struct.__setattr__(get_context().server_args, name, value)
         widths = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), tp[1])
         with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0, tp_rank=tp[0], pp_rank=0, **widths):
