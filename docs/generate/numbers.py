@@ -12,11 +12,11 @@ from kvstrata.policy.store import StorePolicy
 
 LABELS = {
     "instance_id": "`instance_id` of the configuration",
-    "op": "operations of [wire-codes.md](wire-codes.md#operations)",
-    "code": "[error codes](wire-codes.md#error-codes)",
-    "reason": "[reasons of a miss](wire-codes.md#reasons-of-a-miss); for skipped puts: "
-    "[reasons](wire-codes.md#reasons-of-a-put-to-l2-that-was-skipped), or the adapter's own word",
-    "outcome": "[outcomes of reserve](wire-codes.md#outcomes-of-reserve); for an adapter: `stored`, `absent` and so "
+    "op": "[operations](protocol.md#operations)",
+    "code": "[error codes](protocol.md#errors)",
+    "reason": "[reasons of a miss](protocol.md#reasons-of-a-miss); for skipped puts: `Skip` in "
+    "`src/kvstrata/policy/store.py`, or the adapter's own word",
+    "outcome": "[outcomes of reserve](protocol.md#operations); for an adapter: `stored`, `absent` and so "
     "on, with `:reason` where there is one",
     "tier": "`l1`, or `l2` for what was loaded first",
     "tenant": "a tenant that the settings or the tenants file name",

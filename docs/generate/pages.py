@@ -1,7 +1,6 @@
 """The pages of docs/ and the files of configs/ that are generated: `python -m docs.generate` writes them all.
 
-Their contents come from the code: field types and bounds from the structs, meanings from the docstring of a class and
-from the text below a field or member.
+Their contents come from the code: types, bounds and meanings from the settings structs and the tables of metrics.
 """
 
 from __future__ import annotations
@@ -13,28 +12,19 @@ from pathlib import Path
 from docs.generate.adapters import adapter_schema, adapters
 from docs.generate.configuration import reference as configuration
 from docs.generate.dashboard import dashboard
-from docs.generate.http_api import controller_api, controller_openapi, openapi
 from docs.generate.lmcache import coming_from_lmcache
-from docs.generate.messages import cluster_messages, wire_codes
 from docs.generate.monitoring import for_kubernetes
 from docs.generate.numbers import metrics
 from docs.generate.source import DOCS
-from docs.generate.states import states
 
 PAGES: dict[str, Callable[[], str]] = {
     "../configs/grafana/kvstrata.json": dashboard,
     "../configs/kubernetes/prometheus.yaml": for_kubernetes,
     "adapters.md": adapters,
     "l2-adapter.schema.json": adapter_schema,
-    "cluster-messages.md": cluster_messages,
     "coming-from-lmcache.md": coming_from_lmcache,
     "configuration.md": configuration,
-    "controller-api.md": controller_api,
-    "controller-openapi.json": controller_openapi,
     "metrics.md": metrics,
-    "openapi.json": openapi,
-    "states.md": states,
-    "wire-codes.md": wire_codes,
 }
 """By file name below docs/."""
 

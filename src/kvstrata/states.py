@@ -1,8 +1,6 @@
-"""State machines as data: the code executes the table of a machine, and the docs print it.
+"""State machines as data: the code executes the table of a machine.
 
 A module with a state machine writes it down as one `Machine` and changes state by `Machine.after` alone.
-`docs/generate/states.py` lists the machines: `make docs` prints them in `docs/states.md`, and
-`tests/unit/test_states.py` checks that each state is reached and each event happens.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MB = 1 << 20
 BAR_CELLS = 20
 FAULTS = ("corrupt", "l2_failed", "breaker_open", "deadline", "put_skipped", "refused", "evicted")
-"""Reasons of a miss that somebody can do something about, the worst first (docs/wire-codes.md)."""
+"""Reasons of a miss that somebody can do something about, the worst first."""
 
 
 class Column(NamedTuple):

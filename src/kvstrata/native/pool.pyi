@@ -1,6 +1,6 @@
 """The L1 pool in shared memory, for its server. Clients map it by `native.index`, adapter hosts by `native.lent`.
 
-The states of an entry and of a row are in docs/states.md (`native.machines`).
+The states of an entry and of a row are in `native.machines`.
 
 1. An extent is given out again only when nobody can touch its bytes any more: no hold, lease or reservation is left,
    and every process of an earlier epoch that may touch them is gone or has quiesced.  No clock is involved.

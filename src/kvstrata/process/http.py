@@ -79,7 +79,7 @@ class ErrorBody(BaseModel):
     """Body of an answer that is an error."""
 
     code: str = Field(
-        description="A stable word, see docs/wire-codes.md; `not_found` for a thing that does not exist."
+        description="A stable word (docs/protocol.md), `not_found` for a thing that does not exist."
     )
     message: str = Field(description="What is wrong and what to change, for people.")
     field: str = Field(description="The wrong field; empty if no single field is wrong.")

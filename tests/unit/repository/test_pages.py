@@ -1,10 +1,12 @@
-"""The pages that people read: every link leads somewhere, and the index names every page."""
+"""The pages that people read: every link leads somewhere, the index names every page, generated pages are current."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 from pathlib import Path
+
+from docs.generate.pages import stale
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -31,9 +33,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
+def test_every_generated_page_is_current() -> None:
+    assert not list(stale()), "run `make docs`"
+
+
 def test_links_lead_somewhere() -> None:
     wrong = []
-    for page in PAGES:
+    for page in set(PAGES) - {DOCS / "changelog.md"}:  # which may name pages that are gone
         for target, anchor in LINK.findall(CODE.sub("", page.read_text())):
             there = page.parent / target if target else page
             if not there.exists() or (anchor and anchor not in anchors(there)):

@@ -16,7 +16,7 @@ from kvstrata.config.lmcache.interfaces import SERVER_PATHS
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, ConfigError, StorageError, Unavailable
 from kvstrata.policy.misses import Explained, Explainer
-from kvstrata.process.http_gate import Access, guard, sized
+from kvstrata.process.http_gate import PROBES, Access, guard, sized
 from kvstrata.process.listen import listen, read_token
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.admin.explain import Explaining
@@ -196,6 +196,17 @@ async def test_healthcheck_of_lmcache_answers_as_readyz_does(admin):
         answer = await http.get("/healthcheck")
         assert answer.status_code == 503
         assert answer.json() == {"status": "unhealthy", "reason": "adopting the pool"}
+
+
+async def test_openapi_describes_each_operation_with_its_errors_and_its_token(admin):
+    async with client(admin) as http:
+        api = (await http.get("/openapi.json")).json()
+    for path, operations in api["paths"].items():
+        for operation in operations.values():
+            assert {"4XX", "5XX"} <= set(operation["responses"]) and "422" not in operation["responses"]
+            assert operation["description"], path
+            assert ("security" in operation) == (path not in PROBES)
+    assert set(api["components"]["schemas"]["ErrorBody"]["properties"]) == {"code", "message", "field"}
 
 
 async def test_other_paths_of_lmcache_are_404_with_ours_named(admin):
