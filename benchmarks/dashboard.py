@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import multiprocessing
+import os
 import random
+import secrets
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
@@ -25,12 +29,14 @@ from typing import Any
 from playwright.async_api import Browser, CDPSession, Page
 
 from benchmarks.common import NotHere, cpu_seconds, figure, scratch, sized, wait_until
-from kvstrata.measure.cluster import Instance
+from kvstrata import __version__
+from kvstrata.errors import ClusterFailure, Unavailable
+from kvstrata.native.copying import crc32c
 from kvstrata.rpc import cluster_wire as wire
-from kvstrata.rpc.cluster_fields import KvKind
+from kvstrata.rpc.cluster_fields import TAG_BYTES, KvKind
 from kvstrata.rpc.shared_key import SharedKey
-from kvstrata.rpc.zmq_curve import new_secret
-from kvstrata.rpc.zmq_link import Links
+from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret
+from kvstrata.rpc.zmq_link import AskLink, Links, PushLink
 from kvstrata.types import LayoutIdentity
 from tests.harness import chromium
 from tests.harness.controller_process import ControllerProcess
@@ -47,6 +53,12 @@ READERS = sized(16, 2)
 SETTLE_S = sized(4.0, 0.5)
 SECONDS = sized(12.0, 1.0)
 GIB = 1 << 30
+ANSWER_S = 5.0
+PART_TAGS = 65_536
+SYNC_ATTEMPTS = 100
+EVICT_SHARE = 8
+"""One in this many changes evicts a chunk that the previous batch admitted."""
+NO_LOAD = wire.Load({}, {}, {}, {}, 0, 0, 0, 0)
 PAGES = {
     "overview": "#/",
     "instances": "#/instances",
@@ -56,6 +68,107 @@ PAGES = {
     "events": "#/events",
     "metrics": "#/metrics",
 }
+
+
+@functools.cache
+def own_address(url: str) -> str:
+    """The address of this machine from which it connects to `url`, as endpoints write it. Raises Unavailable."""
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise Unavailable(f"cannot connect to {url!r}: {error.strerror}") from None
+    return f"[{address}]" if family == socket.AF_INET6 else address
+
+
+class Instance:
+    """One simulated instance."""
+
+    def __init__(
+        self,
+        links: Links,
+        url: str,
+        keys: ClusterKeys,
+        name: str,
+        chunks: int,
+        tiers: Sequence[str] = ("l1",),
+    ) -> None:
+        """The instance holds `chunks` chunks in L1 once it has joined. `tiers` begins with `l1`."""
+        self.name = name
+        self.tiers = list(tiers)
+        self.incarnation = secrets.randbelow(1 << 62) + 1
+        self.held = os.urandom(TAG_BYTES * chunks)
+        """Tags that the instance names in its sync and never evicts."""
+        self._links = links
+        self._host = url.rpartition(":")[0]
+        self._peer_endpoint = f"tcp://{own_address(url)}:9"
+        self._keys = keys
+        self._reply = links.ask(url, keys=keys)
+        self._push: PushLink | None = None
+        self._heart: AskLink | None = None
+        self._seq = 0
+        self._before = b""
+        self._frame = b""
+
+    async def join(self) -> float:
+        """Register and sync; returns the seconds between two heartbeats. Raises Unavailable or ClusterFailure."""
+        request = wire.Register(
+            0, wire.CLUSTER_PROTOCOL_VERSION, self.name, self.incarnation, __version__, self.tiers, len(self.held), 256,
+            self._peer_endpoint, "", "bench", "bench", os.getpid(),
+        )  # fmt: skip
+        registered = await self._reply.ask(request, wire.Registered, ANSWER_S)
+        self._push = self._links.push(f"{self._host}:{registered.pull_port}", keys=self._keys)
+        self._heart = self._links.ask(f"{self._host}:{registered.heartbeat_port}", keys=self._keys)
+        me = (self.name, self.incarnation, 1)
+        await self._reply.ask(wire.SyncBegin(0, *me, 0), wire.Done, ANSWER_S)
+        size = PART_TAGS * TAG_BYTES
+        parts = [self.held[at : at + size] for at in range(0, len(self.held), size)]
+        for index, tags in enumerate(parts):
+            await self._part(wire.SyncPart(0, *me, index, "l1", tags, crc32c(tags)))
+        counts = {"l1": len(self.held) // TAG_BYTES}
+        await self._reply.ask(wire.SyncEnd(0, *me, len(parts), counts), wire.Done, ANSWER_S)
+        await self.beat()
+        return registered.heartbeat_ms / 1000
+
+    async def _part(self, part: wire.SyncPart) -> None:
+        for attempt in range(SYNC_ATTEMPTS):
+            try:
+                await self._reply.ask(part, wire.Done, ANSWER_S)
+            except ClusterFailure as refused:
+                if not refused.retryable or attempt == SYNC_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(refused.retry_after_ms / 1000)
+            else:
+                return
+
+    async def beat(self, load: wire.Load = NO_LOAD, models: Sequence[KvKind] = ()) -> None:
+        """Send one heartbeat. Raises Unavailable or ClusterFailure."""
+        assert self._heart is not None
+        told = wire.Heartbeat(0, self.name, self.incarnation, self._seq, "ready", load, list(models), [])
+        await self._heart.ask(told, wire.Beat, ANSWER_S)
+
+    def try_tell(self, keys: int, tier: str = "l1") -> bool:
+        """Send a batch of `keys` changes of one tier; returns False if the socket accepts no message now.
+
+        The next call then sends that same batch, whatever its arguments.
+        """
+        assert self._push is not None
+        if not self._frame:
+            evicts = self._before[: TAG_BYTES * (keys // EVICT_SHARE)]
+            admits = os.urandom(TAG_BYTES * keys - len(evicts))
+            runs = [wire.Run(wire.Change.ADMIT, tier, admits)]
+            if evicts:
+                runs.append(wire.Run(wire.Change.EVICT, tier, evicts))
+            self._frame = wire.encode(wire.Events(self.name, self.incarnation, self._seq + 1, runs))
+            self._before = admits
+        if not self._push.try_send(self._frame):
+            return False
+        self._seq += 1
+        self._frame = b""
+        return True
 
 
 def load_of(chance: random.Random, one: Instance, before: wire.Load | None) -> wire.Load:

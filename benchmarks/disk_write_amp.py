@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import figure, sized
 from benchmarks.run import RESULTS, merge
-from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
+from benchmarks.traces import TraceRequest, read_trace, synthetic_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "build" / "native" / "bench" / "disk_replay"

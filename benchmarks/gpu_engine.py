@@ -31,7 +31,7 @@ from kvstrata.client import Identity, StoreJob
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover
 from kvstrata.connectors.vllm.metadata import Store
-from kvstrata.measure.workloads import Workload, long_documents
+from kvstrata.measure import serving
 from tests.harness.gpu_engine.connector import Cache, Request
 from tests.harness.gpu_engine.engine import GpuEngine, Step
 from tests.harness.gpu_kv import SHAPES, Device, Shape
@@ -92,7 +92,7 @@ class WatchedMover(DeviceMover):
 
 
 def traffic(
-    engine: GpuEngine, workload: Workload, *, per_s: float, seed: int
+    engine: GpuEngine, workload: list[list[serving.Request]], *, per_s: float, seed: int
 ) -> tuple[list[Request], float, dict[int, float]]:
     """Send all rounds, each after the last one has ended; return requests, seconds, and the end of each store's step.
 
@@ -102,7 +102,7 @@ def traffic(
     requests, ends_s = [], {}
     mover = engine.cache.mover if isinstance(engine.cache, Cache) else None
     begun_s = time.perf_counter()
-    for sent in workload.rounds:
+    for sent in workload:
         at_s = time.perf_counter()
         coming = []
         for one in sent:
@@ -127,7 +127,7 @@ def traffic(
 def run_traffic(
     device: Device,
     shape: Shape,
-    workload: Workload,
+    workload: list[list[serving.Request]],
     settings: ClientSettings | None,
     products: Callable[[int], None],
     *,
@@ -266,7 +266,7 @@ def measure(
     device: Device,
     name: str,
     shape: Shape,
-    workload: Workload,
+    workload: list[list[serving.Request]],
     products: Callable[[int], None],
     *,
     pool_mb: int,
@@ -288,14 +288,21 @@ def measure(
         cached, copied = run_traffic(
             device, shape, workload, settings, products, pool_bytes=pool_bytes, **engine
         )
-    return figures_of(name, bare, cached, workload=workload.meaning, **copied, **more)
+    return figures_of(
+        name,
+        bare,
+        cached,
+        workload=f"{len(workload)} rounds of {len(workload[0])} documents",
+        **copied,
+        **more,
+    )
 
 
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     facts = require_gpu()
     require_cupy()
-    workload = long_documents(
+    workload = serving.long_documents(
         DOCUMENTS, DOCUMENT_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS, rounds=ROUNDS, endpoints=1
     )
     prompt_blocks = -(-(DOCUMENT_TOKENS + QUESTION_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS)

@@ -34,7 +34,7 @@ from typing import Any
 from benchmarks.common import NotHere, figure, percentile, scratch, sized
 from benchmarks.index_engines import ENGINES, INSTANCES, RECORD_BYTES, Visit
 from benchmarks.run import RESULTS, merge
-from kvstrata.measure.workloads import TraceRequest, read_trace, synthetic_trace
+from benchmarks.traces import TraceRequest, read_trace, synthetic_trace
 from tests.tools import fetch_wheels
 
 REQUESTS = sized(6000, 150)

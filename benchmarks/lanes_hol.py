@@ -1,8 +1,10 @@
 """`lanes_hol*`: how long lookups of 1,024 keys take during a burst of puts, against how long they take alone.
 
-`kvstrata bench l2 --burst 4` runs with several adapters: four callers put 1,024 records of 1 MiB at the same time, 256
-each in batches of 64, and a lookup is due every 20 ms.  All calls go through the layers that a server has around an
-adapter.
+Four callers put 1,024 records of 1 MiB at the same time, 256 each in batches of 64, and a lookup of 1,024 keys is due
+every 20 ms, even if the previous one has not ended; every second key is stored.  A lookup is timed from the moment at
+which it was due, so delays of the event loop count too.  All calls go through the layers that a server has around an
+adapter.  A round is a second of lookups alone, then a burst, whose records are deleted; a first burst puts the records
+that lookups ask for.
 
 - `lanes_hol`: an adapter whose `exists` makes one stat a key in the lookup lane and whose puts are durable
   (benchmarks/stat_files.py), with separate threads for lookups and for puts.  The figure also has the same adapter with
@@ -17,17 +19,35 @@ for up to 256 records, which is as long as the disk takes for 256 MiB.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+import secrets
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.common import figure, scratch, sized
-from kvstrata.cli.bench import l2 as bench_l2
+import uvloop
+
+from benchmarks.common import figure, median_spread, percentile, scratch, sized
+from kvstrata.clock import SystemClock
+from kvstrata.errors import StorageError
+from kvstrata.measure.l2 import Records, Work
+from kvstrata.native.pool import Hold
+from kvstrata.storage.base import Presence, PutItem, PutStatus
+from kvstrata.storage.entry import configure_tier
+from kvstrata.storage.stack import Stack, Surroundings, build_stack
+from kvstrata.types import KEY_BYTES
 
 ROUNDS = sized(5, 1)
-RECORDS: list[str] = sized([], ["--count", "16", "--batch", "4"])
-"""Flags of `kvstrata bench l2` for the records of a caller; at full size its defaults hold."""
+RECORDS, BATCH = sized((1024, 64), (16, 4))
+CALLERS = 4
+RECORD_BYTES = 1 << 20
+LOOKUP_KEYS = 1024
+LOOKUP_EVERY_S = 0.02
+IDLE_S = 1.0
 OWN = {"lookup": 1, "retrieve": 1, "store": 4}
 COMMON = 1
 TARGET = 3.0
@@ -35,21 +55,179 @@ DEADLINE_MS = 60_000
 """Deadline of puts; other programs may use the disk too."""
 
 
+class Lookups(NamedTuple):
+    """Seconds of each answered lookup, and the number of lookups with an UNKNOWN key, for example after a deadline."""
+
+    answered: list[float]
+    unknown: int
+
+
+class Round(NamedTuple):
+    """Lookups alone, lookups during the burst, and the seconds and bytes of the burst's puts."""
+
+    idle: Lookups
+    burst: Lookups
+    put_s: float
+    put_bytes: int
+
+
+class Burst(Work):
+    """Runs rounds on one open adapter. Each put takes up to `batch` records; the pool of `records` has room for all.
+
+    `callers` puts run at the same time.
+    """
+
+    def __init__(
+        self,
+        built: Stack,
+        records: Records,
+        *,
+        callers: int,
+        batch: int,
+    ) -> None:
+        super().__init__(built, records, batch)
+        self._callers = callers
+        self._asked: list[bytes] = []
+
+    async def warm_up(self) -> None:
+        """Put the records that lookups ask for from now on. Raises what `run` raises."""
+        await self._burst()
+        asked = self._records.keys[: LOOKUP_KEYS // 2]
+        self._asked = [key for stored in asked for key in (stored, secrets.token_bytes(KEY_BYTES))]
+
+    async def run(self) -> Round:
+        """Run one round.
+
+        Raises Refused if a record was not put, StorageError if one was not deleted or not found, InternalError if a
+        key that was never stored is found, Interrupted after `stop`.
+        """
+        idle, _ = await self._looked_up_during(asyncio.sleep(IDLE_S))
+        self._go_on()
+        put_s, burst = await self._burst()
+        if left := await self._delete(self._records.keys):
+            raise StorageError(
+                f"{self._adapter.name}: {left} of {self._records.count} records were not deleted"
+            )
+        return Round(idle, burst, put_s, self._records.count * self._records.record_bytes)
+
+    async def _burst(self) -> tuple[float, Lookups]:
+        """Put the records under fresh keys; return the seconds of the puts, and the lookups meanwhile."""
+        records = self._records
+        records.seal()
+        numbers = range(records.count)
+        holds = records.committed(numbers)  # this copies the records, so it is not timed
+        with contextlib.ExitStack() as own:
+            for hold in holds:
+                own.callback(hold.drop)
+            self._stored += records.keys
+            lookups, put_s = await self._looked_up_during(self._put(holds))
+        await records.forget(numbers)
+        return put_s, lookups
+
+    async def _put(self, holds: Sequence[Hold]) -> None:
+        """Put all records: each caller puts its share, all callers at the same time."""
+
+        async def share(caller: int) -> None:
+            numbers = range(caller, self._records.count, self._callers)
+            for at in range(0, len(numbers), self._batch):
+                self._go_on()
+                items = [PutItem(self._records.keys[n], holds[n]) for n in numbers[at : at + self._batch]]
+                outcomes = await self._adapter.put(items)
+                self._all("put", [(o.status is PutStatus.STORED, o.status.name, o.reason) for o in outcomes])
+
+        await _all_of([share(caller) for caller in range(self._callers)])
+
+    async def _looked_up_during(self, work: Coroutine[Any, Any, None]) -> tuple[Lookups, float]:
+        """Run `work`; return the lookups that were due before it ended, and the seconds that it took.
+
+        Before `warm_up` has stored records, no lookups run.
+        """
+        loop = asyncio.get_running_loop()
+        ended = threading.Event()
+        times: list[float] = []
+        lookups: list[asyncio.Task[None]] = []
+
+        async def look_up(due_s: float) -> None:
+            found = await self._adapter.exists(self._asked)
+            took_s = time.perf_counter() - due_s
+            if all(each.presence is not Presence.UNKNOWN for each in found):
+                times.append(took_s)
+                self._check_found(found)
+
+        def begin(due_s: float) -> None:
+            lookups.append(loop.create_task(look_up(due_s)))
+
+        def tick() -> None:
+            due_s = time.perf_counter()
+            loop.call_soon_threadsafe(begin, due_s)
+            while not ended.wait(max(0.0, due_s + LOOKUP_EVERY_S - time.perf_counter())):
+                due_s += LOOKUP_EVERY_S
+                loop.call_soon_threadsafe(begin, due_s)
+
+        # A thread starts the lookups, because the loop's timers are late by up to a millisecond.
+        ticker = threading.Thread(target=tick, name="lookups")
+        begun_s = time.perf_counter()
+        if self._asked:
+            ticker.start()
+        try:
+            await work
+        finally:
+            took_s = time.perf_counter() - begun_s
+            ended.set()
+            if self._asked:
+                await loop.run_in_executor(None, ticker.join)
+            await _all_of(lookups)
+        return Lookups(times, len(lookups) - len(times)), took_s
+
+
+async def _all_of(awaited: Sequence[Coroutine[Any, Any, None] | asyncio.Task[None]]) -> None:
+    """Wait until all have ended; then raise the exception of the first in `awaited` that failed, if one did."""
+    outcomes = await asyncio.gather(*awaited, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+async def measured(entry: Mapping[str, Any]) -> list[Round]:
+    """Run all rounds with an adapter."""
+    records = Records(RECORD_BYTES, RECORDS, RECORDS)
+    around = Surroundings(SystemClock(), records.pool.extents_bytes, lambda report: None)
+    built = build_stack(configure_tier(entry, 0), around)
+    with contextlib.ExitStack() as ends:
+        ends.callback(records.close)
+        try:
+            await built.adapter.open(records.context(lambda key: None))
+            work = Burst(built, records, callers=CALLERS, batch=BATCH)
+            try:
+                await work.warm_up()
+                return [await work.run() for _ in range(ROUNDS)]
+            finally:
+                await work.end()
+        finally:
+            await built.adapter.close()
+
+
 def burst(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Run `kvstrata bench l2 --burst` on an adapter; return its report."""
-    words = [
-        "--l2-adapter",
-        json.dumps({**entry, "deadline_ms": DEADLINE_MS}),
-        "--burst",
-        "4",
-        "--rounds",
-        str(ROUNDS),
-        *RECORDS,
-    ]
-    report = bench_l2.run(bench_l2.parser().parse_args(words))
-    print(f"{bench_l2.shown(report)}\n", flush=True)
-    size: dict[str, Any] = report["sizes"][0]
-    return size
+    """Measure an adapter; return lookups of all rounds together, alone and in the burst, and the rates of the puts."""
+    rounds = uvloop.run(measured({**entry, "deadline_ms": DEADLINE_MS}))
+
+    def of(taken: Sequence[Lookups]) -> dict[str, Any]:
+        ms = [1e3 * seconds for each in taken for seconds in each.answered]
+        shares = {f"p{100 * share:.0f}": percentile(ms, share) for share in (0.5, 0.95, 0.99)}
+        return {
+            "ms": {**shares, "greatest": max(ms), "calls": len(ms)},
+            "unknown": sum(each.unknown for each in taken),
+        }
+
+    idle, beside = of([each.idle for each in rounds]), of([each.burst for each in rounds])
+    rate, spread = median_spread([each.put_bytes / each.put_s / 1e9 for each in rounds])
+    found = {
+        "idle": idle,
+        "burst": {**beside, "gb_per_s": {"median": rate, "least": spread[0], "greatest": spread[1]}},
+        "p99_ratio": beside["ms"]["p99"] / idle["ms"]["p99"],
+    }
+    print(json.dumps({"adapter": entry["type"], **found}), flush=True)
+    return found
 
 
 def stat_files(

@@ -36,14 +36,14 @@ def measured(model: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], int]
     rounds: dict[str, dict[str, Any]] = {}
     with VllmApi(model, folder / "none", extra=None, flags=uncached) as engine:
         for number in (1, 2):
-            rounds[f"computed, round {number}"] = asked(f"p2p-none-{number}", folder, engine, None, **SIZES)
+            rounds[f"computed, round {number}"] = asked(f"p2p-none-{number}", engine, None, **SIZES)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(Cluster(folder / "cluster", l1_mb=L1_MB))
         for number, server in enumerate(cluster.servers):
             extra = server.connector_config(**{"kvstrata.lookup_timeout_ms": 30_000})
             with VllmApi(model, folder / f"vllm-{number}", extra=extra, flags=uncached) as engine:
                 name = f"instance {number + 1}, round {number + 1}"
-                rounds[name] = asked(f"p2p-{number}", folder, engine, server, **SIZES)
+                rounds[name] = asked(f"p2p-{number}", engine, server, **SIZES)
             cluster.until_known(number)
         return rounds, cluster.peer_records(1)
 

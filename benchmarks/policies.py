@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import figure
-from kvstrata.measure.workloads import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
+from benchmarks.traces import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
 from kvstrata.native.pool import Pool
 
 EXTENT_BYTES = 4096

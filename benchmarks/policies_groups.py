@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import figure, sized
 from benchmarks.policies import EXTENT_BYTES, IDENTITY, POLICIES, empty_pool
+from benchmarks.traces import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
 from kvstrata.keys.batch import nth
-from kvstrata.measure.workloads import BLOCK_TOKENS, TraceRequest, read_trace, synthetic_trace
 
 REQUESTS = 6_000
 DROP_EVERY = 50

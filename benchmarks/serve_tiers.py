@@ -2,8 +2,7 @@
 
 Real vLLM on the CPU runs as an API server; `kvstrata bench serve long-doc-qa` asks one request at a time.  vLLM's own
 prefix cache is off, as if it could not hold the documents.  The first round computes all documents, the second round
-asks about them again.  For a remote tier L1 is cleared between the rounds, so all KV comes from the tier.  The plots of
-the second rounds go to build/serve_tiers_CASE.svg.
+asks about them again.  For a remote tier L1 is cleared between the rounds, so all KV comes from the tier.
 
 Sketch: a document has 32 MiB of KV, which take 20 ms from Mooncake at 1.6 GB/s and 3 ms more into the engine's blocks;
 then the 32 tokens of a question are computed.  A document that is computed takes seconds.
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, clear_l1, figure, fill_tier, scratch, sized
+from benchmarks.common import clear_l1, figure, fill_tier, scratch, sized
 from benchmarks.vllm_hit_ttft import CHUNK_TOKENS, MODEL, ready
 from kvstrata.cli import asking
 from kvstrata.cli.table import table
@@ -37,7 +36,6 @@ TARGET = 0.25
 
 def asked(
     case: str,
-    folder: Path,
     engine: VllmApi,
     server: ServerProcess | None,
     *,
@@ -45,16 +43,14 @@ def asked(
     tokens: int = DOCUMENT_TOKENS,
 ) -> dict[str, Any]:
     """Ask one round of questions, always about the same documents; return the report of `kvstrata bench serve`."""
-    report = folder / f"{case}.json"
     command = [
         *(Path(sys.executable).with_name("kvstrata"), "bench", "serve", "long-doc-qa", "--url", engine.url),
         *("--documents", str(documents), "--document-tokens", str(tokens), "--rounds", "1"),
-        *("--concurrency", "1", "--extra-body", '{"detokenize": false}', "--label", case),
-        *("--json-file", str(report), "--svg", str(ROOT / "build" / f"serve_tiers_{case}.svg")),
+        *("--concurrency", "1", "--extra-body", '{"detokenize": false}', "--json"),
         *(("--cache-server", server.url) if server else ()),
     ]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
-    [found] = json.loads(report.read_text())["rounds"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True)
+    [found] = json.loads(done.stdout)["rounds"]
     if found["failed"]:
         raise RuntimeError(f"{case}: {found['errors']}")
     return dict(found)
@@ -64,8 +60,8 @@ def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> 
     """Run both rounds with a remote tier, added for them; return the report of the second round."""
     with remotes.tier(name, folder) as tier:
         added = asking.ask(server.url, asking.Ask("/v1/l2/adapters", {"adapter": tier.entry}, timeout_s=60))
-        fill_tier(server, lambda: asked(name, folder, engine, server), CHUNKS)
-        second = asked(name, folder, engine, server)
+        fill_tier(server, lambda: asked(name, engine, server), CHUNKS)
+        second = asked(name, engine, server)
         asking.ask(server.url, asking.Ask(f"/v1/l2/adapters/{added['name']}", None, "DELETE", timeout_s=60))
     clear_l1(server)
     return second
@@ -76,16 +72,16 @@ def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
     rounds: dict[str, dict[str, Any]] = {}
     uncached = ("--no-enable-prefix-caching",)
     with VllmApi(model, folder / "none", extra=None, flags=uncached) as engine:
-        asked("none", folder, engine, None)
-        rounds["none"] = asked("none", folder, engine, None)
+        asked("none", engine, None)
+        rounds["none"] = asked("none", engine, None)
     with contextlib.ExitStack() as stack:
         environment = {**mooncake.environment(), **remotes.MAY_BE_ADDED}
         server = ServerProcess(folder / "server", l1_mb=L1_MB, environment=environment)
         stack.enter_context(server).start()
         engine = VllmApi(model, folder / "vllm", extra=server.connector_config(), flags=uncached)
         stack.enter_context(engine)
-        asked("l1", folder, engine, server)
-        rounds["l1"] = asked("l1", folder, engine, server)
+        asked("l1", engine, server)
+        rounds["l1"] = asked("l1", engine, server)
         clear_l1(server)
         for name in REMOTE:
             rounds[name] = through(name, folder, engine, server)

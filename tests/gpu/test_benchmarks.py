@@ -12,7 +12,7 @@ import pytest
 from benchmarks import gpu_copies, gpu_engine, gpu_pool
 from benchmarks.common import NotHere
 from benchmarks.gpu import on_gpu, require_cupy
-from kvstrata.measure.workloads import long_documents
+from kvstrata.measure.serving import long_documents
 from kvstrata.native.cuda import device_facts
 from tests.harness.cuda_driver import ROOT, Gpu, environment, simulated
 from tests.harness.gpu_kv import Device, Shape

@@ -138,7 +138,6 @@ HEAVY = {
     "sglang": ("connectors.sglang.",),
     "zmq": ("rpc.zmq_", "testing.engine_sim.zmq_", "gateway.residency.zmq_"),
     "rich": ("cli.live", "cli.page_"),
-    "shtab": ("cli.completion",),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
 }
 """Packages and the modules that may import them."""

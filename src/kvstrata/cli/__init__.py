@@ -17,14 +17,12 @@ usage: kvstrata COMMAND [arguments]
   gateway     run a proxy before several engines (also: lmcache-gateway)
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
               `ctl pool` lists, frees and dumps pools without a server
-  bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines,
-              `bench cluster` a controller
+  bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
   l2          `l2 rewrite` writes the records of a storage again with a new key
   migrate     print LMCache's configuration files as a configuration of kvstrata
   names       install LMCache's commands (`lmcache server`, `lmcache_controller`), or remove them
-  completion  print a script with which bash, zsh or fish completes commands and options
   doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
 
 kvstrata COMMAND --help tells more. kvstrata --version and kvstrata COMMAND --version print the version; kvstrata
@@ -93,10 +91,6 @@ def _command(name: str) -> Command | None:
         from kvstrata.cli.l2 import main as l2
 
         return l2
-    if name == "completion":
-        from kvstrata.cli.completion import main as completion
-
-        return completion
     if name == "migrate":
         from kvstrata.cli.migrate import main as migrate
 

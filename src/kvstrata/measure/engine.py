@@ -1,6 +1,6 @@
 """A simulated engine: it attaches to a running server as an engine does, with two sets of blocks and without a model.
 
-It stores from the first set of blocks, loads into the second, and returns the start and end of each step.
+It stores from the first set of blocks, loads into the second, and returns the seconds of each step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The task of one client process; it can be pickled."""
+    """What an engine does."""
 
     directory: str
     port: int
@@ -86,10 +86,9 @@ class Plan(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Start and end of one process's step (`time.monotonic`, one clock for all processes), and the bytes it moved."""
+    """Seconds that a step took, and the bytes it moved."""
 
-    begun_s: float
-    ended_s: float
+    seconds: float
     moved_bytes: int
 
 
@@ -100,7 +99,7 @@ class Silent(Unavailable):
 class SimulatedEngine:
     """One attached process with two sets of blocks for the chunks of a round: one to store from, one to load into."""
 
-    def __init__(self, plan: Plan, number: int) -> None:
+    def __init__(self, plan: Plan) -> None:
         """Raises Refused without memory for the blocks, and another KvstrataError if the server cannot be used."""
         shape = self._shape = plan.shape
         self._chunks = plan.chunks
@@ -116,7 +115,7 @@ class SimulatedEngine:
             )
         except (OSError, OverflowError) as error:
             raise Refused(f"--chunks: no memory for {plan.chunks} chunks in blocks ({error})") from None
-        self._source.fill(range(self._source.num_blocks), (plan.salt, number))
+        self._source.fill(range(self._source.num_blocks), plan.salt)
         self._target.touch()
         self._libc = ctypes.CDLL(None)
         self._libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -142,9 +141,7 @@ class SimulatedEngine:
             facts=self._source.facts,
         )
         self.client.start()
-        self._identity = self.client.identity(
-            RequestIdentity(tenant=plan.tenant, salt=f"{plan.salt} {number}")
-        )
+        self._identity = self.client.identity(RequestIdentity(tenant=plan.tenant, salt=plan.salt))
         self._chain = b""
 
     def connect(self, mapped_bytes: int) -> bool:
@@ -175,7 +172,7 @@ class SimulatedEngine:
 
         begun_s = time.monotonic()
         list(self._threads.map(copy, range(self._chunks)))
-        return Timed(begun_s, time.monotonic(), self._bytes)
+        return Timed(time.monotonic() - begun_s, self._bytes)
 
     def store(self, prompt: int) -> Timed:
         """Store a prompt's chunks.
@@ -194,7 +191,7 @@ class SimulatedEngine:
             reasons = ", ".join(f"{count} × {word}" for word, count in refused.items())
             text = f"{sum(refused.values())} of {self._chunks} chunks were not stored: {reasons}"
             raise Silent(text) if refused.keys() & UNANSWERED else Refused(text)
-        return Timed(begun_s, ended_s, job.bytes)
+        return Timed(ended_s - begun_s, job.bytes)
 
     def retrieve(self) -> Timed:
         """Look up the chunks that were stored last, load them, and compare every byte.
@@ -223,7 +220,7 @@ class SimulatedEngine:
             )
         if self._libc.memcmp(self._source.bases[0], self._target.bases[0], self._bytes):
             raise InternalError("chunks came back with other bytes than were stored")
-        return Timed(begun_s, ended_s, job.bytes)
+        return Timed(ended_s - begun_s, job.bytes)
 
     def lookups(self, count: int) -> list[float]:
         """Look up the chunks that were stored last, `count` times, and release each lease; returns the seconds of each

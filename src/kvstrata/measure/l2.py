@@ -5,8 +5,7 @@ keys, loads them into wiped extents, compares every byte, and deletes them.  Ada
 batch, raw I/O writes and reads the same bytes from and to the same extents.
 
 1. Keys are 32 random bytes, so records of other users are never asked for, written or removed.
-2. `Work.end` deletes the records that were put, even after a failure, once no put is running.  With `keep`, the records
-   of complete passes stay.
+2. `Work.end` deletes the records that were put, even after a failure, once no put is running.
 3. Extents belong to a real pool, small and private to this process, and the adapter gets them through real holds.
 
 A run stops between two calls of the adapter, each of which ends at the adapter's deadline at the latest.
@@ -66,8 +65,8 @@ class Records:
     Owns the records' memory and the pool until `close`.
     """
 
-    def __init__(self, payload_bytes: int, count: int, batch: int, seed: int) -> None:
-        """`seed` determines the payloads. Raises OSError without enough memory."""
+    def __init__(self, payload_bytes: int, count: int, batch: int) -> None:
+        """Raises OSError without enough memory."""
         self.count = count
         self.batch = min(batch, count)
         self.payload_bytes = payload_bytes
@@ -75,7 +74,7 @@ class Records:
         self._memory = mmap.mmap(-1, count * self.record_bytes)
         self._anchor = (ctypes.c_char * 1).from_buffer(self._memory)
         self._address = ctypes.addressof(self._anchor)
-        source = random.Random(seed)
+        source = random.Random(0)
         for number in range(count):
             end = (number + 1) * self.record_bytes
             self._memory[end - payload_bytes : end] = source.randbytes(payload_bytes)
@@ -252,23 +251,11 @@ class Work:
 
 
 class Workload(Work):
-    """Passes of the adapter beside raw I/O. `moved(bytes)` is called after each batch."""
+    """Passes of the adapter beside raw I/O."""
 
-    def __init__(
-        self,
-        built: Stack,
-        records: Records,
-        raw: RawFiles | None,
-        *,
-        keep: bool,
-        moved: Callable[[int], None],
-    ) -> None:
+    def __init__(self, built: Stack, records: Records, raw: RawFiles | None) -> None:
         super().__init__(built, records, records.batch)
         self._raw = raw
-        self._keep = keep
-        self._moved = moved
-        self.kept = 0
-        """Records that stay because of `keep`."""
 
     async def run(self, number: int) -> Pass:
         """Run one pass. Adapter and raw I/O take turns at going first, from batch to batch and from pass to pass.
@@ -290,10 +277,7 @@ class Workload(Work):
             await self._load(numbers, taken, adapter_first=bool((number + at) % 2))
         if self._raw is not None:
             self._raw.remove(range(records.count))
-        if self._keep:
-            self.kept += len(self._stored)
-            self._stored = []
-        elif left := await self._delete(self._stored):
+        if left := await self._delete(self._stored):
             raise StorageError(f"{self._adapter.name}: {left} of {records.count} records were not deleted")
         return taken
 
@@ -320,7 +304,6 @@ class Workload(Work):
             if adapter_first:
                 self._raw_write(numbers, raw_holds, taken)
         await records.forget(numbers)
-        self._moved(len(numbers) * records.record_bytes)
 
     async def _ask(self, numbers: range, taken: Pass) -> None:
         records = self._records
@@ -346,7 +329,6 @@ class Workload(Work):
             records.check(numbers, tickets, f"{self._adapter.name}: load")
             if adapter_first:
                 self._raw_read(numbers, tickets, taken)
-        self._moved(len(numbers) * records.record_bytes)
 
     def _raw_write(self, numbers: range, holds: Sequence[Hold], taken: Pass) -> None:
         if self._raw is not None:

@@ -16,7 +16,6 @@ import pytest
 from kvstrata.errors import InternalError, Refused
 from kvstrata.measure.engine import Plan, Shape, Silent, SimulatedEngine
 from kvstrata.measure.server import RunningServer
-from kvstrata.measure.team import Team
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
@@ -63,32 +62,16 @@ def nothing_is_left(server: ServerProcess) -> bool:
     return not any(counts) and not tenants and not status["peers"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_a_run_gives_every_figure_verified_and_leaves_nothing(server, processes):
-    report = measured(server, "--chunks", "3", "--processes", str(processes))
+def test_a_run_gives_every_figure_verified_and_leaves_nothing(server):
+    report = measured(server, "--chunks", "3")
     figures = {figure["name"]: figure for figure in report["figures"]}
     assert list(figures) == [
         "store", "retrieve", "memcpy", "store / memcpy", "retrieve / memcpy", "lookup p50", "lookup p99", "ping p50",
     ]  # fmt: skip
     assert all(0 < figure["least"] <= figure["value"] <= figure["greatest"] for figure in figures.values())
-    assert report["verified_bytes"] == processes * 3 * 2 * (1 << 20)
+    assert report["verified_bytes"] == 3 * 2 * (1 << 20)
     assert [note for note in report["notes"] if "measured again" not in note] == []
     eventually("all is cleared", lambda: nothing_is_left(server))
-
-
-def test_the_table_shows_the_figures_of_the_report(server):
-    done = bench(server, "--chunks", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    for word in (
-        "store / memcpy",
-        "retrieve",
-        "lookup p99",
-        "ping p50",
-        "GB/s",
-        "byte for byte",
-        "1 MiB: 4 layers",
-    ):
-        assert word in done.stdout
 
 
 def test_a_run_leaves_the_chunks_of_others(server, request):
@@ -140,7 +123,7 @@ def test_an_interrupted_run_leaves_nothing(server, number):
     # A shell without job control starts background processes with SIGINT ignored; children of the tests inherit that.
     as_in_a_terminal = ("env", "--default-signal=INT")
     running = subprocess.Popen(
-        [*as_in_a_terminal, *command(server, "--rounds", "1000", "--chunks", "10", "--processes", "2")],
+        [*as_in_a_terminal, *command(server, "--rounds", "1000", "--chunks", "10")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -159,27 +142,13 @@ def test_an_interrupted_run_leaves_nothing(server, number):
     eventually("every process of it has ended", lambda: group_is_gone(running.pid))
 
 
-def test_client_processes_end_when_the_command_is_killed(server):
-    running = subprocess.Popen(
-        command(server, "--rounds", "1000", "--processes", "2"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    eventually("both attach", lambda: len(server.get("/v1/status")["peers"]) == 2)
-    running.kill()
-    running.wait()
-    eventually("their sessions end", lambda: not server.get("/v1/status")["peers"])
-    eventually("every process of it has ended", lambda: group_is_gone(running.pid))
-
-
 def plan(server: ServerProcess) -> Plan:
     return Plan(str(server.socket_dir), server.port, Shape(2, 1, 8, 2, 32, 16), 3, 1, "tenant", "salt", "")
 
 
 @pytest.fixture
 def engine(server: ServerProcess) -> Iterator[SimulatedEngine]:
-    made = SimulatedEngine(plan(server), 0)
+    made = SimulatedEngine(plan(server))
     made.connect(0)
     yield made
     made.close()
@@ -221,31 +190,6 @@ def test_a_frozen_server_does_not_count_as_missing_chunks(engine, server, step):
     engine.store(5)
     assert engine.retrieve().moved_bytes == 3 * (2 * 2 * 8 * 2 * 32)
     server_clear(server)
-
-
-@pytest.mark.silence
-@pytest.mark.long
-def test_client_processes_go_on_after_the_server_was_frozen(server):
-    team = Team(plan(server), 2)
-    try:
-        team.started()
-        team.all("connect", 0)
-        team.all("store", 6)
-        server.freeze()
-        try:
-            with pytest.raises(Silent):
-                team.all("retrieve")
-        finally:
-            server.thaw()
-        team.all("reconnect")
-        assert len(team.all("retrieve")) == 2
-        answers = team.all("lookups", 4)
-        assert [len(seconds) for seconds in answers] == [4, 4], (
-            "each answer belongs to the question asked last"
-        )
-    finally:
-        team.close()
-        server_clear(server)
 
 
 def server_clear(server: ServerProcess) -> None:

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import termios
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -77,70 +75,11 @@ def test_every_size_is_measured_verified_and_deleted(tmp_path, more):
     assert list(tmp_path.glob("kvstrata-bench-*")) == []
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"type": "disk", "capacity_gb": 0.5}, pytest.param({"isolation": "process"}, marks=pytest.mark.long)],
-    ids=["disk", "fs in a host"],
-)
-def test_a_burst_is_measured_beside_lookups_and_nothing_stays(tmp_path, more):
-    report = measured_burst(entry(tmp_path, **more))
-    assert report["notes"] == [] and "32 keys" in report["lookups"]
-    (size,) = report["sizes"]
-    for name in ("idle", "burst"):
-        ms = size[name]["ms"]
-        assert ms["calls"] and 0 < ms["p50"] <= ms["p95"] <= ms["p99"] <= ms["greatest"]
-    assert size["burst"]["gb_per_s"]["median"] > 0
-    assert not list(tmp_path.rglob("*.kvc"))
-    again = measured_burst(entry(tmp_path, **more))
-    assert again["notes"] == [], "all records of the first run were deleted, or the second were refused"
-
-
-def measured_burst(adapter: str) -> dict[str, Any]:
-    done = bench(adapter, "--burst", "3", "--count", "16", "--batch", "4", "--rounds", "1", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
-
-
-def test_records_of_others_stay_and_with_keep_its_own_stay_too(tmp_path):
-    report = measured(entry(tmp_path), "--keep")
-    kept = set(files(tmp_path))
-    assert len(kept) == 2 * 3 * 5
-    assert report["notes"] == ["--keep: 30 records under random keys stay in fs-0"]
-    contents = {path: path.read_bytes() for path in kept}
-    measured(entry(tmp_path))
-    assert {path: path.read_bytes() for path in files(tmp_path)} == contents
-
-
-@pytest.mark.parametrize("kind", ["fs", pytest.param("disk", marks=pytest.mark.long)])
-def test_a_capacity_that_may_evict_records_of_others_is_refused(tmp_path, kind):
-    capped = entry(tmp_path, type=kind, capacity_gb=0.5)
-    measured(capped, "--keep")
-    for _ in range(2):
-        done = bench(capped, *SMALL)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "--l2-adapter:" in done.stderr and "30 other records" in done.stderr
-
-
 def test_a_capacity_without_room_for_a_pass_is_refused(tmp_path):
     done = bench(entry(tmp_path, capacity_gb=0.003), *SMALL)
     assert (done.returncode, done.stdout) == (1, "")
     assert "--count: 5 MiB do not fit in the 3 MiB" in done.stderr
     assert files(tmp_path) == []
-
-
-def test_the_table_and_both_files_show_the_same_figures(tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
-    svg, out = tmp_path / "figures.svg", tmp_path / "figures.json"
-    done = bench(entry(tmp_path / "kv"), *SMALL, "--svg", str(svg), "--json-file", str(out))
-    assert (done.returncode, done.stderr) == (0, "")
-    report = json.loads(out.read_text())
-    for size in report["sizes"]:
-        assert f"{size['put']['gb_per_s']['median']:.3f}" in done.stdout
-    texts = [text.text for text in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
-    for word in ("put", "raw write + fdatasync", "load", "raw read", "exists", "0.25 MiB", "1 MiB"):
-        assert word in texts
-    for size in report["sizes"]:
-        assert f"{size['load']['ratio']['median']:.2f}×" in texts
 
 
 def test_a_raw_dir_that_cannot_be_used_is_named(tmp_path):
@@ -218,24 +157,3 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, number, isolation):
     assert files(tmp_path) == []
     assert list(tmp_path.glob("kvstrata-bench-*")) == []
     eventually("every process of it has ended", lambda: group_is_gone(running.pid))
-
-
-def test_progress_is_shown_on_a_terminal_only(tmp_path):
-    pytest.importorskip("tqdm", reason="the extra `bench` is not installed")
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    try:
-        with subprocess.Popen(
-            command(entry(tmp_path), *SMALL), stdout=subprocess.DEVNULL, stderr=theirs
-        ) as running:
-            os.close(theirs)
-            seen = b""
-            try:
-                while more := os.read(ours, 4096):
-                    seen += more
-            except OSError:  # the terminal's other end is closed
-                pass
-        assert running.returncode == 0
-        assert b"%" in seen and b"B/s" in seen
-    finally:
-        os.close(ours)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 FEW_FILES = 20
 DOCUMENTED = {*(int(status) for status in Exit)}
 UNANSWERED = ["--url", "http://127.0.0.1:9"]
-SERVE = ["kvstrata", "bench", "serve", "shared-prefix", "--url", "http://127.0.0.1:9", "--users", "1"]
+SERVE = ["kvstrata", "bench", "serve", "long-doc-qa", "--url", "http://127.0.0.1:9"]
 COMMANDS: dict[str, list[str]] = {
     "lmcache-server --check": ["kvstrata.cli.server", "--check"],
     "lmcache-server --help": ["kvstrata.cli.server", "--help"],
@@ -61,15 +61,13 @@ COMMANDS: dict[str, list[str]] = {
         "1",
     ],
     "bench serve": SERVE,
-    "bench cluster": ["kvstrata", "bench", "cluster", "--controller", "tcp://nonsense"],
-    "completion": ["kvstrata", "completion", "bash"],
     "doctor": ["kvstrata", "doctor"],
     "doctor --json": ["kvstrata", "doctor", "--json"],
 }
 """Module and arguments of `python -m`. FOLDER stands for an adapter in a folder of the test."""
 PRINTS = (
     *("--check", "--help", "--version", "kvstrata server", "kvstrata controller"),
-    *("doctor", "bench l2", "completion"),
+    *("doctor", "bench l2"),
 )
 """Commands of these names print something in this test."""
 

@@ -14,18 +14,18 @@ from kvstrata.measure.engine import Silent, Timed
 STEPS = ("memcpy", "store", "retrieve", "lookups")
 
 
-class Team:
-    """One client process; `fails` maps the number of a step of the run to the error that it raises."""
+class Engine:
+    """An engine whose steps end at once; `fails` maps the number of a step of the run to the error that it raises."""
 
     def __init__(self, fails: dict[int, Exception]) -> None:
         self.fails = fails
         self.steps: list[str] = []
         self.prompts: list[int] = []
 
-    def all(self, name: str, *arguments: Any) -> list[Any]:
-        return [self.first(name, *arguments)]
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.step(name, *arguments)
 
-    def first(self, name: str, *arguments: Any) -> Any:
+    def step(self, name: str, *arguments: Any) -> Any:
         if name == "store":
             self.prompts += arguments
         if name in STEPS:
@@ -33,13 +33,13 @@ class Team:
             self.steps.append(name)
             if error is not None:
                 raise error
-            return [1e-4] if name == "lookups" else Timed(0.0, float(len(self.steps)), 1)
+            return [1e-4] if name == "lookups" else Timed(1.0, 1)
         self.steps.append(name)
         return None
 
 
 class Server:
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Engine) -> None:
         self.team = team
 
     def clear(self, tenant: str) -> int:
@@ -47,14 +47,14 @@ class Server:
         return 0
 
 
-def rounds(team: Team, count: int = 2, tenant: str = "") -> tuple[dict[str, list[Any]], list[str]]:
+def rounds(team: Engine, count: int = 2, tenant: str = "") -> tuple[dict[str, list[Any]], list[str]]:
     notes: list[str] = []
     options = argparse.Namespace(rounds=count, tenant=tenant)
     return _rounds(options, Server(team), team, "tenant", notes), notes
 
 
 def test_a_round_with_a_silent_server_is_measured_again_with_other_chunks():
-    calm, stalled = Team({}), Team({6: Silent("no answer"), 15: Silent("no answer")})
+    calm, stalled = Engine({}), Engine({6: Silent("no answer"), 15: Silent("no answer")})
     for team in (calm, stalled):
         taken, notes = rounds(team)
         assert {name: len(values) for name, values in taken.items()} == {
@@ -74,20 +74,20 @@ def test_a_round_with_a_silent_server_is_measured_again_with_other_chunks():
 
 
 def test_a_server_that_stays_silent_ends_the_run():
-    team = Team({step: Silent("no answer to a lookup") for step in range(100)})
+    team = Engine({step: Silent("no answer to a lookup") for step in range(100)})
     with pytest.raises(Unavailable, match="no answer to a lookup"):
         rounds(team)
     assert team.steps.count("memcpy") == TRIES
 
 
 def test_any_other_error_ends_the_run_at_once():
-    team = Team({2: InternalError("other bytes")})
+    team = Engine({2: InternalError("other bytes")})
     with pytest.raises(InternalError, match="other bytes"):
         rounds(team)
     assert team.steps == ["memcpy", "store", "retrieve"]
 
 
 def test_a_tenant_that_has_other_chunks_is_not_cleared():
-    team = Team({1: Silent("no answer")})
+    team = Engine({1: Silent("no answer")})
     rounds(team, 1, tenant="blue")
     assert "clear" not in team.steps

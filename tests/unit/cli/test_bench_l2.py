@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import ctypes
-import importlib.util
 import os
 from typing import Any
 
@@ -15,8 +13,7 @@ from kvstrata.cli import bench
 from kvstrata.cli.bench import l2 as bench_l2
 from kvstrata.clock import SystemClock
 from kvstrata.errors import InternalError, Refused
-from kvstrata.measure.burst import Burst, Lookups, Round
-from kvstrata.measure.l2 import IDENTITY, Interrupted, Pass, Records, Workload
+from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Layer, Stack, Surroundings, build_stack
@@ -49,48 +46,16 @@ def ended(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
         (("--l2-adapter", FS, "--chunk-mb", "1,x"), "--chunk-mb: must be MiB from 1/256 to 2048"),
         (("--l2-adapter", FS, "--chunk-mb", "nan"), "found 'nan'"),
         (("--l2-adapter", FS, "--chunk-mb", "0.001"), "whole pages of 4096 bytes"),
-        (("--l2-adapter", FS, "--chunk-mb", "4", "--chunk-mb", "1,4"), "--chunk-mb: a size is named twice"),
+        (("--l2-adapter", FS, "--chunk-mb", "1,4,1"), "--chunk-mb: names 1 twice"),
         (("--l2-adapter", FS, "--count", "0"), "--count: must be a whole number from 1 to 65536, found '0'"),
         (("--l2-adapter", FS, "--count", "65536", "--chunk-mb", "2048"), "give a smaller --count"),
         (("--l2-adapter", FS, "--batch", "²"), "--batch: must be a whole number from 1 to 1024, found '²'"),
         (("--l2-adapter", FS, "--rounds", "-1"), "--rounds"),
-        (("--l2-adapter", FS, "--seed", "x"), "--seed: must be a whole number from 0"),
-        (("--l2-adapter", FS, "--threads", "257"), "--threads: must be a whole number from 1 to 256"),
-        (
-            ("--l2-adapter", FS, "--json-file", "/no/where/a"),
-            "--json-file: /no/where/a: the directory /no/where does not exist",
-        ),
-        (("--l2-adapter", FS, "--svg", "/"), "--svg: / is a directory; name a file"),
-        (("--l2-adapter", FS, "--burst", "0"), "--burst: must be a whole number from 1 to 64, found '0'"),
-        (("--l2-adapter", FS, "--burst", "2", "--keep"), "--keep: has no effect with --burst"),
-        (("--l2-adapter", FS, "--burst", "2", "--raw-dir", "/tmp"), "--raw-dir: has no effect with --burst"),
-        (("--l2-adapter", FS, "--burst", "2", "--count", "65536"), "give a smaller --count"),
     ],
 )
 def test_wrong_arguments_are_named_before_the_adapter_is_opened(capsys, arguments, says):
     status, err = ended(capsys, *arguments)
     assert status in (1, 2) and says in err
-
-
-def test_without_matplotlib_only_svg_is_refused(capsys, monkeypatch, tmp_path):
-    real_spec, real_import = importlib.util.find_spec, builtins.__import__
-
-    def importing(name: str, *rest: Any) -> Any:
-        if name.partition(".")[0] in ("matplotlib", "tqdm"):
-            raise ImportError(name)
-        return real_import(name, *rest)
-
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "matplotlib" else real_spec(name, *rest),
-    )
-    monkeypatch.setattr(builtins, "__import__", importing)
-    arguments = ("--l2-adapter", FS % tmp_path, "--chunk-mb", "0.25", "--count", "2", "--rounds", "1")
-    status, err = ended(capsys, *arguments, "--svg", str(tmp_path / "a.svg"))
-    assert status == 2 and "--svg" in err and "pip install '.[bench]'" in err
-    assert list(tmp_path.iterdir()) == []
-    assert bench.main(["l2", *arguments]) == 0
 
 
 class Inner:
@@ -114,8 +79,6 @@ class Inner:
         found = await self.inner.exists(keys)
         if self.wrong == "exists":
             return [Found(Presence.PRESENT, f.record_bytes) for f in found]
-        if self.wrong == "unknown" and not set(keys) <= self.put_keys:
-            return [*found[1:], Found(Presence.UNKNOWN, 0, "deadline")]
         return found
 
     async def load(self, items: Any) -> Any:
@@ -129,9 +92,9 @@ class Inner:
         return outcomes
 
 
-async def workload(folder: Any, wrong: str, *, keep: bool = False, stop: bool = False) -> tuple[Inner, Any]:
+async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inner, Any]:
     config = configure_tier(FS % folder, 0)
-    records = Records(PAYLOAD, 5, 2, 0)
+    records = Records(PAYLOAD, 5, 2)
     built = build_stack(config, Surroundings(SystemClock(), 1 << 20, lambda report: None))
     await built.adapter.open(records.context(lambda key: None))
     inner = Inner(built.adapter, wrong)
@@ -139,8 +102,6 @@ async def workload(folder: Any, wrong: str, *, keep: bool = False, stop: bool = 
         Stack(built.name, built.policy, [*built.layers, Layer("told", inner)]),
         records,
         None,
-        keep=keep,
-        moved=lambda count: None,
     )
     if stop:
         work.stop()
@@ -176,125 +137,16 @@ def test_wrong_answers_of_an_adapter_are_caught_and_no_record_stays(tmp_path, wr
     assert stored(tmp_path) == 0
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_pass_leaves_records_only_when_they_are_kept(tmp_path, keep):
-    inner, taken = asyncio.run(workload(tmp_path, "", keep=keep))
+def test_a_pass_leaves_no_record(tmp_path):
+    inner, taken = asyncio.run(workload(tmp_path, ""))
     assert (len(taken.put), len(taken.load), taken.moved_bytes) == (3, 3, 5 * (PAYLOAD + 4096))
-    assert stored(tmp_path) == (5 if keep else 0)
+    assert stored(tmp_path) == 0
     assert len(inner.put_keys) == 5 and len(inner.asked) > 5
 
 
 def test_a_stopped_pass_puts_nothing(tmp_path):
     inner, error = asyncio.run(workload(tmp_path, "", stop=True))
     assert isinstance(error, Interrupted) and inner.put_keys == set()
-
-
-async def bursts(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inner, Any]:
-    """A warm-up and a round of three callers, one with fewer records than the others."""
-    config = configure_tier(FS % folder, 0)
-    records = Records(PAYLOAD, 8, 8, 0)
-    built = build_stack(config, Surroundings(SystemClock(), 1 << 20, lambda report: None))
-    await built.adapter.open(records.context(lambda key: None))
-    inner = Inner(built.adapter)
-    burst = Burst(
-        Stack(built.name, built.policy, [*built.layers, Layer("told", inner)]),
-        records,
-        callers=3,
-        batch=2,
-        moved=lambda count: None,
-    )
-    try:
-        await burst.warm_up()
-        inner.wrong = wrong
-        if stop:
-            burst.stop()
-        return inner, await burst.run()
-    except Exception as error:
-        return inner, error
-    finally:
-        inner.wrong = ""
-        assert await burst.end() == 0
-        await built.adapter.close()
-        assert records.pool.stats()["holds"] == 0
-        records.close()
-
-
-def test_a_burst_stores_every_record_and_leaves_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
-    inner, taken = asyncio.run(bursts(tmp_path, ""))
-    assert taken.put_bytes == 8 * (PAYLOAD + 4096)
-    assert taken.idle.answered and taken.burst.answered and taken.burst.unknown == 0
-    assert len(inner.put_keys) == 2 * 8
-    assert stored(tmp_path) == 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "kind", "says"),
-    [
-        ("put", Refused, r"put: 1 of 2 records: failed \(io\)"),
-        ("exists", InternalError, "keys that were never stored are present"),
-    ],
-)
-def test_wrong_answers_of_an_adapter_in_a_burst_are_caught_and_no_record_stays(
-    tmp_path, monkeypatch, wrong, kind, says
-):
-    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
-    _, error = asyncio.run(bursts(tmp_path, wrong))
-    with pytest.raises(kind, match=says):
-        raise error
-    assert stored(tmp_path) == 0
-
-
-def test_a_stopped_burst_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
-    inner, error = asyncio.run(bursts(tmp_path, "", stop=True))
-    assert isinstance(error, Interrupted) and len(inner.put_keys) == 8
-    assert stored(tmp_path) == 0
-
-
-def test_a_lookup_begins_when_it_is_due_even_while_others_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
-    begun, all_begun = 0, asyncio.Event()
-
-    async def together(self: Inner, keys: Any) -> Any:
-        nonlocal begun
-        begun += 1
-        if begun == 3:
-            all_begun.set()
-        await asyncio.wait_for(all_begun.wait(), 30)
-        return await self.inner.exists(keys)
-
-    monkeypatch.setattr(Inner, "exists", together)
-    _, taken = asyncio.run(bursts(tmp_path, ""))
-    assert len(taken.idle.answered) >= 3
-
-
-def test_lookups_without_an_answer_are_counted_separately(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvstrata.measure.burst.IDLE_S", 0.1)
-    _, taken = asyncio.run(bursts(tmp_path, "unknown"))
-    assert taken.idle.answered == [] and taken.idle.unknown >= 1
-    assert stored(tmp_path) == 0
-
-
-def test_payloads_depend_on_the_seed_and_keys_do_not():
-    def made(seed: int) -> tuple[bytes, list[bytes]]:
-        records = Records(PAYLOAD, 2, 2, seed)
-        try:
-            records.seal()
-            holds = records.committed(range(2))
-            payloads = b"".join(bytes(hold.view())[-PAYLOAD:] for hold in holds)
-            for hold in holds:
-                assert hold.address % 4096 == 0 and hold.length % 4096 == 0
-                hold.drop()
-            asyncio.run(records.forget(range(2)))
-            return payloads, list(records.keys)
-        finally:
-            records.close()
-
-    (first, keys), (again, other_keys), (another, _) = made(1), made(1), made(2)
-    assert first == again != another
-    assert not set(keys) & set(other_keys)
-    assert len(IDENTITY) == 32
 
 
 def test_rates_count_whole_passes_and_times_count_calls():
@@ -311,16 +163,3 @@ def test_rates_count_whole_passes_and_times_count_calls():
     assert found["put"]["ms"] == {"p50": 2000, "p95": 4000, "p99": 4000, "greatest": 4000, "calls": 6}
     assert found["exists"]["ms"]["calls"] == 12
     assert found["verified_bytes"] == 12 * 10**9
-
-
-def test_lookups_are_summed_over_rounds_and_bursts_are_listed_by_round():
-    rounds = [
-        Round(Lookups([0.001] * 99, 0), Lookups([0.002] * 9, 3), 2.0, 10**9),
-        Round(Lookups([0.003], 0), Lookups([0.004], 4), 1.0, 10**9),
-    ]
-    found = bench_l2.burst_figures(1.0, 4096, rounds)
-    assert found["idle"]["ms"] == {"p50": 1, "p95": 1, "p99": 3, "greatest": 3, "calls": 100}
-    assert found["burst"]["ms"] == {"p50": 2, "p95": 4, "p99": 4, "greatest": 4, "calls": 10}
-    assert found["burst"]["gb_per_s"] == {"median": 0.75, "least": 0.5, "greatest": 1.0}
-    assert found["p99_ratio"] == pytest.approx(4 / 3)
-    assert (found["idle"]["unknown"], found["burst"]["unknown"]) == (0, 7)

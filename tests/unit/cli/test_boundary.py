@@ -36,11 +36,10 @@ COMMANDS = (
     "cluster",
     "l2",
     "doctor",
-    "completion",
     "migrate",
     "names",
 )
-BENCHES = ("engine", "l2", "serve", "cluster")
+BENCHES = ("engine", "l2", "serve")
 
 
 def inside(main: object) -> bool:

@@ -1,4 +1,4 @@
-"""`kvstrata bench`: benchmarks of a running server, one storage adapter (`l2`), engines (`serve`), a controller."""
+"""`kvstrata bench`: benchmarks of a running server, one storage adapter (`l2`), engines (`serve`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ def main(arguments: Sequence[str] | None) -> int:
         from kvstrata.cli.bench.serve import main as bench_serve
 
         return bench_serve(arguments[1:])
-    if arguments[:1] == ["cluster"]:
-        from kvstrata.cli.bench.cluster import main as bench_cluster
-
-        return bench_cluster(arguments[1:])
     from kvstrata.cli.bench.engine import main as bench_engine
 
     return bench_engine(arguments)

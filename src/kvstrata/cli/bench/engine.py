@@ -1,10 +1,10 @@
-"""`kvstrata bench`: the speed that a running server on this host gives one or several engines, beside a plain memcpy.
+"""`kvstrata bench`: the speed that a running server on this host gives an engine, beside a plain memcpy.
 
-Each client process attaches as an engine does, with two sets of blocks and without a model.  In a round it copies the
-chunks from the first set to the second by memcpy, stores them from the first set under fresh keys, wipes the second
-set, looks the chunks up, loads them into the second set, and compares every byte.  All clients do each step at the same
-time.  Between rounds the chunks are cleared (unless the user named the tenant), and a round is no larger than the free
-part of L1.  If the server is silent for longer than engines wait, the round is measured again, up to `TRIES` times.
+The command attaches as an engine does, with two sets of blocks and without a model.  In a round it copies the chunks from
+the first set to the second by memcpy, stores them from the first set under fresh keys, wipes the second set, looks the
+chunks up, loads them into the second set, and compares every byte.  Between rounds the chunks are cleared (unless the
+user named the tenant), and a round is no larger than the free part of L1.  If the server is silent for longer than
+engines wait, the round is measured again, up to `TRIES` times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from kvstrata.cli.bench.report import MB, report_of, shown
 from kvstrata.cli.boundary import guarded
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
-from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, Timed, wait_until
+from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, SimulatedEngine, Timed, wait_until
 from kvstrata.measure.server import RunningServer
-from kvstrata.measure.team import Team
 from kvstrata.memory.paths import socket_dirs
 
 L1_SHARE = 0.75
@@ -44,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kvstrata bench",
         description="Measure a running server on this host, used as engines use it.",
         epilog="`kvstrata bench l2` measures one storage adapter without a server, `kvstrata bench serve` engines "
-        "as their users see them, `kvstrata bench cluster` a controller: see their --help.",
+        "as their users see them: see their --help.",
     )
     add = top.add_argument
     add("--port", type=int, default=settings.port, help="RPC port of the server (%(default)s)")
@@ -54,17 +53,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="directory of the server's sockets (derived from the port)",
     )
-    add("--processes", type=whole(1, 64), default=1, help="client processes (%(default)s)")
     add(
         "--chunks",
         type=whole(1, 4096),
         default=8,
         metavar="N",
-        help="chunks that each stores in a round (%(default)s)",
+        help="chunks in a round (%(default)s)",
     )
     add("--rounds", type=whole(1, 1000), default=5, help="measured rounds; one more warms up (%(default)s)")
     add("--threads", type=whole(1, 64), default=settings.copy_threads,
-        help="copy threads of each process, also for memcpy (%(default)s)")  # fmt: skip
+        help="copy threads, also for memcpy (%(default)s)")  # fmt: skip
     for name, default, meaning in (
         ("layers", 32, "layers of the model"),
         ("kv-heads", 8, "kv heads"),
@@ -96,7 +94,7 @@ def main(arguments: Sequence[str] | None) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure; returns the report. Raises KvstrataError; in any case processes have ended and chunks are cleared.
+    """Measure; returns the report. Raises KvstrataError; in any case chunks are cleared.
 
     Chunks of a tenant that the user named stay, because the tenant may have others.
     """
@@ -104,7 +102,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     server = RunningServer(socket_dirs(options.socket_dir, options.port))
     salt = secrets.token_hex(16)
     tenant = options.tenant or f"kvstrata-bench-{salt[:16]}"
-    team: Team | None = None
+    engine: SimulatedEngine | None = None
     notes: list[str] = []
     try:
         chunks = _bounded(options, shape, server.status, notes)
@@ -125,22 +123,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             salt,
             options.token_file,
         )
-        team = Team(plan, options.processes)
-        team.started()
-        pool = server.status["pool"]
-        if not wait_until(lambda: _faulted(server.fresh()), WAIT_S) or not all(
-            team.all("connect", pool["extents_bytes"])
-        ):
+        engine = SimulatedEngine(plan)
+        extents_bytes = server.status["pool"]["extents_bytes"]
+        if not wait_until(lambda: _faulted(server.fresh()), WAIT_S) or not engine.connect(extents_bytes):
             notes.append("not all pages of L1 were faulted in and mapped yet; a later run is faster")
-        rounds = _rounds(options, server, team, tenant, notes)
+        rounds = _rounds(options, server, engine, tenant, notes)
         pings = server.ping_seconds(PINGS)
         evicted = server.fresh()["pool"]["evicted_entries"] - before["pool"]["evicted_entries"]
         if evicted:
             notes.append(f"{evicted} chunks were evicted from L1 meanwhile, by this run or by other engines")
     finally:
         with _no_signals():
-            if team is not None:
-                team.close()
+            if engine is not None:
+                engine.close()
             left_bytes = _left(server, tenant, options.tenant)
             server.close()
     if options.tenant:
@@ -155,7 +150,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rounds(
-    options: argparse.Namespace, server: RunningServer, team: Team, tenant: str, notes: list[str]
+    options: argparse.Namespace,
+    server: RunningServer,
+    engine: SimulatedEngine,
+    tenant: str,
+    notes: list[str],
 ) -> dict[str, list[Any]]:
     """Measure all rounds; returns the measurements of each step, without those of the first round, which warms up."""
     taken: dict[str, list[Any]] = {"memcpy": [], "store": [], "retrieve": [], "lookup": []}
@@ -167,13 +166,13 @@ def _rounds(
             tries_left -= 1
             begun += 1
             try:
-                measured = _round(options, team, begun)
+                measured = _round(options, engine, begun)
             except Silent as error:
                 if not tries_left:
                     raise Unavailable(
                         f"the server was silent in {TRIES} attempts at one round: {error.message}"
                     ) from None
-                team.all("reconnect")
+                engine.reconnect()
             if not options.tenant:
                 server.clear(tenant)
         if number:
@@ -185,20 +184,19 @@ def _rounds(
     return taken
 
 
-def _round(options: argparse.Namespace, team: Team, prompt: int) -> dict[str, list[Any]]:
-    """Measure one round, step by step. Raises Silent; the clients can then begin another round."""
+def _round(options: argparse.Namespace, engine: SimulatedEngine, prompt: int) -> dict[str, list[Any]]:
+    """Measure one round, step by step. Raises Silent; the engine can then begin another round."""
     return {
-        "memcpy": [_rate(team.all("memcpy"))],
-        "store": [_rate(team.all("store", prompt))],
-        "retrieve": [_rate(team.all("retrieve"))],
-        "lookup": team.first("lookups", -(-LOOKUPS // options.rounds)),
+        "memcpy": [_rate(engine.memcpy())],
+        "store": [_rate(engine.store(prompt))],
+        "retrieve": [_rate(engine.retrieve())],
+        "lookup": engine.lookups(-(-LOOKUPS // options.rounds)),
     }
 
 
-def _rate(parts: Sequence[Timed]) -> float:
-    """GB/s of all processes together, from the first start to the last end."""
-    seconds = max(part.ended_s for part in parts) - min(part.begun_s for part in parts)
-    return sum(part.moved_bytes for part in parts) / seconds / 1e9
+def _rate(step: Timed) -> float:
+    """GB/s of a step."""
+    return step.moved_bytes / step.seconds / 1e9
 
 
 def _shape(options: argparse.Namespace) -> Shape:
@@ -222,21 +220,19 @@ def _shape(options: argparse.Namespace) -> Shape:
 
 
 def _bounded(options: argparse.Namespace, shape: Shape, status: dict[str, Any], notes: list[str]) -> int:
-    """Chunks that each process may store in a round without an eviction. Raises Refused if none fits."""
+    """Chunks that may be stored in a round without an eviction. Raises Refused if none fits."""
     pool = status["pool"]
     room = min(
         int(L1_SHARE * pool["extents_bytes"]) - pool["used_bytes"],
         int(LEASED_SHARE * pool["extents_bytes"]) - pool["leased_bytes"],
     )
     record_bytes = shape.chunk_bytes + (64 << 10)  # header and section table
-    fit = max(0, room) // record_bytes // options.processes
+    fit = max(0, room) // record_bytes
     may = f"a run may use {max(0, room) / MB:,.0f} of the {pool['extents_bytes'] / MB:,.0f} MiB of L1 without evicting"
     if fit == 0:
         raise Refused(
-            f"{may}, and one chunk of each of {options.processes} processes takes "
-            f"{options.processes * record_bytes / MB:,.0f} MiB: give a smaller shape or fewer --processes, "
-            "`kvstrata ctl clear`, or start the server with "
-            "a larger --l1-size-gb"
+            f"{may}, and a chunk takes {record_bytes / MB:,.0f} MiB: give a smaller shape, `kvstrata ctl clear`, or "
+            "start the server with a larger --l1-size-gb"
         )
     if fit < options.chunks:
         notes.append(f"{fit} chunks a round instead of {options.chunks}: {may}")

@@ -2,7 +2,7 @@
 
 The adapter is built from the JSON of the server's --l2-adapter, in the same wrappers (codecs, deadline and breaker) and
 with the same lanes or adapter host.  For each size of record the adapter is opened, runs a warm-up and the measured
-passes of measure/l2.py (with --burst: rounds of measure/burst.py), and is closed.
+passes of measure/l2.py, and is closed.
 """
 
 from __future__ import annotations
@@ -10,56 +10,41 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import uvloop
 
 from kvstrata import __version__
-from kvstrata.cli.bench.flags import add_report_flags, progress, run_and_report, whole
+from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.clock import SystemClock
 from kvstrata.config.flags import adapters_from_json
 from kvstrata.errors import ConfigError, Refused, StorageError
-from kvstrata.measure.burst import IDLE_S, LOOKUP_EVERY_S, LOOKUP_KEYS, Burst, Lookups, Round
 from kvstrata.measure.figures import machine, median_spread, percentile
-from kvstrata.measure.l2 import Interrupted, Pass, Records, Work, Workload
-from kvstrata.measure.plot import draw_l2
+from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
 from kvstrata.measure.raw_io import RawFiles, check_direct
 from kvstrata.native.record import record_bytes
 from kvstrata.storage.entry import TierConfig, configure_tier
-from kvstrata.storage.lanes import Lane
 from kvstrata.storage.stack import Surroundings, build_stack
-
-T = TypeVar("T")
 
 MB = 1 << 20
 PAGE_BYTES = 4096
 LARGEST_MB = 2048
-SIZES, COUNT, BATCH = (1.0, 4.0, 32.0), 16, 8
-BURST_SIZES, BURST_COUNT, BURST_BATCH = (1.0,), 1024, 64
-DEFAULT_THREADS = 4
-"""Threads of an adapter whose entry names none."""
-MOST_THREADS = 256
-MOST_CALLERS = 64
+RAW_THREADS = 4
+"""Threads of raw I/O beside an adapter whose entry has no `num_workers`."""
 MEMORY_SHARE = 0.5
 """Largest share of the available memory that a run takes."""
 CAP_SHARE = 0.9
 """Share of an adapter's cap that may be filled; above it the adapter might evict records before they are loaded."""
-
-
-class Threads(NamedTuple):
-    """Threads of raw I/O."""
-
-    write: int
-    read: int
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,23 +56,15 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add("--l2-adapter", action="append", required=True, metavar="JSON",
         help='the adapter, as the server takes it: {"type": "fs", "base_path": "/mnt/nvme/kv"}')  # fmt: skip
-    add("--chunk-mb", type=_sizes, action="extend", metavar="MB[,MB]",
-        help="payload of a record in MiB; several as a list, or by repeating the flag (1,4,32)")  # fmt: skip
-    add("--count", type=whole(1, 65_536), metavar="N", help=f"records in a pass ({COUNT})")
-    add("--batch", type=whole(1, 1024), metavar="N", help=f"records in a call ({BATCH})")
+    add("--chunk-mb", type=_sizes, default=[1.0, 4.0, 32.0], metavar="MB[,MB]",
+        help="payload of a record in MiB, or several (1,4,32)")  # fmt: skip
+    add("--count", type=whole(1, 65_536), default=16, metavar="N", help="records in a pass (%(default)s)")
+    add("--batch", type=whole(1, 1024), default=8, metavar="N", help="records in a call (%(default)s)")
     add("--rounds", type=whole(1, 1000), default=5, metavar="N",
         help="measured passes for each size, after one that warms up (%(default)s)")  # fmt: skip
-    add("--burst", type=whole(1, MOST_CALLERS), metavar="N",
-        help=f"measure lookups of {LOOKUP_KEYS} keys instead, alone and while N callers put a pass (no). Then by "
-        f"default: --chunk-mb {BURST_SIZES[0]:g}, --count {BURST_COUNT}, --batch {BURST_BATCH}")  # fmt: skip
     add("--raw-dir", default="", metavar="DIR",
         help="directory for raw I/O, on the adapter's medium (the adapter's base_path)")  # fmt: skip
-    add("--threads", type=whole(1, MOST_THREADS), metavar="N",
-        help="threads of raw I/O (those of the adapter's entry, else 4)")  # fmt: skip
-    add("--seed", type=whole(0, 1 << 62), default=0, metavar="N",
-        help="seed of the records' random payloads (%(default)s); keys are always random")  # fmt: skip
-    add("--keep", action="store_true", help="keep the records; otherwise they are deleted")
-    add_report_flags(top)
+    add("--json", action="store_true", help="print JSON instead of tables")
     return top
 
 
@@ -96,9 +73,11 @@ def main(arguments: Sequence[str] | None) -> int:
     """Run the benchmark; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
     try:
-        return run_and_report(options, run, shown=shown, draw=draw_l2)
+        report = run(options)
     except Interrupted:
         raise KeyboardInterrupt from None
+    print(json.dumps(report, indent=1, ensure_ascii=False) if options.json else shown(report))
+    return 0
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -109,37 +88,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     entries = adapters_from_json(options.l2_adapter)
     if len(entries) != 1:
         raise ConfigError(f"--l2-adapter: must name one adapter, found {len(entries)}", field="l2_adapter")
-    config = configure_tier(entries[0], 0)
-    if options.burst:
-        for flag in ("raw-dir", "threads", "keep", "svg"):
-            if getattr(options, flag.replace("-", "_")):
-                raise ConfigError(f"--{flag}: has no effect with --burst; leave one of them out")
-    defaults = (BURST_SIZES, BURST_COUNT, BURST_BATCH) if options.burst else (SIZES, COUNT, BATCH)
-    sizes = options.chunk_mb or list(defaults[0])
-    options.count = options.count or defaults[1]
-    options.batch = min(options.batch or defaults[2], options.count)
-    if len(set(sizes)) != len(sizes):
-        raise ConfigError(f"--chunk-mb: a size is named twice in {', '.join(f'{s:g}' for s in sizes)}")
-    _check_memory(max(sizes), options.count, options.count if options.burst else options.batch)
-    return uvloop.run(_Run(options, config, entries[0], sizes).report())
+    options.batch = min(options.batch, options.count)
+    _check_memory(max(options.chunk_mb), options.count, options.batch)
+    return uvloop.run(_Run(options, configure_tier(entries[0], 0), entries[0]).report())
 
 
 class _Run:
     """One run of the command, over all sizes."""
 
-    def __init__(
-        self, options: argparse.Namespace, config: TierConfig, entry: Mapping[str, Any], sizes: list[float]
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, config: TierConfig, entry: Mapping[str, Any]) -> None:
         self._options = options
         self._config = config
         self._entry = entry
-        self._sizes = sizes
-        self._threads = raw_threads(options.threads, entry)
+        workers = entry.get("num_workers")
+        self._raw_threads = workers if isinstance(workers, int) and workers > 0 else RAW_THREADS
         self._notes: list[str] = []
-        self._work: Work | None = None
+        self._work: Workload | None = None
         self._opening: asyncio.Task[None] | None = None
         self._stopped = False
-        self._kept = 0
         self._evicted = 0
 
     async def report(self) -> dict[str, Any]:
@@ -149,13 +115,7 @@ class _Run:
             loop.add_signal_handler(number, self._stop)
         load_before = os.getloadavg()[0]
         options = self._options
-        passes = options.rounds + 1
-        moves = passes if options.burst else 2 * passes
-        total = sum(moves * options.count * record_bytes(1, int(size * MB)) for size in self._sizes)
-        with progress(total, "B", self._notes) as moved:
-            found = [await self._size(size, moved) for size in self._sizes]
-        if self._kept:
-            self._notes.append(f"--keep: {self._kept} records under random keys stay in {self._config.name}")
+        found = [await self._size(size) for size in options.chunk_mb]
         if self._evicted:
             self._notes.append(f"the adapter's cap evicted {self._evicted} records meanwhile")
         codecs = self._entry.get("codec")
@@ -164,40 +124,24 @@ class _Run:
         isolation = self._entry.get("isolation", "in_process")
         where = self._entry.get("base_path", "")
         words = [self._config.name, f"isolation {isolation}", *([f"codec {codecs}"] if codecs else []), where]
+        verified = sum(size["verified_bytes"] for size in found)
         return {
             "adapter": ", ".join(word for word in words if word),
             "version": __version__,
             "machine": machine(),
             "load": f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after (1 min average)",
-            **(self._burst_words() if options.burst else self._pass_words(found)),
+            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds + 1} passes; "
+            f"raw I/O with {self._raw_threads} threads",
+            "verified": f"{verified / MB:,.0f} MiB came back byte for byte",
+            "verified_bytes": verified,
             "sizes": found,
             "notes": self._notes,
         }
 
-    def _burst_words(self) -> dict[str, Any]:
+    async def _size(self, size_mb: float) -> dict[str, Any]:
         options = self._options
-        return {
-            "run": f"{options.burst} callers put {options.count} records in batches of {options.batch}, "
-            f"{options.rounds} rounds of {IDLE_S:g} s idle and a burst",
-            "lookups": f"of {min(LOOKUP_KEYS, 2 * options.count)} keys, half of them stored, one due every "
-            f"{1e3 * LOOKUP_EVERY_S:g} ms",
-        }
-
-    def _pass_words(self, sizes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        options = self._options
-        verified = sum(size["verified_bytes"] for size in sizes)
-        return {
-            "run": f"{options.count} records a pass in batches of {options.batch}, {options.rounds + 1} passes; "
-            f"raw I/O with {self._threads.write} threads to write, {self._threads.read} to read",
-            "verified": f"{verified / MB:,.0f} MiB came back byte for byte",
-            "verified_bytes": verified,
-        }
-
-    async def _size(self, size_mb: float, moved: Callable[[int], None]) -> dict[str, Any]:
-        options = self._options
-        room = options.count if options.burst else options.batch
         try:
-            records = Records(int(size_mb * MB), options.count, room, options.seed)
+            records = Records(int(size_mb * MB), options.count, options.batch)
         except (OSError, MemoryError) as error:
             raise Refused(
                 f"--chunk-mb: no memory for {options.count} records of {size_mb:g} MiB ({error})"
@@ -209,33 +153,18 @@ class _Run:
             try:
                 await self._open(built.adapter.open(records.context(self._was_evicted)))
                 await self._check_adapter(built.adapter, records)
-                if options.burst:
-                    burst = Burst(built, records, callers=options.burst, batch=options.batch, moved=moved)
-                    rounds = await self._measured(burst, lambda: self._rounds(burst))
-                    return burst_figures(size_mb, records.record_bytes, rounds)
-                raw = ends.enter_context(self._raw())
-                work = Workload(built, records, raw, keep=options.keep, moved=moved)
-                passes = await self._measured(work, lambda: self._passes(work))
-                self._kept += work.kept
+                passes = await self._passes(Workload(built, records, ends.enter_context(self._raw())))
             finally:
                 await built.adapter.close()
         return size_figures(size_mb, records.record_bytes, passes)
 
     async def _passes(self, work: Workload) -> list[Pass]:
-        passes = [await work.run(number) for number in range(self._options.rounds + 1)]
-        return passes[1:]
-
-    async def _rounds(self, burst: Burst) -> list[Round]:
-        await burst.warm_up()
-        return [await burst.run() for _ in range(self._options.rounds)]
-
-    async def _measured(self, work: Work, measure: Callable[[], Awaitable[T]]) -> T:
-        """Run `measure`; afterwards delete the records of `work`, and report those that may be left."""
+        """Run the passes; afterwards delete the records of `work`, and report those that may be left."""
         self._work = work
         if self._stopped:
             raise Interrupted
         try:
-            return await measure()
+            return [await work.run(number) for number in range(self._options.rounds + 1)][1:]
         except OSError as error:
             raise StorageError(f"--raw-dir: raw I/O failed: {error}") from None
         finally:
@@ -257,25 +186,22 @@ class _Run:
             self._opening = None
 
     async def _check_adapter(self, adapter: Any, records: Records) -> None:
-        options = self._options
         can = adapter.capabilities
-        if options.batch > can.max_batch:
+        if self._options.batch > can.max_batch:
             raise ConfigError(
-                f"--batch: {adapter.name} takes {can.max_batch} records a call, found {options.batch}"
+                f"--batch: {adapter.name} takes {can.max_batch} records a call, found {self._options.batch}"
             )
-        if not can.can_delete and not options.keep:
+        if not can.can_delete:
             raise ConfigError(
-                f"--keep: {adapter.name} cannot delete records; give --keep to leave them there"
+                f"--l2-adapter: {adapter.name} cannot delete records, so those of a run would stay"
             )
         usage = await adapter.usage()
-        others = usage.records - self._kept
-        if usage.capacity_bytes and others > 0:
+        if usage.capacity_bytes and usage.records:
             raise Refused(
-                f"--l2-adapter: {adapter.name} has a cap, and holds {others} other records, which it may evict for "
-                "those of this run; name an empty base_path on the same medium, or an adapter without a cap"
+                f"--l2-adapter: {adapter.name} has a cap, and holds {usage.records} other records, which it may evict "
+                "for those of this run; name an empty base_path on the same medium, or an adapter without a cap"
             )
-        passes_there = 2 if options.burst else options.rounds + 1 if options.keep else 1
-        need = records.count * records.record_bytes * passes_there
+        need = records.count * records.record_bytes
         room = int(CAP_SHARE * usage.capacity_bytes) - usage.used_bytes
         if usage.capacity_bytes and need > room:
             raise Refused(
@@ -306,7 +232,7 @@ class _Run:
             own = Path(tempfile.mkdtemp(prefix="kvstrata-bench-", dir=folder))
         except OSError as error:
             raise StorageError(f"--raw-dir: {folder}: no folder can be made in it: {error}") from None
-        raw = RawFiles(own, self._threads.write, self._threads.read)
+        raw = RawFiles(own, self._raw_threads, self._raw_threads)
         try:
             yield raw
         finally:
@@ -345,56 +271,8 @@ def size_figures(size_mb: float, record_length: int, passes: Sequence[Pass]) -> 
     return {"chunk_mb": size_mb, "record_bytes": record_length, "verified_bytes": moved, **parts}
 
 
-def burst_figures(size_mb: float, record_length: int, rounds: Sequence[Round]) -> dict[str, Any]:
-    """The figures of one size: lookups of all rounds together, and the rate of each round's burst."""
-    idle, burst = _lookups([each.idle for each in rounds]), _lookups([each.burst for each in rounds])
-    return {
-        "chunk_mb": size_mb,
-        "record_bytes": record_length,
-        "idle": idle,
-        "burst": {**burst, "gb_per_s": _spread([each.put_bytes / each.put_s / 1e9 for each in rounds])},
-        "p99_ratio": burst["ms"]["p99"] / idle["ms"]["p99"],
-    }
-
-
-def _lookups(taken: Sequence[Lookups]) -> dict[str, Any]:
-    """The times and counts of lookups. Raises Refused if no lookup was answered."""
-    answered = [s for each in taken for s in each.answered]
-    if not answered:
-        raise Refused(
-            "--burst: no lookup was answered; give the adapter a longer deadline_ms, or fewer callers"
-        )
-    return {"ms": _percentiles(answered), "unknown": sum(each.unknown for each in taken)}
-
-
-def _shown_burst(report: dict[str, Any]) -> str:
-    heads = {name: report[name] for name in ("adapter", "machine", "load", "run", "lookups")}
-    lines = []
-    for size in report["sizes"]:
-        for name in ("idle", "burst"):
-            found = size[name]
-            ms = found["ms"]
-            lines.append(
-                {
-                    "chunk": f"{size['chunk_mb']:g} MiB",
-                    "ms a lookup": name,
-                    **{word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")},
-                    "lookups": ms["calls"],
-                    "unknown": found["unknown"],
-                    "p99 to idle": f"{size['p99_ratio']:.2f}" if name == "burst" else "",
-                    "put GB/s": f"{found['gb_per_s']['median']:.3f}" if name == "burst" else "",
-                }
-            )
-    return f"{table(heads)}\n\n{table(lines)}"
-
-
 def shown(report: dict[str, Any]) -> str:
     """The report as text."""
-    notes = "".join(f"\nnote: {note}" for note in report["notes"])
-    return (_shown_burst(report) if "lookups" in report else _shown_passes(report)) + notes
-
-
-def _shown_passes(report: dict[str, Any]) -> str:
     rates, times = [], []
     for size in report["sizes"]:
         chunk = f"{size['chunk_mb']:g} MiB"
@@ -419,7 +297,8 @@ def _shown_passes(report: dict[str, Any]) -> str:
             words = {word: f"{ms[word]:.3f}" for word in ("p50", "p95", "p99", "greatest")}
             times.append({"chunk": chunk, "ms a call": name, **words, "calls": ms["calls"]})
     heads = {name: report[name] for name in ("adapter", "machine", "load", "run", "verified")}
-    return f"{table(heads)}\n\n{table(rates)}\n\n{table(times)}"
+    notes = "".join(f"\nnote: {note}" for note in report["notes"])
+    return f"{table(heads)}\n\n{table(rates)}\n\n{table(times)}{notes}"
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -431,22 +310,6 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     ms = [1e3 * each for each in seconds]
     shares = {f"p{100 * share:.0f}": percentile(ms, share) for share in (0.5, 0.95, 0.99)}
     return {**shares, "greatest": max(ms), "calls": len(ms)}
-
-
-def raw_threads(given: int | None, entry: Mapping[str, Any]) -> Threads:
-    """The threads `given`, else those that the entry names for puts and loads, in the fields of `fs` and `disk`."""
-    if given:
-        return Threads(given, given)
-    own = entry.get("per_op_workers")
-    lanes = own if isinstance(own, Mapping) else {}
-
-    def of(lane: Lane) -> int:
-        for count in (lanes.get(str(lane)), entry.get("num_workers")):
-            if isinstance(count, int) and 1 <= count <= MOST_THREADS:
-                return count
-        return DEFAULT_THREADS
-
-    return Threads(of(Lane.PUT), of(Lane.LOAD))
 
 
 def _check_memory(size_mb: float, count: int, batch: int) -> None:
@@ -474,5 +337,7 @@ def _sizes(text: str) -> list[float]:
                 f"must be MiB from 1/256 to {LARGEST_MB}, whole pages of {PAGE_BYTES} bytes, such as 1,4,32, "
                 f"found {word!r}"
             )
+        if size in sizes:
+            raise argparse.ArgumentTypeError(f"names {size:g} twice")
         sizes.append(size)
     return sizes

@@ -48,14 +48,14 @@ def report_of(
         )
     figure("ping p50", "µs", [1e6 * seconds for seconds in pings])
     instance, pool = status["instance"], status["pool"]
-    moved = options.rounds * options.processes * chunks * shape.chunk_bytes
+    moved = options.rounds * chunks * shape.chunk_bytes
     return {
         "server": f"{instance['instance_id']}, version {instance['version']}, "
         f"L1 {pool['extents_bytes'] / MB:,.0f} MiB",
         "client": __version__,
         "machine": machine(),
         "chunk": f"{shape.chunk_bytes / MB:.4g} MiB: {shape}",
-        "run": f"{options.processes} × {chunks} chunks, {options.rounds} rounds, {options.threads} copy threads",
+        "run": f"{chunks} chunks, {options.rounds} rounds, {options.threads} copy threads",
         "verified": f"{moved / MB:,.0f} MiB came back byte for byte",
         "verified_bytes": moved,
         "chunks": chunks,
