@@ -118,9 +118,7 @@ def test_a_bucket_whose_server_was_killed_is_missed_and_used_again(bucket: S3Ser
 def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
     bucket: S3Server, start: Starter
 ) -> None:
-    server = start(
-        bucket.entry(deadline_ms=500, timeout="1s"), "--no-http"
-    )
+    server = start(bucket.entry(deadline_ms=500, timeout="1s"), "--no-http")
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 6)
         until_stored(client)

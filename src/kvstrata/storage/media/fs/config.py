@@ -30,7 +30,10 @@ class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
         Meta(min_length=1, description="Directory below `base_path` for records that are being written."),
     ] = "tmp"
     shared: Annotated[
-        bool, Meta(description="Several servers use the directory: each caps its own records and reads those of all.")
+        bool,
+        Meta(
+            description="Several servers use the directory: each caps its own records and reads those of all."
+        ),
     ] = False
     use_odirect: Annotated[
         bool, Meta(description="Write and read past the page cache, where the file system can.")
