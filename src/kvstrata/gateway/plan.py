@@ -73,126 +73,125 @@ def plan(settings: GatewaySettings, made: Mapping[str, OwnTokenizer] | None = No
     on_socket = socket_path(http.host) is not None
     closed = on_socket or is_loopback(http.host) or (picker.enabled and picker.only)
     if not (closed or settings.tenants or settings.insecure):
-        raise ConfigError(
-            f"http.host: {http.host!r} is not loopback, and clients need no key: name tenants with keys, or use "
-            "--insecure to serve everybody who reaches this port",
-            field="http.host",
+        raise _wrong(
+            "http.host",
+            f"{http.host!r} is not loopback, and clients need no key: name tenants with keys, or use --insecure to "
+            "serve everybody who reaches this port",
         )
-    account, found_key = _check_sources(settings)
-    engines = [
-        (one, _key(one.api_key_file, f"engines[{i}].api_key_file")) for i, one in enumerate(settings.engines)
-    ]
-    _check_names(engines)
-    for i, one in enumerate(settings.engines):
-        if one.url.startswith(DNS) and one.kv_events.startswith("tcp:"):
-            raise ConfigError(
-                f"engines[{i}].kv_events: {one.kv_events!r} is one place, but {one.url!r:.200} stands for several "
-                "engines; leave it empty, so that each is asked",
-                field=f"engines[{i}].kv_events",
-            )
-        if one.kv_events_replay and not one.kv_events.startswith("tcp:"):
-            raise ConfigError(
-                f"engines[{i}].kv_events_replay: needs `kv_events` beside it, as tcp://HOST:PORT",
-                field=f"engines[{i}].kv_events_replay",
-            )
-        if one.url.startswith(DNS) and one.instance:
-            raise ConfigError(
-                f"engines[{i}].instance: {one.instance!r} is one instance, but {one.url!r:.200} stands for several "
-                "engines; leave it empty, and set `engine_url` of their connectors",
-                field=f"engines[{i}].instance",
-            )
-        _check_ports(i, one)
+    service = settings.engines_from.kubernetes
+    if not (settings.engines or service):
+        raise _wrong(
+            "engines", "none is named; give --engine URL, or `engines` or `engines_from` in the file"
+        )
+    engines = _checked_engines(settings)
     tenants = [(one, _key(one.key_file, f"tenants[{i}].key_file")) for i, one in enumerate(settings.tenants)]
     _refuse_twice("tenants", "name", [one.name for one, _ in tenants])
     if len({key for _, key in tenants}) < len(tenants):
-        raise ConfigError("tenants: two have the same key; give each its own", field="tenants")
-    _refuse_twice("slo", "name", [one.name for one in settings.slo])
-    for i, slo in enumerate(settings.slo):
-        if slo.shed and (settings.policy != TTFT or not slo.ttft_ms):
-            lacks = f"policy: {TTFT}" if settings.policy != TTFT else f"slo[{i}].ttft_ms"
-            raise ConfigError(f"slo[{i}].shed: needs `{lacks}` too", field=f"slo[{i}].shed")
-    if settings.queue.enabled and (settings.policy != TTFT or picker.enabled):
-        says = (
-            "Envoy would not wait for the picker; leave the queue to a gateway without one"
-            if picker.enabled
-            else f"needs `policy: {TTFT}`, which measures how long engines take"
+        raise _wrong("tenants", "two have the same key; give each its own")
+    _check_classes(settings)
+    if settings.queue.enabled and picker.enabled:
+        raise _wrong(
+            "queue.enabled", "Envoy would not wait for the picker; leave the queue to a gateway without one"
         )
-        raise ConfigError(f"queue.enabled: {says}", field="queue.enabled")
-    classes = {one.name for one in settings.slo}
-    for i, tenant in enumerate(settings.tenants):
-        if tenant.slo and tenant.slo not in classes:
-            known = ", ".join(sorted(classes)) or "none"
-            raise ConfigError(
-                f"tenants[{i}].slo: no class of service is named {tenant.slo!r}; `slo` has {known}",
-                field=f"tenants[{i}].slo",
-            )
-    token = (
-        "" if on_socket else read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
-    )
-    tokenizers = _tokenizers(settings, made or {})
+    if settings.queue.enabled and settings.policy != TTFT:
+        raise _wrong("queue.enabled", f"needs `policy: {TTFT}`, which measures how long engines take")
+    token = ""
+    if not on_socket:
+        token = read_bearer_token(http.token_file, FIELD) if http.token_file else fresh_token()
     return Plan(
         settings,
         token,
         engines,
         tenants,
-        tokenizers,
-        account,
-        found_key,
+        _tokenizers(settings, made or {}),
+        Account(service) if service is not None else None,
+        _key(service.api_key_file, "engines_from.kubernetes.api_key_file") if service is not None else "",
         sharing_keys,
         controller_keys,
     )
 
 
-def _check_sources(settings: GatewaySettings) -> tuple[Account | None, str]:
-    """Who asks Kubernetes for engines, and the key of these. Raises ConfigError."""
-    service = settings.engines_from.kubernetes
-    if service is None:
-        if not settings.engines:
-            raise ConfigError(
-                "engines: none is named; give --engine URL, or `engines` or `engines_from` in the file",
-                field="engines",
+def _wrong(field: str, says: str) -> ConfigError:
+    return ConfigError(f"{field}: {says}", field=field)
+
+
+def _checked_engines(settings: GatewaySettings) -> list[tuple[EngineSettings, str]]:
+    """The engines of the settings with their keys. Raises ConfigError."""
+    engines = []
+    for i, one in enumerate(settings.engines):
+        field, many = f"engines[{i}]", one.url.startswith(DNS)
+        engines.append((one, _key(one.api_key_file, f"{field}.api_key_file")))
+        several = f"but {one.url!r:.200} stands for several engines; leave it empty,"
+        if many and one.kv_events.startswith("tcp:"):
+            raise _wrong(
+                f"{field}.kv_events", f"{one.kv_events!r} is one place, {several} so that each is asked"
             )
-        return None, ""
-    return Account(service), _key(service.api_key_file, "engines_from.kubernetes.api_key_file")
+        if many and one.instance:
+            says = f"{one.instance!r} is one instance, {several} and set `engine_url` of their connectors"
+            raise _wrong(f"{field}.instance", says)
+        if one.kv_events_replay and not one.kv_events.startswith("tcp:"):
+            raise _wrong(f"{field}.kv_events_replay", "needs `kv_events` beside it, as tcp://HOST:PORT")
+        ranks = max(1, one.data_parallel_size)
+        for name, endpoint in (("kv_events", one.kv_events), ("kv_events_replay", one.kv_events_replay)):
+            if endpoint.startswith("tcp:") and int(endpoint.rpartition(":")[2]) + ranks - 1 > MAX_PORT:
+                raise _wrong(
+                    f"{field}.{name}",
+                    f"{endpoint!r:.200} is above the last port, or one of the ranks beside it is (data_parallel_size "
+                    f"{ranks})",
+                )
+    places = [
+        place_of(msgspec.structs.replace(one, url=one.url.removeprefix(DNS)), key) for one, key in engines
+    ]
+    _refuse_twice("engines", "name", [place.name for place in places])
+    _refuse_twice("engines", "url", [f"{place.address.host}:{place.address.port}" for place in places])
+    return engines
+
+
+def _check_classes(settings: GatewaySettings) -> None:
+    """Raise ConfigError for wrong classes of service."""
+    _refuse_twice("slo", "name", [one.name for one in settings.slo])
+    for i, slo in enumerate(settings.slo):
+        if slo.shed and settings.policy != TTFT:
+            raise _wrong(f"slo[{i}].shed", f"needs `policy: {TTFT}` too")
+        if slo.shed and not slo.ttft_ms:
+            raise _wrong(f"slo[{i}].shed", f"needs `slo[{i}].ttft_ms` too")
+    classes = {one.name for one in settings.slo}
+    for i, tenant in enumerate(settings.tenants):
+        if tenant.slo and tenant.slo not in classes:
+            known = ", ".join(sorted(classes)) or "none"
+            says = f"no class of service is named {tenant.slo!r}; `slo` has {known}"
+            raise _wrong(f"tenants[{i}].slo", says)
 
 
 def _check_picker(settings: GatewaySettings) -> None:
     picker = settings.picker
     if not picker.enabled:
         if picker.only:
-            raise ConfigError(
-                "picker.only: nothing would take requests; set picker.enabled", field="picker.only"
-            )
+            raise _wrong("picker.only", "nothing would take requests; set picker.enabled")
         return
     for module, package in PICKER_NEEDS.items():
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"the picker needs {package}: {install('gateway,picker')}",
-                field="picker.enabled",
+                f"the picker needs {package}: {install('gateway,picker')}", field="picker.enabled"
             )
     if bool(picker.tls_cert_file) != bool(picker.tls_key_file):
         missing = "tls_key_file" if picker.tls_cert_file else "tls_cert_file"
-        raise ConfigError(
-            f"picker.{missing}: a certificate and its key belong together; name both",
-            field=f"picker.{missing}",
-        )
+        raise _wrong(f"picker.{missing}", "a certificate and its key belong together; name both")
     if picker.tls_ca_file and not picker.tls_cert_file:
-        raise ConfigError(
-            "picker.tls_ca_file: clients show certificates only over TLS; name tls_cert_file and tls_key_file",
-            field="picker.tls_ca_file",
-        )
+        says = "clients show certificates only over TLS; name tls_cert_file and tls_key_file"
+        raise _wrong("picker.tls_ca_file", says)
     if not (is_loopback(picker.host) or picker.tls_ca_file or settings.insecure):
-        raise ConfigError(
-            f"picker.host: {picker.host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure "
-            "to answer everybody who reaches this port",
-            field="picker.host",
+        raise _wrong(
+            "picker.host",
+            f"{picker.host!r} is not loopback, and any Envoy may ask: name tls_ca_file, or use --insecure to answer "
+            "everybody who reaches this port",
         )
     for i, engine in enumerate(settings.engines):
         if not engine.url.startswith(DNS) and not endpoint_of(place_of(engine, "").address):
-            raise ConfigError(
-                f"engines[{i}].url: {engine.url!r:.200} names a host, but Envoy must be told an address: write the "
-                f"address, or dns+{engine.url} for all addresses of the name",
-                field=f"engines[{i}].url",
+            raise _wrong(
+                f"engines[{i}].url",
+                f"{engine.url!r:.200} names a host, but Envoy must be told an address: write the address, or "
+                f"dns+{engine.url} for all addresses of the name",
             )
 
 
@@ -200,22 +199,19 @@ def _check_sharing(settings: GatewaySettings) -> ClusterKeys | None:
     """The keys in the file of the gateways that share. Raises ConfigError."""
     sharing = settings.sharing
     if sharing.gateways and not sharing.port:
-        raise ConfigError(
-            "sharing.port: gateways that are told something must be heard too; give a port",
-            field="sharing.port",
-        )
-    if sharing.port and settings.policy not in SHARE:
-        raise ConfigError(
-            f"sharing.port: the policy {settings.policy!r} does not go by what other gateways do; use one of "
+        raise _wrong("sharing.port", "gateways that are told something must be heard too; give a port")
+    if not sharing.port:
+        return None
+    if settings.policy not in SHARE:
+        raise _wrong(
+            "sharing.port",
+            f"the policy {settings.policy!r} does not go by what other gateways do; use one of "
             f"{', '.join(sorted(SHARE))}, or leave the port out",
-            field="sharing.port",
         )
-    if sharing.port and not (sharing.curve_file or is_loopback(sharing.host)):
-        raise ConfigError(
-            f"sharing.host: {sharing.host!r} is not loopback: give sharing.curve_file, a secret that all gateways have",
-            field="sharing.host",
-        )
-    if not (sharing.port and sharing.curve_file):
+    if not (sharing.curve_file or is_loopback(sharing.host)):
+        says = f"{sharing.host!r} is not loopback: give sharing.curve_file, a secret that all gateways have"
+        raise _wrong("sharing.host", says)
+    if not sharing.curve_file:
         return None
     from kvstrata.gateway.sharing.sockets import sharing_keys
 
@@ -227,22 +223,18 @@ def _check_controllers(settings: GatewaySettings) -> ClusterKeys | None:
     wanted = settings.controllers
     _refuse_twice("controllers", "urls", list(wanted.urls))
     if wanted.curve_file and wanted.insecure:
-        raise ConfigError(
-            "controllers.insecure: controllers without keys need no curve_file; leave one of them out",
-            field="controllers.insecure",
-        )
+        says = "controllers without keys need no curve_file; leave one of them out"
+        raise _wrong("controllers.insecure", says)
     for i, url in enumerate(wanted.urls):
         host, _, port = url.removeprefix("tcp://").rpartition(":")
         if not 0 < int(port) <= MAX_PORT:
-            raise ConfigError(
-                f"controllers.urls[{i}]: {url!r}: {port} is no port; give a controller's reply port, as 8400",
-                field=f"controllers.urls[{i}]",
-            )
+            says = f"{url!r}: {port} is no port; give a controller's reply port, as 8400"
+            raise _wrong(f"controllers.urls[{i}]", says)
         if not (wanted.curve_file or wanted.insecure or is_loopback(host.strip("[]"))):
-            raise ConfigError(
-                f"controllers.urls[{i}]: {url!r} is not loopback: give controllers.curve_file, this gateway's keys as "
-                "`kvstrata cluster add` makes them",
-                field=f"controllers.urls[{i}]",
+            raise _wrong(
+                f"controllers.urls[{i}]",
+                f"{url!r} is not loopback: give controllers.curve_file, this gateway's keys as `kvstrata cluster add` "
+                "makes them",
             )
     if not (wanted.urls and wanted.curve_file):
         return None
@@ -268,30 +260,7 @@ def _key(path: str, field: str) -> str:
     return read_bearer_token(path, field) if path else ""
 
 
-def _check_ports(i: int, settings: EngineSettings) -> None:
-    """Raise ConfigError if a rank of an engine would publish at a port that cannot be."""
-    for name in ("kv_events", "kv_events_replay"):
-        endpoint: str = getattr(settings, name)
-        ranks = max(1, settings.data_parallel_size)
-        if endpoint.startswith("tcp:") and int(endpoint.rpartition(":")[2]) + ranks - 1 > MAX_PORT:
-            raise ConfigError(
-                f"engines[{i}].{name}: {endpoint!r:.200} is above the last port, or the ranks beside it are "
-                f"(data_parallel_size {ranks})",
-                field=f"engines[{i}].{name}",
-            )
-
-
-def _check_names(engines: list[tuple[EngineSettings, str]]) -> None:
-    """Raise ConfigError if two engines are the same, or one has no port."""
-    places = [
-        place_of(msgspec.structs.replace(one, url=one.url.removeprefix(DNS)), key) for one, key in engines
-    ]
-    _refuse_twice("engines", "name", [place.name for place in places])
-    _refuse_twice("engines", "url", [f"{place.address.host}:{place.address.port}" for place in places])
-
-
 def _refuse_twice(field: str, what: str, words: list[str]) -> None:
     for i, word in enumerate(words):
         if word in words[:i]:
-            says = f"{field}[{i}].{what}: {word!r:.200} is there twice; leave one out"
-            raise ConfigError(says, field=f"{field}[{i}].{what}")
+            raise _wrong(f"{field}[{i}].{what}", f"{word!r:.200} is named twice; leave one out")

@@ -337,11 +337,11 @@ def test_wrong_settings_stop_the_start_with_one_line(
         ({"engines": [{"url": "http://a"}]}, "must name a host and a port"),
         (
             {"engines": [{"url": "http://a:1"}, {"url": "http://a:1"}]},
-            "engines[1].name: 'a:1' is there twice",
+            "engines[1].name: 'a:1' is named twice",
         ),
         (
             {"engines": [{"url": "http://a:1", "kv_events": "tcp://a:65535", "data_parallel_size": 2}]},
-            "engines[0].kv_events: 'tcp://a:65535' is above the last port, or the ranks beside it are",
+            "engines[0].kv_events: 'tcp://a:65535' is above the last port, or one of the ranks beside it is",
         ),
         ({"http": {"host": "0.0.0.0", "port": 0}}, "is not loopback, and clients need no key"),
         ({"policy": "fastest"}, "must be one of ttft, least_loaded, round_robin, session"),
