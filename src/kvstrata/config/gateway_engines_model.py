@@ -86,7 +86,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Meta(
             pattern=DNS_LABEL,
             extra={"demand": "must be the name of a service"},
-            description="The service; its EndpointSlices are watched.",
+            description="The service; its EndpointSlices are listed every `health.probe_s`.",
         ),
     ]
     namespace: Annotated[
@@ -123,7 +123,7 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         Meta(
             min_length=1,
             description="Folder of the pod's service account: `token`, `ca.crt`, `namespace`. The account must be "
-            "allowed to list and watch `endpointslices`.",
+            "allowed to list `endpointslices`.",
         ),
     ] = "/var/run/secrets/kubernetes.io/serviceaccount"
 
@@ -132,5 +132,5 @@ class EnginesFrom(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where engines come from beside `engines`."""
 
     kubernetes: Annotated[
-        KubernetesSettings | None, Meta(description="A service of Kubernetes; without it none is watched.")
+        KubernetesSettings | None, Meta(description="A service of Kubernetes; without it none is asked for.")
     ] = None

@@ -1,13 +1,9 @@
-"""The engines behind a Kubernetes service, from its EndpointSlices.
-
-    list ─▶ watch ─▶ watch ─▶ …          each watch goes on from the resource version of what was heard last
-      ▲       │ 410 Gone, or an answer that makes no sense
-      └───────┘ after a pause that grows
+"""The engines behind a Kubernetes service, from its EndpointSlices, which are listed again and again.
 
 1. What was known last holds while the API server cannot be reached, refuses, or says something that makes no sense.
 2. The service account's token is read again for each request, since Kubernetes replaces it, and goes nowhere but over
    HTTPS to the API server, whose certificate the account's own `ca.crt` must prove.
-3. Answers are bounded: MAX_LIST_BYTES for a list, MAX_LINE_BYTES for an event, MAX_ENGINES for the engines.
+3. Answers are bounded: MAX_LIST_BYTES for a list, MAX_ENGINES for the engines.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ import asyncio
 import ipaddress
 import os
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -24,35 +20,19 @@ import msgspec
 
 from kvstrata.config.gateway_engines_model import KubernetesSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.engine_link import Address, Answer, LinkBroken, Links, Unreachable, request_bytes
+from kvstrata.gateway.engine_link import Address, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.fleet import Place
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 
 MAX_LIST_BYTES = 64 << 20
-MAX_LINE_BYTES = 4 << 20
 MAX_ENGINES = 4_096
-PAGE = 500
-"""Slices in one answer to a list."""
-WATCH_S = 240
-"""After so long the API server ends a watch, and another one begins."""
-SILENT_S = WATCH_S + 30.0
 ANSWER_S = 10.0
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.2, 30.0
+LONGEST_PAUSE_S = 30.0
 
 
 class Refused(Exception):
     """The API server does not answer as it should; the text says how."""
-
-
-class Gone(Exception):
-    """The resource version is too old for a watch: list again."""
-
-
-class _Meta(msgspec.Struct, frozen=True):
-    name: str = ""
-    resourceVersion: str = ""
-    cont: str = msgspec.field(name="continue", default="")
 
 
 class _Conditions(msgspec.Struct, frozen=True):
@@ -77,24 +57,12 @@ class _Port(msgspec.Struct):
 class Slice(msgspec.Struct):
     """An EndpointSlice, as far as it is read."""
 
-    metadata: _Meta
     endpoints: list[_Endpoint] | None = None
     ports: list[_Port] | None = None
 
 
 class _List(msgspec.Struct):
-    metadata: _Meta
-    items: list[Slice] | None = None
-
-
-class _Event(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
-
-
-class _Status(msgspec.Struct):
-    code: int = 0
-    message: str = ""
+    items: list[Slice] | None
 
 
 class Account:
@@ -167,133 +135,61 @@ class Endpoints:
         self._api_key = api_key
         self._found = found
         self._links = Links(connect_s, account.tls())
-        self._slices: dict[str, Slice] = {}
         self._places: list[Place] | None = None
-        self._version = ""
         self._log = EventLog("kubernetes")
 
     async def close(self) -> None:
         """Close the connections."""
         await self._links.close()
 
-    async def keep(self) -> None:
-        """List and watch until cancelled."""
-        pause_s = FIRST_PAUSE_S
+    async def keep(self, every_s: Callable[[], float]) -> None:
+        """List every `every_s`, and after a failure less and less often, until cancelled."""
+        pause_s = 0.0
         while True:
             try:
-                if not self._version:
-                    await self._list()
-                    self.known.set()
-                if await self._watch():
-                    pause_s = FIRST_PAUSE_S
-                reason = ""
-            except Gone:
-                self._version = ""
-                reason = "410 Gone"
+                await self._list()
+                self.known.set()
+                pause_s, reason = every_s(), ""
             except (Refused, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self._version = ""
                 reason = str(error)
             except (Unreachable, LinkBroken, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
             except ConfigError as error:  # the token
                 reason = error.message
             if reason:
+                pause_s = min(LONGEST_PAUSE_S, 2 * (pause_s or every_s()))
                 self._log.repeated(
                     30, "endpoints", "endpoints_unknown", service=self.settings.service, reason=reason
                 )
             await asyncio.sleep(pause_s)
-            pause_s = min(MOST_PAUSE_S, pause_s * 2)
 
     async def _list(self) -> None:
-        slices: dict[str, Slice] = {}
-        more: dict[str, str] = {"limit": str(PAGE)}
-        size = 0
-        while True:
-            async with asyncio.timeout(patience(ANSWER_S)):
-                answer = await self._ask(more)
-                try:
-                    body = await answer.whole(MAX_LIST_BYTES + 1)
-                finally:
-                    answer.end()
-            size += len(body)
-            if size > MAX_LIST_BYTES:
-                raise Refused(f"the list of slices is larger than {MAX_LIST_BYTES} bytes")
-            page = msgspec.json.decode(body, type=_List)
-            slices |= {one.metadata.name: one for one in page.items or []}
-            if not page.metadata.cont:
-                break
-            more["continue"] = page.metadata.cont
-        if not page.metadata.resourceVersion:
-            raise Refused("the list has no resourceVersion")
-        self._slices, self._version = slices, page.metadata.resourceVersion
-        self._tell()
-
-    async def _watch(self) -> bool:
-        """Apply events until the watch ends; returns whether any came.
-
-        Raises Gone, Refused, Unreachable, LinkBroken, ConfigError and msgspec.DecodeError.
-        """
-        wanted = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        async with asyncio.timeout(patience(ANSWER_S)):
-            answer = await self._ask({**wanted, "resourceVersion": self._version})
-        try:
-            async with asyncio.timeout(SILENT_S) as limit:
-                loop = asyncio.get_running_loop()
-                rest, heard = b"", False
-                while part := await answer.part():
-                    limit.reschedule(loop.time() + SILENT_S)
-                    *lines, rest = (rest + part).split(b"\n")
-                    if len(rest) > MAX_LINE_BYTES:
-                        raise Refused(f"an event is larger than {MAX_LINE_BYTES} bytes")
-                    for line in lines:
-                        if line.strip():
-                            self._apply(msgspec.json.decode(line, type=_Event))
-                            heard = True
-                return heard
-        finally:
-            answer.end()
-
-    def _apply(self, event: _Event) -> None:
-        if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=_Status)
-            if status.code == 410:
-                raise Gone
-            raise Refused(f"the watch fails: {status.code} {status.message[:200]!a}")
-        one = msgspec.json.decode(event.object, type=Slice)
-        if event.type in ("ADDED", "MODIFIED"):
-            self._slices[one.metadata.name] = one
-        elif event.type == "DELETED":
-            self._slices.pop(one.metadata.name, None)
-        elif event.type != "BOOKMARK":
-            raise Refused(f"an event of the unknown type {event.type[:40]!a}")
-        self._version = one.metadata.resourceVersion or self._version
-        if event.type != "BOOKMARK":
-            self._tell()
-
-    async def _ask(self, more: Mapping[str, str]) -> Answer:
-        """The head of an answer with status 200. Raises Gone, Refused, Unreachable, LinkBroken, ConfigError."""
-        query = {"labelSelector": f"kubernetes.io/service-name={self.settings.service}", **more}
+        """Raises Refused, Unreachable, LinkBroken, TimeoutError, ConfigError and what msgspec raises."""
+        # Version 0: the API server answers out of its memory.
+        query = {
+            "labelSelector": f"kubernetes.io/service-name={self.settings.service}",
+            "resourceVersion": "0",
+        }
         path = (
             f"/apis/discovery.k8s.io/v1/namespaces/{quote(self._account.namespace, safe='')}/endpointslices"
         )
         target, address = f"{path}?{urlencode(query)}", self._account.address
-        answer = await self._links.send(
-            address, request_bytes("GET", target, address, self._account.headers(), b"")
-        )
-        try:
-            await answer.head()
-            if answer.status == 410:
-                raise Gone
-            if answer.status != 200:
-                said = (await answer.whole(1_000)).decode("utf-8", "replace")
-                raise Refused(f"the API server answers {answer.status}: {said!a:.300}")
-        except BaseException:
-            answer.close()
-            raise
-        return answer
-
-    def _tell(self) -> None:
-        places = places_of(self._slices.values(), self.settings, self._api_key)
+        async with asyncio.timeout(patience(ANSWER_S)):
+            answer = await self._links.send(
+                address, request_bytes("GET", target, address, self._account.headers(), b"")
+            )
+            try:
+                await answer.head()
+                body = await answer.whole(MAX_LIST_BYTES + 1)
+            finally:
+                answer.end()
+        if answer.status != 200:
+            said = body[:1_000].decode("utf-8", "replace")
+            raise Refused(f"the API server answers {answer.status}: {said!a:.300}")
+        if len(body) > MAX_LIST_BYTES:
+            raise Refused(f"the list of slices is larger than {MAX_LIST_BYTES} bytes")
+        slices = msgspec.json.decode(body, type=_List).items or []
+        places = places_of(slices, self.settings, self._api_key)
         if places != self._places:
             self._places = places
             self._log.info("endpoints", service=self.settings.service, engines=len(places))

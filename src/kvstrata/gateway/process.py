@@ -279,7 +279,7 @@ class Gateway(Process):
             service, account, self._plan.found_key, self._probing.set_found, settings.timeouts.connect_s
         )
         self.closers.append(endpoints.close)
-        self.supervisor.spawn(endpoints.keep(), "endpoints")
+        self.supervisor.spawn(endpoints.keep(lambda: self._settings.health.probe_s), "endpoints")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.health.timeout_s):
                 await endpoints.known.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,10 +23,10 @@ pytestmark = pytest.mark.integration
 PATH = "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
 
 
-def slice_of(name: str, version: int, *engines: ScriptedEngine, ready: bool | None = True) -> dict[str, Any]:
+def slice_of(name: str, *engines: ScriptedEngine, ready: bool | None = True) -> dict[str, Any]:
     """An EndpointSlice whose port is that of the engines, which must be one each."""
     return {
-        "metadata": {"name": name, "resourceVersion": str(version)},
+        "metadata": {"name": name},
         "addressType": "IPv4",
         "ports": [{"name": "metrics", "port": 1}, *({"name": "http", "port": one.port} for one in engines)],
         "endpoints": [
@@ -42,15 +41,12 @@ def slice_of(name: str, version: int, *engines: ScriptedEngine, ready: bool | No
 
 
 class ApiServer:
-    """Answers lists with `items`, and each watch with what the test puts into `events`."""
+    """Answers lists with `items`, or with `body`."""
 
     def __init__(self, folder: Path) -> None:
         self.items: list[Any] = []
-        self.version = 1
-        self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Lines of the watch under way; None breaks it."""
-        self.lists: list[Got] = []
-        self.watches: list[dict[str, list[str]]] = []
+        self.body = b""
+        self.lists = 0
         self.token = "first"
         self.refused = 0
         self.account = folder / "account"
@@ -70,10 +66,6 @@ class ApiServer:
             "kubernetes": {**service, "api_url": self._server.url, "account_dir": str(self.account)},
         }
 
-    def event(self, kind: str, document: Any) -> None:
-        """Send an event to the watch."""
-        self.events.put_nowait(json.dumps({"type": kind, "object": document}).encode() + b"\n")
-
     async def _answer(self, got: Got, line: Line) -> None:
         url = urlsplit(got.target)
         query = parse_qs(url.query)
@@ -81,32 +73,9 @@ class ApiServer:
         if got.headers["authorization"] != f"Bearer {self.token}":
             self.refused += 1
             await line.answer({"kind": "Status", "code": 401}, 401)
-        elif "watch" in query:
-            self.watches.append(query)
-            await line.begin("application/json")
-            await self._watched(line)
-            line.cut()
         else:
-            self.lists.append(got)
-            # Two pages, as of a large service.
-            if "continue" not in query and len(self.items) > 1:
-                page = {"metadata": {"resourceVersion": str(self.version), "continue": "more"}}
-                await line.answer({**page, "items": self.items[:1]})
-            else:
-                items = self.items[1:] if "continue" in query else self.items
-                await line.answer({"metadata": {"resourceVersion": str(self.version)}, "items": items})
-
-    async def _watched(self, line: Line) -> None:
-        """Send events until the test breaks the watch, or the gateway ends it."""
-        gone = asyncio.ensure_future(line.gone())
-        while True:
-            event = asyncio.ensure_future(self.events.get())
-            await asyncio.wait((gone, event), return_when=asyncio.FIRST_COMPLETED)
-            if gone.done() or (data := event.result()) is None:
-                event.cancel()
-                gone.cancel()
-                return
-            await line.part(data)
+            self.lists += 1
+            await line.answer(self.body or {"items": self.items})
 
     async def __aenter__(self) -> Self:
         await self._server.start()
@@ -139,47 +108,32 @@ async def test_engines_come_and_go_with_their_endpoints(
     api: ApiServer, start: Start, session: aiohttp.ClientSession
 ) -> None:
     async with ScriptedEngine() as a, ScriptedEngine() as b, ScriptedEngine() as c:
-        api.items = [slice_of("a", 1, a), slice_of("b", 1, b, ready=None), slice_of("c", 1, c, ready=False)]
+        api.items = [slice_of("a", a), slice_of("b", b, ready=None), slice_of("c", c, ready=False)]
         gateway = await start(urls=[], engines_from=api.settings)
         await until_engines(gateway, session, "a", "b")
-        api.event("MODIFIED", slice_of("c", 5, c))
+        api.items[2] = slice_of("c", c)
         await until_engines(gateway, session, "a", "b", "c")
-        api.event("DELETED", slice_of("a", 6, a))
+        del api.items[0]
         await until_engines(gateway, session, "b", "c")
-        api.event("BOOKMARK", {"metadata": {"resourceVersion": "9"}})
-        # Broken: the watch goes on from what was heard last, without another list, with the account's newer token.
+        # The account's newer token.
         (api.account / "token").write_text("second\n")
         api.token = "second"
-        api.events.put_nowait(None)
-        api.event("ADDED", slice_of("d", 10, a))
+        api.items.append(slice_of("d", a))
         await until_engines(gateway, session, "b", "c", "d")
-        assert [one["resourceVersion"] for one in api.watches] == [["1"], ["9"]]
-        assert len(api.lists) == 2
-        # Too old: everything is listed again.
-        api.items, api.version = [slice_of("b", 20, b)], 20
-        api.event("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"})
-        await until_engines(gateway, session, "b")
-        assert [len(api.lists), api.watches[-1]["resourceVersion"]] == [3, ["20"]]
 
 
 async def test_engines_stay_while_the_api_server_makes_no_sense(
     api: ApiServer, start: Start, session: aiohttp.ClientSession
 ) -> None:
     async with ScriptedEngine() as a:
-        api.items = [slice_of("a", 1, a)]
+        api.items = [slice_of("a", a)]
         gateway = await start(urls=[], engines_from=api.settings)
         await until_engines(gateway, session, "a")
-        for number, garbage in enumerate(
-            (
-                b"{no json\n",
-                b'{"type": "ODD", "object": {"metadata": {}}}\n',
-                b'{"type": "ADDED", "object": 7}\n',
-                b'{"type": "ERROR", "object": {"code": 500, "message": "x"}}\n',
-            )
-        ):
-            api.events.put_nowait(garbage)
-            await until(lambda number=number: len(api.lists) == number + 2)
-            await until_engines(gateway, session, "a")
+        for garbage in (b"{no json", b"{}", b'{"items": [7]}', b'{"items": [{"ports": {}}]}'):
+            for body in (garbage, b""):
+                api.body, before = body, api.lists
+                await until(lambda before=before: api.lists > before)  # type: ignore[misc]
+                await until_engines(gateway, session, "a")
         assert await logged(gateway, "endpoints_unknown")
 
 
@@ -187,14 +141,13 @@ async def test_engines_stay_while_the_api_server_refuses(
     api: ApiServer, start: Start, session: aiohttp.ClientSession
 ) -> None:
     async with ScriptedEngine() as a, ScriptedEngine() as b:
-        api.items = [slice_of("a", 1, a)]
+        api.items = [slice_of("a", a)]
         gateway = await start(urls=[], engines_from=api.settings)
         await until_engines(gateway, session, "a")
         api.token = "another"
-        api.events.put_nowait(None)
         await until(lambda: api.refused >= 2)
         await until_engines(gateway, session, "a")
-        api.items, api.token = [slice_of("b", 2, b)], "first"
+        api.items, api.token = [slice_of("b", b)], "first"
         await until_engines(gateway, session, "b")
 
 

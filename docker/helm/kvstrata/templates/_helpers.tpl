@@ -51,7 +51,7 @@ metadata:
 rules:
   - apiGroups: [discovery.k8s.io]
     resources: [endpointslices]
-    verbs: [list, watch]
+    verbs: [list]
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
