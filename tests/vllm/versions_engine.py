@@ -48,10 +48,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvstrata.client.handles import LoadItem, LoadJob, LookupCall, LookupResult, StoreJob, StoreOutcome
 from kvstrata.connectors.vllm.connector import LMCacheConnectorV1, StepMetadata
-from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.metadata import Load, StepPlan, Store
 from kvstrata.connectors.vllm.weights import find_runner, loaded_weights
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.keys import ChunkHasher
 from kvstrata.types import EXTENT, LeaseName, RequestIdentity, identity_root
 

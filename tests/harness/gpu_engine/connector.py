@@ -15,12 +15,11 @@ from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.device import DeviceMover, choose_way, open_engine
-from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role
 from tests.harness.cache_engine import eventually
 from tests.harness.gpu_kv import Device, DeviceKv, PagedKv

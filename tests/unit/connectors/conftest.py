@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.client.handles import LoadItem
-from kvstrata.connectors.vllm.group_side import GroupSide
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from tests.unit.connectors.worker_double import MINE, Fake
 
 

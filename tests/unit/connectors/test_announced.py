@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.connectors.vllm import announced
-from kvstrata.connectors.vllm.announced import ARRIVES_WITHIN_S, LOOKED_AT_PER_STEP, ROUND_S, Announced
+from kvstrata.connectors.vllm import store_table
+from kvstrata.connectors.vllm.store_table import ARRIVES_WITHIN_S, LOOKED_AT_PER_STEP, ROUND_S, Announced
 
 pytestmark = pytest.mark.usefixtures("patience_of_production")
 
@@ -81,6 +81,6 @@ def test_each_step_looks_at_a_few_chunks_and_later_steps_at_the_others(l1, watch
 
 
 def test_more_chunks_than_can_be_watched_push_out_those_looked_at_longest_ago(l1, watched, monkeypatch):
-    monkeypatch.setattr(announced, "MAX_ANNOUNCED", 2)
+    monkeypatch.setattr(store_table, "MAX_ANNOUNCED", 2)
     assert watched.add(ROOT, [key(1), key(2)]) == []
     assert watched.add(ROOT, [key(1), key(3)]) == [key(2)]

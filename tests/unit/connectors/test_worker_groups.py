@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.client.handles import LoadItem
-from kvstrata.connectors.vllm.group_side import IDENTITIES_REMEMBERED, GroupSide
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import IDENTITIES_REMEMBERED, GroupSide, WorkerSide
 from kvstrata.types import RequestIdentity
 from tests.unit.connectors.test_worker_errors import guarded_step, planted
 from tests.unit.connectors.worker_double import MINE, OTHER, Fake, load_of, step, store_of

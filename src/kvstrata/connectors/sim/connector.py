@@ -22,13 +22,12 @@ from kvstrata.connectors.boundary import guarded
 from kvstrata.connectors.mover import HostMover
 from kvstrata.connectors.sim.kv_memory import KEY_BYTES, KvMemory
 from kvstrata.connectors.sim.transfer import Transfer
-from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.groups import suitable_chunk, whole_group
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
 from kvstrata.testing.engine_sim.blocks import Sequence as BlockSequence

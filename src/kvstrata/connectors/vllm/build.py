@@ -6,6 +6,7 @@ background, so vLLM starts with or without a server.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ import torch
 import vllm
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -27,9 +29,14 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.mover import HostMover, Mover
 from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.adapters import LoadedAdapters
-from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.compat.packing import arrangement_namer
-from kvstrata.connectors.vllm.group_side import GroupSide
+from kvstrata.connectors.vllm.engine_limits import (
+    check_steps,
+    may_load_synchronously,
+    media_are_counted,
+    no_load_reason,
+    no_reuse_reason,
+)
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs, read_groups, whole_hits
 from kvstrata.connectors.vllm.identity import engine_group, fidelity_of, layout_identity, weights_are_named
 from kvstrata.connectors.vllm.kv_events import EventMaker, extra_keys_of, told_group
@@ -42,13 +49,11 @@ from kvstrata.connectors.vllm.kv_view import (
     layers_of_groups,
 )
 from kvstrata.connectors.vllm.layer_kinds import layer_kinds
-from kvstrata.connectors.vllm.outer import misplaced_notes, outer_transfer
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache
-from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
-from kvstrata.connectors.vllm.steps import check_steps, may_load_synchronously, no_load_reason
+from kvstrata.connectors.vllm.store_table import BlockPins
 from kvstrata.connectors.vllm.weights import WeightsVersion, find_runner, loaded_weights
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.errors import ConfigError
 from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
 from kvstrata.types import LayoutIdentity, Role
@@ -59,8 +64,19 @@ USUAL_BATCHES = 10_000
 """Batches of KV events that vLLM keeps by default. Where it keeps none, its cache is told as slowly as with these."""
 READ_S = 0.5
 """An engine in process waits so long at the end of a request for copies from the request's blocks."""
+OUR_PREFIXES = ("kvstrata.", "lmcache.")
 _WORKERS: WeakValueDictionary[bytes, WorkerSide] = WeakValueDictionary()
 """The workers of this process, by engine."""
+
+
+def log_like_vllm() -> None:
+    """Let our library's log lines go where vLLM's go. If vLLM's logger has no handler, both leave that to the root."""
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("kvstrata")
+    if theirs.handlers and not ours.handlers:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 class Setup(NamedTuple):
@@ -130,6 +146,37 @@ def read_setup(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Setup
         engine_group(vllm_config),
         groups,
     )
+
+
+def outer_transfer(vllm_config: VllmConfig) -> Any:
+    """The `KVTransferConfig` that vLLM itself reads. Call it only while the connector is made.
+
+    `MultiConnector` gives each of its connectors a copy of vLLM's configuration with the connector's own
+    `kv_transfer_config`, which lacks settings that vLLM reads from the outer one, such as `kv_load_failure_policy`.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, MultiConnector):
+            return owner._vllm_config.kv_transfer_config
+        frame = frame.f_back
+    return vllm_config.kv_transfer_config
+
+
+def misplaced_notes(vllm_config: VllmConfig) -> list[str]:
+    """Lines to log about settings of ours that stand in the configuration of `MultiConnector`, where nobody reads them.
+
+    Call it only while the connector is made.
+    """
+    outer = outer_transfer(vllm_config)
+    if outer is vllm_config.kv_transfer_config:
+        return []
+    return [
+        f"kv_connector_extra_config of MultiConnector: {key} has no effect there: put it into the "
+        "kv_connector_extra_config of the entry of this connector"
+        for key in outer.kv_connector_extra_config
+        if key.startswith(OUR_PREFIXES)
+    ]
 
 
 def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: BlockPins) -> SchedulerSide:

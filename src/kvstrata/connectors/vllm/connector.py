@@ -27,17 +27,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvstrata.connectors.boundary import errors, guarded
-from kvstrata.connectors.vllm.block_pins import BlockPins
-from kvstrata.connectors.vllm.build import own_cache, read_setup, scheduler_side, worker_side
+from kvstrata.connectors.vllm.build import log_like_vllm, own_cache, read_setup, scheduler_side, worker_side
 from kvstrata.connectors.vllm.compat.contract import check_vllm, missing_names
-from kvstrata.connectors.vllm.compat.hit_source import HOST
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
-from kvstrata.connectors.vllm.logs import log_like_vllm
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.own_cache import OwnCache
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
+from kvstrata.connectors.vllm.store_table import BlockPins
 from kvstrata.connectors.vllm.worker import WorkerSide
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    HOST: Any = None
+    """The tier under which vLLM counts the hits that we serve; versions before 0.32 do not ask for it."""
+else:
+    HOST = CacheHitSource.HOST
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstrata.connectors.vllm.compat.mode_names import mode_name
 from kvstrata.errors import ConfigError
 
 CELL_BACKENDS = (
@@ -115,7 +114,7 @@ def _kind(spec: Any, module: Any, arrangement: NameArrangement) -> LayerKind:
     if hasattr(spec, "shapes"):
         return _state_kind(spec, module, arrangement)
     backend = str(module.get_attn_backend().get_name())
-    quantisation = mode_name(spec.kv_quant_mode)
+    quantisation = _mode_name(spec.kv_quant_mode)
     packed = getattr(spec, "state_content_bytes", None)
     own_slots = getattr(spec, "num_head_slots", None) is not None
     axes = ("kv_heads", "tokens", "")
@@ -152,3 +151,14 @@ def _scales(module: Any) -> tuple[str, ...]:
         if scale is not None:
             found += [float(number).hex() for number in scale.detach().cpu().reshape(-1).tolist()]
     return tuple(found)
+
+
+def _mode_name(mode: Any) -> str:
+    """All names of a quantisation mode: in vLLM 0.33 two modes share the number 12, and both show the first one's name.
+
+    The KV dtype, which is in the facts as well, tells modes with several names apart.
+    """
+    members = getattr(type(mode), "__members__", {})
+    return "/".join(name for name, member in members.items() if member is mode) or str(
+        getattr(mode, "name", mode)
+    )

@@ -10,9 +10,13 @@ from vllm.engine.arg_utils import EngineArgs
 
 from kvstrata.connectors.settings import load_settings
 from kvstrata.connectors.vllm.build import kv_dtype_of
+from kvstrata.connectors.vllm.engine_limits import (
+    check_steps,
+    media_are_counted,
+    no_load_reason,
+    no_reuse_reason,
+)
 from kvstrata.connectors.vllm.identity import layout_identity
-from kvstrata.connectors.vllm.reuse import media_are_counted, no_reuse_reason
-from kvstrata.connectors.vllm.steps import check_steps, no_load_reason
 from kvstrata.types import RequestIdentity, identity_root
 
 MODULE = "kvstrata.connectors.vllm"

@@ -9,6 +9,7 @@ be the same.
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,8 @@ from kvstrata.client import CacheClient, Identity
 from kvstrata.connectors.vllm.adapters import Adapters, AdapterUnreadable
 from kvstrata.connectors.vllm.lookup_table import LookupTable, Tracked
 from kvstrata.connectors.vllm.request_tenants import RequestTenants
-from kvstrata.connectors.vllm.reuse import media_items
 from kvstrata.connectors.vllm.weights import WeightsVersion
+from kvstrata.keys import MediaItem
 from kvstrata.types import RequestIdentity, canonical_json
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -26,6 +27,8 @@ logger = logging.getLogger("vllm.kvstrata")
 HASH_TOKENS_PER_CALL = 65_536
 """Tokens hashed in one call: about one millisecond."""
 REMEMBERED_IDENTITIES = 4096
+CONTENT_HASH = re.compile(r"(?:.*:)?(?:[0-9a-f]{64}|[0-9a-f]{128})", re.DOTALL)
+"""The form of vLLM's hash of a medium's content; the name of a LoRA adapter may precede it."""
 
 
 class RequestKeys:
@@ -195,3 +198,21 @@ class RequestKeys:
         tracked.tail_keys = -1, []
         tracked.tails_after = -1
         tracked.deferred = False
+
+
+def media_items(features: Any, engine: str) -> list[MediaItem]:
+    """The media that a request's placeholder tokens stand for, from vLLM's `Request.mm_features`.
+
+    A name that the requester gave (`uuid`) is not a hash of content.  Like vLLM we trust such a name while this engine
+    runs, so its content id is valid only for this start of the engine, which `engine` names.
+    """
+    return [
+        MediaItem(
+            feature.mm_position.offset,
+            feature.mm_position.length,
+            feature.identifier
+            if CONTENT_HASH.fullmatch(feature.identifier)
+            else f"{feature.identifier}\nnamed for {engine}",
+        )
+        for feature in features
+    ]

@@ -22,15 +22,13 @@ from typing import Any
 
 from kvstrata.client import CacheClient, LookupResult
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.vllm.announced import Announced
-from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
 from kvstrata.connectors.vllm.other_loads import OtherLoads
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.request_tenants import RequestTenants
-from kvstrata.connectors.vllm.store_table import MakeEvent, MakeRemoval, StoreTable
+from kvstrata.connectors.vllm.store_table import Announced, BlockPins, MakeEvent, MakeRemoval, StoreTable
 from kvstrata.connectors.vllm.tails import PromptTails
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.keys import batch

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from kvstrata.connectors.vllm.announced import Announced
-from kvstrata.connectors.vllm.block_pins import BlockPins
 from kvstrata.connectors.vllm.groups import CacheGroup, Rule
 from kvstrata.connectors.vllm.lookup_table import Tracked
 from kvstrata.connectors.vllm.metadata import StepPlan, Store, WorkerReport
@@ -39,11 +38,109 @@ AWAITED_S = 10.0
 UNCONFIRMED_STEPS = 64
 """After this many later steps a report counts as lost; vLLM has 1 or 2 more steps under way than pipeline stages."""
 MAX_OFFLOAD = "lmcache.max_offload_tokens"
+MAX_ANNOUNCED = 65_536
+"""Maximum number of chunks that are watched; beyond that, the chunk looked at longest ago is reported as removed."""
+LOOKED_AT_PER_STEP = 32
+ROUND_S = 0.1
+"""Shortest time between two looks at a chunk."""
+ARRIVES_WITHIN_S = 10.0
+"""If another process is still storing a chunk when events name it, the chunk reaches L1 within this time, or never."""
 
 MakeEvent = Callable[[Sequence[int], bytes, Sequence[bytes], Any, int], Any]
 """(tokens, parent key, keys, request, the first token's place in it) → vLLM's event that chunks were stored."""
 MakeRemoval = Callable[[Sequence[bytes]], Any]
 """Keys → vLLM's event that these chunks were removed."""
+
+
+class BlockPins:
+    """Blocks that stores read and that vLLM must not free meanwhile, by store. Belongs to the scheduler's thread."""
+
+    def __init__(self, block_pool: Callable[[], Any] = lambda: None) -> None:
+        """`block_pool()` is vLLM's BlockPool; None in an engine whose stores pin nothing."""
+        self._block_pool = block_pool
+        self._pinned: dict[int, tuple[Sequence[int], int]] = {}
+        """Store → its blocks, and how many workers may still read them."""
+
+    def pin(self, store_id: int, blocks: Sequence[int], n_workers: int) -> None:
+        """Keep these blocks allocated, whether or not a request still has them, until no worker reads them."""
+        pool = self._block_pool()
+        pool.touch([pool.blocks[block] for block in blocks])
+        self._pinned[store_id] = blocks, n_workers
+
+    def read(self, store_id: int) -> None:
+        """Note that one more worker does not read the store's blocks any more; after the last, vLLM may free them."""
+        blocks, left = self._pinned.pop(store_id, ((), 0))
+        if left > 1:
+            self._pinned[store_id] = blocks, left - 1
+        else:
+            self._unpin(blocks)
+
+    def never_sent(self, store_id: int) -> None:
+        """Unpin the blocks of a store that no worker has got."""
+        blocks, _ = self._pinned.pop(store_id, ((), 0))
+        self._unpin(blocks)
+
+    def _unpin(self, blocks: Sequence[int]) -> None:
+        if blocks:
+            pool = self._block_pool()
+            pool.free_blocks([pool.blocks[block] for block in blocks])
+
+
+class Announced:
+    """Chunks that KV events named as stored, watched until they leave L1, so that events can name them as removed.
+
+    The server does not tell its clients of evictions, but the index in shared memory shows them.  Each step of vLLM
+    looks at a few chunks, first at those looked at longest ago: in a busy engine a removal is reported after at most
+    about MAX_ANNOUNCED / LOOKED_AT_PER_STEP = 2,048 steps, and never while vLLM makes no steps.  Belongs to the
+    scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        present: Callable[[Sequence[tuple[bytes, bytes]]], list[bool] | None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`present` tells for each (identity root, chain key) whether L1 has the chunk; None while that is unknown."""
+        self._present = present
+        self._now = now
+        self._chunks: OrderedDict[bytes, tuple[bytes, float, float]] = OrderedDict()
+        """Key → (root, time of the last look, time until which it may still be on its way); the oldest look first."""
+
+    def add(self, root: bytes, keys: Iterable[bytes]) -> list[bytes]:
+        """Watch these chunks of an identity, which events now name as stored.
+
+        Returns the chunks that are dropped to stay within MAX_ANNOUNCED; the caller reports them as removed.
+        """
+        now = self._now()
+        for key in keys:
+            self._chunks[key] = (root, now, now + patience(ARRIVES_WITHIN_S))
+            self._chunks.move_to_end(key)
+        dropped = []
+        while len(self._chunks) > MAX_ANNOUNCED:
+            dropped.append(self._chunks.popitem(last=False)[0])
+        return dropped
+
+    def left(self) -> list[bytes]:
+        """Look at a few chunks. Returns those that have left L1, which are not watched any more."""
+        now = self._now()
+        due: list[tuple[bytes, bytes]] = []
+        for key, (root, looked_s, _) in self._chunks.items():
+            if len(due) == LOOKED_AT_PER_STEP or now - looked_s < ROUND_S:
+                break
+            due.append((root, key))
+        present = self._present(due) if due else None
+        if present is None:
+            return []
+        gone = []
+        for (root, key), there in zip(due, present, strict=True):
+            arrives_s = self._chunks[key][2]
+            if there or now < arrives_s:
+                self._chunks[key] = (root, now, 0.0 if there else arrives_s)
+                self._chunks.move_to_end(key)
+            else:
+                del self._chunks[key]
+                gone.append(key)
+        return gone
 
 
 class StoreTable:

@@ -26,14 +26,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstrata.client import LoadItem, LoadJob, StoreJob
+from kvstrata.client import CacheClient, Identity, LoadItem, LoadJob, StoreJob
+from kvstrata.connectors.mover import Mover
 from kvstrata.connectors.vllm.adapters import LoadedAdapters
-from kvstrata.connectors.vllm.group_side import GroupSide
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.weights import LoadedWeights
 from kvstrata.keys import batch
 from kvstrata.patience import patience
-from kvstrata.types import EXTENT, LeaseName
+from kvstrata.types import EXTENT, LeaseName, RequestIdentity
 
 logger = logging.getLogger("vllm.kvstrata")
 
@@ -43,6 +43,31 @@ SLEEP_WAIT_S = 30.0
 """Time that copies under way get to end when vLLM takes the blocks' memory away."""
 CLOSE_WAIT_S = 2.0
 """Time that stores get to end at shutdown."""
+IDENTITIES_REMEMBERED = 1024
+
+
+class GroupSide:
+    """What a worker has for one KV cache group: a client of its own, a mover of the group's blocks, and its slice.
+
+    The caller starts `client`; the worker's side closes it.
+    """
+
+    def __init__(self, client: CacheClient, mover: Mover, *, slice_digest: bytes, record_blocks: int) -> None:
+        """`slice_digest` names the slice that this worker holds; a chunk's record holds `record_blocks` blocks."""
+        self.client = client
+        self.mover = mover
+        self.slice_digest = slice_digest
+        self.record_blocks = record_blocks
+        self._identities: dict[RequestIdentity, Identity] = {}
+
+    def identity(self, request: RequestIdentity) -> Identity:
+        """The client's identity of such requests; the last IDENTITIES_REMEMBERED are kept."""
+        identity = self._identities.get(request)
+        if identity is None:
+            while len(self._identities) >= IDENTITIES_REMEMBERED:
+                del self._identities[next(iter(self._identities))]
+            identity = self._identities[request] = self.client.identity(request)
+        return identity
 
 
 @dataclasses.dataclass(slots=True)

@@ -1,14 +1,42 @@
-"""Decides which loads are safe in an engine, by the order of vLLM's steps, which follows from its configuration.
+"""Decides from vLLM's configuration what an engine may load and store, and which loads are safe.
 
-vLLM's objects are read by attribute only; nothing here imports vLLM or torch.
+The order of vLLM's steps, which decides the latter, follows from its configuration.  vLLM's objects are read by
+attribute only; nothing here imports vLLM or torch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvstrata.connectors.vllm.compat.routed_experts import returns_routed_experts
 from kvstrata.errors import ConfigError
+
+
+def no_reuse_reason(vllm_config: Any) -> str:
+    """Why this engine must not load KV that was computed earlier; "" if it may.
+
+    Pooling over all tokens (MEAN, CLS, STEP) needs the hidden states of the whole prompt.  With such pooling, vLLM
+    turns its own prefix cache off, and its pooler raises an exception if tokens were not computed.
+    """
+    model = vllm_config.model_config
+    if getattr(model, "is_prefix_caching_supported", True):
+        return ""
+    pooler = getattr(model, "pooler_config", None)
+    kinds = [getattr(pooler, name, None) for name in ("seq_pooling_type", "tok_pooling_type")]
+    named = "/".join(str(kind) for kind in kinds if kind)
+    return f"vLLM supports no prefix caching for this model{f' with {named} pooling' if named else ''}"
+
+
+def media_are_counted(vllm_config: Any) -> bool:
+    """Whether vLLM numbers images and the like instead of hashing their content.
+
+    vLLM does so when both its processor cache and its prefix cache are off.  The numbers begin anew with each process.
+    """
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    return (
+        multimodal is not None
+        and getattr(multimodal, "mm_processor_cache_gb", None) == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    )
 
 
 def check_steps(vllm_config: Any, load_mode: str) -> None:
@@ -48,6 +76,14 @@ def no_load_reason(vllm_config: Any) -> str:
 
     Routed experts are returned for each token of the prompt; only the engine that computed a token knows its experts.
     """
-    if returns_routed_experts(vllm_config):
+    if _returns_routed_experts(vllm_config):
         return "it returns the routed experts of all tokens (--enable-return-routed-experts), which are not stored"
     return ""
+
+
+def _returns_routed_experts(vllm_config: Any) -> bool:
+    """Whether --enable-return-routed-experts is on: vLLM 0.31 moved the option to `aux_output_config`."""
+    outputs = getattr(vllm_config, "aux_output_config", None)
+    if outputs is not None:
+        return bool(outputs.enabled)
+    return bool(getattr(vllm_config.model_config, "enable_return_routed_experts", False))

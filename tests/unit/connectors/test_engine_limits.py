@@ -1,0 +1,106 @@
+"""What an engine may load and store, and which engines are refused, as vLLM's configuration decides."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvstrata.connectors.vllm.engine_limits import (
+    check_steps,
+    may_load_synchronously,
+    media_are_counted,
+    no_load_reason,
+    no_reuse_reason,
+)
+from kvstrata.connectors.vllm.request_keys import media_items
+from kvstrata.errors import ConfigError
+
+
+def config(*, batches=1, stages=1, drafts=False, v2=False):
+    return SimpleNamespace(
+        max_concurrent_batches=batches,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
+        speculative_config=SimpleNamespace() if drafts else None,
+        use_v2_model_runner=v2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("batches", "stages", "named"), [(2, 1, "--no-async-scheduling"), (2, 2, "pipeline_parallel_size")]
+)
+def test_synchronous_loads_are_refused_where_a_step_is_planned_before_the_one_before_has_ended(
+    batches, stages, named
+):
+    engine = config(batches=batches, stages=stages)
+    assert not may_load_synchronously(engine)
+    with pytest.raises(ConfigError, match=r"^load_mode: 'sync'") as raised:
+        check_steps(engine, "sync")
+    assert raised.value.field == "load_mode" and named in str(raised.value)
+    check_steps(engine, "auto")
+    check_steps(engine, "async")
+
+
+def test_an_engine_that_ends_each_step_before_it_plans_the_next_may_load_synchronously():
+    engine = config()
+    check_steps(engine, "sync")
+    assert may_load_synchronously(engine)
+
+
+def test_drafts_over_several_stages_are_refused_on_the_runner_that_never_begins_their_stores():
+    with pytest.raises(ConfigError, match=r"^speculative_config: .*pipeline_parallel_size 2"):
+        check_steps(config(batches=2, stages=2, drafts=True), "auto")
+    check_steps(config(batches=2, stages=2, drafts=True, v2=True), "auto")
+    check_steps(config(drafts=True), "auto")
+
+
+@pytest.mark.parametrize("owner", ["aux_output_config", "model_config"])
+def test_an_engine_that_returns_routed_experts_loads_nothing(owner):
+    """The option is in `aux_output_config` from vLLM 0.31 on."""
+    for on in (False, True):
+        outputs = SimpleNamespace(enabled=on, enable_return_routed_experts=on)
+        reason = no_load_reason(SimpleNamespace(**{"model_config": SimpleNamespace(), owner: outputs}))
+        assert ("--enable-return-routed-experts" in reason) is on
+
+
+def model(**settings):
+    return SimpleNamespace(model_config=SimpleNamespace(**settings))
+
+
+def test_engines_whose_prefixes_vllm_caches_may_use_the_cache():
+    assert no_reuse_reason(model(is_prefix_caching_supported=True, pooler_config=None)) == ""
+
+
+def test_pooling_that_needs_every_token_loads_nothing():
+    for sequence, token in (("MEAN", None), ("CLS", None), (None, "STEP")):
+        pooler = SimpleNamespace(seq_pooling_type=sequence, tok_pooling_type=token)
+        reason = no_reuse_reason(model(is_prefix_caching_supported=False, pooler_config=pooler))
+        assert f"with {sequence or token} pooling" in reason
+
+
+def test_images_are_numbered_only_when_neither_cache_of_vllm_needs_their_content():
+    for processor_gb, prefix_caching, counted in ((0, False, True), (4, False, False), (0, True, False)):
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                multimodal_config=SimpleNamespace(mm_processor_cache_gb=processor_gb)
+            ),
+            cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+        )
+        assert media_are_counted(config) is counted
+        config.model_config.multimodal_config = None
+        assert media_are_counted(config) is False
+
+
+def feature(identifier):
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=4, length=2), identifier=identifier)
+
+
+def test_a_hash_of_an_images_content_is_shared_by_all_engines():
+    for identifier in ("0" * 64, "adapter:" + "a1" * 32):
+        assert media_items([feature(identifier)], "one") == media_items([feature(identifier)], "other")
+
+
+def test_a_requesters_name_for_an_image_is_valid_in_one_run_of_one_engine():
+    for identifier in ("img-1", "F" * 64, "0" * 63):
+        first, again, other = (media_items([feature(identifier)], engine) for engine in ("one", "one", "two"))
+        assert first == again != other
