@@ -137,7 +137,6 @@ HEAVY = {
     "vllm": ("connectors.vllm",),
     "sglang": ("connectors.sglang.",),
     "zmq": ("rpc.zmq_", "testing.engine_sim.zmq_", "gateway.residency.zmq_"),
-    "rich": ("cli.live", "cli.page_"),
     "fastapi": ("server.http", "controller.app", "controller.routes", "process.http"),
 }
 """Packages and the modules that may import them."""
@@ -147,8 +146,7 @@ LIGHT = (
     "cli.bench",
     "cli.controller",
     "cli.ctl",
-    "cli.ctl_pages",
-    "cli.page_top",
+    "cli.pages",
     "cli.doctor",
     "cli.gateway",
     "cli.server",

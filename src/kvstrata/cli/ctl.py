@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from kvstrata.cli import ctl_cluster, ctl_explain, ctl_log, ctl_pages, ctl_pool
+from kvstrata.cli import ctl_cluster, ctl_explain, ctl_log, ctl_pool, pages
 from kvstrata.cli.asking import (
     TIMEOUT_S,
     Ask,
@@ -43,10 +43,10 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="kvstrata ctl", description=__doc__)
     _add_common(top)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    ctl_pages.add_page_flags(
+    pages.add_page_flags(
         commands.add_parser("status", help="the server at a glance; --all: all that is known")
     )
-    ctl_pages.add_top_flags(
+    pages.add_top_flags(
         commands.add_parser("top", help="what engines, tiers and tenants do now, drawn again and again")
     )
     commands.add_parser("ready", help="whether requests are served")
@@ -165,8 +165,8 @@ def run(options: argparse.Namespace) -> Any:
     if options.command == "pool":
         return ctl_pool.run(options)
     asker = _asker(options)
-    if ctl_pages.prints_all(options):
-        return ctl_pages.everything(options, asker)
+    if pages.is_status(options) and options.all and not options.json:
+        return pages.everything(options, asker)
     answer = asker(_request(options))
     if options.command == "cluster" and options.action == "dashboard-link":
         answer = ctl_cluster.reachable(answer, options.url)
@@ -186,8 +186,8 @@ def run(options: argparse.Namespace) -> Any:
 def main(arguments: Sequence[str] | None) -> int:
     """Run the command; returns 0. Raises KvstrataError."""
     options = parser().parse_args(arguments)
-    if ctl_pages.draws(options):
-        ctl_pages.run(options, _asker(options))
+    if pages.draws(options):
+        pages.run(options, _asker(options))
         return 0
     answer = run(options)
     print(json.dumps(answer, indent=1) if options.json else _text(options, answer))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvstrata.cli import ctl_log
-from kvstrata.cli.ctl_pages import add_page_flags
+from kvstrata.cli.pages import add_page_flags
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.errors import ConfigError
 

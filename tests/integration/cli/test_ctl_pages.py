@@ -143,13 +143,12 @@ class Terminal:
         return self.running.returncode, error
 
 
-def test_a_terminal_gets_colours_and_its_screen_back(server: ServerProcess) -> None:
+def test_a_terminal_gets_its_screen_back(server: ServerProcess) -> None:
     terminal = Terminal(command(server, "top", "--every", "0.1"))
     for _ in range(3):
         terminal.until(b"llama-8b-shape")
     assert terminal.end() == (0, b"")
     assert b"\x1b[?1049h" in terminal.seen and b"\x1b[?1049l" in terminal.seen
-    assert b"\x1b[1m" in terminal.seen
 
 
 def test_a_server_that_ends_is_said_above_the_page(tmp_path: Path) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 
-from kvstrata.cli import live, page_cluster, page_server, page_top
-from kvstrata.cli.page_cluster import SeenCluster
-from kvstrata.cli.page_server import Seen
+from kvstrata.cli import pages
+from kvstrata.cli.pages import Seen
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J\nx" + "y" * 200
 GB = 1 << 30
-
-
-def lines(page: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    out = io.StringIO()
-    monkeypatch.setattr("sys.stdout", out)
-    live.show(page)
-    monkeypatch.undo()
-    return out.getvalue().splitlines()
 
 
 def window(**more: Any) -> dict[str, Any]:
@@ -49,7 +39,6 @@ def seen(rows: int = 1, name: str = "a", **trend: Any) -> Seen:
                 for number in range(rows)
             ],
             "tenants": [{"tenant": name, "bytes": GB, "quota_bytes": -1} for _ in range(rows)],
-            "l2_tenants": [{"tenant": name, "adapter": "fs-0", "bytes": GB, "quota_bytes": GB}],
         },
         [
             {"name": f"fs-{number}", "state": "active", "breakers": {"load": "closed"}, "numbers": {},
@@ -76,8 +65,8 @@ def troubled(rows: int) -> Seen:
     return found
 
 
-def cluster(rows: int, name: str = "a", *, dead: int = 0) -> SeenCluster:
-    return SeenCluster(
+def cluster(rows: int, name: str = "a", *, dead: int = 0) -> Seen:
+    return Seen(
         {
             "name": name, "version": "0.1.0", "up_s": 90_000.0, "ready": True, "why_not_ready": "", "restarts": 0,
             "last_end": "", "instances": {"live": rows - dead, "dead": dead}, "keys": {"l1": 5},
@@ -92,59 +81,49 @@ def cluster(rows: int, name: str = "a", *, dead: int = 0) -> SeenCluster:
              "sync": {"state": "exact"}}
             for number in range(rows)
         ],
-        5.0,
-        [{"hits_per_s": {"l1": 0.0, "miss": 10.0}}] * 700
-        + [{"hits_per_s": {"l1": 3.0, "peer": 1.0, "miss": 1.0}}] * 12,
-        [{"unix_ms": 1_700_000_000_000, "kind": "joined", "instance": name, "facts": {"a": name}}] * rows,
     )  # fmt: skip
 
 
 PAGES = {
-    "quiet": lambda: page_server.page(seen(0)),
-    "usual": lambda: page_server.page(seen(2)),
-    "crowded": lambda: page_server.page(troubled(50)),
-    "top": lambda: page_top.Top().draw(troubled(50)),
-    "cluster": lambda: page_cluster.page(cluster(3)),
-    "crowded cluster": lambda: page_cluster.page(cluster(50, HOSTILE, dead=20)),
+    "quiet": lambda: pages.server_page(seen(0)),
+    "usual": lambda: pages.server_page(seen(2)),
+    "crowded": lambda: pages.server_page(troubled(50)),
+    "top": lambda: pages.Top().draw(troubled(50)),
+    "cluster": lambda: pages.cluster_page(cluster(3)),
+    "crowded cluster": lambda: pages.cluster_page(cluster(50, HOSTILE, dead=20)),
 }
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_has_40_lines_of_80_columns_and_no_escape_sequence(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = lines(PAGES[name](), monkeypatch)
-    assert len(shown) <= live.LINES, "\n".join(shown)
-    assert max(map(len, shown)) <= live.COLUMNS
+def test_a_page_has_40_lines_of_80_columns_and_no_escape_sequence(name: str) -> None:
+    shown = PAGES[name]()
+    assert len(shown) <= pages.LINES, "\n".join(shown)
+    assert max(map(len, shown)) <= pages.COLUMNS
     assert all(line.isprintable() for line in shown)
 
 
-def test_warnings_come_before_everything_else_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = lines(page_server.page(troubled(2)), monkeypatch)
+def test_warnings_come_before_everything_else_and_are_counted() -> None:
+    shown = pages.server_page(troubled(2))
     assert shown[1] == "! not ready: kvstrata ctl ready says why"
     assert shown[2] == "! L1 lacks 1.00 GB of memory: free space in /dev/shm"
     assert shown[5].startswith("! and ") and shown[6] == ""
-    assert page_server.warnings_of(seen(2)) == []
-    degraded = seen(2)
-    degraded.tiers[0]["puts"]["workers"] = "degraded"
-    assert page_server.warnings_of(degraded) == [
-        "fs-0: degraded, puts crash and begin again: see the server's log"
-    ]
+    assert pages.warnings_of(seen(2)) == []
 
 
-def test_a_page_shows_hits_and_what_they_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = lines(page_server.page(seen(1)), monkeypatch)
+def test_a_page_shows_hits_and_what_they_saved() -> None:
+    shown = pages.server_page(seen(1))
     [minute] = [line for line in shown if line.startswith("last minute")]
     assert minute.split() == ["last", "minute", "10", "100", "80", "%", "70", "%", "10", "%", "≈", "41", "s"]
     assert "L1  ███████████████░░░░░  3.00 GB of 4.00 GB (75 %)" in shown
     assert "first misses of the last hour: evicted 1 of 6, mostly never_stored 5 of 6" in shown
-    unknown = lines(page_server.page(seen(1, computed_chunks=0)), monkeypatch)
+    unknown = pages.server_page(seen(1, computed_chunks=0))
     assert next(line for line in unknown if line.startswith("last minute")).endswith(" -")
 
 
-def test_the_last_minute_of_a_cluster_is_its_last_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = lines(page_cluster.page(cluster(3)), monkeypatch)
-    [minute] = [line for line in shown if line.startswith("last minute")]
-    assert minute.split()[2:] == ["300", "80", "%", "60", "%", "0", "%", "20", "%"]
-    crowded = lines(page_cluster.page(cluster(50, dead=20)), monkeypatch)
-    assert crowded[1] == "! election: a" and crowded[2].startswith("! a0: dead, heard 1.5 s ago")
+def test_rates_are_the_differences_between_two_looks() -> None:
+    top, before, now = pages.Top(), seen(1), seen(1)
+    now.status["instance"]["uptime_s"] += 10
+    now.status["engines"][0]["lookups"] += 50
+    top.draw(before)
+    [row] = [line for line in top.draw(now) if line.startswith("00000000")]
+    assert row.split()[2] == "5.0"

@@ -1,0 +1,469 @@
+"""The pages of `kvstrata ctl`: `status`, `top` and `cluster status`, once or again and again.
+
+A page has at most LINES lines of COLUMNS columns, whatever the server holds; warnings come first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvstrata.cli.asking import Ask
+from kvstrata.errors import Unavailable
+from kvstrata.text import printable
+from kvstrata.types import GB
+
+COLUMNS, LINES = 80, 40
+MB = 1 << 20
+BAR_CELLS = 20
+MOST_WARNINGS, MOST_ROWS = 4, 6
+WATCH_S = 2.0
+FASTEST_S, SLOWEST_S = 0.1, 3_600.0
+WINDOWS = (("minute", "last minute"), ("hour", "last hour"), ("start", "since start"))
+FAULTS = ("corrupt", "l2_failed", "breaker_open", "deadline", "put_skipped", "refused", "evicted")
+"""Reasons of a miss that somebody can do something about, the worst first."""
+CLEAR, OTHER_SCREEN, OWN_SCREEN = "\x1b[2J\x1b[H", "\x1b[?1049h", "\x1b[?1049l"
+
+Asker = Callable[[Ask], Any]
+
+
+class Seen(NamedTuple):
+    """What a server said at one time: its status document, and the rows of its tiers."""
+
+    status: dict[str, Any]
+    tiers: list[dict[str, Any]]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def add_page_flags(status: argparse.ArgumentParser) -> None:
+    """Add the flags of a `status`."""
+    either = status.add_mutually_exclusive_group()
+    either.add_argument("--all", action="store_true", help="print everything that is known, not a page")
+    either.add_argument("--watch", nargs="?", type=interval, const=WATCH_S, metavar="SECONDS",
+        help=f"draw the page again every so many seconds ({WATCH_S:g}), until Ctrl-C; with --json a document on "
+        "each line")  # fmt: skip
+
+
+def add_top_flags(top: argparse.ArgumentParser) -> None:
+    """Add the flags of `top`."""
+    top.add_argument("--every", type=interval, default=WATCH_S, metavar="SECONDS",
+        help="seconds between two looks (%(default)g); Ctrl-C ends it; with --json: a document a line")  # fmt: skip
+
+
+def interval(text: str) -> float:
+    """The type of a time between two looks."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not FASTEST_S <= seconds <= SLOWEST_S:
+        raise argparse.ArgumentTypeError(
+            f"must be seconds from {FASTEST_S} to {SLOWEST_S:.0f}, found {text!r}"
+        )
+    return seconds
+
+
+def is_status(options: argparse.Namespace) -> bool:
+    """Whether this is the `status` of a server or of a cluster."""
+    words = (
+        (options.command, options.action) if options.command == "cluster" else ("cluster", options.command)
+    )
+    return words == ("cluster", "status")
+
+
+def draws(options: argparse.Namespace) -> bool:
+    """Whether this command draws a page, or is repeated."""
+    shows = is_status(options) and (options.watch is not None or not (options.all or options.json))
+    return options.command == "top" or shows
+
+
+def run(options: argparse.Namespace, ask: Asker) -> None:
+    """Draw the page, once or until Ctrl-C. `ask` asks the server or controller. Raises KvstrataError."""
+    look: Callable[[Asker], Any]
+    draw: Callable[[Any], list[str]]
+    if options.json:
+        path = "/v1/cluster" if options.command == "cluster" else "/v1/status"
+        look, draw = lambda ask: ask(Ask(path)), lambda answer: [json.dumps(answer)]
+    elif options.command == "cluster":
+        look, draw = see_cluster, cluster_page
+    else:
+        look, draw = see_server, Top().draw if options.command == "top" else server_page
+    every_s = options.every if options.command == "top" else options.watch
+    page = draw(look(ask))
+    if every_s is None:
+        print("\n".join(page))
+        return
+    terminal = sys.stdout.isatty() and not options.json
+    own_screen = terminal and options.command == "top"
+    print(OTHER_SCREEN if own_screen else "", end="")
+    try:
+        while True:
+            print(
+                (CLEAR if terminal else "") + "\n".join(page),
+                end="\n" if options.json else "\n\n",
+                flush=True,
+            )
+            time.sleep(every_s)
+            try:
+                page = draw(look(ask))
+            except Unavailable as error:
+                if not terminal:
+                    raise
+                page = [cut(error.message), *page[-LINES:]]
+    except KeyboardInterrupt:
+        return
+    finally:
+        print(OWN_SCREEN if own_screen else "", end="")
+
+
+def everything(options: argparse.Namespace, ask: Asker) -> dict[str, Any]:
+    """What `status --all` prints: first what needs attention, then the whole document. Raises KvstrataError."""
+    if options.command == "cluster":
+        cluster = see_cluster(ask)
+        return {"needs_attention": cluster_warnings(cluster) or "nothing", **cluster.status}
+    seen = see_server(ask)
+    return {"needs_attention": warnings_of(seen) or "nothing", **seen.status}
+
+
+def see_server(ask: Asker) -> Seen:
+    """What a server says of itself now."""
+    return Seen(ask(Ask("/v1/status")), ask(Ask("/v1/l2/adapters"))["adapters"])
+
+
+def see_cluster(ask: Asker) -> Seen:
+    """What a controller says of its cluster now: `tiers` are its instances."""
+    return Seen(ask(Ask("/v1/cluster")), ask(Ask("/v1/instances"))["instances"])
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in GB or MB, as the settings count them."""
+    return f"{n_bytes / GB:,.2f} GB" if n_bytes >= GB / 10 else f"{n_bytes / MB:,.1f} MB"
+
+
+def count(number: float) -> str:
+    """A number of at most 9 characters."""
+    for limit, unit, by in ((1e5, "", 1.0), (1e8, " k", 1e3), (1e11, " M", 1e6)):
+        if abs(number) < limit:
+            return f"{number / by:,.0f}{unit}"
+    return f"{number / 1e9:,.0f} G"
+
+
+def span(seconds: float) -> str:
+    """A time, with its two largest units."""
+    if abs(seconds) < 10:
+        return f"{seconds:.1f} s"
+    whole = round(abs(seconds))
+    units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+    for (large, large_s), (small, small_s) in itertools.pairwise(units):
+        if whole >= large_s:
+            sign = "-" if seconds < 0 else ""
+            return f"{sign}{whole // large_s} {large} {whole % large_s // small_s} {small}"
+    return f"{seconds:.0f} s"
+
+
+def share(part: float, whole: float) -> str:
+    """A share in percent; a dash of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def bar(part: float, whole: float) -> str:
+    """A share as a bar."""
+    filled = round(BAR_CELLS * min(1.0, max(0.0, part / whole))) if whole else 0
+    return "█" * filled + "░" * (BAR_CELLS - filled)
+
+
+def cut(text: str, columns: int = COLUMNS) -> str:
+    """One line, which nothing that a server or engine chose can leave."""
+    text = printable(text)
+    return text if len(text) <= columns else text[: columns - 1] + "…"
+
+
+def grid(heads: str, rows: Iterable[Sequence[str]], more: str, most: int = MOST_ROWS) -> list[str]:
+    """A table, and below it the number of rows beyond `most` with their place. `heads`: `>` ends those of numbers."""
+    names = heads.split("|")
+    every = list(rows)
+    cells = [[name.strip(" >") for name in names], *([cut(cell, 30) for cell in row] for row in every[:most])]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:>{width}}" if name.endswith(">") else f"{cell:<{width}}"
+            for cell, width, name in zip(row, widths, names, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    left = len(every) - most
+    return [*map(cut, lines), *([f"and {left} more: {more}"] if left > 0 else [])]
+
+
+def worst_reason(misses: Mapping[str, int]) -> str:
+    """The worst reason among first misses, and the most frequent one if it is another; empty without a miss."""
+    if not misses:
+        return ""
+    total = sum(misses.values())
+    worst = next((reason for reason in FAULTS if misses.get(reason)), "")
+    most = max(misses, key=lambda reason: misses[reason])
+    shown = [f"{reason} {misses[reason]} of {total}" for reason in dict.fromkeys((worst, most)) if reason]
+    return ", mostly ".join(shown)
+
+
+def _warnings(found: Sequence[str]) -> list[str]:
+    """The first warnings as lines, and how many more there are."""
+    more = [f"! and {len(found) - MOST_WARNINGS} more: --all"] if len(found) > MOST_WARNINGS else []
+    return [cut(f"! {text}") for text in found[:MOST_WARNINGS]] + more
+
+
+def _not_closed(breakers: Mapping[str, Any]) -> str:
+    """The operations of a tier whose breaker is not closed."""
+    return ", ".join(f"{operation} {state}" for operation, state in breakers.items() if state != "closed")
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+def server_page(seen: Seen) -> list[str]:
+    """Warnings, what is held, what lookups found, tiers, engines."""
+    status, pool, trend = seen.status, seen.status["pool"], seen.status["trend"]
+    worst = worst_reason(trend["hour"]["first_misses"])
+    return [
+        *_head(seen),
+        cut(
+            f"    {count(pool['entries'].get('ready', 0))} records, {size(pool['leased_bytes'])} leased, "
+            f"{count(pool['evicted_entries'])} evicted, {size(status['l2_store']['backlog_bytes'])} wait for L2"
+        ),
+        "",
+        *grid("lookups|number>|chunks asked>|hits>|L1>|L2>|saved>", map(_found, WINDOWS, [trend] * 3), ""),
+        *([cut(f"first misses of the last hour: {worst}")] if worst else []),
+        "",
+        *_tiers(seen.tiers),
+        "",
+        *_engines(status["engines"]),
+    ]
+
+
+def warnings_of(seen: Seen) -> list[str]:
+    """Everything that an operator should look at, the most urgent first."""
+    status, found = seen.status, []
+    pool, attach, process = status["pool"], status["attach"], status["process"]
+    if not status["instance"]["ready"]:
+        found.append("not ready: kvstrata ctl ready says why")
+    if pool["missing_bytes"]:
+        found.append(f"L1 lacks {size(pool['missing_bytes'])} of memory: free space in /dev/shm")
+    if pool["corrupt_entries"]:
+        found.append(f"{pool['corrupt_entries']} chunks of L1 were corrupt and were dropped")
+    for tier in seen.tiers:
+        name, why = tier["name"], tier.get("reason", "")
+        if tier["state"] != "active":
+            found.append(f"{name}: {tier['state']}{f': {why}' if why else ''}")
+        if opened := _not_closed(tier["breakers"]):
+            found.append(f"{name}: breaker of {opened}")
+        if tier["puts"].get("workers") == "degraded":
+            found.append(f"{name}: degraded, puts crash and begin again: see the server's log")
+        if tier.get("numbers", {}).get("read_only"):
+            found.append(f"{name}: read-only after an error of the disk")
+    cluster = status.get("cluster")
+    if cluster and not cluster.get("member"):
+        found.append("the cluster's controller does not answer")
+    if attach["stranded_bytes"]:
+        found.append(f"{size(attach['stranded_bytes'])} are kept for dead processes: ctl stranded list")
+    incomplete = sum(not engine["complete"] for engine in status["engines"])
+    if incomplete:
+        found.append(f"{incomplete} engines lack processes, so that their lookups find nothing")
+    if process["restarts"]:
+        found.append(f"{process['restarts']} restarts, the last after {process['last_end']}")
+    if status["sessions"]["leases_revoked"]:
+        found.append(f"{status['sessions']['leases_revoked']} revoked leases were not given back yet")
+    if status["log"]["dropped_lines"]:
+        found.append(f"{status['log']['dropped_lines']} log lines were dropped: nobody read the log")
+    return found
+
+
+def _head(seen: Seen) -> list[str]:
+    instance, pool = seen.status["instance"], seen.status["pool"]
+    used, limit = pool["used_bytes"], pool["limit_bytes"]
+    return [
+        cut(
+            f"{instance['instance_id']}  {'ready' if instance['ready'] else 'NOT READY'}  "
+            f"up {span(instance['uptime_s'])}  kvstrata {instance['version']}"
+        ),
+        *_warnings(warnings_of(seen)),
+        "",
+        f"L1  {bar(used, limit)}  {size(used)} of {size(limit)} ({share(used, limit)})",
+    ]
+
+
+def _found(window: tuple[str, str], trend: Mapping[str, Any]) -> list[str]:
+    name, label = window
+    numbers = trend[name]
+    asked, l1, l2 = numbers["lookup_chunks"], numbers["l1_hit_chunks"], numbers["l2_hit_chunks"]
+    saved = f"≈ {span(numbers['avoided_s'] - numbers['lookup_s'])}" if trend["computed_chunks"] else "-"
+    shares = (share(part, asked) for part in (l1 + l2, l1, l2))
+    return [label, count(numbers["lookups"]), count(asked), *shares, saved]
+
+
+def _tiers(tiers: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for tier in tiers:
+        usage, puts = tier["usage"] or {}, tier["puts"]
+        capacity = usage.get("capacity_bytes", 0)
+        waiting = sum(puts.get(name, 0) for name in ("queued", "retrying", "in_flight"))
+        rows.append([
+            tier["name"], tier["state"], size(usage.get("used_bytes", 0)), size(capacity) if capacity else "-",
+            count(usage.get("records", 0)), count(waiting), count(puts.get("outcomes", {}).get("stored", 0)),
+            _not_closed(tier["breakers"]) or "closed",
+        ])  # fmt: skip
+    heads = "tier|state|used>|of>|records>|puts wait>|stored>|breakers"
+    return grid(heads, rows, "kvstrata ctl l2 list") if rows else ["no L2 tier"]
+
+
+def _engines(engines: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        [
+            engine["url"].partition("//")[2] or engine["engine"][:8],
+            f"{', '.join(map(str, engine['pids'][:2]))}{', …' if len(engine['pids']) > 2 else ''}"
+            f"{'' if engine['complete'] else ' (!)'}",
+            engine["model"][-16:], count(engine["lookup_chunks"]),
+            share(engine["hit_chunks"], engine["lookup_chunks"]),
+            f"≈ {span(engine['avoided_s'])}" if engine["avoided_s"] else "-", count(engine["leases"]),
+            "-" if engine["pinged_ago_s"] is None else span(engine["pinged_ago_s"]),
+        ]
+        for engine in sorted(engines, key=lambda engine: -engine["lookup_chunks"])
+    ]  # fmt: skip
+    heads = "engine|pids|model|asked>|hits>|saved>|leases>|last ping>"
+    return grid(heads, rows, "kvstrata ctl top") if rows else ["no engine is attached"]
+
+
+class Top:
+    """Draws what engines, tiers and tenants do, by the difference to the last look; at first, to the server's start."""
+
+    def __init__(self) -> None:
+        self._before: Seen | None = None
+
+    def draw(self, seen: Seen) -> list[str]:
+        """The screen."""
+        before, self._before = self._before or Seen({"instance": {"uptime_s": 0.0}, "engines": []}, []), seen
+        status = seen.status
+        seconds = max(0.001, status["instance"]["uptime_s"] - before.status["instance"]["uptime_s"])
+        tenants = [
+            [
+                row["tenant"] or "(unnamed)",
+                size(row["bytes"]),
+                size(row["quota_bytes"]) if row["quota_bytes"] > 0 else "-",
+            ]
+            for row in sorted(status["tenants"], key=lambda row: -row["bytes"])
+        ]  # fmt: skip
+        return [
+            *_head(seen),
+            "",
+            *_busy_engines(status["engines"], before.status["engines"], seconds),
+            "",
+            *_busy_tiers(seen.tiers, before.tiers, seconds),
+            "",
+            *(grid("tenant|L1>|quota>", tenants, "--json") if tenants else ["no tenant holds anything"]),
+        ]
+
+
+def _busy_engines(now: list[dict[str, Any]], past: list[dict[str, Any]], seconds: float) -> list[str]:
+    before = {row["engine"]: row for row in past}
+    rows = []
+    for row in now:
+        names = ("lookups", "lookup_chunks", "hit_chunks", "stored_records", "avoided_s")
+        old = before.get(row["engine"], {})
+        # An engine that attaches again begins at 0.
+        lookups, chunks, hits, stored, avoided_s = (max(0.0, float(row[n] - old.get(n, 0))) for n in names)
+        rows.append((chunks, [
+            row["engine"][:8], row["model"][-20:], f"{lookups / seconds:.1f}", f"{chunks / seconds:.1f}",
+            share(hits, chunks), f"{stored / seconds:.1f}", f"{avoided_s / seconds:.2f}",
+        ]))  # fmt: skip
+    busiest = [row for _, row in sorted(rows, key=lambda row: -row[0])]
+    heads = "engine|model|lookups/s>|chunks/s>|hits>|stored/s>|saved, s/s>"
+    return grid(heads, busiest, "--json", 10) if rows else ["no engine is attached"]
+
+
+def _busy_tiers(now: list[dict[str, Any]], past: list[dict[str, Any]], seconds: float) -> list[str]:
+    old = {tier["name"]: tier["puts"].get("stored_bytes", 0) for tier in past}
+    rows = []
+    for tier in now:
+        puts, loads = tier["puts"], tier["loads"]
+        stored = puts.get("stored_bytes", 0) - old.get(tier["name"], 0)
+        rows.append([
+            tier["name"], tier["state"], size((tier["usage"] or {}).get("used_bytes", 0)),
+            f"{stored / seconds / 1e6:.1f}", count(puts.get("queued", 0) + puts.get("retrying", 0)),
+            size(loads.get("loading_bytes", 0)), count(loads.get("waiting", 0)),
+        ])  # fmt: skip
+    heads = "tier|state|used>|stored MB/s>|puts wait>|loading>|loads wait>"
+    return grid(heads, rows, "kvstrata ctl l2 list") if rows else ["no L2 tier"]
+
+
+# --- a cluster --------------------------------------------------------------------------------------------------------
+
+
+def cluster_page(seen: Seen) -> list[str]:
+    """Warnings, hits, tiers, instances."""
+    cluster, instances = seen.status, seen.tiers
+    states = ", ".join(f"{number} {state}" for state, number in cluster["instances"].items() if number)
+    hits = cluster["hits_total"]
+    asked = sum(hits.values())
+    tiers = [
+        [
+            tier, size(used), size(capacity) if (capacity := cluster["capacity_bytes"].get(tier, 0)) else "-",
+            bar(used, capacity) if capacity else "", count(cluster["keys"].get(tier, 0)),
+        ]
+        for tier, used in cluster["used_bytes"].items()
+    ]  # fmt: skip
+    rows = [
+        [
+            row["id"], "draining" if row["draining"] else row["state"], row["host"],
+            size(row["used_bytes"].get("l1", 0)), size(row["l1_bytes"]), count(sum(row["keys"].values())),
+            str(row["sessions"]), f"{span(row['heard_ago_s'])} ago",
+        ]
+        for row in sorted(instances, key=lambda row: (row["state"] == "live", row["id"]))
+    ]  # fmt: skip
+    heads = "instance|state|host|L1 used>|of>|chunks>|processes>|heard>"
+    return [
+        cut(
+            f"{cluster['name']}  {'ready' if cluster['ready'] else 'NOT READY'}  up {span(cluster['up_s'])}  "
+            f"kvstrata {cluster['version']}"
+        ),
+        *_warnings(cluster_warnings(seen)),
+        cut(f"instances: {states or 'none'}; {count(cluster['directory']['placements'])} placements"),
+        cut(
+            f"chunks asked since the start: {count(asked)}, hits {share(asked - hits.get('miss', 0), asked)} "
+            + ", ".join(f"{source} {share(hits.get(source, 0), asked)}" for source in ("l1", "l2", "peer"))
+        ),
+        "",
+        *(grid("tier|used>|of>||chunks>", tiers, "kvstrata ctl cluster tiers") if tiers else ["no tier"]),
+        "",
+        *(grid(heads, rows, "kvstrata ctl cluster instances", 12) if rows else ["no instance"]),
+    ]
+
+
+def cluster_warnings(seen: Seen) -> list[str]:
+    """Everything that an operator should look at, the most urgent first."""
+    cluster, found = seen.status, []
+    if not cluster["ready"]:
+        found.append(f"not ready: {cluster['why_not_ready']}")
+    election = cluster["election"]
+    if election["problem"]:
+        found.append(f"election: {election['problem']}")
+    if not election["leader"]:
+        found.append(f"no controller leads since {span(election['no_leader_s'])}")
+    for row in seen.tiers:
+        if row["state"] != "live":
+            found.append(f"{row['id']}: {row['state']}, heard {span(row['heard_ago_s'])} ago")
+        elif row["sync"]["state"] == "wanted":
+            found.append(f"{row['id']}: a full sync is wanted")
+    if cluster["restarts"]:
+        found.append(f"{cluster['restarts']} restarts, the last after {cluster['last_end']}")
+    if refused := cluster["directory"]["refused_keys_total"]:
+        found.append(f"the directory is full: {refused} chunks were refused")
+    return found
