@@ -42,6 +42,11 @@ FramePlace frame_place(const Digest& key, std::uint32_t block) noexcept {
   return place;
 }
 
+Segment* Segments::find(std::uint32_t number) noexcept {
+  const auto found = segments_.find(number);
+  return found == segments_.end() ? nullptr : found->second.get();
+}
+
 std::size_t Segments::reserved() const noexcept {
   return full_.size() + free_.size() >= kSegmentsWithReserve ? 1 : 0;
 }

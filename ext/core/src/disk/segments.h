@@ -64,6 +64,7 @@ class Segments {
   [[nodiscard]] const Map& by_number() const noexcept { return segments_; }
   // REQUIRES: a segment has this number.
   [[nodiscard]] Segment& at(std::uint32_t number) noexcept { return *segments_.at(number); }
+  [[nodiscard]] Segment* find(std::uint32_t number) noexcept;
   [[nodiscard]] Segment* active() noexcept { return active_; }
   // Numbers, oldest first.
   [[nodiscard]] const std::deque<std::uint32_t>& full() const noexcept { return full_; }
