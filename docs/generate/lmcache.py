@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from kvstrata.config.lmcache import READ_ON, VERSION
 from kvstrata.config.lmcache.fates import Fate, Name
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
-from kvstrata.config.lmcache.interfaces import COMMANDS, CONNECTORS, CONTROLLER_PATHS, SERVER_PATHS, advice
+from kvstrata.config.lmcache.interfaces import COMMANDS, CONNECTORS
 from kvstrata.config.lmcache.keys import (
     CLIENT_KEY_PREFIXES,
     CLIENT_KEYS,
     CONNECTOR_EXTRA,
     CONNECTOR_EXTRA_PREFIXES,
-    EXTRA_KEYS,
-    EXTRA_PREFIXES,
     VARIABLE_PREFIXES,
     VARIABLES,
 )
@@ -24,11 +22,11 @@ _INTRO = f"""# Coming from LMCache
 Generated from the code by `make docs`; to change it, change the tables in `src/kvstrata/config/lmcache`. The names are
 those of LMCache {VERSION}, its program and its documentation, read on {READ_ON}.
 
-1. `kvstrata migrate FILE… > kvstrata.yaml` prints a configuration for the server and engines of one deployment, with a
-   comment for each line. FILE is the file in `LMCACHE_CONFIG_FILE`, or what sets `LMCACHE_…` variables or contains that
-   file: an env file, a script, a compose file, a manifest of Kubernetes; variables win over files, as in LMCache. The
-   exit status is 1 if something has no counterpart, which a comment then says. `kvstrata doctor` tells which names of
-   its own environment have no effect.
+1. `kvstrata migrate FILE… > kvstrata.yaml` prints a configuration for the server and engines of one deployment. FILE
+   is the file in `LMCACHE_CONFIG_FILE`, or what sets `LMCACHE_…` variables or contains that file: an env file, a
+   script, a compose file, a manifest of Kubernetes; variables win over files, as in LMCache. The exit status is 1 if
+   something has no counterpart, which a comment then says. `kvstrata doctor` tells which names of its own environment
+   have no effect.
 2. `kvstrata names install` installs the commands `lmcache server …` and `lmcache_controller …` beside `lmcache-server`
    and `lmcache-controller`, where LMCache's own are not installed. They belong to no package, so installing or removing
    kvstrata or LMCache never takes LMCache's commands away. Where LMCache is installed, they run LMCache.
@@ -45,9 +43,9 @@ What happens to a name:
 |---|---|
 | kept | same name, same meaning |
 | translated | accepted; the log names our setting |
-| noted | accepted without effect; the log says why |
-| replaced | a flag: an error that says what to use; a server's setting given to an engine: a warning that says where |
-| refused | nothing here corresponds to it. A flag: an error that says what to do; an engine's setting: a warning |
+| no effect | accepted; the log says so |
+| refused | nothing here does what it asks for. A flag is an error unless its value asks for nothing; a setting of an \
+engine is accepted without effect |
 
 An unknown flag is an error, and so is an unknown key of our own file; an unknown key of LMCache's file or an unknown
 `LMCACHE_…` variable is a warning. `--blend*` stands for all other names that begin so. To an engine, quoted numbers,
@@ -65,7 +63,8 @@ Flags of a server that mean more together, or with a value:
 - `--l2-adapter` of type `nixl_store` with `POSIX` and a `file_path`: type `fs`, in a folder of its own below that path.
 - `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.
 
-Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept.
+Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept. Of the HTTP
+paths, `/healthcheck` and `/metrics` are kept; `/docs` of a running server or controller lists the others.
 """
 
 
@@ -77,39 +76,30 @@ def coming_from_lmcache() -> str:
         ("`lmcache_controller` flags", CONTROLLER_FLAGS, {}),
         ("`kv_connector_extra_config`", CONNECTOR_EXTRA, CONNECTOR_EXTRA_PREFIXES),
         ("`LMCACHE_CONFIG_FILE` keys and `LMCACHE_<KEY>` variables", CLIENT_KEYS, CLIENT_KEY_PREFIXES),
-        ("Keys of `extra_config` that make no field of an adapter", EXTRA_KEYS, EXTRA_PREFIXES),
         ("Other variables", VARIABLES, VARIABLE_PREFIXES),
     ):
-        rows = [*table.items(), *((f"{name}*", entry) for name, entry in prefixes.items())]
-        parts.append(_table(title, [(f"`{name}`", str(entry.fate), _says(entry)) for name, entry in rows]))
-    parts.append(_table("Commands", _advice(COMMANDS)))
-    connectors = [
-        (f"`{name}`", "kept", "`kv_connector_module_path`: " + (_codes(modules) or "none"))
-        for name, modules in CONNECTORS.items()
-    ]
-    parts.append(_table("Connectors", connectors))
-    parts.append(_table("HTTP paths of `lmcache server`", _advice(SERVER_PATHS)))
-    parts.append(_table("HTTP paths of `lmcache_controller`", _advice(CONTROLLER_PATHS)))
+        parts.append(_table(title, {**table, **{f"{name}*": entry for name, entry in prefixes.items()}}))
+    parts.append("\n## Commands\n\n| LMCache's | here |\n|---|---|\n")
+    parts += [f"| `{name}` | {ours or 'none'} |\n" for name, ours in COMMANDS.items()]
+    parts.append("\n## Connectors\n\n| `kv_connector` | `kv_connector_module_path` |\n|---|---|\n")
+    parts += [f"| `{name}` | {_codes(modules) or 'none'} |\n" for name, modules in CONNECTORS.items()]
     return "".join(parts)
 
 
-def _table(title: str, rows: list[tuple[str, str, str]]) -> str:
-    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"\n## {title}\n\n| name | here | |\n|---|---|---|\n{lines}"
+def _table(title: str, table: Mapping[str, Name]) -> str:
+    """A row for each name that is kept or translated; one for all names of which the same is said."""
+    groups: dict[tuple[Fate, str], list[str]] = {}
+    for name, entry in table.items():
+        groups.setdefault((entry.fate, _says(entry)), []).append(name)
+    rows = [f"| {_codes(names)} | {fate} | {says} |\n" for (fate, says), names in groups.items()]
+    return f"\n## {title}\n\n| name | here | |\n|---|---|---|\n{''.join(rows)}"
 
 
 def _says(entry: Name) -> str:
-    harmless = f"{_codes(tuple(entry.harmless))}: noted; else: " if entry.harmless else ""
+    harmless = f"without effect if {_codes(entry.harmless)}" if entry.harmless else ""
     target = f"`{entry.target}`" if entry.target else ""
-    return harmless + "; ".join(filter(None, (target, entry.say)))
+    return "; ".join(filter(None, (target, entry.say, harmless)))
 
 
-def _advice(table: Mapping[str, Name]) -> list[tuple[str, str, str]]:
-    return [
-        (f"`{name}`", str(entry.fate), f"`{entry.target}`" if entry.fate is Fate.KEPT else advice(entry))
-        for name, entry in table.items()
-    ]
-
-
-def _codes(names: tuple[str, ...]) -> str:
+def _codes(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)

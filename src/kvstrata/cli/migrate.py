@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kvstrata.cli.boundary import guarded
-from kvstrata.config.lmcache.migration import Migration
-from kvstrata.config.lmcache.sources import Found, merged, read
+from kvstrata.config.lmcache.migration import Found, Migration, merged, read
 from kvstrata.errors import ConfigError
 
 
@@ -16,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata migrate`."""
     top = argparse.ArgumentParser(
         prog="kvstrata migrate",
-        description="Prints kvstrata's configuration for a deployment of LMCache, a comment beside each line. Nothing "
+        description="Prints kvstrata's configuration for a deployment of LMCache, nothing "
         "is written or started. Exit status 1: something could not be translated, as a comment says.",
     )
     top.add_argument(

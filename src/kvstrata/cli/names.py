@@ -3,20 +3,21 @@
 The scripts belong to no distribution.  A wheel with commands of these names would overwrite LMCache's in an environment
 that has both, and take them along when it is removed.  So `install` writes a script only where there is no file of that
 name, and `remove` removes only files that `install` wrote; pip may overwrite or remove the scripts like any file.
-A script hands over to LMCache where that is installed (lmcache_scripts.py).
+A script hands over to LMCache where that is installed.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
+import importlib.util
 import sys
-import sysconfig
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvstrata.cli.boundary import guarded
+
+if TYPE_CHECKING:
+    import argparse
+    from pathlib import Path
 
 NAMES = ("lmcache", "lmcache_controller", "lmcache_server")
 MARK = "# Written by `kvstrata names install`; `kvstrata names remove` removes it."
@@ -29,7 +30,7 @@ SCRIPT = """\
 import sys
 
 try:
-    from kvstrata.cli.lmcache_scripts import run
+    from kvstrata.cli.names import run
 except ImportError:
     sys.exit(f"{name}: kvstrata is not installed any more; delete {{__file__}}")
 sys.exit(run("{name}", sys.argv[1:]))
@@ -39,18 +40,18 @@ ABSENT, OURS, OTHER = "not there", "runs kvstrata", "belongs to another package"
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `kvstrata names`."""
+    import argparse
+    import sysconfig
+    from pathlib import Path
+
     top = argparse.ArgumentParser(
         prog="kvstrata names",
         description="The commands `lmcache server …`, `lmcache_controller …` and `lmcache_server`, run by kvstrata. "
         "A command that LMCache has installed is left alone.",
     )
-    top.add_argument("step", choices=("install", "remove", "list"), help="what to do with the commands")
-    top.add_argument(
-        "--dir",
-        type=Path,
-        default=Path(sysconfig.get_path("scripts")),
-        help="folder of the commands (%(default)s)",
-    )
+    top.add_argument("step", choices=("install", "remove"), help="what to do with the commands")
+    top.add_argument("--dir", type=Path, default=Path(sysconfig.get_path("scripts")),
+        help="folder of the commands (%(default)s)")  # fmt: skip
     return top
 
 
@@ -63,7 +64,10 @@ def main(arguments: Sequence[str] | None) -> int:
         path = options.dir / name
         try:
             if options.step == "install" and state(path) != OTHER:
-                _write(path, name)
+                partial = path.with_name(f".{name}.new")
+                partial.write_text(SCRIPT.format(python=sys.executable, mark=MARK, name=name))
+                partial.chmod(0o755)
+                partial.replace(path)
             elif options.step == "remove" and state(path) == OURS:
                 path.unlink()
         except OSError as error:
@@ -86,12 +90,32 @@ def state(path: Path) -> str:
         return ABSENT
 
 
-def _write(path: Path, name: str) -> None:
-    partial = path.with_name(f".{name}.{os.getpid()}")
-    try:
-        partial.write_text(SCRIPT.format(python=sys.executable, mark=MARK, name=name))
-        partial.chmod(0o755)
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Run LMCache's command `name`: LMCache's own where it is installed, else ours. Returns the exit status.
+
+    Little is imported before the server or the controller has forked (process/keeper.py).
+    """
+    if importlib.util.find_spec("lmcache") is not None:
+        from importlib.metadata import entry_points
+
+        for found in entry_points(group="console_scripts", name=name):
+            return found.load()() or 0
+    if name == "lmcache_controller":
+        from kvstrata.cli.controller import main as controller
+
+        return controller(arguments)
+    if name == "lmcache" and arguments[:1] == ["server"]:
+        from kvstrata.cli.server import main as server
+
+        return server(arguments[1:])
+    from kvstrata.config.lmcache.interfaces import COMMANDS
+
+    asked = f"{name} {arguments[0]}" if name == "lmcache" and arguments else name
+    if asked in COMMANDS:
+        use = f"use {COMMANDS[asked]}" if COMMANDS[asked] else "kvstrata has no such command"
+        print(f"{asked}: {use} (this is kvstrata)", file=sys.stderr)
+        return 2
+    print("kvstrata runs LMCache's commands:\n")
+    for command, ours in COMMANDS.items():
+        print(f"  {command:20}{ours or '(nothing)'}")
+    return 0 if not arguments or arguments[0] in ("-h", "--help") else 2

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kvstrata import __version__
 from kvstrata.config.lmcache.fates import Fate, Name, find, hint
 from kvstrata.config.lmcache.flags import BUFFER_ONLY, CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
-from kvstrata.config.lmcache.remote_url import entry_of_ours
+from kvstrata.config.lmcache.migration import entry_of_ours
 from kvstrata.config.load import put
 from kvstrata.config.secrets import secrets_in
 from kvstrata.errors import ConfigError
@@ -389,11 +389,10 @@ def _sort_out(
             found.wrong.append(ConfigError(f"command line: {name}: {says}", field=name))
         elif entry.fate is Fate.TRANSLATED:
             _take(name, entry, words, found)
-        elif entry.fate is Fate.NOTED or not entry.asks(" ".join(words) if words else True):
-            found.notes.append(f"{name} has no effect: {entry.note(' '.join(words))}")
+        elif entry.asks(" ".join(words) if words else True):
+            found.wrong.append(ConfigError(f"command line: {name}: {entry.say}", field=name))
         else:
-            new = f" (set {entry.target})" if entry.target else ""
-            found.wrong.append(ConfigError(f"command line: {name}: {entry.say}{new}", field=name))
+            found.notes.append(f"{name} has no effect: {entry.say}")
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 
-from kvstrata.config.lmcache.interfaces import CONTROLLER_PATHS
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.door import Door
 from kvstrata.controller.operations import Operations
@@ -23,7 +22,7 @@ def make_app(
     door: Door,
 ) -> FastAPI:
     """The API of one cluster."""
-    app, guarded = make_base("kvstrata controller", cluster.readiness, CONTROLLER_PATHS)
+    app, guarded = make_base("kvstrata controller", cluster.readiness)
 
     app.include_router(look.router(cluster, operations, around, guarded))
     app.include_router(act.router(cluster, operations, guarded))

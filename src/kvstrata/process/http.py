@@ -7,7 +7,7 @@ with the codes of `kvstrata.errors`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -19,8 +19,6 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from kvstrata import __version__
-from kvstrata.config.lmcache.fates import Name
-from kvstrata.config.lmcache.interfaces import path_advice
 from kvstrata.config.load import odd_value
 from kvstrata.config.secrets import quoted
 from kvstrata.errors import (
@@ -85,13 +83,8 @@ class ErrorBody(BaseModel):
     field: str = Field(description="The wrong field; empty if no single field is wrong.")
 
 
-def make_base(
-    title: str, readiness: Callable[[], tuple[bool, str]], theirs: Mapping[str, Name]
-) -> tuple[FastAPI, list[Any]]:
-    """An app with errors and probes, and the dependencies of every route that needs the token.
-
-    `theirs`: LMCache's paths, whose 404 says what to ask instead.
-    """
+def make_base(title: str, readiness: Callable[[], tuple[bool, str]]) -> tuple[FastAPI, list[Any]]:
+    """An app with errors and probes, and the dependencies of every route that needs the token."""
 
     async def readable(request: Request) -> None:
         """Refuse lone surrogates, which JSON can spell but no answer, hash or log line can contain."""
@@ -133,8 +126,7 @@ def make_base(
     @app.exception_handler(StarletteHTTPException)
     async def failed(request: Request, error: StarletteHTTPException) -> JSONResponse:
         code = {401: NotPermitted.code, 404: "not_found"}.get(error.status_code, BadRequest.code)
-        says = path_advice(theirs, request.url.path) if error.status_code == 404 else ""
-        body = {"code": code, "message": one_line(says or str(error.detail)), "field": ""}
+        body = {"code": code, "message": one_line(str(error.detail)), "field": ""}
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.get("/healthz", tags=["probes"])

@@ -157,7 +157,7 @@ ANY = st.recursive(
 )
 
 
-@hypothesis.settings(max_examples=amount(25, 100))
+@hypothesis.settings(max_examples=amount(8, 100))
 @given(ANY)
 def test_any_value_anywhere_is_settings_or_a_named_error(value):
     for key, _ in loading.leaves(ServerSettings):

@@ -11,8 +11,6 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from kvstrata.config.lmcache.fates import Fate
-from kvstrata.config.lmcache.interfaces import SERVER_PATHS
 from kvstrata.config.model import HttpSettings
 from kvstrata.errors import BadRequest, ConfigError, StorageError, Unavailable
 from kvstrata.policy.misses import Explained, Explainer
@@ -207,24 +205,6 @@ async def test_openapi_describes_each_operation_with_its_errors_and_its_token(ad
             assert operation["description"], path
             assert ("security" in operation) == (path not in PROBES)
     assert set(api["components"]["schemas"]["ErrorBody"]["properties"]) == {"code", "message", "field"}
-
-
-async def test_other_paths_of_lmcache_are_404_with_ours_named(admin):
-    async with client(admin) as http:
-        routes = {(method, route) for route, ways in (await http.get("/openapi.json")).json()["paths"].items()
-                  for method in ways}  # fmt: skip
-        for path, entry in SERVER_PATHS.items():
-            if entry.fate is Fate.KEPT:
-                continue
-            for method in ("GET", "POST"):
-                answer = await http.request(method, path.replace("{", "").replace("}", ""))
-                assert answer.status_code == 404, path
-                says = answer.json()["message"]
-                assert says.startswith("this is a path of LMCache; ") and entry.say in says
-                assert entry.target in says
-            method, _, route = entry.target.partition(" ")
-            if method in ("GET", "POST", "PUT") and route != "/openapi.json":
-                assert (method.lower(), route) in routes, entry.target
 
 
 async def test_a_request_id_that_several_requests_begin_with_is_a_wrong_field(admin):

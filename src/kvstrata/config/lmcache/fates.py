@@ -2,15 +2,13 @@
 
     kept        same name, same meaning
     translated  accepted; one log line names our setting that it sets
-    noted       accepted; one log line says why it has no effect
-    replaced    our setting has another name.  As a flag, LMCache's name is an error; in an engine's settings, one log
-                line says that it has no effect.  Both texts name our setting.
-    refused     nothing here corresponds to it.  As a flag, it is an error; in an engine's settings, one log line says
-                that it has no effect, since an engine without the cache's extra feature serves right answers.
+    no effect   accepted; one log line says so
+    refused     nothing here does what it asks for.  As a flag, it is an error that says what to do, unless its value
+                asks for nothing, as LMCache's default does.  In an engine's settings it is accepted without effect,
+                since an engine without the cache's extra feature serves right answers.
 
-A replaced or refused flag is noted where its value asks for nothing, as LMCache's default does.  A flag or key in no
-table is an error that suggests a known name of nearly the same spelling.  In a file or variable for LMCache, which
-starts with a warning then, an unknown name is only noted.
+A flag or key in no table is an error that suggests a known name of nearly the same spelling.  In a file or variable for
+LMCache, which starts with a warning then, an unknown name is only noted.
 """
 
 from __future__ import annotations
@@ -34,33 +32,26 @@ class Fate(enum.StrEnum):
 
     KEPT = "kept"
     TRANSLATED = "translated"
-    NOTED = "noted"
-    REPLACED = "replaced"
+    NO_EFFECT = "no effect"
     REFUSED = "refused"
 
 
 class Name(NamedTuple):
-    """`target`: our setting for KEPT, TRANSLATED and REPLACED (dotted path; empty where no single setting has that
-    meaning).  `say`: the text of the log line or the error, without the name itself."""
+    """`target`: our setting, for KEPT and TRANSLATED (dotted path).  `say`: the log line or error, without the name."""
 
     fate: Fate
     target: str = ""
     say: str = ""
-    harmless: Mapping[str, str] = NO_NAMES
-    """Values with which the name asks for nothing that we do not do anyway, each with what the note says in place of
-    `say`; empty: `say`."""
+    harmless: tuple[str, ...] = ()
+    """Values with which a refused name asks for nothing that we do not do anyway."""
     factor: int = 0
     """For TRANSLATED: our number is LMCache's number times this; 0: the value is a text, ours unchanged."""
     also: str = ""
     """For TRANSLATED: a setting that gets the same value unless it is given too."""
 
     def asks(self, value: object) -> bool:
-        """Whether a replaced or refused name asks for something with this value."""
-        return is_on(value) and str(value) not in self.harmless
-
-    def note(self, value: object) -> str:
-        """What is said of the name with this value, if it is noted."""
-        return self.harmless.get(str(value)) or self.say
+        """Whether a refused name asks for something with this value."""
+        return self.fate is Fate.REFUSED and is_on(value) and str(value) not in self.harmless
 
 
 _OFF: tuple[object, ...] = (False, None, "", "false", "none", "null", "0", "0.0", 0, [], {}, "[]", "{}")
@@ -97,28 +88,23 @@ def each(names: str, entry: Name) -> dict[str, Name]:
     return dict.fromkeys(names.split(), entry)
 
 
-def kept(target: str) -> Name:
-    """Same name, same meaning."""
-    return Name(Fate.KEPT, target)
+def kept(**targets: str) -> dict[str, Name]:
+    """Same meaning as our setting of this name."""
+    return {name: Name(Fate.KEPT, target) for name, target in targets.items()}
 
 
-def noted(say: str) -> Name:
+def no_effect(say: str) -> Name:
     """Accepted, without effect."""
-    return Name(Fate.NOTED, "", say)
+    return Name(Fate.NO_EFFECT, "", say)
 
 
-TUNES = noted("it tunes a part of LMCache that kvstrata does not have")
+TUNES = no_effect("it tunes a part of LMCache that kvstrata does not have")
 """The entry of names of which users need to know no more."""
 
 
 def refused(say: str, *harmless: str) -> Name:
-    """Nothing corresponds to it, unless the value is harmless."""
-    return Name(Fate.REFUSED, "", say, dict.fromkeys(harmless, ""))
-
-
-def replaced(target: str, say: str, *harmless: str) -> Name:
-    """Our setting has another name."""
-    return Name(Fate.REPLACED, target, say, dict.fromkeys(harmless, ""))
+    """Nothing does what it asks for, unless the value is harmless."""
+    return Name(Fate.REFUSED, "", say, harmless)
 
 
 def find(name: str, table: Mapping[str, Name], prefixes: Mapping[str, Name]) -> Name | None:
@@ -174,7 +160,7 @@ def translate(
         where = f"{source}: {names.get(name, name)}"
         entry = find(name, table, prefixes)
         if entry is None and name in own_names:
-            entry = kept(name)
+            entry = Name(Fate.KEPT, name)
         if entry is None:
             says = f"unknown key{hint(name, own_names, table)}"
             if strict:
@@ -185,7 +171,7 @@ def translate(
             if (given := meant(value, kinds[entry.target])) is not None:
                 settings[entry.target] = given
         else:
-            notes.append(f"{where} has no effect: {entry.note(value)}")
+            notes.append(f"{where} has no effect: {entry.say}")
     if wrong:
         raise together(wrong)
     return settings, notes

@@ -1,341 +1,451 @@
-"""From a file for LMCache (LMCACHE_CONFIG_FILE) to one for kvstrata, with a comment for every line.
+"""From a deployment of LMCache to a configuration of kvstrata.
 
-The file serves lmcache-server (`--config`) and its engines (KVSTRATA_CONFIG_FILE).  Names that have no counterpart
-become comments, so that nothing of LMCache's file is lost without a word.
+`read` finds LMCache's settings in what people have: its own file (LMCACHE_CONFIG_FILE), an env file, a script, a
+compose file, or a manifest of Kubernetes with env blocks or a ConfigMap.  `Migration` translates them into one file for
+lmcache-server (`--config`) and its engines (KVSTRATA_CONFIG_FILE).  Names that have no counterpart become comments.
+
+A store that LMCache's settings name becomes an L2 adapter that keeps KV on the same server, bucket or directory.  The
+adapter begins empty, and leaves LMCache's records alone.  No password is copied; the adapter names a variable instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
 
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.demands import bare_type, canonical, problems
 from kvstrata.config.lmcache import READ_ON, VERSION
-from kvstrata.config.lmcache.fates import NEARLY, NO_NAMES, TUNES, Fate, Name, find, is_on, meant
-from kvstrata.config.lmcache.keys import (
-    CLIENT_KEY_PREFIXES,
-    CLIENT_KEYS,
-    EXTRA_KEYS,
-    EXTRA_PREFIXES,
-    VARIABLE_PREFIXES,
-    VARIABLES,
-)
-from kvstrata.config.lmcache.remote_url import Field, NotTranslated, adapter_of, directory, odirect
-from kvstrata.config.lmcache.variables import FILE
+from kvstrata.config.lmcache.fates import NEARLY, NO_NAMES, find, is_on, meant
+from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
+from kvstrata.config.lmcache.variables import FILE, PREFIX
 from kvstrata.config.load import leaves
 from kvstrata.config.model import ServerSettings
 from kvstrata.config.nearest import nearest
-from kvstrata.config.secrets import quoted
+from kvstrata.errors import ConfigError
 from kvstrata.text import one_line
 
-ALL_WORKERS = (
-    "LMCache's is for each worker process; this is for the whole host, so multiply it by the workers"
-)
+PASSWORD_ENV = "KVSTRATA_REMOTE_PASSWORD"
 LEAST_DISK_GB = 0.25
 """A log of `disk` needs some segments; a smaller tier is of type `fs`."""
-NO_L2 = "LMCache keeps nothing on disk unless it is told to; without this line the server would"
-NO_PLUGINS = "classes for LMCache do not fit; write an adapter of type plugin (docs/writing-an-adapter.md)"
 _TYPES = dict(leaves(ServerSettings)) | dict(leaves(ClientSettings))
+_NO_PLUGINS = "classes for LMCache do not fit; write an adapter of type plugin (docs/writing-an-adapter.md)"
+_DANGEROUS_EXTRA = {
+    "storage_root_dir": "set MOONCAKE_STORAGE_ROOT_DIR in the environment of lmcache-server to it",
+    "prefer_local_alloc": '"replicate": {"preferred_segment": "HOST:PORT"} of the adapter names one place',
+}
+"""Keys of `extra_config` whose meaning would be lost, also with `mooncake_` before them."""
+
+# --- settings in files ------------------------------------------------------------------------------------------------
+
+_KEY = rf"{PREFIX}[A-Z0-9_]+"
+_LINE = re.compile(rf"\s*({_KEY})=(.*)")
+_IN_TEXT = re.compile(rf"(?:^|\s)({_KEY})=(\"[^\"]*\"|'[^']*'|\{{.*\}}|\S*)", re.MULTILINE)
+_COMMENT = re.compile(r"^\s*#.*", re.MULTILINE)
+
+Found = tuple[str, Any]
+"""A setting as a source spells it: the key of a file, or a variable, and its value."""
 
 
-class Setting(NamedTuple):
-    """A setting of ours, and the comment beside it."""
+def merged(sources: Iterable[Sequence[Found]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of several sources, and what is said of those that have two values.
 
-    value: Any
-    comment: str
+    Variables win over files, as in LMCache; else the first source wins.
+    """
+    values: dict[str, Any] = {}
+    twice: dict[str, str] = {}
+    found = [one for source in sources for one in source]
+    for of_variables in (True, False):
+        given: dict[str, Any] = {}
+        for name, value in found:
+            if name.startswith(PREFIX) is of_variables:
+                key = _key(name)
+                if str(meant(given.setdefault(key, value))) != str(meant(value)):
+                    twice[key] = "it has two values; the first one is kept, migrate the other one by itself"
+        values = given | values
+    return values, twice
 
 
-class _Extra(dict[str, Any]):
-    """LMCache's `extra_config`. `told`: its keys that an adapter has got."""
+def read(path: str) -> list[Found]:
+    """The settings in a file. Raises ConfigError that names the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        documents = [one for one in yaml.safe_load_all(text) if one is not None]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", field="config") from None
+    except yaml.YAMLError as error:
+        documents = [""]
+        if not _IN_TEXT.search(text):
+            raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}", field="config") from None
+    if documents and all(isinstance(document, str) for document in documents):
+        documents = [text]  # an env file or a script, whose lines YAML would join
+    found = [one for document in documents for one in _in(document)]
+    if found or not documents:
+        return found
+    only = documents[0]
+    if len(documents) == 1 and isinstance(only, Mapping) and all(isinstance(key, str) for key in only):
+        return list(only.items())  # unknown names, each of which is listed
+    raise ConfigError(
+        f"{path}: must be a mapping of setting names, or name {PREFIX}… variables, found {type(only).__name__}",
+        field="config",
+    )
 
-    def __init__(self, given: object) -> None:
-        if isinstance(given, str):  # of a variable
-            try:
-                given = json.loads(given)
-            except ValueError:
-                given = None
-        super().__init__(given if isinstance(given, Mapping) else {})
-        self.told: set[str] = set()
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self.told.add(name)
-        return meant(super().get(name, default))
+def _in(node: Any) -> Iterator[Found]:
+    if isinstance(node, Mapping):
+        if any(key in CLIENT_KEYS for key in node):
+            yield from ((str(key), value) for key, value in node.items())
+        elif str(node.get("name")).startswith(PREFIX) and "value" in node:  # of a container in Kubernetes
+            yield node["name"], node["value"]
+        else:
+            for key, value in node.items():
+                yield from [(key, value)] if re.fullmatch(_KEY, str(key)) else _in(value)
+    elif isinstance(node, list):
+        for one in node:
+            yield from _in(one)
+    elif isinstance(node, str):
+        inner = None
+        with contextlib.suppress(yaml.YAMLError):
+            inner = yaml.safe_load(node) if "\n" in node else None
+        if line := _LINE.fullmatch(node):
+            yield line[1], line[2]
+        elif isinstance(inner, Mapping):
+            yield from _in(inner)
+        else:
+            yield from _IN_TEXT.findall(_COMMENT.sub("", node))
+
+
+def _key(name: str) -> str:
+    """The key of LMCache's file that a variable gives; the variable's own name if it gives none."""
+    if not name.startswith(PREFIX) or name == FILE or find(name, VARIABLES, VARIABLE_PREFIXES):
+        return name
+    return name.removeprefix(PREFIX).lower()
+
+
+# --- stores -----------------------------------------------------------------------------------------------------------
+
+
+class NotTranslated(Exception):
+    """No adapter keeps KV there. The text says why, or what to do."""
+
+
+def adapter_of(url: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter for LMCache's `remote_url` and `extra_config`. Raises NotTranslated."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        raise NotTranslated("it is no URL")
+    if scheme in ("redis", "rediss", "resp", "valkey"):
+        return _one_server(scheme, url, extra)
+    if scheme in ("redis-sentinel", "redis-cluster"):
+        login, _, hosts = rest.rpartition("@")
+        addresses = [one.split("://")[-1].strip("/") for one in hosts.split(",") if one.strip("/")]
+        user, _, password = login.partition(":")
+        several: dict[str, Any] = {"startup_nodes": addresses, "cluster_mode": True}
+        if scheme == "redis-sentinel":  # the name is that in REDIS_SERVICE_NAME of LMCache's engines
+            several = {"sentinels": addresses, "sentinel_master": "mymaster"}
+        return {"type": "resp", **several, **_login(user, password)}
+    if scheme == "mooncakestore":
+        return _mooncake(rest, extra)
+    if scheme == "fs":
+        return directory(urlsplit(url).path, extra)
+    if scheme == "s3":
+        found = re.fullmatch(r"([a-z0-9.-]+?)\.s3[.-]([a-z0-9-]+)\.amazonaws\.com", rest.strip("/"))
+        if found is None or found[2].startswith("express"):
+            raise NotTranslated(
+                'write {"type": "object_store", "url": "s3://BUCKET/PREFIX", "endpoint": "https://…"}'
+            )
+        return {
+            "type": "object_store",
+            "url": f"s3://{found[1]}/kvstrata",
+            "region": extra.get("s3_region") or found[2],
+        }
+    if scheme == "azure":
+        account = re.fullmatch(r"https://([a-z0-9]+)\.blob\..*", str(extra.get("azure_account_url")))
+        if account is None or not rest.strip("/"):
+            raise NotTranslated(
+                'write {"type": "object_store", "url": "az://CONTAINER/PREFIX", "account_name": "…"}'
+            )
+        return {
+            "type": "object_store",
+            "url": f"az://{rest.strip('/')}/kvstrata",
+            "account_name": account[1],
+        }
+    raise NotTranslated(f"there is no adapter for {scheme}; docs/remote-tiers.md has those that there are")
+
+
+def _one_server(scheme: str, url: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 6379
+    except ValueError:
+        raise NotTranslated("its port is no number from 1 to 65535") from None
+    if not host:
+        raise NotTranslated("it names no host")
+    entry: dict[str, Any] = {"type": "resp", "host": host, "port": port}
+    database = parts.path.strip("/") or str(extra.get("valkey_database") or "")
+    if scheme == "valkey" and extra.get("valkey_mode") == "cluster":
+        entry = {"type": "resp", "startup_nodes": [f"{host}:{port}"], "cluster_mode": True}
+    elif database.isdigit():
+        entry["database_id"] = int(database)
+    if scheme == "rediss" or is_on(extra.get("tls_enable")):
+        entry["tls_enable"] = True
+    user, password = (
+        getattr(parts, name) or extra.get(f"valkey_{name}") or extra.get(name)
+        for name in ("username", "password")
+    )
+    return entry | _login(user, password)
+
+
+def _login(user: object, password: object) -> dict[str, Any]:
+    if not password:
+        return {}
+    return {**({"username": str(user)} if user else {}), "password_env": PASSWORD_ENV}
+
+
+def _mooncake(rest: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def given(name: str) -> Any:
+        return extra.get(f"mooncake_{name}", extra.get(name))
+
+    entry: dict[str, Any] = {
+        "type": "mooncake_store",
+        "local_hostname": given("local_hostname") or "localhost",
+        "metadata_server": given("metadata_server") or "P2PHANDSHAKE",
+        "master_server_addr": given("master_server_address") or rest.strip("/").partition("?")[0],
+    }
+    ours = {"master_server_address": "", "transfer_timeout": "", "device_name": "rdma_devices"}
+    ours |= dict.fromkeys(_DANGEROUS_EXTRA, "")
+    passed_on = [key.removeprefix("mooncake_") for key in extra if key.startswith("mooncake_")]
+    for name in ("protocol", "device_name", "global_segment_size", "local_buffer_size", *passed_on):
+        if (field := ours.get(name, name)) and field not in entry and given(name) is not None:
+            entry[field] = given(name)
+    if (timeout_s := meant(given("transfer_timeout"), float)) is not None:
+        entry["deadline_ms"] = int(timeout_s * 1000)
+    return entry
+
+
+def directory(paths: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter for the first of these folders, which are separated by commas. Raises NotTranslated."""
+    path = paths.partition(",")[0].strip().rstrip("/")
+    if not path:
+        raise NotTranslated("it names no directory")
+    direct = next((key for key in ("fs_connector_use_odirect", "use_direct_io") if key in extra), "")
+    return {"type": "fs", "base_path": f"{path}/kvstrata", "shared": True, **_odirect(extra.get(direct))}
+
+
+def _odirect(asked: object) -> dict[str, Any]:
+    """Whether a folder's files are read and written past the page cache, if that was asked for or against."""
+    return {} if (asked := meant(asked, bool)) is None else {"use_odirect": asked}
+
+
+def entry_of_ours(entry: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """An entry of `--l2-adapter` with a type of ours, and what is to be said if its type was LMCache's `nixl_store`.
+
+    An entry of any other type is returned as it is.
+    """
+    params, kind = entry.get("backend_params"), entry.get("type")
+    if kind not in ("nixl_store", "nixl_store_dynamic") or entry.get("backend") != "POSIX":
+        return entry, ""
+    if not isinstance(params, Mapping) or not params.get("file_path"):
+        return entry, ""
+    path = f"{str(params['file_path']).rstrip('/')}/kvstrata"
+    theirs = ("type", "backend", "backend_params", "pool_size", "persist_enabled")
+    ours = {name: value for name, value in entry.items() if name not in theirs}
+    ours |= {"type": "fs", "base_path": path, **_odirect(params.get("use_direct_io"))}
+    cap = ", without a cap: capacity_gb sets one"
+    if capacity_gb := meant(params.get("max_capacity_gb"), float):
+        ours["capacity_gb"], cap = capacity_gb, ""
+    return ours, f"{kind} with POSIX is taken as fs in {path}{cap}"
+
+
+# --- a deployment -----------------------------------------------------------------------------------------------------
 
 
 class Migration:
-    """What becomes of the values of one deployment. `failed`: names whose meaning could not be kept.
+    """What becomes of the values of one deployment.
 
-    `twice`: names that are given with different values, and what is said of them.
+    `settings`: by dotted name.  `failed`: names whose meaning could not be kept, with the reason.  `twice`: names that
+    are given with different values, and what is said of them.
     """
 
     def __init__(self, values: Mapping[str, Any], twice: Mapping[str, str] = NO_NAMES) -> None:
-        self.settings: dict[str, Setting] = {}
-        self.adapters: list[list[Field]] = []
-        self.remarks: list[str] = []
-        self.failed: list[str] = []
+        self.settings: dict[str, Any] = {}
+        self.adapters: list[dict[str, Any]] = []
+        self.failed = dict(twice)
         self._values = values
-        self._extra = _Extra(meant(values.get("extra_config")))
-        self._told: set[str] = set()
-        for name, why in twice.items():
-            self._fail(name, why)
+        extra = meant(values.get("extra_config"))
+        if isinstance(extra, str):  # of a variable
+            with contextlib.suppress(ValueError):
+                extra = json.loads(extra)
+        if extra and not isinstance(extra, Mapping):
+            self.failed["extra_config"] = f"must be an object, found {type(extra).__name__}"
+        given = extra if isinstance(extra, Mapping) else {}
+        self._extra = {str(key): meant(value) for key, value in given.items()}
         self._l1()
         self._disk()
         self._remote()
-        self._plugins()
         self._cluster()
         for name, value in values.items():
-            if name not in self._told:
-                self._other(name, value)
+            self._other(name, meant(value))
         for key, value in self._extra.items():
-            if key not in self._extra.told:
-                self._of_extra(key, value)
-        said = self.text("")
-        for name in values:
-            if not re.search(rf"\b{re.escape(name)}\b", said):
-                above = name == "extra_config" and self.adapters
-                self._remark(name, "its keys are in l2_adapters" if above else "no setting is needed")
+            why = _DANGEROUS_EXTRA.get(key.removeprefix("mooncake_"))
+            if why and is_on(value):
+                self.failed[f"extra_config.{key}"] = why
 
     def text(self, source: str) -> str:
         """The YAML file."""
+        nested: dict[str, Any] = {}
+        for key in sorted(self.settings, key=lambda key: ("." in key, list(_TYPES).index(key))):
+            section, _, name = key.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[name] = self.settings[key]
+        # Without a list of adapters the server would keep an L2 on disk, LMCache would not.
+        body = yaml.safe_dump({**nested, "l2_adapters": self.adapters}, sort_keys=False, allow_unicode=True)
         lines = [
             f"# kvstrata's configuration from {source} (LMCache {VERSION}, names of {READ_ON}), for",
             "# `lmcache-server --config` and, in KVSTRATA_CONFIG_FILE, for its engines.",
             "# KV that LMCache stored is not read: the cache begins empty.",
+            "# Sizes are for the whole host, LMCache's are for each worker process: multiply them by the workers.",
         ]
-        section = ""
-        order = list(_TYPES)
-        for key in sorted(self.settings, key=lambda key: ("." in key, order.index(key))):
-            parent, _, name = key.rpartition(".")
-            if parent != section:
-                lines.append(f"{parent}:")
-                section = parent
-            lines.append(_line("  " if parent else "", name, *self.settings[key]))
-        if self.adapters:
-            lines.append("l2_adapters:  # nearest first")
-        else:
-            lines.append(f"l2_adapters: []  # {NO_L2}")
-        for adapter in self.adapters:
-            first, *others = adapter
-            lines.append(_line("  - ", first.name, first.value, first.comment))
-            lines += [_line("    ", one.name, one.value, one.comment) for one in others]
-        return "\n".join([*lines, *(f"# {one_line(remark)}" for remark in self.remarks)]) + "\n"
+        if PASSWORD_ENV in body:
+            lines.append(f"# Set {PASSWORD_ENV} in the environment of the server to the password.")
+        wrong = [f"# {name}: NOT TRANSLATED: {one_line(why)}" for name, why in self.failed.items()]
+        names = [name for name in self._values if name not in self.failed]
+        return "\n".join([*lines, body.rstrip(), *wrong, f"# From: {one_line(', '.join(names))}"]) + "\n"
+
+    def _on(self, name: str) -> bool:
+        return is_on(self._values.get(name))
 
     def _get(self, name: str) -> Any:
-        """The value of a name, which then counts as dealt with."""
-        self._told.add(name)
         return meant(self._values.get(name))
 
     def _number(self, name: str) -> float:
-        """The number that a name has; 0 if it has none, which is told."""
+        """The number that a name has; 0 if it has none."""
         value = meant(self._get(name), float) or 0
         if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
             return value
-        self._fail(name, f"must be a number above 0, found {value!r:.80}")
+        self.failed[name] = f"must be a number above 0, found {value!r:.80}"
         return 0
 
-    def _set(self, key: str, value: Any, name: str, comment: str = "") -> None:
+    def _set(self, key: str, value: Any, name: str) -> None:
         """Give a setting a value, unless the value is not among those that the setting can have."""
         value = canonical(_TYPES[key], meant(value, bare_type(_TYPES[key])))
         for problem in problems(_TYPES[key], value, key):
-            self._fail(name, f"{problem.path} {problem.says}")
+            self.failed[name] = f"{problem.path} {problem.says}"
             return
-        self.settings[key] = Setting(value, f"from {name}" + (f"; {comment}" if comment else ""))
-
-    def _remark(self, name: str, why: str) -> None:
-        self.remarks.append(f"{name}: {why}")
-
-    def _fail(self, name: str, why: str) -> None:
-        self.failed.append(name)
-        self._remark(name, f"NOT TRANSLATED: {why}")
+        self.settings[key] = value
 
     def _l1(self) -> None:
-        if "local_cpu" in self._values:
-            why = (
-                ""
-                if is_on(self._get("local_cpu"))
-                else "; it cannot be turned off, but l1.size_gb may be small"
-            )
-            self._remark("local_cpu", f"no setting is needed, L1 is always on{why}")
         for name in ("max_local_cache_size", "max_local_cpu_size"):
             if size_gb := self._number(name):
-                self._set("l1.size_gb", size_gb, name, ALL_WORKERS)
-        if is_on(self._get("local_cpu_use_hugepages")):
+                self._set("l1.size_gb", size_gb, name)
+        if self._on("local_cpu_use_hugepages"):
             self._set("l1.use_hugepages", True, "local_cpu_use_hugepages")
         policy = self._get("cache_policy")
         if str(policy).upper() in ("LRU", "ARC"):
             self._set("l1.eviction_policy", policy, "cache_policy")
         elif policy:
-            self._fail(
-                "cache_policy", f"{policy!r:.80} is none of LRU, ARC, S3FIFO and noop; LRU is the default"
-            )
-        mode = self._get("numa_mode")
-        mapping = self._extra.get("gpu_to_numa_mapping")
-        if mode == "auto":
-            self._remark(
-                "numa_mode",
-                "no setting is needed, the kernel places L1; on a host with several NUMA nodes l1.numa may name those "
-                "next to the GPUs, which `kvstrata doctor` tells",
-            )
-        elif mode == "manual" and isinstance(mapping, Mapping):
-            nodes = ",".join(sorted({str(node) for node in mapping.values()}))
-            self._set("l1.numa", nodes, "numa_mode and gpu_to_numa_mapping", "one pool over these nodes")
-        elif mode:
-            self._fail("numa_mode", "set l1.numa to the numbers of the nodes")
+            self.failed["cache_policy"] = f"{policy!r:.80} is neither LRU nor ARC; LRU is the default"
+        if self._get("numa_mode") not in (None, "auto"):
+            self.failed["numa_mode"] = "set l1.numa"
 
     def _disk(self) -> None:
         paths, size_gb = self._get("local_disk"), self._number("max_local_disk_size")
         if isinstance(paths, bool):
-            self._fail("local_disk", f"must be a path, found {paths}")
-        elif not paths or not size_gb:
-            for name, value in (("local_disk", paths), ("max_local_disk_size", size_gb)):
-                if value:
-                    self._remark(
-                        name, "LMCache uses no disk unless local_disk and max_local_disk_size are set"
-                    )
-        else:
-            own = "from local_disk; a folder of its own beside LMCache's files, which can be deleted"
+            self.failed["local_disk"] = f"must be a path, found {paths}"
+        elif paths and size_gb:  # LMCache uses no disk without one of the two
             texts = paths if isinstance(paths, list) else str(paths).split(",")
             path, *others = [
                 text for each in texts if (text := str(each).strip().removeprefix("file://").rstrip("/"))
             ] or [""]
-            self.adapters.append([
-                Field("type", "disk" if size_gb >= LEAST_DISK_GB else "fs", "from local_disk"),
-                Field("base_path", f"{path}/kvstrata", own),
-                Field("capacity_gb", size_gb, f"from max_local_disk_size; {ALL_WORKERS}"),
-                *odirect(self._extra.get("use_odirect")),
-            ])  # fmt: skip
+            self.adapters.append({
+                "type": "disk" if size_gb >= LEAST_DISK_GB else "fs",
+                "base_path": f"{path}/kvstrata",
+                "capacity_gb": size_gb,
+                **_odirect(self._extra.get("use_odirect")),
+            })  # fmt: skip
             self._one_folder("local_disk", others)
 
     def _one_folder(self, name: str, others: Sequence[str]) -> None:
-        """Tell which folders are left out: LMCache spreads KV over them, and each of our adapters gets all of it."""
+        """Name the folders left out: LMCache spreads KV over them, each of our adapters would get all of it."""
         if others:
-            self._fail(
-                name,
-                f"{', '.join(others)} left out: an adapter has one folder, and each of several gets every chunk; "
-                "join the disks to one file system (RAID 0, LVM) for an adapter with the room of all",
+            self.failed[name] = (
+                f"{', '.join(others)} left out: an adapter has one folder, and each of several gets every chunk; join "
+                "the disks to one file system (RAID 0, LVM) for an adapter with the room of all"
             )
 
+    def _folder(self, name: str, paths: str) -> None:
+        self.adapters.append(directory(paths, self._extra))
+        self._one_folder(name, paths.split(",")[1:])
+
     def _remote(self) -> None:
-        serde, url = self._get("remote_serde"), self._get("remote_url")
-        if url:
+        if url := self._get("remote_url"):
             try:
-                first, *others = adapter_of(str(url), self._extra)
-                self.adapters.append([first._replace(comment="from remote_url"), *others])
+                self.adapters.append(adapter_of(str(url), self._extra))
                 self._one_folder("remote_url", str(url).split(",")[1:] if str(url).startswith("fs:") else ())
             except NotTranslated as error:
-                self._fail("remote_url", str(error))
-        if str(serde).lower() in ("naive", "null", "none") and "remote_serde" in self._values:
-            self._remark("remote_serde", "records are stored as they are unless an adapter has a codec")
-        elif serde:
-            self._fail("remote_serde", 'an adapter\'s "codec" may be zstd (lossless) or fp8 (8-bit floats)')
-
-    def _plugins(self) -> None:
+                self.failed["remote_url"] = str(error)
+        if str(serde := self._get("remote_serde")).lower() not in ("naive", "null", "none"):
+            self.failed["remote_serde"] = f'{serde!r:.80}: an adapter\'s "codec" may be zstd'
         names = self._get("remote_storage_plugins") or []
         for name in names if isinstance(names, list) else str(names).split(","):
             paths = self._extra.get(f"remote_storage_plugin.{str(name).strip()}.base_path")
             if str(name).strip().partition(".")[0] == "fs" and paths:
-                self._folder("remote_storage_plugins", str(paths), f"from remote_storage_plugins: {name}")
+                self._folder("remote_storage_plugins", str(paths))
             else:
-                self._fail("remote_storage_plugins", f"{name}: {NO_PLUGINS}")
-        if not is_on(self._extra.get("enable_nixl_storage")):
-            return
-        for name in self._values.keys() & {"nixl_buffer_size", "nixl_buffer_device"}:
-            self._told.add(name)
-            self._remark(name, "no setting is needed, the buffer is L1")
-        kind, paths = self._extra.get("nixl_backend"), self._extra.get("nixl_path")
-        if kind == "POSIX" and paths:
-            comment = "from extra_config.nixl_path; without a cap unless capacity_gb sets one"
-            self._folder("extra_config.nixl_path", str(paths), comment)
-        else:
-            why = f"{kind!r:.80}: adapters of type disk and fs keep KV in a folder of any disk"
-            self._fail("extra_config.nixl_backend", why)
-
-    def _folder(self, name: str, paths: str, comment: str) -> None:
-        first, *others = directory(paths, self._extra)
-        self.adapters.append([first._replace(comment=comment), *others])
-        self._one_folder(name, paths.split(",")[1:])
+                self.failed["remote_storage_plugins"] = f"{name}: {_NO_PLUGINS}"
+        if is_on(self._extra.get("enable_nixl_storage")):
+            kind, paths = self._extra.get("nixl_backend"), self._extra.get("nixl_path")
+            if kind == "POSIX" and paths:
+                self._folder("extra_config.nixl_path", str(paths))
+            else:
+                self.failed["extra_config.nixl_backend"] = f"{kind!r:.80}: use an adapter of type disk or fs"
 
     def _cluster(self) -> None:
-        given = {
-            name: self._get(name)
-            for name in ("controller_reply_url", "controller_pull_url", "controller_url")
-        }
-        name, url = next(((name, str(url)) for name, url in given.items() if url), ("", ""))
+        on, names = (
+            self._on("enable_controller"),
+            ("controller_reply_url", "controller_pull_url", "controller_url"),
+        )
+        name, url = next(((name, str(self._get(name))) for name in names if self._get(name)), ("", ""))
         url = url.rpartition("://")[2]
-        on = is_on(self._get("enable_controller"))
         if on and url:
             if name != "controller_reply_url":  # another port of the same controller
                 url = f"{url.partition(':')[0]}:8400"
-            self._set("controller.url", f"tcp://{url}", name, "the reply port of an lmcache-controller")
+            self._set("controller.url", f"tcp://{url}", name)
         elif on:
-            self._fail(
-                "enable_controller",
-                "set controller.url to tcp://HOST:8400, an lmcache-controller's reply port",
-            )
-        p2p = is_on(self._get("enable_p2p"))
-        if not p2p:
+            why = "set controller.url to tcp://HOST:8400, an lmcache-controller's reply port"
+            self.failed["enable_controller"] = why
+        if not self._on("enable_p2p"):
             if "controller.url" in self.settings:
-                self._set("p2p.engine", "off", "enable_p2p", "instances do not read from each other")
+                self._set("p2p.engine", "off", "enable_p2p")
             return
         if not on:
-            self._fail(
-                "enable_p2p", "set controller.url: instances find each other through an lmcache-controller"
-            )
+            why = "set controller.url: instances find each other through an lmcache-controller"
+            self.failed["enable_p2p"] = why
         host, ports = self._get("p2p_host"), self._get("p2p_init_ports")
         first = ports[0] if isinstance(ports, list) and ports else str(ports or 0).partition(",")[0]
-        if host:
-            comment = "one port for the whole host, not one for each worker"
-            self._set("p2p.listen", f"{host}:{first}", "p2p_host and p2p_init_ports", comment)
-        if self._get("transfer_channel"):
-            self._remark(
-                "transfer_channel",
-                "no setting is needed, p2p.engine auto takes what is there; between hosts without RDMA cards p2p.tcp "
-                "must be true",
-            )
+        if host:  # one port for the whole host, not one for each worker
+            self._set("p2p.listen", f"{host}:{first}", "p2p_host")
 
     def _other(self, name: str, value: Any) -> None:
-        """A name that needs no more than its entry in the table of keys."""
-        entry = find(name, CLIENT_KEYS, CLIENT_KEY_PREFIXES)
-        value = meant(value)
-        entry = entry or find(name, VARIABLES, VARIABLE_PREFIXES)
+        """A name that needs no more than its entry in the tables."""
+        entry = find(name, CLIENT_KEYS, CLIENT_KEY_PREFIXES) or find(name, VARIABLES, VARIABLE_PREFIXES)
         if name == "lmcache_instance_id" and value:
-            self._set("instance_id", value, name, "each server needs its own")
-        elif name == "mp_host":
-            self._remark(name, "engines always attach to the server of their own host")
-        elif name == FILE:
-            self._remark(
-                name, f"{value!s:.200} must be among the files given to kvstrata migrate, or inside one"
-            )
+            self._set("instance_id", value, name)
         elif entry is None and name in ClientSettings.__struct_fields__:
             self._set(name, value, name)
-        elif entry is None:
-            self._fail(name, f"unknown key{nearest(name, CLIENT_KEYS, cutoff=NEARLY)}")
-        elif entry.fate is Fate.KEPT and value is not None:
-            self._set(entry.target, value, name)
+        elif entry is None and name != FILE:
+            self.failed[name] = f"unknown key{nearest(name, CLIENT_KEYS, cutoff=NEARLY)}"
         elif name in ("storage_plugins", "external_backends") and value:
-            self._fail(name, NO_PLUGINS)
-        elif name == "extra_config":
-            if value and not self._extra:
-                self._fail(name, f"must be an object, found {type(value).__name__}")
-        else:
-            self._by_fate(name, entry, value)
-
-    def _of_extra(self, key: str, value: Any) -> None:
-        """A key of `extra_config` that is no field of an adapter."""
-        entry = find(key.removeprefix("mooncake_"), EXTRA_KEYS, EXTRA_PREFIXES) or TUNES
-        self._by_fate(f"extra_config.{key}", entry, value)
-
-    def _by_fate(self, name: str, entry: Name, value: Any) -> None:
-        if entry.fate is Fate.REFUSED and entry.asks(value):
-            self._fail(name, f"{entry.say} (value {quoted(name, value)})")
-        else:
-            self._remark(name, f"no effect: {entry.say}")
-
-
-def _line(indent: str, name: str, value: Any, comment: str) -> str:
-    """`name: value  # comment`; JSON is YAML, and has no values that YAML takes for others."""
-    line = f"{indent}{name}: {json.dumps(value)}"
-    return f"{line}  # {one_line(comment)}" if comment else line
+            self.failed[name] = _NO_PLUGINS
+        elif entry is not None and entry.target and name != "mp_host" and value is not None:
+            self._set(
+                entry.target, value, name
+            )  # engines attach to the server of their own host, so not mp_host
+        elif entry is not None and entry.asks(value):
+            self.failed[name] = entry.say

@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from kvstrata.config.lmcache.fates import Fate, Name, find, hint, meant
-from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
+from kvstrata.config.lmcache.fates import Name, find, hint, meant
+from kvstrata.config.lmcache.keys import (
+    CLIENT_KEY_PREFIXES,
+    CLIENT_KEYS,
+    OF_SERVER,
+    VARIABLE_PREFIXES,
+    VARIABLES,
+)
 from kvstrata.config.pod_links import is_pod_link
 
 PREFIX = "LMCACHE_"
@@ -44,7 +50,7 @@ def server_notes(environment: Mapping[str, str], own: Collection[str]) -> list[s
         of_engine = find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES)
         if entry := find(name, VARIABLES, VARIABLE_PREFIXES):
             notes.append(f"environment: {name} has no effect: {entry.say}")
-        elif of_engine is not None and of_engine.fate is Fate.REPLACED:
+        elif of_engine is OF_SERVER:
             notes.append(f"environment: {name} has no effect: {of_engine.say}")
         elif of_engine is None and key not in own:
             notes.append(_unknown(name, own))

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Header, HTTPException, Path, Query, Response
 from fastapi.responses import JSONResponse
 
-from kvstrata.config.lmcache.interfaces import SERVER_PATHS
 from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import http_log_level
@@ -31,7 +30,7 @@ from kvstrata.types import GB, RequestIdentity
 def make_app(admin: Admin) -> FastAPI:
     """The API of one instance."""
 
-    app, guarded = make_base("kvstrata", admin.readiness, SERVER_PATHS)
+    app, guarded = make_base("kvstrata", admin.readiness)
     pages, tiers = Pages(admin.collector), admin.tiers
 
     @app.get("/healthcheck", tags=["probes"])

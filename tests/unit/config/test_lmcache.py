@@ -1,0 +1,403 @@
+"""LMCache's names on our command lines, in files and variables, and its files as ours.
+
+lmcache_0_5_7.json has the names and defaults as they were read from LMCache itself; the tables are ours.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvstrata.cli.migrate import main
+from kvstrata.config import load as loading
+from kvstrata.config.client_model import ClientSettings
+from kvstrata.config.command_line import server_settings
+from kvstrata.config.controller_model import ControllerSettings
+from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_flags
+from kvstrata.config.lmcache.fates import find
+from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
+from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
+from kvstrata.config.lmcache.migration import PASSWORD_ENV, Migration, NotTranslated, adapter_of
+from kvstrata.config.lmcache.variables import server_notes
+from kvstrata.config.model import ServerSettings
+from kvstrata.connectors.settings import load_settings
+from kvstrata.errors import ConfigError
+from kvstrata.storage.entry import configure_tier
+from tests.harness.cases import case
+
+THEIRS: dict[str, Any] = json.loads((Path(__file__).parent / "lmcache_0_5_7.json").read_text())
+SHAPES = Path(__file__).parents[2] / "data" / "lmcache"
+"""Files with the shapes of published ones."""
+
+
+def loaded(flags: Flags, struct: type = ServerSettings) -> Any:
+    return loading.load(struct, flags=flags.settings, flag_names=flags.names, wrong_flags=flags.wrong)
+
+
+def at(settings: Any, dotted: str) -> Any:
+    for part in dotted.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+# -- flags
+
+
+def test_no_flag_of_theirs_is_unknown_and_their_defaults_are_no_errors():
+    for name, default in THEIRS["server_flags"].items():
+        with case(name):
+            assert find(name, SERVER_FLAGS, FLAG_PREFIXES)
+            if default not in (None, "switch"):
+                loaded(parse_server_flags([name, str(default)]))
+                loaded(parse_server_flags([f"{name}={default}"]))
+    for name in set(THEIRS["controller_flags"]) - {"--config", "--monitor-port"}:
+        with case(name):
+            assert name in CONTROLLER_FLAGS
+            if (default := THEIRS["controller_flags"][name]) is not None:
+                loaded(parse_controller_flags([name, str(default)]), ControllerSettings)
+
+
+@pytest.mark.parametrize(
+    ("words", "dotted", "value"),
+    [
+        (["--p2p-lookup-timeout", "2.5"], "p2p.lookup_timeout_ms", 2500),
+        (["--p2p-advertise-url", "10.0.0.1:8500"], "p2p.listen", "10.0.0.1:8500"),
+        (["--p2p-advertise-url", "a:1", "--p2p-listen-url", "b:2"], "p2p.listen", "b:2"),
+        (["--p2p-transfer-engine", "nixl"], "p2p.engine", "nixl"),
+        (["--cpu-buffer-size", "60"], "l1.size_gb", 60),
+        (["--l1-use-hugepages", "--no-l1-use-hugepages"], "l1.use_hugepages", False),
+        (["--eviction-policy", "lru"], "l1.eviction_policy", "LRU"),
+    ],
+)
+def test_translated_values_mean_the_same(words, dotted, value):
+    assert at(loaded(parse_server_flags([*words, "--log-level", "debug"])), dotted) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--p2p-lookup-timeout", "90"], "--p2p-lookup-timeout: must be a whole number from 1 to 60000, found 90000"),
+        (["--p2p-advertise-url"], "--p2p-advertise-url: needs one value"),
+        (["--hash-algorithm"], "--hash-algorithm: chunk keys are SHA-256"),
+        (["--hash-algorithm", "builtin"], "--hash-algorithm: chunk keys are SHA-256"),
+        (["--transport", "grpc"], "ZMQ only"),
+        (["--l2-store-policy", "other"], '"policy" in --l2-adapter'),
+        (["--coordinator-url", "http://c:9300"], "--controller-url"),
+    ],
+)  # fmt: skip
+def test_what_we_cannot_do_is_an_error_that_says_so(words, says):
+    with pytest.raises(ConfigError) as caught:
+        loaded(parse_server_flags(words))
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--hash-algorithm=blake3"],
+        ["--l2-store-policy", "default"],
+        ["--transport", "zmq"],
+        ["--lookup-hash-log-dir", ""],
+        ["--runtime-plugin-locations", "/a", "/b", "/c"],
+        ["--health-check-interval", "-1"],
+        ["--max-workers", "4"],
+    ],
+)
+def test_what_asks_for_nothing_is_noted(words):
+    parse = parse_controller_flags if words[0] in CONTROLLER_FLAGS else parse_server_flags
+    flags = parse(words)
+    assert not flags.wrong and flags.settings == {}
+    assert [note.split(":")[0] for note in flags.notes] == [f"{words[0].partition('=')[0]} has no effect"]
+
+
+LINE = ["--l1-size-gb", "3", "--eviction-policy"]
+FS = {"type": "fs", "base_path": "/kv/kvstrata"}
+NIXL = {"type": "nixl_store", "backend": "POSIX", "pool_size": 8, "backend_params": {"file_path": "/kv/"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "policy", "adapters", "says"),
+    [
+        ([*LINE, "LRU"], "LRU", [], ["nothing is kept on disk, as there"]),
+        (["--eviction-policy", "LRU"], "LRU", None, []),
+        (
+            [*LINE, "NoOp", "--l2-store-policy=skip_l1", "--l2-adapter", json.dumps(FS)],
+            "LRU",
+            [FS],
+            ["--l2-store-policy has no effect", "taken as LRU"],
+        ),
+        ([*LINE, "noop", "--l2-adapter", json.dumps(FS)], "noop", [FS], []),
+        ([*LINE, "IsolatedLRU", "--l2-adapter", json.dumps(FS)], "LRU", [FS], ["quotas_gb say"]),
+        (
+            [*LINE, "LRU", "--l2-adapter", json.dumps(NIXL)],
+            "LRU",
+            [FS],
+            ["nixl_store with POSIX is taken as fs in /kv/kvstrata, without a cap"],
+        ),
+    ],
+)
+def test_a_command_line_means_what_it_meant(words, policy, adapters, says):
+    flags, read = server_settings(words, {})
+    settings = read()
+    assert (settings.l1.eviction_policy, settings.l2_adapters) == (policy, adapters)
+    assert len(flags.notes) == len(says) and all(
+        any(text in note for note in flags.notes) for text in says
+    ), flags.notes
+
+
+def test_adapters_of_a_file_or_variable_are_kept_beside_the_flags_of_lmcache(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("l2_adapters: [{type: fs, base_path: /x}]\n")
+    for words, environment in (
+        ([*LINE, "LRU", "--config", str(file)], {}),
+        ([*LINE, "LRU"], {"KVSTRATA_CONFIG_FILE": str(file)}),
+        ([*LINE, "LRU"], {"KVSTRATA_L2_ADAPTERS": "[{type: fs, base_path: /x}]"}),
+    ):
+        flags, read = server_settings(words, environment)
+        assert read().l2_adapters == [{"type": "fs", "base_path": "/x"}] and flags.notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("--l1-use-hugepage", "--l1-use-hugepages"),
+        ("--no-l1-use-hugepage", "--no-l1-use-hugepages"),
+        ("--max-worker", ""),  # it does nothing here
+        ("--l1-size", "--l1-size-gb"),
+        ("--cache-size", ""),  # LMCache's chunk size is another thing
+        ("--engine-typ", ""),
+    ],
+)
+def test_an_error_suggests_nothing_that_is_refused_or_the_opposite(name, suggested):
+    [error] = parse_server_flags([name, "1"]).wrong
+    assert error.message.endswith(f"(did you mean '{suggested}'?)" if suggested else "unknown flag")
+
+
+# -- keys of files, variables, connector settings
+
+
+def test_a_file_with_all_their_defaults_is_accepted(tmp_path):
+    file = tmp_path / "defaults.yaml"
+    file.write_text(
+        yaml.safe_dump({key: value for key, value in THEIRS["file_keys"].items() if value is not None})
+    )
+    settings, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    assert settings == ClientSettings(save_unfull_chunk=False)  # their default
+    assert not any("unknown" in note for note in notes)
+    assert all(find(key, CLIENT_KEYS, CLIENT_KEY_PREFIXES) for key in THEIRS["file_keys"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "environment", "field", "value"),
+    [
+        ({"lmcache.mp.port": 7}, {}, "port", 7),
+        ({"lmcache.chunk_size": 64}, {}, "chunk_size", 64),
+        ({"mp_port": "7"}, {}, "port", 7),
+        ({}, {"LMCACHE_CHUNK_SIZE": "'64'"}, "chunk_size", 64),
+        ({}, {"LMCACHE_SAVE_DECODE_CACHE": "1"}, "save_decode_cache", True),
+        ({}, {"LMCACHE_SAVE_DECODE_CACHE": ""}, "save_decode_cache", False),
+    ],
+)
+def test_a_kept_name_sets_our_setting_from_each_source(extra, environment, field, value):
+    settings, notes = load_settings(extra, environment)
+    assert getattr(settings, field) == value and notes == []
+
+
+def test_a_name_without_effect_is_noted_and_changes_nothing():
+    for extra, environment in (
+        ({"lmcache.mp.heartbeat_interval": 3}, {}),
+        ({"enable_blending": True}, {}),
+        ({}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "5"}),
+        *(({}, {name: "1"}) for name in THEIRS["variables"] if find(name, VARIABLES, VARIABLE_PREFIXES)),
+    ):
+        settings, [note] = load_settings(extra, environment)
+        assert settings == ClientSettings() and " has no effect: " in note
+    with pytest.raises(ConfigError, match="must be true or false, found 'yes'"):
+        load_settings({}, {"LMCACHE_SAVE_DECODE_CACHE": "yes"})
+
+
+def test_an_unknown_variable_is_a_warning_and_stops_nobody():
+    says = [
+        "environment: LMCACHE_CHUNKSIZE has no effect: unknown variable (did you mean 'LMCACHE_CHUNK_SIZE'?)"
+    ]
+    assert load_settings({}, {"LMCACHE_CHUNKSIZE": "1"}) == (ClientSettings(), says)
+    assert server_notes({"LMCACHE_CHUNKSIZE": "1"}, ClientSettings.__struct_fields__) == says
+    for name in ("LMCACHE_WORKER_PORT", "LMCACHE_CACHE_SIZE"):  # a hint would lead to another meaning
+        says = [f"environment: {name} has no effect: unknown variable"]
+        assert load_settings({}, {name: "1"}) == (ClientSettings(), says)
+
+
+def test_only_a_file_for_lmcache_may_have_names_that_nobody_knows(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("chunk_sice: 1\n")
+    _, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    assert notes == [f"{file}: chunk_sice has no effect: unknown key (did you mean 'chunk_size'?)"]
+    with pytest.raises(ConfigError, match="chunk_sice: unknown key"):
+        load_settings({}, {"KVSTRATA_CONFIG_FILE": str(file)})
+
+
+def test_a_server_says_nothing_about_what_its_engines_read():
+    environment = {"LMCACHE_CHUNK_SIZE": "1", "LMCACHE_LOAD_MODE": "sync", "LMCACHE_USE_LAYERWISE": "1"}
+    environment["LMCACHE_SERVICE_HOST"] = "10.0.0.1"
+    assert server_notes(environment, ClientSettings.__struct_fields__) == []
+    environment = {"LMCACHE_MAX_LOCAL_CPU_SIZE": "5", "LMCACHE_CONFIG_FILE": "/x.yaml"}
+    size, file = server_notes(environment, ClientSettings.__struct_fields__)
+    assert "kvstrata migrate FILE" in size and "kvstrata migrate FILE" in file
+
+
+# -- migration
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "entry"),
+    [
+        ("redis://:hunter22@h:1", {}, {"type": "resp", "host": "h", "port": 1, "password_env": PASSWORD_ENV}),
+        (
+            "valkey://h:1",
+            {"valkey_mode": "cluster", "tls_enable": "True"},
+            {"type": "resp", "startup_nodes": ["h:1"], "cluster_mode": True, "tls_enable": True},
+        ),
+        (
+            "redis-sentinel://a:1,b:2",
+            {},
+            {"type": "resp", "sentinels": ["a:1", "b:2"], "sentinel_master": "mymaster"},
+        ),
+        (
+            "mooncakestore://m:50051/",
+            {"local_hostname": "n1", "metadata_server": "http://m:8080/metadata", "protocol": "rdma"},
+            {
+                "type": "mooncake_store",
+                "local_hostname": "n1",
+                "metadata_server": "http://m:8080/metadata",
+                "master_server_addr": "m:50051",
+                "protocol": "rdma",
+            },
+        ),
+        (
+            "s3://kv.s3.us-west-2.amazonaws.com",
+            {},
+            {"type": "object_store", "url": "s3://kv/kvstrata", "region": "us-west-2"},
+        ),
+        (
+            "azure://kv",
+            {"azure_account_url": "https://acme.blob.core.windows.net"},
+            {"type": "object_store", "url": "az://kv/kvstrata", "account_name": "acme"},
+        ),
+    ],
+)
+def test_a_remote_url_becomes_an_adapter_that_can_be_configured(url, extra, entry, monkeypatch):
+    monkeypatch.setenv(PASSWORD_ENV, "hunter22")
+    assert adapter_of(url, extra) == entry
+    configure_tier(entry, 0)
+
+
+@pytest.mark.parametrize(
+    "url", ["lm://h:65432", "s3://minio.example.net", "redis://", "redis://h:x", "host:1"]
+)
+def test_a_remote_url_without_a_counterpart_is_refused(url):
+    with pytest.raises(NotTranslated):
+        adapter_of(url, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "says"),
+    [
+        ("enable_pd: true", ["enable_pd"], "MultiConnector takes NixlConnector"),
+        ("enable_pd: false", [], ""),
+        ("chunk_sise: 1", ["chunk_sise"], "unknown key (did you mean 'chunk_size'?)"),
+        ("chunk_size: many", ["chunk_size"], "must be a whole number from 1 to 65536, found 'many'"),
+        ("cache_policy: LFU", ["cache_policy"], "'LFU' is neither LRU nor ARC"),
+        ("remote_serde: cachegen", ["remote_serde"], "zstd"),
+        ("enable_p2p: true", ["enable_p2p"], "controller.url"),
+        ("local_disk: /x", [], ""),
+        ("{local_disk: /x, max_local_disk_size: -1}", ["max_local_disk_size"], "above 0"),
+        ("storage_plugins: [a]", ["storage_plugins"], "type plugin"),
+        ("extra_config: [a]", ["extra_config"], "must be an object"),
+        ("pd_role: sender", [], ""),
+    ],
+)
+def test_what_has_no_counterpart_is_a_comment(text, failed, says):
+    migration = Migration(yaml.safe_load(text))
+    written = migration.text("x.yaml")
+    assert yaml.safe_load(written) == {"l2_adapters": []}
+    assert list(migration.failed) == failed and says in written
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (
+            "{enable_controller: true, controller_pull_url: 'h:8300', enable_p2p: false}",
+            {"controller": {"url": "tcp://h:8400"}, "p2p": {"engine": "off"}, "l2_adapters": []},
+        ),
+        (
+            "{local_disk: /x, max_local_disk_size: 0.1}",
+            {"l2_adapters": [{"type": "fs", "base_path": "/x/kvstrata", "capacity_gb": 0.1}]},
+        ),
+    ],
+)
+def test_single_names_mean_the_same_here(text, values):
+    migration = Migration(yaml.safe_load(text))
+    assert yaml.safe_load(migration.text("x.yaml")) == values and not migration.failed
+
+
+@pytest.mark.parametrize("value", [None, True, "text", [1], {"a": 1}])
+def test_no_name_is_lost_and_whatever_comes_out_loads(value, tmp_path):
+    ours = tmp_path / "ours.yaml"
+    for name in THEIRS["file_keys"]:
+        with case(name):
+            text = Migration({name: value}).text("x.yaml")
+            assert name in text
+            ours.write_text(text)
+            loading.load(ServerSettings, file=ours)
+            load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
+    good = tmp_path / "a.yaml"
+    good.write_text("chunk_size: 64\n")
+    assert main([str(tmp_path / "none.yaml"), str(good)]) == 2
+    out = capsys.readouterr()
+    assert "none.yaml: cannot be read" in out.err and "chunk_size: 64" in out.out
+    good.write_text("just words\n")
+    assert main([str(good)]) == 2
+    assert "must be a mapping of setting names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *([file.name] for file in sorted(SHAPES.iterdir()) if file.is_file()),
+        ["two_disks.yaml", "start.sh"],
+    ],
+    ids="+".join,
+)
+def test_what_becomes_of_users_own_files(names, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(SHAPES)
+    monkeypatch.setenv(PASSWORD_ENV, "hunter22")
+    status = main(names)
+    printed = capsys.readouterr()
+    golden = SHAPES / "golden" / f"{'+'.join(names)}.yaml"
+    assert f"# exit status {status}\n{printed.out}" == golden.read_text()
+    assert "hunter22" not in printed.out and (status == 1) == ("not translated" in printed.err)
+    ours = tmp_path / "kvstrata.yaml"
+    ours.write_text(printed.out)
+    server = loading.load(ServerSettings, file=ours)
+    for number, entry in enumerate(server.l2_adapters):
+        configure_tier(entry, number)
+    engine, notes = load_settings({}, {"KVSTRATA_CONFIG_FILE": str(ours)})
+    assert notes == [] and engine.chunk_size == yaml.safe_load(printed.out).get("chunk_size", 256)
+
+
+@pytest.mark.parametrize("file", sorted(SHAPES.glob("*.yaml")), ids=lambda file: file.name)
+def test_no_file_of_theirs_stops_an_engine(file):
+    values = list(yaml.safe_load_all(file.read_text()))
+    if len(values) > 1 or "services" in values[0]:
+        return  # no engine reads it
+    settings, notes = load_settings({}, {"LMCACHE_CONFIG_FILE": str(file)})
+    assert settings.chunk_size == int(values[0].get("chunk_size", 256))
+    assert not any("unknown" in note for note in notes)
