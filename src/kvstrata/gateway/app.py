@@ -7,25 +7,19 @@ import contextlib
 import logging
 import os
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvstrata import __version__
-from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
-from kvstrata.gateway.admission import Standing
-from kvstrata.gateway.choosing import Wanted
-from kvstrata.gateway.decisions import Decisions
-from kvstrata.gateway.door import IN_FLIGHT, Door, Headers, Tenant
+from kvstrata.gateway.door import IN_FLIGHT, Headers
 from kvstrata.gateway.errors import Failure
-from kvstrata.gateway.fleet import Fleet
-from kvstrata.gateway.forward import BrokenOff, Call, Forwarder, answer_failure
-from kvstrata.gateway.metering import CANCELLED, OK, Meter, Meters
-from kvstrata.gateway.reading import Reader
-from kvstrata.gateway.routes import ROUTES, Route, route_of
-from kvstrata.gateway.tokens.source import Tokens
+from kvstrata.gateway.forward import BrokenOff, Call, ClientGone, answer_failure
+from kvstrata.gateway.metering import CANCELLED, OK
+from kvstrata.gateway.parts import Parts
+from kvstrata.gateway.routes import ROUTES, route_of
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
@@ -48,32 +42,10 @@ MAX_HELD_BYTES = 1 << 30
 class App:
     """See the module. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        door: Door,
-        fleet: Fleet,
-        meters: Meters,
-        forwarder: Forwarder,
-        reader: Reader,
-        tokens: Tokens,
-        status: Callable[[], dict[str, Any]],
-        pages: Pages,
-        decisions: Decisions,
-        told: Callable[[Wanted], Awaitable[Wanted]],
-    ) -> None:
-        """`told`: adds what controllers know of a request's prompt."""
-        self.settings = settings
-        self._door = door
-        self._fleet = fleet
-        self._meters = meters
-        self._forwarder = forwarder
-        self._reader = reader
-        self._tokens = tokens
+    def __init__(self, parts: Parts, status: Callable[[], dict[str, Any]], pages: Pages) -> None:
+        self._parts = parts
         self._status = status
         self._pages = pages
-        self._decisions = decisions
-        self._told = told
         self.in_flight = 0
         """Requests for engines that have not ended."""
         self.held_bytes = 0
@@ -98,7 +70,7 @@ class App:
             await self._probe(path, send)
             return
         operators = path in OPERATORS or path == DECISIONS or path.startswith(f"{DECISIONS}/")
-        failure = self._door.knows_sender(headers, path, operators=operators)
+        failure = self._parts.door.knows_sender(headers, path, operators=operators)
         if failure is not None:
             await answer_failure(send, failure, path, close=_unread(headers))
         elif operators:
@@ -112,21 +84,23 @@ class App:
         """`/healthz`: the process answers. The others, which engines have too: an engine serves."""
         why = ""
         if path != "/healthz":
-            why = "stopping" if self.stopping else "" if self._fleet.serving("") else "no engine serves"
+            why = "stopping" if self.stopping else "" if self._parts.fleet.serving("") else "no engine serves"
         await _json(send, 503 if why else 200, {"ready": not why, "why": why})
 
     async def _operators(self, path: str, query: bytes, headers: Headers, send: Send) -> None:
-        if not self._door.is_operator(headers, path):
+        if not self._parts.door.is_operator(headers, path):
             says = f"Authorization: {path} needs the operators' token, as `Bearer TOKEN`"
             await answer_failure(send, Failure(401, "operators_only", says), path)
         elif path == STATUS:
             await _json(send, 200, self._status())
         elif path == DECISIONS:
-            await _json(send, 200, {"decisions": self._decisions.page(SHOWN_DECISIONS)})
+            await _json(send, 200, {"decisions": self._parts.choosing.decisions.page(SHOWN_DECISIONS)})
         elif path.startswith(DECISIONS):
             word = path.removeprefix(f"{DECISIONS}/")
             number = query.removeprefix(b"number=")
-            found = self._decisions.again(word, int(number) if number.isdigit() and len(number) < 19 else 0)
+            found = self._parts.choosing.decisions.again(
+                word, int(number) if number.isdigit() and len(number) < 19 else 0
+            )
             if found is not None:
                 await _json(send, 200, found)
             else:
@@ -137,7 +111,7 @@ class App:
             await _answer(send, 200, page.media_type, page.text)
 
     async def _models(self, path: str, send: Send) -> None:
-        models = self._fleet.models()
+        models = self._parts.fleet.models()
         if path == "/v1/models":
             await _json(send, 200, {"object": "list", "data": list(models.values())})
             return
@@ -151,11 +125,12 @@ class App:
     # -- requests for engines --------------------------------------------------------------------------------
 
     async def _request(self, scope: Scope, path: str, headers: Headers, receive: Receive, send: Send) -> None:
-        if self.settings.picker.only:
+        parts = self._parts
+        if parts.settings.picker.only:
             says = "this port answers probes and operators only; requests come through Envoy (picker.only)"
             await answer_failure(send, Failure(404, "picker_only", says), path, close=_unread(headers))
             return
-        tenant = self._door.tenant_of(headers)
+        tenant = parts.door.tenant_of(headers)
         if isinstance(tenant, Failure):
             await answer_failure(send, tenant, path, close=_unread(headers))
             return
@@ -170,10 +145,11 @@ class App:
         if isinstance(route, Failure):
             await answer_failure(send, route, path, close=_unread(headers))
             return
-        meter = self._meters.begin(tenant.name if tenant is not None else "")
-        meter.slo = self._reader.slo_of(headers, tenant, self._meters.slo)
+        meter = parts.meters.begin(tenant.name if tenant is not None else "")
+        meter.slo = parts.reader.slo_of(headers, tenant, parts.meters.slo)
+        word = passing.request_id(headers.get(b"x-request-id", b""))
         try:
-            await self._admitted(scope, path, route, tenant, meter, headers, receive, send)
+            await self._admitted(Call(scope, path, headers, route, word, meter, tenant), receive, send)
         except Exception as error:  # the boundary of the port: a defect of ours ends one request
             meter.outcome = "defect"
             # Not the error's text, which may hold a piece of the prompt.
@@ -186,24 +162,14 @@ class App:
                 )
         finally:
             meter.outcome = meter.outcome or CANCELLED
-            self._meters.end(meter)
+            parts.meters.end(meter)
 
-    async def _admitted(
-        self,
-        scope: Scope,
-        path: str,
-        route: Route,
-        tenant: Tenant | None,
-        meter: Meter,
-        headers: Headers,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _admitted(self, call: Call, receive: Receive, send: Send) -> None:
         """Let the request in, if it may come in, and forward it."""
-        word = passing.request_id(headers.get(b"x-request-id", b""))
+        meter, tenant, settings = call.meter, call.tenant, self._parts.settings
         failure: Failure | None = None
-        if self.in_flight >= self.settings.max_in_flight:
-            says = f"{self.in_flight} requests are under way, of at most {self.settings.max_in_flight}"
+        if self.in_flight >= settings.max_in_flight:
+            says = f"{self.in_flight} requests are under way, of at most {settings.max_in_flight}"
             failure = Failure(503, "overloaded", says, retry_after_s=1)
         elif tenant is not None:
             failure = tenant.enter(meter.arrived_s)
@@ -212,17 +178,18 @@ class App:
                 failure = tenant.enter(meter.arrived_s)
         if failure is not None:
             meter.outcome = failure.code
-            await answer_failure(send, failure, path, word, close=_unread(headers))
+            await answer_failure(send, failure, call.path, call.word, close=_unread(call.headers))
             return
         self.in_flight += 1
         try:
-            standing = self._reader.standing_of(headers, tenant)
-            call = await self._arrived(scope, path, route, word, meter, headers, receive, standing)
-            if isinstance(call, Failure):
-                meter.outcome = call.code
-                await answer_failure(send, call, path, word, close=call.status in UNREAD)
-            elif call is not None:
-                await self._charged(call, tenant, send)
+            failure = await self._read(call, receive)
+            if failure is None:
+                failure = await self._forward(call, send)
+            if failure is not None:
+                meter.outcome = failure.code
+                await answer_failure(send, failure, call.path, call.word, close=failure.status in UNREAD)
+        except ClientGone:
+            meter.outcome = CANCELLED
         finally:
             self.in_flight -= 1
             if not self.in_flight:
@@ -231,43 +198,33 @@ class App:
             if tenant is not None:
                 tenant.leave()
 
-    async def _arrived(
-        self,
-        scope: Scope,
-        path: str,
-        route: Route,
-        word: str,
-        meter: Meter,
-        headers: Headers,
-        receive: Receive,
-        standing: Standing,
-    ) -> Call | Failure | None:
-        """The request with its whole body; None if the client goes before it has sent it."""
-        body = await self._body(receive, headers, meter)
-        if body is None or isinstance(body, Failure):
+    async def _read(self, call: Call, receive: Receive) -> Failure | None:
+        """Read the body, and what the choice goes by. Raises ClientGone if the client goes before it has sent all."""
+        parts, meter = self._parts, call.meter
+        call.standing = parts.reader.standing_of(call.headers, call.tenant)
+        body = await self._body(receive, call)
+        if isinstance(body, Failure):
             return body
-        read = self._reader.read(path, route, body, headers, word, meter.tenant)
+        call.body = body
+        read = parts.reader.read(call.path, call.route, body, call.headers, call.word, meter.tenant)
         if isinstance(read, Failure):
             return read
-        found, wanted = read
-        passed, computed = b"", False
-        if wanted.prompt is None and self.settings.policy == "ttft" and path in ROUTES:
-            known = await self._tokens.of(path, body, found.model, meter.tenant)
-            passed, computed = known.body, known.ids is not None
-            wanted = self._reader.with_ids(found, wanted, known.ids)
-            meter.body_bytes += len(passed)
-            self.held_bytes += len(passed)
-        wanted = await self._told(wanted)
-        query = scope["query_string"]
-        target = scope["raw_path"].decode("ascii") + (f"?{query.decode('latin-1')}" if query else "")
-        return Call(scope, body, path, target, found, wanted, meter, standing, computed, passed)
+        call.asked, wanted = read
+        if wanted.prompt is None and parts.settings.policy == "ttft" and call.path in ROUTES:
+            known = await parts.tokens.of(call.path, body, call.asked.model, meter.tenant)
+            call.passed, call.computed = known.body, known.ids is not None
+            wanted = parts.reader.with_ids(call.asked, wanted, known.ids)
+            meter.body_bytes += len(call.passed)
+            self.held_bytes += len(call.passed)
+        call.wanted = await parts.controllers.told(wanted)
+        return None
 
-    async def _body(self, receive: Receive, headers: Headers, meter: Meter) -> bytes | Failure | None:
-        """The whole body; None if the client goes away. `meter.body_bytes` is added to `held_bytes`."""
-        most_bytes = int(self.settings.http.max_body_mb * (1 << 20))
+    async def _body(self, receive: Receive, call: Call) -> bytes | Failure:
+        """The whole body; raises ClientGone. `meter.body_bytes` is added to `held_bytes`."""
+        most_bytes, meter = int(self._parts.settings.http.max_body_mb * (1 << 20)), call.meter
         says = f"body: larger than {most_bytes} bytes; send less, or raise http.max_body_mb of the gateway"
         too_large = Failure(413, "body_too_large", says)
-        length = headers.get(b"content-length", b"")
+        length = call.headers.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > most_bytes:
             return too_large
         parts: list[bytes] = []
@@ -275,7 +232,7 @@ class App:
         while more:
             message = await receive()
             if message["type"] != "http.request":
-                return None
+                raise ClientGone
             part = message.get("body", b"")
             meter.body_bytes += len(part)
             self.held_bytes += len(part)
@@ -288,45 +245,29 @@ class App:
             more = message.get("more_body", False)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _charged(self, call: Call, tenant: Tenant | None, send: Send) -> None:
-        """Forward a request, if its tenant may use the tokens that it takes."""
-        if tenant is None or not call.asked.text:
-            await self._forward(call, send)
-            return
-        meter, tokens = call.meter, call.wanted.tokens
-        taken = tenant.take(tokens, meter.arrived_s)
+    async def _forward(self, call: Call, send: Send) -> Failure | None:
+        """Forward a request, unless its tenant may not use the tokens that it takes."""
+        meter, wanted = call.meter, call.wanted
+        tenant = call.tenant if call.asked.text else None
+        taken = tenant.take(wanted.tokens, meter.arrived_s) if tenant is not None else 0.0
         if isinstance(taken, Failure):
-            meter.outcome = taken.code
-            await answer_failure(send, taken, call.path, call.wanted.word)
-            return
+            return taken
         try:
-            await self._forward(call, send)
-        finally:
-            meter.outcome = meter.outcome or CANCELLED
-            tenant.settle(taken, tokens, meter)
-
-    async def _forward(self, call: Call, send: Send) -> None:
-        try:
-            await self._forwarder.run(call, send)
-            self._compare(call)
+            await self._parts.forwarder.run(call, send)
         except BrokenOff as error:
+            why = error.failure.message
             self._log.repeated(
-                logging.WARNING,
-                "broke_off",
-                "answer_broke_off",
-                request=call.wanted.word,
-                reason=error.failure.message,
+                logging.WARNING, "broke_off", "answer_broke_off", request=call.word, reason=why
             )
             await call.scope["state"]["connection"].cut()
-
-    def _compare(self, call: Call) -> None:
-        """Compare the tokens of a prompt that were computed here with their number in the answer's `usage`."""
-        prompt = call.wanted.prompt
-        if not call.computed or prompt is None or call.meter.outcome != OK:
-            return
-        reported = call.meter.tokens().get("prompt")
-        if reported:
-            self._tokens.reported(call.asked.model, call.meter.engine, len(prompt.tokens), reported)
+        finally:
+            meter.outcome = meter.outcome or CANCELLED
+            if tenant is not None:
+                tenant.settle(taken, wanted.tokens, meter)
+        reported = meter.tokens().get("prompt") if call.computed and meter.outcome == OK else None
+        if reported and wanted.prompt is not None:
+            self._parts.tokens.reported(call.asked.model, meter.engine, len(wanted.prompt.tokens), reported)
+        return None
 
 
 def _unread(headers: Headers) -> bool:

@@ -19,19 +19,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
 from kvstrata.gateway.admission import Admission, Ask, Standing
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
+from kvstrata.gateway.door import Headers, Tenant
 from kvstrata.gateway.engine_link import Answer, LinkBroken, Links, Unreachable, request_bytes
 from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, CLIENT_ERROR, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.retries import RetryBudget
-from kvstrata.gateway.routes import Asked
+from kvstrata.gateway.routes import Asked, Route
 from kvstrata.gateway.splicing import ENGINES_FAULT, SILENT, Splices
 from kvstrata.observability.logging import EventLog
 
@@ -47,22 +49,34 @@ WITHOUT_BODY = frozenset((204, 304))
 MAX_ERROR_BYTES = 64 << 10
 
 
-class Call(NamedTuple):
-    """A request that has arrived whole."""
+@dataclass(slots=True)
+class Call:
+    """One request, from its head to the end of its answer."""
 
     scope: Scope
-    body: bytes
     path: str
-    target: str
-    """Path and query as the client sent them."""
-    asked: Asked
-    wanted: Wanted
+    headers: Headers
+    """The client's, by name."""
+    route: Route
+    word: str
+    """Its id."""
     meter: Meter
-    standing: Standing
+    tenant: Tenant | None
+    standing: Standing = field(init=False)
+    asked: Asked = field(init=False)
+    wanted: Wanted = field(init=False)
+    """These three are set once the body was read."""
+    body: bytes = b""
     computed: bool = False
     """Whether the prompt's ids were computed here, or asked of an engine; otherwise the client gave them, or nobody."""
     passed: bytes = b""
     """The body with them beside the text, for engines that take them; empty: not wanted."""
+
+    @property
+    def target(self) -> str:
+        """Path and query as the client sent them."""
+        query = self.scope["query_string"].decode("latin-1")
+        return str(self.scope["raw_path"].decode("ascii")) + (f"?{query}" if query else "")
 
 
 class Refused(NamedTuple):

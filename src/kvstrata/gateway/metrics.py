@@ -5,13 +5,11 @@ Names of tenants and engines come from the settings, names of models from the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from kvstrata.gateway.admission import Admission
-from kvstrata.gateway.door import Tenancy
-from kvstrata.gateway.fleet import EngineState, Fleet
-from kvstrata.gateway.metering import Meters, Series
+from kvstrata.gateway.fleet import EngineState
+from kvstrata.gateway.metering import Series
 from kvstrata.observability.exposition import Values, metric_of
 from kvstrata.observability.families import Family
 from kvstrata.observability.logging import log_stats
@@ -19,8 +17,7 @@ from kvstrata.observability.logging import log_stats
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from kvstrata.gateway.controllers.link import ControllerLink
-    from kvstrata.gateway.tokens.source import Tokens
+    from kvstrata.gateway.parts import Parts
 
 _WHOSE = ("tenant", "model", "engine")
 GATEWAY_FAMILIES: dict[str, Family] = {
@@ -161,32 +158,12 @@ class GatewayCollector:
     old_names = False
 
     def __init__(
-        self,
-        meters: Meters,
-        fleet: Fleet,
-        numbers: Callable[[], Mapping[str, float]],
-        tenants: Callable[[], Mapping[str, Tenancy]],
-        admission: Admission,
-        http: Callable[[], Mapping[str, int]],
-        kv_events: Callable[[], Mapping[str, Mapping[str, Any]]],
-        tokens: Tokens,
-        shared: Callable[[], Mapping[str, int]] = dict,
-        controllers: Callable[[], Sequence[ControllerLink]] = tuple,
+        self, parts: Parts, numbers: Callable[[], Mapping[str, float]], http: Callable[[], Mapping[str, int]]
     ) -> None:
-        """`numbers`: those of the families without labels. `tenants`: what they use. `http`: the port's counts.
-
-        `kv_events`: what is heard, by engine. `shared`: what other gateways are told, and what they tell.
-        """
-        self._meters = meters
-        self._fleet = fleet
+        """`numbers`: those of the families without labels. `http`: the port's counts."""
+        self._parts = parts
         self._numbers = numbers
-        self._tenants = tenants
-        self._admission = admission
         self._http = http
-        self._kv_events = kv_events
-        self._tokens = tokens
-        self._shared = shared
-        self._controllers = controllers
 
     def collect(self) -> Iterable[Metric]:
         """All metric families now."""
@@ -195,8 +172,13 @@ class GatewayCollector:
             yield metric_of(name, family, samples[name])
 
     def _samples(self) -> dict[str, Values]:
-        meters, http, numbers = self._meters, self._http(), self._numbers()
-        heard = self._kv_events()
+        meters, http, fleet, sharing = (
+            self._parts.meters,
+            self._http(),
+            self._parts.fleet,
+            self._parts.sharing,
+        )
+        heard = self._parts.residency.page()
         series = [(list(labels), one) for labels, one in sorted(meters.series.items())]
         found: dict[str, Values] = {
             "kvstrata_gateway_requests": _counted(series, lambda one: one.outcomes),
@@ -214,14 +196,14 @@ class GatewayCollector:
             ],
             "kvstrata_gateway_kv_event_batches": [([name], row["batches"]) for name, row in heard.items()],
             "kvstrata_gateway_kv_event_gaps": [([name], row["gaps"]) for name, row in heard.items()],
-            "kvstrata_gateway_shared": [([what], count) for what, count in self._shared().items()],
+            "kvstrata_gateway_shared": [
+                ([what], count) for what, count in (sharing.counts() if sharing else {}).items()
+            ],
             "kvstrata_gateway_engine_up": [
-                ([one.name], float(one.state is EngineState.UP)) for one in self._fleet.engines.values()
+                ([one.name], float(one.state is EngineState.UP)) for one in fleet.engines.values()
             ],
             "kvstrata_gateway_engine_in_flight": [
-                ([one.name], one.in_flight)
-                for engine in self._fleet.engines.values()
-                for one in engine.targets
+                ([one.name], one.in_flight) for engine in fleet.engines.values() for one in engine.targets
             ],
             **self._of_tenants(),
             "kvstrata_gateway_http_connections": [([], http.get("connections", 0))],
@@ -237,24 +219,24 @@ class GatewayCollector:
                 (labels, getattr(one, name)) for labels, one in series
             ]
         found |= self._of_tokens() | self._of_controllers()
-        for name, value in numbers.items():
+        for name, value in self._numbers().items():
             found[f"kvstrata_gateway_{name}"] = [([], value)]
         return found
 
     def _of_tenants(self) -> dict[str, Values]:
-        tenants, line = sorted(self._tenants().items()), self._admission.line
+        tenants, line = sorted(self._parts.door.uses().items()), self._parts.admission.line
         return {
             "kvstrata_gateway_tenant_in_flight": [([name], one.in_flight) for name, one in tenants],
             "kvstrata_gateway_tenant_used_tokens": [([name], one.used_tokens) for name, one in tenants],
             "kvstrata_gateway_queued": [([name], flow.count) for name, flow in sorted(line.flows.items())],
             "kvstrata_gateway_queued_bytes": [([], line.size_bytes)],
             "kvstrata_gateway_queue_seconds": [
-                ([name], waited) for name, waited in sorted(self._admission.waited.items())
+                ([name], waited) for name, waited in sorted(self._parts.admission.waited.items())
             ],
         }
 
     def _of_controllers(self) -> dict[str, Values]:
-        links = self._controllers()
+        links = self._parts.controllers.links
         return {
             "kvstrata_gateway_controller_questions": [
                 ([one.url, outcome], one.counts[outcome])
@@ -266,7 +248,7 @@ class GatewayCollector:
         }
 
     def _of_tokens(self) -> dict[str, Values]:
-        tokens = self._tokens
+        tokens = self._parts.tokens
         return {
             "kvstrata_gateway_prompts": [
                 (list(name), count) for name, count in sorted(tokens.counts.items())

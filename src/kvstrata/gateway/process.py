@@ -19,10 +19,28 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.config.changes import Changes, changes, replaced
 from kvstrata.config.gateway_model import GatewaySettings, SharingSettings
+from kvstrata.gateway.admission import Admission
+from kvstrata.gateway.app import App
+from kvstrata.gateway.choosing import Choosing
+from kvstrata.gateway.controllers.asking import Controllers
 from kvstrata.gateway.door import Door
+from kvstrata.gateway.engine_link import Links
 from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.forward import Forwarder
+from kvstrata.gateway.kubernetes import Endpoints
 from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.metrics import GatewayCollector
+from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.plan import TTFT, Plan, plan
+from kvstrata.gateway.probing import Probing
+from kvstrata.gateway.reading import Reader
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.sharing.catching_up import slices
+from kvstrata.gateway.sharing.others import Others
+from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
+from kvstrata.gateway.splicing import Splices
+from kvstrata.gateway.tokens.source import Tokens
+from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.policy.routing.policies import POLICIES
@@ -32,23 +50,10 @@ from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready
 from kvstrata.process.lifecycle import run as run_process
 from kvstrata.process.listen import Listener, ServedToken, listen, warn_if_plain
 from kvstrata.process.threads import SWITCH_S
+from kvstrata.rpc.shared_key import SharedKey
 
 if TYPE_CHECKING:
-    import uvicorn
-
-    from kvstrata.gateway.admission import Admission
-    from kvstrata.gateway.app import App
-    from kvstrata.gateway.choosing import Choosing
-    from kvstrata.gateway.controllers.asking import Controllers
-    from kvstrata.gateway.engine_link import Links
-    from kvstrata.gateway.forward import Forwarder
     from kvstrata.gateway.picker.server import PickerServer
-    from kvstrata.gateway.probing import Probing
-    from kvstrata.gateway.reading import Reader
-    from kvstrata.gateway.residency.knowledge import Residency
-    from kvstrata.gateway.sharing.sockets import Sharing
-    from kvstrata.gateway.tokens.source import Tokens
-    from kvstrata.process.http_connections import Bounds
 
 GC_OBJECTS = 20_000
 """New objects after which garbage is collected: requests leave few cycles, and each collection delays all streams."""
@@ -94,41 +99,11 @@ class Gateway(Process):
         self._ready_fd = ready_fd
         self._restarts = restarts
         self._started_s = time.monotonic()
-        self._app: App
-        self._door: Door
-        self._fleet: Fleet
-        self._links: Links
-        self._meters: Meters
-        self._forwarder: Forwarder
-        self._probing: Probing
-        self._residency: Residency
-        self._choosing: Choosing
-        self._admission: Admission
-        self._reader: Reader
         self._picker: PickerServer | None = None
-        self._sharing: Sharing | None = None
-        self._controllers: Controllers
-        self._tokens: Tokens
-        self._server: uvicorn.Server
-        self._bounds: Bounds
 
     async def start(self) -> None:
         """Open everything and serve. Raises KvstrataError; the closers then undo what was opened."""
-        # Imported here: these need the extra, whose absence `plan` has told.
-        from kvstrata.gateway.admission import Admission
-        from kvstrata.gateway.app import App
-        from kvstrata.gateway.choosing import Choosing
-        from kvstrata.gateway.connections import make_server
-        from kvstrata.gateway.controllers.asking import Controllers
-        from kvstrata.gateway.engine_link import Links
-        from kvstrata.gateway.forward import Forwarder
-        from kvstrata.gateway.metrics import GatewayCollector
-        from kvstrata.gateway.probing import Probing
-        from kvstrata.gateway.reading import Reader
-        from kvstrata.gateway.residency.knowledge import Residency
-        from kvstrata.gateway.splicing import Splices
-        from kvstrata.gateway.tokens.source import Tokens
-        from kvstrata.observability.exposition import Pages
+        from kvstrata.gateway.connections import make_server  # needs the extra, whose absence `plan` tells
 
         settings, now_s = self._plan.settings, time.monotonic
         listener = listen(settings.http, flag="--port")
@@ -137,78 +112,46 @@ class Gateway(Process):
         self.closers.append(links.close)
         splices = Splices()
         self.closers.append(splices.close)
-        self._fleet = fleet = Fleet(now_s, settings.health.slow_start_s)
-        self._meters = meters = Meters({one.name: one for one in settings.slo}, now_s)
+        fleet = Fleet(now_s, settings.health.slow_start_s)
+        meters = Meters({one.name: one for one in settings.slo}, now_s)
         loopback = listener.path is not None or is_loopback(settings.http.host)
         access = Access(settings.http, self._plan.token)
-        self._door = door = Door(access, now_s, loopback=loopback)
+        door = Door(access, now_s, loopback=loopback)
         door.set_tenants(self._plan.tenants)
         token = ServedToken(access.set_token, settings.http, listener, self._plan.token, "gateway", self.log)
         self.closers.append(soon(token.close))
         self.supervisor.spawn(token.keep(), "token")
-        self._residency = residency = Residency(now_s)
+        residency = Residency(now_s)
         self.closers.append(soon(residency.close))
-        self._tokens = tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, links, now_s)
+        tokens = Tokens(settings.tokens, self._plan.tokenizers, fleet, links, now_s)
         self.closers.append(tokens.close)
-        self._choosing = choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
-        self._reader = reader = Reader(settings, fleet)
-        self._admission = admission = Admission(
-            settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later
-        )
-        if settings.sharing.port:
-            await self._start_sharing(settings)
-        self._controllers = controllers = Controllers(
+        choosing = Choosing(POLICIES[settings.policy](), fleet, residency, meters, now_s)
+        reader = Reader(settings, fleet)
+        admission = Admission(settings.queue, choosing, fleet, now_s, asyncio.get_running_loop().call_later)
+        sharing = await self._start_sharing(fleet, choosing, reader) if settings.sharing.port else None
+        controllers = Controllers(
             settings.controllers, self._plan.controller_keys, listener, fleet, self.supervisor, now_s
         )
         self.closers.append(controllers.close)
         choosing.reads = controllers.reads
         controllers.numbers = lambda: (self._settings.policy, self._in_flight, sum(meters.received.values()))
-        self._forwarder = Forwarder(
-            settings,
-            fleet,
-            meters,
-            links,
-            splices,
-            choosing,
-            admission,
-            reader,
-            now_s,
+        forwarder = Forwarder(
+            settings, fleet, meters, links, splices, choosing, admission, reader, now_s,
             drop_keys=lambda: door.knows_tenants,
-        )
+        )  # fmt: skip
         self._probing = probing = Probing(fleet, settings.health, links, self.supervisor, now_s, residency)
         probing.listens(settings.policy == TTFT)
-        self._forwarder.suspect = probing.suspect
-        self._forwarder.takes_ids = tokens.takes_ids
-        pages = Pages(
-            GatewayCollector(
-                meters,
-                fleet,
-                self._numbers,
-                self._door.uses,
-                admission,
-                self._http,
-                residency.page,
-                tokens,
-                lambda: self._sharing.counts() if self._sharing is not None else {},
-                lambda: controllers.links,
-            )
-        )
-        self._app = App(
-            settings,
-            door,
-            fleet,
-            meters,
-            self._forwarder,
-            reader,
-            tokens,
-            self.page,
-            pages,
-            choosing.decisions,
-            controllers.told,
-        )
+        forwarder.suspect = probing.suspect
+        forwarder.takes_ids = tokens.takes_ids
+        self._parts = parts = Parts(
+            settings, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers, forwarder,
+            sharing,
+        )  # fmt: skip
+        pages = Pages(GatewayCollector(parts, self._numbers, lambda: self._bounds.stats()))
+        self._app = App(parts, self.page, pages)
         self._server, self._bounds = make_server(self._app, settings.http)
         if settings.picker.enabled:
-            await self._start_picker(settings)
+            await self._start_picker()
         probing.set_engines(self._plan.engines)
         await probing.resolve()
         await self._start_watching()
@@ -242,30 +185,24 @@ class Gateway(Process):
         self.log.info("ready", version=__version__, **ready)
         tell_ready(self._ready_fd, ready)
 
-    async def _start_sharing(self, settings: GatewaySettings) -> None:
+    async def _start_sharing(self, fleet: Fleet, choosing: Choosing, reader: Reader) -> Sharing:
         """Tell other gateways and hear them."""
-        from kvstrata.gateway.sharing.catching_up import slices
-        from kvstrata.gateway.sharing.others import Others
-        from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
-        from kvstrata.rpc.shared_key import SharedKey
-
-        wanted, keys = settings.sharing, self._plan.sharing_keys
+        wanted, keys = self._settings.sharing, self._plan.sharing_keys
         if keys is None:
             shared = SharedKey(FIELD)
             self.supervisor.spawn(shared.keep(), "cluster-key")
             keys = shared.keys
-        fleet, prefixes, responses = self._fleet, self._choosing.prefixes, self._reader.responses
+        prefixes, responses = choosing.prefixes, reader.responses
         others = Others(fleet, prefixes, responses, time.monotonic)
-        self._sharing = sharing = Sharing(
-            wanted, keys, others, lambda: slices(prefixes, fleet, responses, time.monotonic())
-        )
+        sharing = Sharing(wanted, keys, others, lambda: slices(prefixes, fleet, responses, time.monotonic()))
         self.closers.append(soon(sharing.close))
         sharing.start()
-        self._reader.secret = piece_secret(keys)
-        self._choosing.teller = sharing.teller
+        reader.secret = piece_secret(keys)
+        choosing.teller = sharing.teller
         responses.made = sharing.teller.made
         await sharing.set(wanted)
         self.supervisor.spawn(sharing.keep(), "sharing")
+        return sharing
 
     async def _start_watching(self) -> None:
         """Have the engines that Kubernetes names from now on, and wait a moment for the first."""
@@ -273,8 +210,6 @@ class Gateway(Process):
         service = settings.engines_from.kubernetes
         if service is None or account is None:
             return
-        from kvstrata.gateway.kubernetes import Endpoints
-
         endpoints = Endpoints(
             service, account, self._plan.found_key, self._probing.set_found, settings.timeouts.connect_s
         )
@@ -284,31 +219,26 @@ class Gateway(Process):
             async with asyncio.timeout(settings.health.timeout_s):
                 await endpoints.known.wait()
 
-    async def _start_picker(self, settings: GatewaySettings) -> None:
-        from kvstrata.gateway.picker.exchange import Parts
+    async def _start_picker(self) -> None:
+        from kvstrata.gateway.picker import exchange  # needs another extra
         from kvstrata.gateway.picker.server import PickerServer
 
-        parts = Parts(
-            self._door,
-            self._fleet,
-            self._meters,
-            self._choosing,
-            self._reader,
-            self._probing.suspect,
-            time.monotonic,
-            self._tokens,
-        )
-        self._picker = picker = PickerServer(settings, parts, self._tokens, self._controllers.told)
+        parts, settings = self._parts, self._settings
+        shared = exchange.Parts(
+            parts.door, parts.fleet, parts.meters, parts.choosing, parts.reader, self._probing.suspect,
+            time.monotonic, parts.tokens,
+        )  # fmt: skip
+        self._picker = picker = PickerServer(settings, shared, parts.tokens, parts.controllers.told)
         self.closers.append(picker.close)
         await picker.start(settings.picker)
 
     async def _first_verified(self) -> None:
         """Compare the tokenizers with the engines that serve, if these are quick; otherwise later."""
-        if self._tokens.tokenizers:
+        if self._parts.tokens.tokenizers:
             sys.setswitchinterval(SWITCH_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.health.timeout_s):
-                await self._tokens.verify()
+                await self._parts.tokens.verify()
 
     async def _serve(self, listener: Listener) -> None:
         try:
@@ -356,30 +286,29 @@ class Gateway(Process):
             engines_from=self._settings.engines_from,
             sharing=self._kept_sharing(wanted.sharing),
         )
-        newer = await self.loop.run_in_executor(None, plan, kept, self._tokens.tokenizers)
+        newer = await self.loop.run_in_executor(None, plan, kept, self._parts.tokens.tokenizers)
         before = msgspec.structs.replace(self._settings, log_level=current_level())
         changed = changes(before, wanted)
         applied = {key for key in changed if not key.startswith(OPENED) and key not in RESTART}
         settings = replaced(before, newer.settings, applied)
-        self._settings = settings
+        parts, self._settings = self._parts, settings
         set_level(settings.log_level)
-        self._fleet.slow_start_s = settings.health.slow_start_s
-        self._meters.slo = {one.name: one for one in settings.slo}
-        self._forwarder.settings = self._app.settings = settings
-        self._choosing.policy = POLICIES[settings.policy]()
-        self._admission.set(settings.queue)
-        self._reader.settings = settings
-        if self._sharing is not None:
-            await self._sharing.set(settings.sharing)
-        self._controllers.set(settings.controllers, newer.controller_keys)
+        parts.settings = parts.reader.settings = parts.forwarder.settings = settings
+        parts.fleet.slow_start_s = settings.health.slow_start_s
+        parts.meters.slo = {one.name: one for one in settings.slo}
+        parts.choosing.policy = POLICIES[settings.policy]()
+        parts.admission.set(settings.queue)
+        if parts.sharing is not None:
+            await parts.sharing.set(settings.sharing)
+        parts.controllers.set(settings.controllers, newer.controller_keys)
         if self._picker is not None:
             self._picker.held.settings = settings
-        self._forwarder.budget.share = settings.retries.budget_share
-        self._tokens.set(settings.tokens, newer.tokenizers)
+        parts.forwarder.budget.share = settings.retries.budget_share
+        parts.tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
         self._links.connect_s = settings.timeouts.connect_s
-        self._door.set_tenants(newer.tenants)
+        parts.door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()
 
@@ -393,7 +322,8 @@ class Gateway(Process):
 
     def page(self) -> dict[str, Any]:
         """The gateway at a glance."""
-        fleet, meters = self._fleet, self._meters
+        parts = self._parts
+        fleet, meters = parts.fleet, parts.meters
         return {
             "gateway": {
                 "version": __version__,
@@ -402,12 +332,12 @@ class Gateway(Process):
                 "stopping": self._app.stopping,
                 **self._numbers(),
             },
-            "kv_events": self._residency.page(),
-            "kv_events_thread": self._residency.thread(),
-            "tokens": self._tokens.page(),
-            "sharing": self._sharing.page() if self._sharing is not None else {},
-            "controllers": self._controllers.page(),
-            "replicas": dict(self._controllers.replicas.counts),
+            "kv_events": parts.residency.page(),
+            "kv_events_thread": parts.residency.thread(),
+            "tokens": parts.tokens.page(),
+            "sharing": parts.sharing.page() if parts.sharing is not None else {},
+            "controllers": parts.controllers.page(),
+            "replicas": dict(parts.controllers.replicas.counts),
             "engines": [
                 {
                     "name": one.name,
@@ -429,21 +359,20 @@ class Gateway(Process):
                 {"tenant": tenant, "slo": name, "requests": count, "met": meters.met[tenant, name]}
                 for (tenant, name), count in sorted(meters.received.items())
             ],
-            "tenants": {name: one.in_flight for name, one in self._door.uses().items()},
-            "queue": self._admission.page(),
-            "http": self._http(),
+            "tenants": {name: one.in_flight for name, one in parts.door.uses().items()},
+            "queue": parts.admission.page(),
+            "http": self._bounds.stats(),
         }
 
     def _numbers(self) -> dict[str, float]:
+        parts = self._parts
+        others = parts.sharing.others if parts.sharing is not None else None
         return {
             "in_flight": self._in_flight,
-            "retry_budget": self._forwarder.budget.left,
-            "prefix_pieces": len(self._choosing.prefixes),
-            "token_cache_bytes": self._tokens.memory.bytes,
-            "kv_events_thread": float(self._residency.thread()["hears"]),
-            "other_gateways": len(self._sharing.others) if self._sharing is not None else 0,
-            "others_in_flight": self._sharing.others.in_flight if self._sharing is not None else 0,
+            "retry_budget": parts.forwarder.budget.left,
+            "prefix_pieces": len(parts.choosing.prefixes),
+            "token_cache_bytes": parts.tokens.memory.bytes,
+            "kv_events_thread": float(parts.residency.thread()["hears"]),
+            "other_gateways": len(others) if others is not None else 0,
+            "others_in_flight": others.in_flight if others is not None else 0,
         }
-
-    def _http(self) -> dict[str, int]:
-        return self._bounds.stats()

@@ -1,0 +1,38 @@
+"""The parts of one gateway that its port, its pages and its metrics share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstrata.config.gateway_model import GatewaySettings
+from kvstrata.gateway.admission import Admission
+from kvstrata.gateway.choosing import Choosing
+from kvstrata.gateway.controllers.asking import Controllers
+from kvstrata.gateway.door import Door
+from kvstrata.gateway.fleet import Fleet
+from kvstrata.gateway.forward import Forwarder
+from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.reading import Reader
+from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.sharing.sockets import Sharing
+from kvstrata.gateway.tokens.source import Tokens
+
+
+@dataclass(slots=True)
+class Parts:
+    """See the module. Belongs to the event loop."""
+
+    settings: GatewaySettings
+    """Replaced at a reload."""
+    door: Door
+    fleet: Fleet
+    meters: Meters
+    reader: Reader
+    residency: Residency
+    tokens: Tokens
+    choosing: Choosing
+    admission: Admission
+    controllers: Controllers
+    forwarder: Forwarder
+    sharing: Sharing | None
+    """None: other gateways are told nothing."""
