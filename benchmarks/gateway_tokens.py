@@ -168,7 +168,7 @@ def cpu_ms(tokenizer: OwnTokenizer, body: bytes, memory: Memory) -> float:
 async def measure(tokenizer: OwnTokenizer, text: str) -> dict[str, list[float]]:
     """Times in ms, by kind."""
     seen: dict[str, list[float]] = {"first": [], "next": [], "tokens": []}
-    links = Links(2.0)
+    links = Links()
     sample = text[:200_000]
     per_token = len(sample) / len(tokenizer.encode(sample) or [])
     asked = list(requests(text, per_token))

@@ -97,11 +97,8 @@ class KubernetesSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             description="Its namespace; empty: the pod's own.",
         ),
     ] = ""
-    port: Annotated[
-        int, Meta(ge=0, le=65_535, description="Port of the endpoints; 0: the first, or that of `port_name`.")
-    ] = 0
     port_name: Annotated[
-        str, Meta(max_length=63, description="Name of that port; empty: that of `port`.")
+        str, Meta(max_length=63, description="Name of the endpoints' port; empty: the first.")
     ] = ""
     https: Annotated[bool, Meta(description="Whether the engines speak HTTPS.")] = False
     api_key_file: Annotated[

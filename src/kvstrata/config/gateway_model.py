@@ -130,7 +130,7 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         ),
     ] = 100_000
     slo: Annotated[
-        str, Meta(description="Class of service of requests that name none in `slo_header`; empty: none.")
+        str, Meta(description="Class of service of requests without a header `X-SLO-Class`; empty: none.")
     ] = ""
     weight: Annotated[
         float,
@@ -146,8 +146,8 @@ class GatewayTenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_un
         Meta(
             ge=0,
             le=1_000,
-            description="Highest priority among its own requests that one may claim in `queue.priority_header`; more "
-            "counts as this.",
+            description="Highest priority among its own requests that one may claim by the header `X-Priority`, whose "
+            "steps each count as an arrival 1 s earlier; more counts as this.",
         ),
     ] = 0
 
@@ -183,15 +183,6 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "if their first token were due so many seconds after their arrival.",
         ),
     ] = 10.0
-    priority_header: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9-]{1,64}$",
-            extra={"demand": "must be the name of a header"},
-            description="Header with a request's priority, a whole number; each step counts as an arrival 1 s earlier. "
-            "It is not the body's `priority`, which is the engine's.",
-        ),
-    ] = "x-priority"
     max_priority: Annotated[
         int,
         Meta(
@@ -205,15 +196,6 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class TimeoutSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the gateway waits for an engine."""
 
-    connect_s: Annotated[
-        float,
-        Meta(
-            extra=LIMIT,
-            gt=0,
-            le=3_600,
-            description="For a connection, in seconds; then another engine is tried.",
-        ),
-    ] = 2.0
     first_byte_s: Annotated[
         float,
         Meta(
@@ -376,7 +358,6 @@ class TokenSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Memory for the ids of conversations' earlier turns, in MiB; a token takes 4 bytes.",
         ),
     ] = 64.0
-    threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise.")] = 2
 
 
 OtherGateway = Annotated[
@@ -445,23 +426,6 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "sent before."
         ),
     ] = "least_loaded"
-    session_header: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9-]{1,64}$",
-            extra={"demand": "must be the name of a header"},
-            description="Header that names a request's session for the policy `session`; without the header it is the "
-            "body's `prompt_cache_key` or `user`.",
-        ),
-    ] = "x-session-id"
-    slo_header: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9-]{1,64}$",
-            extra={"demand": "must be the name of a header"},
-            description="Header that names a request's class of service.",
-        ),
-    ] = "x-slo-class"
     slo: Annotated[list[SloSettings], Meta(max_length=16, description="Classes of service.")] = []
     tenants: Annotated[
         list[GatewayTenantSettings],

@@ -30,9 +30,9 @@ SHOWN = frozenset({
     # settings
     "advertise", "advertise_url", "allowed_hosts", "controllers", "controller", "endpoints", "engine", "engine_url",
     "fidelity", "eviction_policy", "gateways", "gpu_copy_engine", "host", "hosts", "http_host", "instance_id", "listen",
-    "load_mode", "log_format", "log_level", "monitor_host", "numa", "peer_hosts", "prefix", "priority_header",
+    "load_mode", "log_format", "log_level", "monitor_host", "numa", "peer_hosts", "prefix",
     "request_tenants", "roots",
-    "segment_dir", "session_header", "slo", "slo_header", "snapshot_dir", "socket_dir", "tenant",
+    "segment_dir", "slo", "snapshot_dir", "socket_dir", "tenant",
     "types", "url", "urls", "user", "zone",
     # entries of l2_adapters
     "base_path", "bucket", "class_name", "codec", "eviction", "faults", "isolation", "key_prefix", "max_capacity_gb",

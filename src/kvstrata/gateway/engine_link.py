@@ -23,6 +23,8 @@ import ssl
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
+CONNECT_S = 2.0
+"""Time for a connection; then another engine is tried."""
 KEPT_S = 4.0
 """vLLM closes a connection after 5 s without a request: a link must be given up before that."""
 MAX_HEAD_BYTES = 256 << 10
@@ -314,13 +316,12 @@ class Answer(asyncio.Protocol):
 class Links:
     """The links of a gateway to all engines. Belongs to the event loop."""
 
-    def __init__(self, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         """`tls`: how addresses with TLS are proven; None: by the authorities that this host trusts."""
         import httptools  # of the extra `gateway`
 
         self.make_parser = httptools.HttpResponseParser
         self.not_http = (httptools.HttpParserError, httptools.HttpParserUpgrade)
-        self.connect_s = connect_s
         self._idle: dict[Address, list[Answer]] = {}
         self._open: set[Answer] = set()
         self._tls = tls
@@ -342,7 +343,7 @@ class Links:
         if address.tls and self._tls is None:
             self._tls = await loop.run_in_executor(None, ssl.create_default_context)
         try:
-            async with asyncio.timeout(self.connect_s):
+            async with asyncio.timeout(CONNECT_S):
                 _, answer = await loop.create_connection(
                     lambda: Answer(self, address),
                     address.host,
@@ -350,7 +351,7 @@ class Links:
                     ssl=self._tls if address.tls else None,
                 )
         except TimeoutError:
-            raise Unreachable(f"no connection within {self.connect_s:g} s") from None
+            raise Unreachable(f"no connection within {CONNECT_S:g} s") from None
         except OSError as error:  # TLS errors too
             raise Unreachable(str(error.strerror or error)) from None
         except UnicodeError as error:

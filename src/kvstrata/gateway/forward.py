@@ -32,7 +32,6 @@ from kvstrata.gateway.errors import Failure, error_body, error_event
 from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.metering import BROKE_OFF, CANCELLED, CLIENT_ERROR, OK, Meter, Meters
 from kvstrata.gateway.reading import Reader
-from kvstrata.gateway.retries import RetryBudget
 from kvstrata.gateway.routes import Asked, Route
 from kvstrata.gateway.splicing import ENGINES_FAULT, SILENT, Splices
 from kvstrata.observability.logging import EventLog
@@ -47,6 +46,8 @@ ELSEWHERE = frozenset((429, 502, 503, 504))
 WITHOUT_BODY = frozenset((204, 304))
 """Statuses of answers whose length is not that of a body that follows."""
 MAX_ERROR_BYTES = 64 << 10
+AT_ONCE = 10.0
+"""Retries that a gateway may make at once however few requests it has had."""
 
 
 @dataclass(slots=True)
@@ -101,6 +102,33 @@ class BrokenOff(Exception):
 
 class ClientGone(Exception):
     """The client went, or was cut, while its answer was passed on."""
+
+
+class RetryBudget:
+    """What retries may add to the load of engines that already fail.
+
+    Each request adds `share` of a retry, up to AT_ONCE; each retry takes one.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._left = AT_ONCE
+
+    @property
+    def left(self) -> float:
+        """Retries that may be made now."""
+        return self._left
+
+    def request(self) -> None:
+        """A request has come."""
+        self._left = min(AT_ONCE, self._left + self.share)
+
+    def take(self) -> bool:
+        """Take one retry; False if none is left."""
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
 
 
 class Forwarder:

@@ -125,7 +125,6 @@ class Endpoints:
         account: Account,
         api_key: str,
         found: Callable[[list[Place]], None],
-        connect_s: float,
     ) -> None:
         """`found` is called with all engines whenever they have changed. `api_key`: theirs; empty: none."""
         self.settings = settings
@@ -134,7 +133,7 @@ class Endpoints:
         self._account = account
         self._api_key = api_key
         self._found = found
-        self._links = Links(connect_s, account.tls())
+        self._links = Links(account.tls())
         self._places: list[Place] | None = None
         self._log = EventLog("kubernetes")
 
@@ -225,11 +224,11 @@ def places_of(slices: Iterable[Slice], settings: KubernetesSettings, api_key: st
 
 
 def _port_of(ports: list[_Port], settings: KubernetesSettings) -> int | None:
-    """The port of the settings, by its number or name; else the first."""
+    """The port that the settings name; else the first."""
     for one in ports:
         if one.port is None or not 0 < one.port < 65_536:
             continue
-        if settings.port in (0, one.port) and settings.port_name in ("", one.name):
+        if settings.port_name in ("", one.name):
             return one.port
     return None
 

@@ -108,7 +108,7 @@ class Gateway(Process):
         settings, now_s = self._plan.settings, time.monotonic
         listener = listen(settings.http, flag="--port")
         self.closers.append(soon(listener.close))
-        self._links = links = Links(settings.timeouts.connect_s)
+        links = Links()
         self.closers.append(links.close)
         splices = Splices()
         self.closers.append(splices.close)
@@ -210,9 +210,7 @@ class Gateway(Process):
         service = settings.engines_from.kubernetes
         if service is None or account is None:
             return
-        endpoints = Endpoints(
-            service, account, self._plan.found_key, self._probing.set_found, settings.timeouts.connect_s
-        )
+        endpoints = Endpoints(service, account, self._plan.found_key, self._probing.set_found)
         self.closers.append(endpoints.close)
         self.supervisor.spawn(endpoints.keep(lambda: self._settings.health.probe_s), "endpoints")
         with contextlib.suppress(TimeoutError):
@@ -307,7 +305,6 @@ class Gateway(Process):
         parts.tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health
         self._probing.listens(settings.policy == TTFT)
-        self._links.connect_s = settings.timeouts.connect_s
         parts.door.set_tenants(newer.tenants)
         self._probing.set_engines(newer.engines)
         return Changes(settings, applied, changed - applied).shown()

@@ -28,6 +28,9 @@ from kvstrata.gateway.routes import (
 )
 from kvstrata.gateway.stored_responses import StoredResponses
 
+SESSION, SLO_CLASS, PRIORITY = b"x-session-id", b"x-slo-class", b"x-priority"
+"""Headers that name a request's session, class of service and priority."""
+
 
 class Reader:
     """Belongs to the event loop."""
@@ -48,7 +51,7 @@ class Reader:
         found = Asked(repeatable=route.repeatable) if response else asked(path, route, body)
         if isinstance(found, Failure):
             return found
-        given = headers.get(self.settings.session_header.lower().encode(), b"").decode("latin-1")
+        given = headers.get(SESSION, b"").decode("latin-1")
         prompt = ids_in(found.text) if self.settings.policy == "ttft" else None
         after = response or found.after_response
         return found, Wanted(
@@ -71,7 +74,7 @@ class Reader:
 
     def slo_of(self, headers: Headers, tenant: Tenant | None, known: Iterable[str]) -> str:
         """The class of service of a request, one of those that are known; empty: none."""
-        given = headers.get(self.settings.slo_header.lower().encode(), b"").decode("latin-1")
+        given = headers.get(SLO_CLASS, b"").decode("latin-1")
         if given in known:
             return given
         return tenant.settings.slo if tenant is not None else ""
@@ -79,7 +82,7 @@ class Reader:
     def standing_of(self, headers: Headers, tenant: Tenant | None) -> Standing:
         """A request's place among others that wait."""
         queue = self.settings.queue
-        given = headers.get(queue.priority_header.lower().encode(), b"")
+        given = headers.get(PRIORITY, b"")
         most = tenant.settings.max_priority if tenant is not None else queue.max_priority
         asked_for = int(given) if given.isdigit() and len(given) <= 9 else 0
         weight = tenant.settings.weight if tenant is not None else 1.0

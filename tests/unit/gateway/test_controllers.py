@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
-from kvstrata.gateway.controllers.breaker import AGAIN_MAX_S, LIMIT, Breaker
 from kvstrata.gateway.controllers.directory import Directory
+from kvstrata.gateway.controllers.link import AGAIN_MAX_S, LIMIT, Breaker
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
@@ -23,8 +22,8 @@ from kvstrata.policy.routing.load_rates import LoadRates
 from kvstrata.policy.routing.model import Copy
 from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.rpc.cluster_fields import KvKind
-from kvstrata.rpc.cluster_wire import ANSWERS, BAD_FRAME, REPLY_REQUESTS, encode, tags_of
-from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, HoldingsReply, Served, TierRate
+from kvstrata.rpc.cluster_wire import tags_of
+from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, Served, TierRate
 from kvstrata.types import LayoutIdentity, RequestIdentity, canonical_json, identity_root
 from tests.harness.amount import amount
 
@@ -170,23 +169,6 @@ def test_one_copy_stands_for_all_if_every_engine_reads_peers() -> None:
         assert [one.engine for one in each] == [at[1].engine.name, at[2].engine.name]
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_no_message(frame: bytes) -> None:
-    for decoder in (REPLY_REQUESTS, ANSWERS):
-        try:
-            decoder.decode(frame)
-        except BAD_FRAME:
-            pass
-
-
-def test_an_answer_of_another_form_is_refused() -> None:
-    for row in (["a", -1, 2, 0], ["a", 1, "2", 0], ["a", 1], [5, 1, 1, 0], ["a", 1, 1, -1]):
-        frame = encode(HoldingsReply(1, 1, [Holding("a", 1, 1)]))
-        assert ANSWERS.decode(frame)
-        with pytest.raises(BAD_FRAME):
-            ANSWERS.decode(msgspec.msgpack.encode(["holdings", 1, 1, [row]]))
-
-
 def test_a_controller_that_fails_is_tried_now_and_then_until_it_answers() -> None:
     now_s = [0.0]
     breaker = Breaker(lambda: now_s[0])
@@ -209,15 +191,11 @@ def test_a_controller_that_fails_is_tried_now_and_then_until_it_answers() -> Non
     breaker.asked()
     breaker.answered()
     assert breaker.due and not breaker.open
-
-
-def test_failures_between_answers_change_nothing() -> None:
-    breaker = Breaker(lambda: 0.0)
-    for _ in range(10 * LIMIT):
-        for _ in range(LIMIT - 1):
-            breaker.failed()
-        breaker.answered()
-        assert breaker.due
+    for _ in range(LIMIT - 1):
+        breaker.failed()
+    breaker.answered()
+    breaker.failed()
+    assert not breaker.open, "only failures in a row count"
 
 
 @pytest.mark.parametrize("tier", ["l1", "l2", "peer"])

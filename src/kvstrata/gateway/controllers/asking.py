@@ -22,7 +22,6 @@ from kvstrata.config.gateway_controllers_model import GatewayControllersSettings
 from kvstrata.gateway.choosing import Wanted
 from kvstrata.gateway.controllers.directory import MAX_KINDS, Directory, Kind
 from kvstrata.gateway.controllers.link import ControllerLink
-from kvstrata.gateway.controllers.own_keys import OwnKeys
 from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
@@ -32,10 +31,12 @@ from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.gateway_wire import GatewayBeat, Holding, Holdings, Served
-from kvstrata.rpc.zmq_curve import ClusterKeys
+from kvstrata.rpc.shared_key import SharedKey
+from kvstrata.rpc.zmq_curve import ClusterKeys, new_secret, open_keys
 from kvstrata.rpc.zmq_link import Links
 from kvstrata.types import NOT_IN_A_NAME, RequestIdentity
 
+FIELD = "controllers.curve_file"
 INLINE_TOKENS = 8_192
 MAX_MODELS = 256
 
@@ -82,13 +83,14 @@ class Controllers:
         endpoint.
         """
         self._settings = settings
-        self._own_keys = OwnKeys(supervisor)
-        self._keys = self._own_keys.of(settings, in_file)
         self._default_name = NOT_IN_A_NAME.sub("-", f"{platform.node()}-{listener.port}")[:64]
         self._name = settings.name or self._default_name
         self._port = listener.port
         self._fleet = fleet
         self._supervisor = supervisor
+        self._secret = new_secret()
+        self._shared: SharedKey | None = None
+        self._keys = self._keys_of(settings, in_file)
         self._now_s = now_s
         self._links = Links(asyncio.get_running_loop())
         self._of: dict[str, tuple[ControllerLink, asyncio.Task[None]]] = {}
@@ -103,12 +105,23 @@ class Controllers:
 
     def set(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> None:
         """Ask exactly these controllers from now on. Raises as the constructor."""
-        keys = self._own_keys.of(settings, in_file)
+        keys = self._keys_of(settings, in_file)
         if keys != self._keys:
             self._have([])
         self._settings, self._keys = settings, keys
         self._name = settings.name or self._default_name
         self._have(settings.urls)
+
+    def _keys_of(self, settings: GatewayControllersSettings, in_file: ClusterKeys | None) -> ClusterKeys:
+        """The keys of a file, of this user, or open ones; those that no file has are made once. Raises ConfigError."""
+        if in_file is not None:
+            return in_file
+        if settings.insecure or not settings.urls:
+            return open_keys(self._secret)
+        if self._shared is None:
+            self._shared = SharedKey(FIELD)
+            self._supervisor.spawn(self._shared.keep(), "controllers-key")
+        return self._shared.of_member(self._secret)
 
     async def told(self, wanted: Wanted) -> Wanted:
         """The same with what a controller knows of the prompt, if one answers in time."""

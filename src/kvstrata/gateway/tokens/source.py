@@ -34,6 +34,8 @@ from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
 from kvstrata.gateway.tokens.verifying import Agreed, Verdict, taken, verify
 from kvstrata.observability.logging import EventLog
 
+THREADS = 2
+"""Threads that tokenise."""
 MAX_WAITING = 256
 """Maximum number of prompts that wait for a thread; further ones are unknown at once."""
 MISTAKES = 3
@@ -83,7 +85,7 @@ class Tokens:
         self._links = links
         self._now_s = now_s
         self.memory = Memory(_bytes(settings))
-        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._waiting = 0
         self._verified: dict[tuple[str, str], _Verified] = {}
         """By engine and model."""
@@ -283,9 +285,6 @@ class Tokens:
         same = {name for name, one in tokenizers.items() if self.tokenizers.get(name) is one and not asks}
         self._verified = {name: one for name, one in self._verified.items() if name[1] in same}
         self.tokenizers = tokenizers
-        if settings.threads != self.settings.threads:
-            self._pool.shutdown(wait=False)
-            self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="tokens")
         self.settings = settings
         self.memory.resize(_bytes(settings))
         self.degraded.clear()
