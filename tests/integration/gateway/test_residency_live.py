@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -259,24 +258,3 @@ async def test_an_engine_that_does_not_say_where_it_publishes_serves_all_the_sam
             assert "kv_events_unknown" in gateway.log.read_text()
         finally:
             gateway.kill()
-
-
-async def test_a_reload_changes_whether_an_engine_is_heard(
-    sims: list[Sim], session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
-    gateway = GatewayProcess(tmp_path, [sims[0].url], policy="ttft")
-    gateway.settings["engines"][0]["kv_events"] = "off"
-    await asyncio.to_thread(gateway.start)
-    try:
-        assert not await heard(gateway, session)
-        for setting, wanted in (("", [sims[0].name]), ("off", [])):
-            gateway.settings["engines"][0]["kv_events"] = setting
-            gateway.write()
-            gateway.signal(signal.SIGHUP)
-
-            async def changed(wanted: list[str] = wanted) -> bool:
-                return list(await heard(gateway, session)) == wanted
-
-            await eventually_async(f"kv_events: {setting!r}", changed)
-    finally:
-        gateway.kill()

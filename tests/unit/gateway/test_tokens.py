@@ -276,13 +276,6 @@ async def test_a_model_whose_ids_are_wrong_again_and_again_is_degraded(service: 
     assert not tokens.degraded and (await tokens.of(CHAT, body, "m", "")).ids is not None
 
 
-async def test_few_wrong_lengths_among_many_degrade_nothing(service: Serve) -> None:
-    tokens = service()
-    for number in range(2_000):
-        tokens.reported("m", "e", 5, 6 if number % 500 == 499 else 5)
-    assert not tokens.degraded and tokens.mistakes["m", "e"] == 4
-
-
 PASSED = frozenset((CHAT, COMPLETIONS))
 
 
@@ -316,21 +309,3 @@ async def test_ids_go_on_only_where_each_engine_that_takes_some_takes_them(servi
     only_chats = passing(service(pass_ids=True), taken=frozenset({CHAT}))
     assert (await only_chats.of(COMPLETIONS, b'{"prompt": "x"}', "m", "")).body == b""
     assert (await only_chats.of(CHAT, json.dumps(BODY).encode(), "m", "")).body
-
-
-async def test_ids_that_an_engine_rendered_are_passed_on_too(
-    service: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = service(pass_ids=True, render=True)
-    tokens._fleet.engines["e"].models["z"] = {"id": "z"}
-    passing(tokens, "z")
-
-    async def post(links: Any, place: Place, path: str, body: bytes) -> tuple[int, bytes]:
-        assert path == f"{CHAT}/render"
-        return 200, b'{"token_ids": [7, 8]}'
-
-    monkeypatch.setattr("kvstrata.gateway.tokens.source.post", post)
-    known = await tokens.of(CHAT, json.dumps({**BODY, "model": "z"}).encode(), "z", "")
-    assert known.how == "render" and list(known.ids or []) == [7, 8]
-    assert json.loads(known.body)["kv_transfer_params"] == {"prompt_token_ids": [7, 8]}
-    assert tokens.takes_ids(tokens._fleet.serving("z")[0], "z")
