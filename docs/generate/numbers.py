@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from docs.generate.source import GENERATED, table
-from kvstrata.controller.metrics import CONTROLLER_FAMILIES, RENAMED
+from kvstrata.controller.metrics import CONTROLLER_FAMILIES
 from kvstrata.gateway.metrics import GATEWAY_FAMILIES
-from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, Family, renamed
+from kvstrata.observability.families import COUNTED, FAMILIES, PATHS, Family
 from kvstrata.policy.store import StorePolicy
 
 LABELS = {
@@ -89,15 +89,6 @@ def metrics() -> str:
             "those of the engines; a request that had none of them has an empty word, and beyond 4,096 combinations "
             "of the three all are `other`.\n\n",
             table(["metric", "type", "labels", "meaning"], _family_rows(GATEWAY_FAMILIES)),
-            "\n## Old names\n\nBefore, each number of the status document was a gauge of its own, with the names of "
-            "adapters and words in the metric's name. `--metrics-old-names` (`metrics.old_names`) serves those names "
-            "too, in this release for the last time, so that dashboards can be changed one after the other. ADAPTER "
-            "and WORD stand for the same words on both sides; in an old name, characters other than letters and digits "
-            "are `_`. Metrics that are not in this table have kept their names.\n\n",
-            table(
-                ["old name", "new name"],
-                [[f"`{old}`", f"`{new}`"] for old, new in {**renamed(), **RENAMED}.items()],
-            ),
             f"\nPolicies of an adapter (`l2_store.adapters.ADAPTER.policy`): {', '.join(map(str, StorePolicy))}.\n",
         )
     )

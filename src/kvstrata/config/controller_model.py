@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from kvstrata.config.common_model import HTTP_HOST, LIMIT, NAME, ListenSettings, PortSecuritySettings
 from kvstrata.config.log_model import LogFormat, LogLevel
-from kvstrata.config.metrics_model import MetricsSettings
 
 
 class EtcdSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +123,6 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         ),
     ] = ""
     http: ControllerHttpSettings = ControllerHttpSettings()
-    metrics: MetricsSettings = MetricsSettings()
     monitor_host: Annotated[
         str,
         Meta(

@@ -204,8 +204,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="open ports that lack a key or token to everybody",
     )
-    add("--metrics-old-names", dest="metrics.old_names", action="store_true",
-        help="serve metrics under their former names too")  # fmt: skip
     _add_process(parser)
 
 

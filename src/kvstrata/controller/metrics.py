@@ -109,21 +109,6 @@ CONTROLLER_FAMILIES: dict[str, Family] = {
 }
 """By name."""
 
-RENAMED = {
-    "kvstrata_controller_restarts": "kvstrata_controller_restarts_total",
-    'kvstrata_controller_http_port{count="connections"}': "kvstrata_controller_http_connections",
-    'kvstrata_controller_http_port{count="requests"}': "kvstrata_controller_http_requests",
-    'kvstrata_controller_http_port{count="refused"}': "kvstrata_controller_http_refused_requests_total",
-    'kvstrata_controller_http_port{count="closed_WORD"}': (
-        'kvstrata_controller_http_closed_connections_total{reason="WORD"}'
-    ),
-}
-"""Old name → new name."""
-_OLD_FAMILIES = {
-    "kvstrata_controller_restarts": Family("gauge", (), "An old name, see docs/metrics.md."),
-    "kvstrata_controller_http_port": Family("gauge", ("count",), "An old name, see docs/metrics.md."),
-}
-
 
 class ControllerCollector:
     """A collector for a CollectorRegistry, which asks the cluster at each scrape."""
@@ -131,19 +116,11 @@ class ControllerCollector:
     def __init__(self, cluster: Cluster, around: Surroundings) -> None:
         self._cluster = cluster
         self._around = around
-        self.old_names = around.old_metric_names
 
     def collect(self) -> Iterable[Metric]:
         """All metric families with their present values."""
         for name, values in self._values():
             yield metric_of(name, CONTROLLER_FAMILIES[name], values)
-        if self.old_names:
-            old: dict[str, Values] = {
-                "kvstrata_controller_restarts": [([], self._around.restarts.times)],
-                "kvstrata_controller_http_port": _by_word(self._around.http()),
-            }
-            for name, values in old.items():
-                yield metric_of(name, _OLD_FAMILIES[name], values)
 
     def _values(self) -> Iterator[tuple[str, Values]]:
         cluster, directory, usage = self._cluster, self._cluster.directory, self._cluster.directory.usage()

@@ -241,7 +241,6 @@ class Controller(Process):
             http=self._http_stats,
             snapshot=self._snapshots.status if self._snapshots is not None else {},
             snapshot_times=self._snapshots.times if self._snapshots is not None else None,
-            old_metric_names=settings.metrics.old_names,
             restarts=self._restarts,
         )
         token, insecure = self._plan.http_token, settings.security.insecure

@@ -26,7 +26,5 @@ class Surroundings(NamedTuple):
     """State of the snapshot; empty without one."""
     snapshot_times: Histogram | None = None
     """Durations of its writes; None without one."""
-    old_metric_names: bool = False
-    """Whether /metrics has former names too."""
     restarts: Restarts = NOT_RESTARTED
     """Restarts of this process by its keeper."""

@@ -155,8 +155,6 @@ GATEWAY_FAMILIES: dict[str, Family] = {
 class GatewayCollector:
     """A collector for a prometheus_client CollectorRegistry."""
 
-    old_names = False
-
     def __init__(
         self, parts: Parts, numbers: Callable[[], Mapping[str, float]], http: Callable[[], Mapping[str, int]]
     ) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvstrata.failpoints import is_testing
-from kvstrata.observability.families import COUNTED, FAMILIES, Family, old_name, place_of
+from kvstrata.observability.families import COUNTED, FAMILIES, Family, place_of
 from kvstrata.observability.metrics import Histogram, ServerCounters
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ Values = list[tuple[list[str], Any]]
 class Collects(Protocol):
     """What a page is made of."""
 
-    old_names: bool
-    """Whether it collects old names too."""
-
     def collect(self) -> Iterable[Metric]:
         """All metric families now."""
         ...
@@ -49,8 +46,6 @@ class Pages:
     """Makes /metrics in the format that a reader asks for."""
 
     def __init__(self, collector: Collects, now_s: Callable[[], float] = time.monotonic) -> None:
-        """If the collector has old names, every reader gets the plain format: in OpenMetrics no gauge can have the name
-        of a counter without `_total`."""
         # Imported here, since the apps are made on a thread; a page is made on the event loop.
         from prometheus_client import CollectorRegistry, generate_latest
         from prometheus_client.openmetrics import exposition
@@ -58,7 +53,6 @@ class Pages:
         self._plain, self._open = generate_latest, exposition
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
-        self._old_names = collector.old_names
         self._now_s = now_s
         self._fresh_s = 0.0 if is_testing(os.environ) else FRESH_S
         self._made: dict[bool, tuple[float, Page]] = {}
@@ -66,7 +60,7 @@ class Pages:
 
     def page(self, accept: str) -> Page:
         """The page for a request with this `Accept`: OpenMetrics if it names that, else the plain format."""
-        is_open = _OPEN_METRICS in accept and not self._old_names
+        is_open = _OPEN_METRICS in accept
         now_s = self._now_s()
         made_s, page = self._made.get(is_open, (float("-inf"), Page(b"", "")))
         if now_s - made_s >= self._fresh_s:
@@ -89,33 +83,24 @@ class ServerCollector:
         instance_id: str,
         counters: ServerCounters,
         numbers: Callable[[], Mapping[str, Any]],
-        *,
-        old_names: bool = False,
     ) -> None:
-        """`numbers` returns sections of the status document. A number in them is served if `FAMILIES` has its path.
-
-        With `old_names`, the numbers are served under their former names, too.
-        """
+        """`numbers` returns sections of the status document. A number in them is served if `FAMILIES` has its path."""
         self._instance_id = instance_id
         self._counters = counters
         self._numbers = numbers
-        self.old_names = old_names
         self._places: dict[tuple[str, ...], tuple[str, list[str]] | None] = {}
 
     def collect(self) -> Iterable[Metric]:
-        """All metric families now, in the order of `FAMILIES`, then the old names."""
+        """All metric families now, in the order of `FAMILIES`."""
         numbers = self._numbers()
-        found = list(numbers_in(numbers))
         samples: dict[str, Values] = {name: [] for name in FAMILIES}
         samples |= _counted(self._instance_id, self._counters, numbers)
-        for path, value in found:
+        for path, value in numbers_in(numbers):
             if (place := self._place(path)) is not None:
                 samples[place[0]].append((place[1], value))
         for name, values in samples.items():
             if values or name in COUNTED:
                 yield metric_of(name, FAMILIES[name], values)
-        if self.old_names:
-            yield from _old_gauges((path, value) for path, value in found if self._place(path) is not None)
 
     def _place(self, path: tuple[str, ...]) -> tuple[str, list[str]] | None:
         if path not in self._places:
@@ -150,16 +135,6 @@ def _buckets(times: Histogram) -> list[Any]:
         else (bound, count)
         for bound, count, seen in times.buckets()
     ]
-
-
-def _old_gauges(numbers: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily
-
-    for path, value in numbers:
-        name = old_name(".".join(path))
-        same = FAMILIES.get(name)
-        if same is None or same.kind != "gauge":
-            yield GaugeMetricFamily(name, "An old name, see docs/metrics.md.", value=value)
 
 
 def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, Any]) -> dict[str, Values]:

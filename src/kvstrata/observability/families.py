@@ -136,27 +136,3 @@ def sample_names(families: Mapping[str, Family]) -> set[str]:
     """Every name under which samples of these families are served."""
     endings = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
     return {name + ending for name, family in families.items() for ending in endings[family.kind]}
-
-
-# --- old names --------------------------------------------------------------------------------------------------
-
-
-def old_name(path: str) -> str:
-    """The gauge that showed the number at this dotted path before: one for each path, without labels."""
-    return "kvstrata_" + re.sub("[^A-Za-z0-9]", "_", path)
-
-
-def renamed() -> dict[str, str]:
-    """Old name → new name with its labels, for each number of the status document whose name has changed."""
-    found = {}
-    for path, name in PATHS.items():
-        family = FAMILIES[name]
-        new = name + ("_total" if family.kind == "counter" else "")
-        labels = ", ".join(f'{label}="{_value(label)}"' for label in family.labels)
-        if new != old_name(path):
-            found[old_name(path)] = f"{new}{{{labels}}}" if labels else new
-    return found
-
-
-def _value(label: str) -> str:
-    return "ADAPTER" if label == "adapter" else "WORD"

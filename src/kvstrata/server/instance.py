@@ -219,12 +219,11 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
-        old_names = settings.metrics.old_names
         whole_admin = Admin(
             pool,
             ground.readiness,
             ground.board,
-            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers, old_names=old_names),
+            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers),
             admin.explain,
             admin.prewarms,
             admin.clearing,

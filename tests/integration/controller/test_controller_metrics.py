@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from kvstrata.controller.metrics import CONTROLLER_FAMILIES, RENAMED
+from kvstrata.controller.metrics import CONTROLLER_FAMILIES
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness.cache_engine import eventually
 from tests.harness.cluster_instance import ClusterInstance, key_of
@@ -78,15 +78,3 @@ def test_all_metrics_of_the_page_are_served_in_both_formats_with_type_labels_and
 
 def test_promtool_finds_nothing_wrong_with_the_page(start, promtool: Promtool):
     assert not promtool("check", "metrics", text=page(start()))
-
-
-def test_old_names_are_served_only_on_demand(start):
-    old = {name.partition("{")[0] for name in RENAMED}
-    controller = start("--metrics-old-names")
-    served = families(page(controller))
-    assert set(served) == set(CONTROLLER_FAMILIES) | old
-    connections = [one.value for one in served["kvstrata_controller_http_port"].samples
-                   if one.labels == {"count": "connections"}]  # fmt: skip
-    assert (
-        connections == [one.value for one in served["kvstrata_controller_http_connections"].samples] != [0.0]
-    )

@@ -9,7 +9,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 from kvstrata.observability.exposition import FRESH_S, Pages, ServerCollector
-from kvstrata.observability.families import FAMILIES, PATHS, place_of, renamed
+from kvstrata.observability.families import FAMILIES, PATHS, place_of
 from kvstrata.observability.metrics import MAX_TRACE_CHARS, ServerCounters
 
 OPEN = "application/openmetrics-text; version=1.0.0,text/plain;q=0.5"
@@ -32,8 +32,8 @@ def document_of_all_paths() -> dict[str, Any]:
     return document
 
 
-def pages(numbers: dict[str, Any], *, counters: ServerCounters | None = None, old: bool = False) -> Pages:
-    return Pages(ServerCollector("i1", counters or ServerCounters(), lambda: numbers, old_names=old))
+def pages(numbers: dict[str, Any], *, counters: ServerCounters | None = None) -> Pages:
+    return Pages(ServerCollector("i1", counters or ServerCounters(), lambda: numbers))
 
 
 def test_every_path_has_its_family_and_its_labels() -> None:
@@ -63,24 +63,6 @@ def test_both_formats_are_valid_and_have_every_family(accept: str) -> None:
             FAMILIES[family.name].kind,
             FAMILIES[family.name].meaning,
         )
-
-
-def test_old_names_are_served_beside_the_new_ones_until_they_are_switched_off() -> None:
-    numbers = document_of_all_paths()
-    text = pages(numbers, old=True).page(OPEN).text.decode()
-    served = {sample.name for family in parse_plain(text) for sample in family.samples}
-    for old in renamed():
-        old = old.replace("ADAPTER", "fs_0_x").replace("WORD", "skipped_a_b")
-        assert old in served, old
-        assert text.count(f"\n{old} ") == 1, "an old name twice"
-    kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
-    assert len(kinds) == len(set(kinds)), "a family twice"
-    new = {
-        sample.name
-        for family in parse_plain(pages(numbers).page("").text.decode())
-        for sample in family.samples
-    }
-    assert new < served and not new & {old.replace("WORD", "x") for old in renamed()}
 
 
 def test_further_readers_get_the_same_page_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:

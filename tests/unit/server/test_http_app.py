@@ -62,7 +62,6 @@ class Plain:
         self.asked: list[Any] = []
         registry = CollectorRegistry()
         Counter("things", "of a kind", registry=registry).inc()
-        registry.old_names = False  # type: ignore[attr-defined]
         self.collector = registry
         self.tiers = PlainAdapters()
         self.explain = SimpleNamespace(request=self._explained)
