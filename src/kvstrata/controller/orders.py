@@ -29,8 +29,6 @@ MAX_PINS = 4_096
 MAX_INSTANCES = 1_024
 """Most drained instances, and most removed instances."""
 FILE = "orders.json"
-PINS_FILE = "pins.json"
-"""File of versions that kept only pins; read if FILE does not exist."""
 VERSION = 1
 DRAINED, REMOVED, PINS, KEYS = "drained", "removed", "pins", "keys"
 STANDS = b"1"
@@ -253,22 +251,19 @@ class Orders:
         hold nevertheless.
         """
         self._path, self._failed = folder / FILE, failed
-        loop = asyncio.get_running_loop()
-        for path in (self._path, folder / PINS_FILE):
-            try:
-                content = await loop.run_in_executor(None, path.read_bytes)
-                told = msgspec.json.decode(content, type=_File)
-            except FileNotFoundError:
-                continue
-            except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-                return path, f"it cannot be read: {error}"
-            if told.version != VERSION:
-                return path, f"it has format version {told.version}, this controller reads {VERSION}"
-            self._pins = {pin.claim: pin for pin in told.pins[:MAX_PINS]}
-            self.drained = dict.fromkeys(told.drained[:MAX_INSTANCES])
-            self.removed = dict.fromkeys(told.removed[:MAX_INSTANCES])
-            self.keys = dict(told.keys)
-            break
+        try:
+            content = await asyncio.get_running_loop().run_in_executor(None, self._path.read_bytes)
+            told = msgspec.json.decode(content, type=_File)
+        except FileNotFoundError:
+            return self._path, ""
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            return self._path, f"it cannot be read: {error}"
+        if told.version != VERSION:
+            return self._path, f"it has format version {told.version}, this controller reads {VERSION}"
+        self._pins = {pin.claim: pin for pin in told.pins[:MAX_PINS]}
+        self.drained = dict.fromkeys(told.drained[:MAX_INSTANCES])
+        self.removed = dict.fromkeys(told.removed[:MAX_INSTANCES])
+        self.keys = dict(told.keys)
         return self._path, ""
 
     async def save(self) -> None:
