@@ -6,13 +6,10 @@ Tests advance time through `Clock`; nothing here waits, and no server or engine 
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from types import SimpleNamespace
-from typing import ClassVar
 
 from kvstrata.client.handles import LookupCall, LookupResult
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.boundary import guarded
 from kvstrata.connectors.vllm.groups import whole_group
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
@@ -199,26 +196,40 @@ class Clock:
 
 
 class GuardedSide:
-    """A scheduler side as the connector calls it: when a call raises, its recovery answers instead."""
-
-    RECOVERIES: ClassVar = {
-        "on_new_request": lambda side, request: side.give_up(request),
-        "matched_tokens": lambda side, request, _: (side.give_up(request), (0, False))[1],
-        "allocated": lambda side, *arguments: side.allocated_failed(*arguments),
-        "plan_step": lambda side, output: side.plan_failed(output),
-        "heard": lambda side, reports, received, *_: side.heard_failed(reports, received),
-        "finished": lambda side, request, _: side.finished_failed(request),
-        "reset": lambda side, **_: side.turn_off(),
-    }
+    """A scheduler side as the connector calls it, with errors of ours as the connector answers them."""
 
     def __init__(self, side):
-        self.side = side
+        self.side = self.first = side
+
+    @property
+    def is_off(self):
+        return self.side is not self.first
 
     def __getattr__(self, name):
         method = getattr(self.side, name)
-        if name not in self.RECOVERIES:
+        if name not in (
+            "on_new_request",
+            "matched_tokens",
+            "allocated",
+            "plan_step",
+            "heard",
+            "finished",
+            "reset",
+        ):
             return method
-        return guarded(None, partial(self.RECOVERIES[name], self.side))(method)
+
+        def call(*arguments, **options):
+            try:
+                return getattr(self.side, name)(*arguments, **options)
+            except Exception:
+                if name in ("on_new_request", "matched_tokens"):
+                    self.first.give_up(arguments[0])
+                    return 0, False
+                if not self.is_off:
+                    self.side = self.first.turn_off()
+                return getattr(self.side, name)(*arguments, **options)
+
+        return call
 
 
 def weights_without_digests():

@@ -146,7 +146,7 @@ class Scheduling(RuleBasedStateMachine):
             return  # vLLM gives up before it calls the connector
         self.side.reset(engine_empty=empty)
         self.generation += 1
-        mark = self.side._weights.mark
+        mark = self.side.first._weights.mark
         self.generations[canonical_json(["weights", mark, ""]).decode() if mark else ""] = self.generation
         if empty:
             self.in_engine = self.generation
@@ -176,7 +176,11 @@ class Scheduling(RuleBasedStateMachine):
             assert self.rests_on[store.request_id] == self.generations[store.identity.adapter]
         self.kept -= plan.awaited
         self.unreported.append(plan)
-        assert not (plan.awaited & {s.request_id for s in self.side.stores.of_finished})
+        if not self.side.is_off:
+            assert not (plan.awaited & {s.request_id for s in self.side.stores.of_finished})
+        elif not self.client.fails:
+            self.side.take_events()
+            assert self.client.leases == [] and not plan.stores
 
     def end(self, request):
         kept = self.side.finished(request, [list(range(1, 40))])
@@ -187,7 +191,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @invariant()
     def leases_have_an_owner(self):
-        if not hasattr(self, "side"):
+        if not hasattr(self, "side") or self.side.is_off:
             return
         tracked = list(self.side._lookups.tracked.values())
         held = [t.hit.lease for t in tracked if t.hit is not None and not t.call.revoked]

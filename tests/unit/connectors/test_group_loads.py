@@ -147,18 +147,20 @@ def test_an_error_while_loads_are_planned_fails_one_load_and_gives_the_lease_bac
         raise RuntimeError("planted")
 
     monkeypatch.setattr(side, "_load_of", planted)
-    GuardedSide(side).allocated(request, tables_of(groups), tokens)
-    (load,) = step(side).loads
+    guarded = GuardedSide(side)
+    guarded.allocated(request, tables_of(groups), tokens)
+    (load,) = step(guarded).loads
+    guarded.take_events()
     assert (load.lease, load.asynchronous) == (None, True)
     assert client.leases == client.handed_on == []
-    side.heard([], [request.request_id], [], [request.request_id])
-    assert ask(side, request) == (0, False)
 
 
 def test_an_error_after_loads_were_planned_hands_their_lease_on_once(groups):
     side, client, request, (tokens, _) = hit_of(groups)
     client.fails = "release"
-    GuardedSide(side).allocated(request, tables_of(groups), tokens)
-    loads = step(side).loads
+    guarded = GuardedSide(side)
+    guarded.allocated(request, tables_of(groups), tokens)
+    guarded.take_events()
+    loads = step(guarded).loads
     assert len(loads) == len(groups) and {load.lease for load in loads} == set(client.handed_on)
     assert client.leases == []

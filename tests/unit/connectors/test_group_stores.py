@@ -254,11 +254,13 @@ def test_a_plan_that_fails_leaves_no_pin(broken):
     pool.broken = {broken}
     request = arrive(side, 40)
     tables = table_of(40, 100), table_of(40, WINDOW_BLOCKS), table_of(40, 900)
-    plan = step(GuardedSide(side), [(request, 0, 40)], tables={request.request_id: tables})
+    guarded = GuardedSide(side)
+    plan = step(guarded, [(request, 0, 40)], tables={request.request_id: tables})
+    guarded.take_events()
     assert plan.stores == [] and pool.pinned == {}
     assert pool.pins == (broken == 900)
-    assert side.finished(request, tables) in (False, True)
-    assert step(side).stores == []
+    assert guarded.finished(request, tables) in (False, True)
+    assert step(guarded).stores == []
 
 
 def test_of_a_dropped_window_the_chunks_whose_blocks_are_there_are_stored_again():

@@ -169,16 +169,3 @@ def test_no_step_tells_more_than_its_share_and_memory_is_bounded(monkeypatch: py
     for _ in range(1_000):
         engine.step()
     assert len(engine.own) <= engine.blocks  # nothing that is gone stays
-
-
-def test_a_request_that_cannot_be_told_hinders_no_other() -> None:
-    engine = Engine(40, 4)
-    engine.serve(tuple(range(8)), None)
-    bad = SimpleNamespace(hashes=list(engine.pool), all_token_ids=[-1] * 8, extra=None, lora_request=None)
-    engine.own._finished.appendleft(bad)
-    with pytest.raises(OverflowError):
-        engine.step()
-    assert engine.own.failed() == []
-    for _ in range(12):
-        engine.step()
-    assert set(late(engine).caches.own._keys) == set(engine.pool)

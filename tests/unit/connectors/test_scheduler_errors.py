@@ -68,7 +68,7 @@ def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
     side._load_of = None
     guarded_side = GuardedSide(side)
     guarded_side.allocated(request, [list(range(1, 12))], 20)
-    assert client.leases == []
+    assert guarded_side.take_events() == [] and client.leases == []
     plan = guarded_side.plan_step(
         SimpleNamespace(preempted_req_ids=None, num_scheduled_tokens={})
     )  # lacks the rest
@@ -76,23 +76,31 @@ def test_a_promised_load_that_cannot_be_planned_fails_in_the_workers(mode):
     assert (load.lease, load.blocks, load.asynchronous) == (None, [2, 3, 4, 5, 6], mode == "async")
 
 
-def test_a_store_that_cannot_be_planned_does_not_stop_other_stores():
-    side = GuardedSide(make_side())
-    bad, good = make_request(40), make_request(40)
-    side.on_new_request(bad)
-    side.on_new_request(good)
+def test_after_an_error_nothing_is_loaded_or_stored_and_what_vllm_waits_for_ends():
+    client = FakeClient(hits=3)
+    side = GuardedSide(make_side(client))
+    waiting, storing, bad = arrive(side, 40), arrive(side, 40), arrive(side, 40)
+    assert ask(side, waiting) == (24, False)
+    [store] = step(side, [(storing, 0, 40)]).stores
     bad.num_prompt_tokens = None
-    assert step(side, [(good, 0, 16), (bad, 0, 40)]).stores == []
-    assert len(step(side, [(bad, 40, 1), (good, 16, 24)]).stores) == 1
-    assert side.finished(bad, [[]]) is False
-    assert side.take_counts()["skipped_error"] == 1
+    assert step(side, [(bad, 0, 40)]).stores == [] and side.is_off
+    assert side.take_events() == [] and client.leases == []
+    for request in (waiting, arrive(side, 40)):
+        assert ask(side, request) == (0, False)
+        assert step(side, [(request, 0, 40)]).stores == []
+        assert side.finished(request, [list(range(1, 11))]) is False, "no store reads its blocks"
+    assert side.finished(storing, [list(range(1, 11))]) is True
+    assert step(side).awaited == {storing.request_id}
+    side.heard([WorkerReport(1, gathered=[store.store_id])], [], [])
+    side.close()
+    assert client.closed
 
 
 def test_preempted_requests_are_passed_on_even_when_the_plan_fails():
     side = GuardedSide(make_side())
     request = arrive(side, 40)
     [_] = step(side, [(request, 0, 40)]).stores
-    side.side.stores.plan = None
+    side.first.stores.plan = None
     assert step(side, preempted=[request.request_id]).preempted == {request.request_id}
 
 
@@ -107,15 +115,5 @@ def test_after_a_reset_that_failed_nothing_is_loaded_or_stored_again():
     for request in (before, after):
         assert ask(side, request) == (0, False)
         assert step(side, [(request, 0, 40)]).stores == []
+    side.take_events()
     assert client.leases == []
-
-
-def test_what_workers_report_about_loads_counts_even_after_an_error():
-    side = GuardedSide(make_side(FakeClient(hits=3), world_size=2))
-    request = arrive(side, 43)
-    side.allocated(request, [list(range(1, 20))], ask(side, request)[0])
-    plan = step(side, [(request, 24, 19)])
-    assert plan.stores == []
-    side.heard([WorkerReport(plan.step, failures=1, stored=[None]), WorkerReport(plan.step)], [], [])
-    later = step(side, [(request, 43, 1)])
-    assert len(later.stores) == 1 and later.failures_seen == 1

@@ -8,7 +8,7 @@ from kvstrata.client.handles import LoadItem
 from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan
 from kvstrata.connectors.vllm.worker import IDENTITIES_REMEMBERED, GroupSide, WorkerSide
 from kvstrata.types import RequestIdentity
-from tests.unit.connectors.test_worker_errors import guarded_step, planted
+from tests.unit.connectors.test_worker_errors import Guarded, planted
 from tests.unit.connectors.worker_double import MINE, OTHER, Fake, load_of, step, store_of
 
 
@@ -121,34 +121,14 @@ def test_the_only_group_of_windows_names_requests_and_no_blocks(fakes):
 
 
 def test_an_error_after_loads_have_ended_fails_their_request_when_all_have_ended(fakes, side):
-    received_of(side, StepPlan(1, loads=loads_of()))
+    guarded = Guarded(side)
+    step(guarded, StepPlan(1, loads=loads_of()))
     jobs(fakes)[0].done.set()
     side._ended_load = planted
-    assert guarded_step(side, StepPlan(2))[2] == set()
+    assert step(guarded, StepPlan(2))[2] == set()
     jobs(fakes)[1].done.set()
-    assert guarded_step(side, StepPlan(3))[2] == {"r"}
-    assert side.take_bad_requests({"r"}) == {"r"}
-
-
-@pytest.mark.parametrize("broken", ["_count", "_settle_stores"])
-def test_an_error_after_a_store_has_ended_still_says_that_its_blocks_are_not_read(fakes, side, broken):
-    step(side, StepPlan(1, stores=[store_of(1)]))
-    fakes[0].stores[0][2].end()
-    setattr(side, broken, planted)
-    report, *_ = guarded_step(side, StepPlan(2))
-    delattr(side, broken)
-    again, *_ = guarded_step(side, StepPlan(3))
-    assert report.gathered == [1] and again is None
-
-
-def test_a_report_that_cannot_be_made_still_says_once_which_blocks_are_not_read(fakes, side):
-    step(side, StepPlan(1, stores=[store_of(1)]))
-    fakes[0].stores[0][2].end()
-    side.report = planted
-    report, *_ = guarded_step(side, StepPlan(2))
-    assert report.gathered == [1]
-    del side.report
-    assert guarded_step(side, StepPlan(3))[0].gathered == []
+    assert step(guarded, StepPlan(3))[2] == {"r"}
+    assert guarded.take_bad_requests({"r"}) == {"r"}
 
 
 def test_suspend_ends_the_copies_of_all_groups(fakes, side):

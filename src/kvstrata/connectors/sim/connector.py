@@ -18,13 +18,12 @@ import msgspec
 
 from kvstrata.client import CacheClient, LoadItem
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.boundary import guarded
 from kvstrata.connectors.mover import HostMover
 from kvstrata.connectors.sim.kv_memory import KEY_BYTES, KvMemory
 from kvstrata.connectors.sim.transfer import Transfer
 from kvstrata.connectors.vllm.groups import suitable_chunk, whole_group
 from kvstrata.connectors.vllm.identity import fidelity_of
-from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
+from kvstrata.connectors.vllm.metadata import WorkerReport
 from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
@@ -197,19 +196,11 @@ class SimConnector:
     def arrived(self, request: SimRequest) -> None:
         """See `Connector`."""
         self._views[request.name] = view = _Request(request)
-        self._arrived(view)
-
-    @guarded(None, lambda self, view: self._scheduler.give_up(view))
-    def _arrived(self, view: _Request) -> None:
         self._scheduler.on_new_request(view)
 
     def matched(self, request: SimRequest, computed: int) -> int | None:
         """See `Connector`."""
-        return self._matched(self._views[request.name], computed)
-
-    @guarded(0, lambda self, view, _: (self._scheduler.give_up(view), 0)[1])
-    def _matched(self, view: _Request, computed: int) -> int | None:
-        return self._scheduler.matched_tokens(view, computed)[0]
+        return self._scheduler.matched_tokens(self._views[request.name], computed)[0]
 
     def allocated(self, request: SimRequest, computed: int, external: int) -> None:
         """See `Connector`."""
@@ -217,16 +208,12 @@ class SimConnector:
         if external:
             self._loads[request.name] = _Load(computed, computed + external)
             self._loading[request.name] = request
-        self._allocated(view, [view.blocks], external)
-
-    @guarded(None, lambda self, *arguments: self._scheduler.allocated_failed(*arguments))
-    def _allocated(self, view: _Request, tables: list[list[int]], external: int) -> None:
-        self._scheduler.allocated(view, tables, external)
+        self._scheduler.allocated(view, [view.blocks], external)
 
     def begin_step(self, work: Sequence[tuple[SimRequest, int]], preempted: set[str]) -> None:
         """See `Connector`."""
         names = [request.name for request, _ in work]
-        plan = self._planned(
+        plan = self._scheduler.plan_step(
             SimpleNamespace(
                 num_scheduled_tokens={request.name: tokens for request, tokens in work},
                 scheduled_new_reqs=[],
@@ -240,19 +227,7 @@ class SimConnector:
                 ),
             )
         )
-        self._before_step(plan)
-        self._start_loads()
-
-    @guarded(StepPlan(0), lambda self, output: self._scheduler.plan_failed(output))
-    def _planned(self, output: Any) -> StepPlan:
-        return self._scheduler.plan_step(output)
-
-    @guarded(None, lambda self, plan: self._worker.step_failed(plan))
-    def _before_step(self, plan: StepPlan) -> None:
         self._worker.before_step(plan)
-
-    @guarded(None, lambda self: self._worker.loads_failed())
-    def _start_loads(self) -> None:
         self._worker.start_loads()
 
     def end_step(self, work: Sequence[tuple[SimRequest, int]]) -> None:
@@ -263,51 +238,31 @@ class SimConnector:
                 keys = request.sequence.keys(first, end, self._size)
                 for block, key in zip(request.sequence.blocks[first:end], keys, strict=True):
                     self._memory.compute(1 + block, key)
-        self._start_stores()
-        self._sent, self._received = self._finished()
-        self._bad_blocks = self._worker.take_bad_blocks()
-        report = self._report()
-        self._reports = [] if report is None else [report]
-
-    @guarded(None, lambda self: self._worker.stores_failed())
-    def _start_stores(self) -> None:
         self._worker.start_stores()
-
-    @guarded((set(), set()), lambda self: self._worker.finished_failed())
-    def _finished(self) -> tuple[set[str], set[str]]:
-        return self._worker.finished()
-
-    @guarded(None, lambda self: self._worker.report_failed())
-    def _report(self) -> WorkerReport | None:
-        return self._worker.report()
+        self._sent, self._received = self._worker.finished()
+        self._bad_blocks = self._worker.take_bad_blocks()
+        report = self._worker.report()
+        self._reports = [] if report is None else [report]
 
     def finished(self, request: SimRequest) -> bool:
         """See `Connector`."""
         view = self._views.pop(request.name)
-        return self._ended(view, [view.blocks])
-
-    @guarded(True, lambda self, view, _: self._scheduler.finished_failed(view))
-    def _ended(self, view: _Request, tables: list[list[int]]) -> bool:
-        return self._scheduler.finished(view, tables)
+        return self._scheduler.finished(view, [view.blocks])
 
     def take_news(self) -> News:
         """See `Connector`."""
         bad = set(self._bad_blocks)
         received = {name: self._there(name, bad) for name in self._received}
-        self._heard(self._reports, self._received, bad)
-        events: Sequence[Event] = self._scheduler.stores.take_events()
+        self._scheduler.heard(self._reports, self._received, bad)
+        events: Sequence[Event] = self._scheduler.take_events()
         sent, self._sent, self._received, self._reports = self._sent, set(), set(), []
         self._bad_blocks = set()
         return News(sent, received, events)
 
-    @guarded(None, lambda self, reports, received, _: self._scheduler.heard_failed(reports, received))
-    def _heard(self, reports: list[WorkerReport], received: set[str], bad_blocks: set[int]) -> None:
-        self._scheduler.heard(reports, received, bad_blocks)
-
     @property
     def awaits_news(self) -> bool:
         """See `Connector`."""
-        return self._scheduler.stores.awaits_news
+        return self._scheduler.awaits_news
 
     def cleared(self) -> None:
         """See `Connector`."""

@@ -4,14 +4,16 @@ The class has vLLM's interface (`KVConnectorBase_V1`), and with it more methods 
 decides nothing: in the scheduler it passes calls to a `SchedulerSide`, in a worker to a `WorkerSide`; `build` makes
 both.
 
-Each method that vLLM calls while it serves is guarded (`boundary.py`): its decorator names the method that keeps blocks
-and leases in order after an error, and the answer if even that fails.
+Each method that vLLM calls while it serves is guarded (`boundary.py`).  An error of ours about a single request, before
+it has blocks, means that this request is computed without the cache.  Any other error turns this process's side *off*
+until the engine is started again: `SchedulerOff` or `WorkerOff` takes its place and answers this call too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import vllm
@@ -32,10 +34,14 @@ from kvstrata.connectors.vllm.compat.contract import check_vllm, missing_names
 from kvstrata.connectors.vllm.compat.sleep_calls import follow_sleep
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.own_cache import OwnCache
-from kvstrata.connectors.vllm.scheduler import SchedulerSide
+from kvstrata.connectors.vllm.scheduler import SchedulerOff, SchedulerSide
 from kvstrata.connectors.vllm.statistics import KvstrataPromMetrics, KvstrataStats
 from kvstrata.connectors.vllm.store_table import BlockPins
-from kvstrata.connectors.vllm.worker import WorkerSide
+from kvstrata.connectors.vllm.worker import WorkerOff, WorkerSide
+
+logger = logging.getLogger("vllm.kvstrata")
+
+T = TypeVar("T")
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -44,6 +50,19 @@ except ImportError:
     """The tier under which vLLM counts the hits that we serve; versions before 0.32 do not ask for it."""
 else:
     HOST = CacheHitSource.HOST
+
+
+def _or_off(neutral: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Guards a method: an error turns the connector off, and the method is called again. `neutral`: see `guarded`."""
+
+    def decorate(method: Callable[..., T]) -> Callable[..., T]:
+        def again(self: LMCacheConnectorV1, *args: Any, **kwargs: Any) -> T:
+            self._turn_off()
+            return method(self, *args, **kwargs)
+
+        return guarded(neutral, again)(method)
+
+    return decorate
 
 
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
@@ -82,10 +101,10 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         usable = check_vllm(vllm.__version__) if scheduler else not missing_names()
         self._setup = read_setup(vllm_config, kv_cache_config) if usable else None
         """None: the cache is off, because this vLLM lacks what the connector needs."""
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | WorkerOff | None = None
         self._layers_ask = False
         """Whether vLLM calls `wait_for_layer_load` before it reads a layer's cache, see `layers_ask`."""
-        self._scheduler: SchedulerSide | None = None
+        self._scheduler: SchedulerSide | SchedulerOff | None = None
         self._own_cache: OwnCache | None = None
         if scheduler and self._setup is not None:
             self._scheduler = scheduler_side(self._setup, self._prefix_cache, BlockPins(self._block_pool))
@@ -113,13 +132,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.resume()
 
-    @guarded(None, lambda self, metadata: self._worker.step_failed(metadata.plan))
+    @_or_off(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The first call of each step: stop copies of preempted requests' blocks."""
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata.plan)
 
-    @guarded(None, lambda self, *_, **__: self._worker.loads_failed())
+    @_or_off(None)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin loads, and let the forward pass wait for the synchronous ones, layer by layer if possible."""
         if self._worker is not None:
@@ -133,7 +152,7 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._worker.start_loads(layerwise=layerwise)
 
-    @guarded(None, lambda self, layer_name: self._worker.loads_failed())
+    @_or_off(None)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Let the layer wait for its load."""
         if self._worker is not None:
@@ -144,13 +163,13 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         """Does nothing: whole chunks are copied after the forward pass."""
 
-    @guarded(None, lambda self: self._worker.stores_failed())
+    @_or_off(None)
     def wait_for_save(self) -> None:
         """End synchronous loads and begin stores, which go on in the background."""
         if self._worker is not None:
             self._worker.start_stores()
 
-    @guarded((None, None), lambda self, finished_req_ids: self._worker.finished_failed())
+    @_or_off((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(requests whose blocks may be freed, requests whose asynchronous loads have ended)"""
         if self._worker is None:
@@ -158,22 +177,19 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sent, received = self._worker.finished()
         return sent or None, received or None
 
-    @guarded(
-        KVConnectorTransferResults(),
-        lambda self, finished_req_ids: _results(self._worker, *self._worker.finished_failed()),
-    )
+    @_or_off(KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As `get_finished`, and of the requests whose loads have ended, those of which a load failed."""
         if self._worker is None:
             return KVConnectorTransferResults()
         return _results(self._worker, *self._worker.finished())
 
-    @guarded(frozenset(), lambda self: self._worker.take_bad_blocks())
+    @_or_off(frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to compute instead of loading."""
         return self._worker.take_bad_blocks() if self._worker is not None else set()
 
-    @guarded(None, lambda self: WorkerMetadata([self._worker.report_failed()]))
+    @_or_off(None)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """This worker's report for the scheduler."""
         report = self._worker.report() if self._worker is not None else None
@@ -211,30 +227,20 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @guarded(
-        None,
-        lambda self, request, blocks, tokens: self._scheduler.allocated_failed(
-            request, blocks.get_block_ids(), tokens
-        ),
-    )
+    @_or_off(None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has allocated blocks, and has accepted the hit or not."""
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    @guarded(
-        StepMetadata(StepPlan(0)), lambda self, output: StepMetadata(self._scheduler.plan_failed(output))
-    )
+    @_or_off(StepMetadata(StepPlan(0)))
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The step's plan for the workers."""
         if self._scheduler is None:
             return StepMetadata(StepPlan(0))
         return StepMetadata(self._scheduler.plan_step(scheduler_output))
 
-    @guarded(
-        None,
-        lambda self, output: self._scheduler.heard_failed(_reports(output), output.finished_recving or ()),
-    )
+    @_or_off(None)
     def update_connector_output(self, connector_output: Any) -> None:
         """Apply the workers' reports."""
         if self._scheduler is not None:
@@ -245,34 +251,30 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 connector_output.failed_recving,
             )
 
-    @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
+    @_or_off((True, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks of the finished request must be kept for now."""
         return self._finished(request, (block_ids,)), None
 
-    @guarded((True, None), lambda self, request, _: (self._scheduler.finished_failed(request), None))
+    @_or_off((True, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether the blocks of the finished request, of all groups, must be kept for now."""
         return self._finished(request, block_ids), None
 
-    @guarded(())
+    @_or_off(())
     def take_events(self) -> Iterable[Any]:
-        """KV events about chunks that were stored in L1 or have left it, and blocks that are told again."""
-        events = self._scheduler.stores.take_events() if self._scheduler is not None else []
-        return [*events, *self._told_again()]
+        """KV events about chunks that were stored in L1 or have left it, and blocks that are announced again."""
+        events = self._scheduler.take_events() if self._scheduler is not None else []
+        return [*events, *(self._own_cache.take_events() if self._own_cache is not None else ())]
 
-    @guarded((), lambda self: self._own_cache.failed())
-    def _told_again(self) -> Iterable[Any]:
-        return self._own_cache.take_events() if self._own_cache is not None else ()
-
-    @guarded(False)
+    @_or_off(False)
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must go on stepping to hear of stores: pinned blocks, and events for routers, wait for it."""
-        return self._scheduler is not None and self._scheduler.stores.awaits_news
+        return self._scheduler is not None and self._scheduler.awaits_news
 
-    @guarded(False, lambda self: (self._scheduler.turn_off(), True)[1])
+    @_or_off(False)
     def reset_cache(self) -> bool:
         """Called when weights may have changed (pause, sleep): ask the workers which weights they have."""
         if self._scheduler is not None:
@@ -309,6 +311,18 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The object that shows our counters on vLLM's /metrics."""
         return KvstrataPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    def _turn_off(self) -> None:
+        """After an error of ours: load and store nothing from now on, and only end what vLLM waits for."""
+        if isinstance(self._worker, WorkerSide):
+            self._worker = self._worker.turn_off()
+        elif isinstance(self._scheduler, SchedulerSide):
+            self._scheduler, self._own_cache = self._scheduler.turn_off(), None
+        else:
+            return
+        logger.error(
+            "the cache is off for this engine until it is started again, because of an error in its connector"
+        )
+
     def _finished(self, request: Any, tables: tuple[list[int], ...]) -> bool:
         if self._scheduler is None:
             return False
@@ -325,7 +339,9 @@ class LMCacheConnectorV1(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return getattr(self._kv_cache_manager, "block_pool", None)
 
 
-def _results(worker: WorkerSide, sent: set[str], received: set[str]) -> KVConnectorTransferResults:
+def _results(
+    worker: WorkerSide | WorkerOff, sent: set[str], received: set[str]
+) -> KVConnectorTransferResults:
     return KVConnectorTransferResults(
         finished_sending=sent, finished_recving=received, failed_recving=worker.take_bad_requests(received)
     )

@@ -114,13 +114,6 @@ class OwnCache:
         due = STEP_BLOCKS if crowded else -(-len(self._waiting) // max(1, self._round_end - self._step))
         return [self._engine.event(told) for told in self._tell(min(due, STEP_BLOCKS))]
 
-    def failed(self) -> list[Any]:
-        """After an error of `take_events`: look no more at the request that may have caused it, and tell nothing."""
-        if self._finished:
-            self._finished.popleft()
-        self._looked, self._fresh = 0, False
-        return []
-
     # -- finished requests -----------------------------------------------------------------------------------
 
     def _look(self) -> None:

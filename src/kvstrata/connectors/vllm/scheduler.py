@@ -17,14 +17,14 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstrata.client import CacheClient, LookupResult
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.connectors.vllm.groups import CacheGroup, whole_hits
 from kvstrata.connectors.vllm.lookup_table import LookupState, LookupTable, Tracked
-from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, WorkerReport
+from kvstrata.connectors.vllm.metadata import SKIP_BLOCK, Load, StepPlan, Store, WorkerReport
 from kvstrata.connectors.vllm.other_loads import OtherLoads
 from kvstrata.connectors.vllm.request_keys import RequestKeys
 from kvstrata.connectors.vllm.request_tenants import RequestTenants
@@ -126,7 +126,7 @@ class SchedulerSide:
         self._other_loads = OtherLoads(self._lookups.tracked, self._keys)
         self._step = itertools.count(1)
         self._planned: StepPlan | None = None
-        """The plan that is being made."""
+        """The plan that is being made; what `turn_off` needs of it."""
         self._loads: list[Load] = []
         """Loads for the next plan."""
         self._awaited: set[str] = set()
@@ -341,6 +341,15 @@ class SchedulerSide:
         """
         self._keys.reset(engine_empty=engine_empty)
 
+    def take_events(self) -> list[Any]:
+        """KV events about chunks stored and removed since the last call."""
+        return self.stores.take_events()
+
+    @property
+    def awaits_news(self) -> bool:
+        """See `StoreTable.awaits_news`."""
+        return self.stores.awaits_news
+
     def close(self) -> None:
         """Give back all leases that no worker has, and end the client within half a second."""
         for tracked in self._lookups.tracked.values():
@@ -348,7 +357,7 @@ class SchedulerSide:
         self._lookups.tracked.clear()
         self._client.close(0.5)
 
-    # -- recovery after an error of ours in one of these calls: each method gives the answer in place of the call ----
+    # -- after an error of ours ------------------------------------------------------------------------------
 
     def give_up(self, request: Any) -> None:
         """After `on_new_request` or `matched_tokens`: compute the request without the cache."""
@@ -357,79 +366,19 @@ class SchedulerSide:
             tracked = self._lookups.tracked[request.request_id] = Tracked(request)
         self._lookups.skip(tracked, "error")
 
-    def allocated_failed(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """After `allocated`: vLLM waits for a load of these tokens, so plan a load that fails."""
-        planned = next((load for load in self._loads if load.request_id == request.request_id), None)
-        if planned is not None:
-            tracked = self._lookups.tracked[request.request_id]
-            tracked.hit = tracked.call = None  # its lease belongs to the load now
-            self.give_up(request)
-            if planned.lease is not None:
-                self._client.release([planned.lease])  # our share; the workers release theirs
-            return
-        self.give_up(request)
-        if external_tokens > 0:
-            tracked = self._lookups.tracked[request.request_id]
-            group = self._groups[0]
-            first = tracked.computed_tokens // group.block_tokens
-            last = -(-(tracked.computed_tokens + external_tokens) // group.block_tokens)
-            asynchronous = tracked.loading = tracked.asynchronous
-            blocks = list(tables[group.number][first:last])
-            nothing = RequestIdentity()
-            self._loads.append(Load(request.request_id, None, nothing, b"", b"", (), blocks, asynchronous))
-
-    def plan_failed(self, output: Any) -> StepPlan:
-        """After `plan_step`: a plan with everything that concerns the engine's blocks, but without stores."""
-        plan, self._planned = self._planned, None
-        if plan is None:
-            plan = self._new_plan(output)
-        self._ask_workers(plan)
-        plan.loads += self._loads
-        self._loads = []
-        self.stores.await_reports(plan)
-        for store in (*plan.stores, *self.stores.of_finished):
-            self.stores.never_sent(store.store_id)
-        plan.stores, self.stores.of_finished = [], []
-        if self.stores.planning is not None:
-            # Planning this request's stores again would only fail again, and drop the stores of all requests each time.
-            self._lookups.skip(self.stores.planning, "error")
-            self.stores.planning = None
-        plan.awaited |= self._awaited
-        self._awaited = set()
-        for request_id in plan.preempted:
-            tracked = self._lookups.tracked.get(request_id)
-            if tracked is not None:
-                tracked.stores.clear()
-                self._lookups.skip(tracked, "error")
-        return plan
-
-    def heard_failed(self, reports: Iterable[WorkerReport], received: Iterable[str]) -> None:
-        """After `heard`: note that the loads have ended, and which blocks are not read any more.
-
-        Outcomes of stores are lost, so some events are missing.
-        """
-        self._ended_loads(received)
-        self.stores.of_finished.clear()  # their blocks may have failed to load
-        for report in reports:
-            self._hear_weights(report)
-            self.stores.heard_failed(report)
-
-    def finished_failed(self, request: Any) -> bool:
-        """After `finished`: keep the blocks until the workers say that no store reads them."""
-        tracked = self._lookups.tracked.pop(request.request_id, None)
-        if tracked is not None and tracked.loading:
-            return False
-        self._awaited.add(request.request_id)
-        if tracked is not None:
-            self._lookups.skip(tracked, "error")
-        return True
-
-    def turn_off(self) -> None:
-        """After `reset`: load and store nothing any more, because the weights behind older KV are unknown."""
-        self._may_load = self._may_store = False
-        self.stores.of_finished.clear()
-        for tracked in self._lookups.tracked.values():
-            self._lookups.skip(tracked, "error")
+    def turn_off(self) -> SchedulerOff:
+        """After any other call: what takes this side's place until the engine is started again."""
+        plan = self._planned or StepPlan(0)
+        return SchedulerOff(
+            self._client,
+            self._lookups,
+            self.stores.pins,
+            group=self._groups[0],
+            steps=self._step,
+            loads=[*plan.loads, *self._loads],
+            awaited=plan.awaited | self._awaited,
+            unsent=[*plan.stores, *self.stores.of_finished],
+        )
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -488,11 +437,9 @@ class SchedulerSide:
                 tracked.loading = False
 
     def _hear_weights(self, report: WorkerReport) -> None:
-        told, report.weights = report.weights, None  # counts once
-        if told is not None and self._weights.heard(*told):
+        if report.weights is not None and self._weights.heard(*report.weights):
             self._tell_weights()
-        adapters, report.adapters = report.adapters, []
-        for number, digest in adapters:
+        for number, digest in report.adapters:
             self._keys.heard_adapter(number, digest)
 
     def _tell_weights(self) -> None:
@@ -527,3 +474,107 @@ class SchedulerSide:
         if self._settings.load_mode != "auto":
             return self._settings.load_mode == "async"
         return -(-tokens // self._chunk_tokens) * self._chunk_bytes > self._sync_load_bytes
+
+
+class SchedulerOff:
+    """Answers vLLM in place of a `SchedulerSide` after an error of ours, until the engine is started again.
+
+    The error may have left any table wrong.  So nothing is loaded or stored any more, and the tables are used only for
+    what vLLM or the server waits for: loads that were promised, blocks that workers may still read, and leases.
+    """
+
+    awaits_news = False
+
+    def __init__(
+        self,
+        client: CacheClient,
+        lookups: LookupTable,
+        pins: BlockPins,
+        *,
+        group: CacheGroup,
+        steps: Iterator[int],
+        loads: list[Load],
+        awaited: set[str],
+        unsent: Sequence[Store],
+    ) -> None:
+        """`loads` and `awaited` are for the next plan; `unsent` are planned stores that no worker gets."""
+        self._client, self._lookups, self._pins = client, lookups, pins
+        self._group, self._steps = group, steps
+        self._tracked = lookups.tracked
+        self._loads, self._awaited = loads, awaited
+        self._unsent = [store.store_id for store in unsent]
+        self._leased = list(self._tracked.values())
+        """Requests whose leases are not given back yet."""
+
+    def on_new_request(self, request: Any) -> None:
+        """Note the request: no store reads its blocks."""
+        self._tracked.setdefault(request.request_id, Tracked(request))
+
+    def matched_tokens(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
+        """Nothing can be loaded."""
+        return 0, False
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Plan a load that fails in the workers if vLLM was promised one that is not planned."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or external_tokens <= 0:
+            return
+        tracked.loading = tracked.asynchronous
+        planned = next((load for load in self._loads if load.request_id == request.request_id), None)
+        if planned is not None:
+            tracked.hit = tracked.call = None
+            if planned.lease is not None:
+                self._client.release([planned.lease])  # our share; the workers release theirs
+            return
+        size, number = self._group.block_tokens, self._group.number
+        first = tracked.computed_tokens // size
+        last = -(-(tracked.computed_tokens + external_tokens) // size)
+        blocks = list(tables[number][first:last])
+        self._loads.append(
+            Load(request.request_id, None, RequestIdentity(), b"", b"", (), blocks, tracked.asynchronous)
+        )
+
+    def plan_step(self, output: Any) -> StepPlan:
+        """A plan without stores."""
+        plan = StepPlan(next(self._steps), self._loads, awaited=self._awaited)
+        self._loads, self._awaited = [], set()
+        plan.preempted = set(output.preempted_req_ids or ())
+        plan.computes = bool(output.num_scheduled_tokens)
+        return plan
+
+    def heard(self, reports: Sequence[WorkerReport], received: Iterable[str], *_: Any) -> None:
+        """Note which loads have ended, and which blocks are not read any more."""
+        for request_id in received:
+            if request_id in self._tracked:
+                self._tracked[request_id].loading = False
+        for report in reports:
+            while report.gathered:
+                self._pins.read(report.gathered.pop())
+
+    def finished(self, request: Any, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether the request's blocks must be kept until the workers report it as sent."""
+        tracked = self._tracked.pop(request.request_id, None)
+        # vLLM keeps the blocks of a load by itself. The record of a request may be gone while a store reads its blocks.
+        if tracked is not None and (tracked.loading or not tracked.stores):
+            return False
+        self._awaited.add(request.request_id)
+        return True
+
+    def take_events(self) -> list[Any]:
+        """Give back pins and leases that no worker has, some with each call if that raises exceptions; no events."""
+        while self._unsent:
+            self._pins.never_sent(self._unsent.pop())
+        while self._leased:
+            self._lookups.forget(self._leased.pop())
+        return []
+
+    def take_counts(self) -> dict[str, int]:
+        """Nothing is counted."""
+        return {}
+
+    def reset(self, *, engine_empty: bool) -> None:
+        """Nothing depends on the weights."""
+
+    def close(self) -> None:
+        """End the client within half a second."""
+        self._client.close(0.5)

@@ -174,7 +174,7 @@ class StoreTable:
         self._whole_of_events = next(iter(self._whole), None)
         """The group whose stores are told as vLLM's events."""
         self._tails = tails
-        self._pins = pins
+        self.pins = pins
         self._world_size = world_size
         self._save_decode_cache = save_decode_cache
         self._lookahead_tokens = lookahead_tokens
@@ -192,8 +192,6 @@ class StoreTable:
         """Number of steps with failed loads that the workers have reported."""
         self.of_finished: list[Store] = []
         """Stores of requests that ended while their chunks were deferred."""
-        self.planning: Tracked | None = None
-        """The request whose stores are being planned."""
         self._events: deque[Any] = deque(maxlen=REMEMBERED_STORES)
 
     # -- steps whose synchronous loads are not confirmed -----------------------------------------------------
@@ -251,7 +249,7 @@ class StoreTable:
             plan.stores, self.of_finished = self.of_finished, []
         scheduled, computed = output.num_scheduled_tokens, computed_before(output)
         for request_id, tokens in scheduled.items():
-            tracked = self.planning = self._tracked.get(request_id)
+            tracked = self._tracked.get(request_id)
             if not _may_store(tracked) or request_id not in computed:
                 continue
             end = self._complete_tokens(tracked, computed[request_id] + tokens)
@@ -275,7 +273,6 @@ class StoreTable:
                     self._add_tail(tracked, tables, tail_end, plan.stores)
         if self._states and not self.must_wait:
             self._plan_states(output, plan)
-        self.planning = None
 
     def finish(self, tracked: Tracked, tables: Sequence[Sequence[int]]) -> None:
         """Keep a finished request's deferred chunks, and its tail, to store them with a later step. `tables`: of each
@@ -315,7 +312,7 @@ class StoreTable:
         """Add stores of the states that vLLM offers in this step."""
         gone = output.finished_req_ids | (output.preempted_req_ids or set())
         for request_id, offers in output.kv_connector_block_state.boundary_state_offloads.items():
-            tracked = self.planning = self._tracked.get(request_id)
+            tracked = self._tracked.get(request_id)
             if not _may_store(tracked) or request_id in gone:
                 continue
             for number, block, tokens in offers:
@@ -444,7 +441,7 @@ class StoreTable:
         tracked.stores.add(store.store_id)
         record = _StoreRecord(store.request_id, first, self._world_size)
         if group.rule is not Rule.PREFIX:
-            self._pins.pin(store.store_id, blocks, self._world_size)
+            self.pins.pin(store.store_id, blocks, self._world_size)
         if self._make_event is not None and group is self._whole_of_events and tail is None:
             record.keep_for_events(tracked.request, tracked.identity.root, store, self._chunk_tokens)
         self._in_flight[store.store_id] = record
@@ -461,11 +458,11 @@ class StoreTable:
         while report.gathered:  # each store counts once, whatever fails here
             self._gathered(report.gathered.pop())
         for store_id in report.dropped:
-            self.dropped(store_id)
+            self._dropped(store_id)
         for store_id, mask in report.stored:
             self._stored(store_id, mask)
 
-    def dropped(self, store_id: int) -> None:
+    def _dropped(self, store_id: int) -> None:
         """Note that a store was not made: its chunks may be planned again."""
         record = self._in_flight.pop(store_id, None)
         tracked = self._tracked.get(record.request_id) if record is not None else None
@@ -475,23 +472,13 @@ class StoreTable:
             tracked.tail_end = 0
             tracked.windows_next = min(tracked.windows_next, record.first_chunk)
 
-    def never_sent(self, store_id: int) -> None:
-        """Note that no worker will get a store that was planned."""
-        self._pins.never_sent(store_id)
-        self.dropped(store_id)
-
     def unpin(self, store_ids: Iterable[int]) -> None:
         """Unpin the blocks of stores that the only worker has read, before its report says so."""
         for store_id in store_ids:
-            self._pins.read(store_id)
-
-    def heard_failed(self, report: WorkerReport) -> None:
-        """After `heard`: undo pins as it would have done."""
-        while report.gathered:
-            self._pins.read(report.gathered.pop())
+            self.pins.read(store_id)
 
     def _gathered(self, store_id: int) -> None:
-        self._pins.read(store_id)
+        self.pins.read(store_id)
         record = self._in_flight.get(store_id)
         if record is None:
             return

@@ -76,8 +76,6 @@ class _Stored:
     job: StoreJob
     read: bool = False
     """The report says, or said, that the blocks are not read any more."""
-    settled: bool = False
-    """The report has the outcome."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -90,7 +88,61 @@ class _Loading:
     """The model computed on blocks of this load before they were copied."""
 
 
-class WorkerSide:
+class _Copies:
+    """The copies of a worker, and the blocks that they failed to fill."""
+
+    def __init__(self, groups: Sequence[GroupSide], *, by_request: bool, now: Callable[[], float]) -> None:
+        self._groups, self._by_request, self._now = groups, by_request, now
+        self._stores: list[_Stored] = []
+        self._loads: list[_Loading] = []
+        self._bad_blocks: set[int] = set()
+        """Blocks whose load failed, unless `by_request`."""
+        self._bad_requests: set[str] = set()
+        """Requests of which a load failed, with `by_request`."""
+
+    def take_bad_requests(self, received: Iterable[str]) -> set[str]:
+        """Of these requests, those of which a load failed, so that they must be computed from the start."""
+        bad = self._bad_requests.intersection(received)
+        self._bad_requests -= bad
+        return bad
+
+    def take_bad_blocks(self) -> set[int]:
+        """Blocks whose load failed since the last call, so that they must be computed."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def close(self) -> None:
+        """Stop all copies, and detach from the server."""
+        for loading in self._loads:
+            loading.job.cancel()
+        for loading in self._loads:
+            loading.job.wait(WAIT_S)
+        for group in self._groups:
+            group.mover.close()
+        for group in self._groups:
+            group.client.close(0.5)
+
+    def _await_copies(self) -> None:
+        """Wait until no copy touches the engine's blocks. Raises RuntimeError if one does after SLEEP_WAIT_S."""
+        deadline = self._now() + SLEEP_WAIT_S
+        ends = [(entry.job.wait_gathered, entry.store.request_id) for entry in self._stores]
+        ends += [(loading.job.wait, loading.load.request_id) for loading in self._loads]
+        for wait, request_id in ends:
+            if not wait(max(0.0, deadline - self._now())):
+                raise RuntimeError(
+                    f"a copy of KV of request {request_id} goes on after {SLEEP_WAIT_S:.0f} s, so the memory of the KV "
+                    "cache cannot be freed; try to sleep again"
+                )
+
+    def _failed(self, load: Load, blocks: Iterable[int]) -> None:
+        """Note that these blocks of a load were not filled."""
+        if self._by_request:
+            self._bad_requests.add(load.request_id)
+        else:
+            self._bad_blocks.update(block for block in blocks if block != SKIP_BLOCK)
+
+
+class WorkerSide(_Copies):
     """One worker. vLLM's worker thread calls all methods; jobs end on other threads.
 
     `close` closes the clients of `groups`.  With `by_request` (see `groups.whole_hits`) all loads are asynchronous, and
@@ -108,21 +160,13 @@ class WorkerSide:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         assert by_request or len(groups) == 1, "vLLM cannot tell the blocks of several groups apart"
-        self._groups = groups
-        self._by_request = by_request
+        super().__init__(groups, by_request=by_request, now=now)
         self._mover = groups[0].mover
         """The mover of synchronous loads, which only an engine with one group has."""
         self._make_item = make_item
         self._weights = weights
         self._adapters = adapters
-        self._now = now
-        self._stores: list[_Stored] = []
-        self._loads: list[_Loading] = []
         self._awaited: set[str] = set()
-        self._bad_blocks: set[int] = set()
-        """Blocks whose load failed, unless `by_request`."""
-        self._bad_requests: set[str] = set()
-        """Requests of which a load failed, with `by_request`."""
         self._synchronous: list[_Loading] = []
         """The step's synchronous loads, until `end_loads`."""
         self._waits_end_s = 0.0
@@ -276,17 +320,6 @@ class WorkerSide:
             if entry.store.request_id == request_id
         )
 
-    def take_bad_requests(self, received: Iterable[str]) -> set[str]:
-        """Of these requests, those of which a load failed, so that they must be computed from the start."""
-        bad = self._bad_requests.intersection(received)
-        self._bad_requests -= bad
-        return bad
-
-    def take_bad_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call, so that they must be computed."""
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
-
     def report(self) -> WorkerReport | None:
         """The step's report; None if it has no news for the scheduler.
 
@@ -321,16 +354,11 @@ class WorkerSide:
             entry.job.cancel()
         for loading in self._loads:
             loading.job.cancel()
-        deadline = self._now() + SLEEP_WAIT_S
-        ends = [(entry.job.wait_gathered, entry.store.request_id) for entry in self._stores]
-        ends += [(loading.job.wait, loading.load.request_id) for loading in self._loads]
-        for wait, request_id in ends:
-            if not wait(max(0.0, deadline - self._now())):
-                self._suspended = False
-                raise RuntimeError(
-                    f"a copy of KV of request {request_id} goes on after {SLEEP_WAIT_S:.0f} s, so the memory of the KV "
-                    "cache cannot be freed; try to sleep again"
-                )
+        try:
+            self._await_copies()
+        except RuntimeError:
+            self._suspended = False
+            raise
 
     def resume(self) -> None:
         """Allow copies again: the blocks' memory is back, at the same addresses. Idempotent."""
@@ -342,96 +370,23 @@ class WorkerSide:
         for entry in self._stores:
             if not entry.job.done.wait(max(0.0, deadline - self._now())):
                 entry.job.cancel()
-        for loading in self._loads:
-            loading.job.cancel()
-        for loading in self._loads:
-            loading.job.wait(WAIT_S)
-        for group in self._groups:
-            group.mover.close()
-        for group in self._groups:
-            group.client.close(0.5)
+        super().close()
 
-    # -- recovery after an error of ours in one of these calls: each method gives the answer in place of the call ----
-
-    def step_failed(self, plan: StepPlan) -> None:
-        """After `before_step`: cancel all stores that read blocks of preempted requests, and go on with the step."""
-        if self._step is not plan:
-            self._take_up(plan)
-        for entry in self._stores:
-            if entry.store.request_id in plan.preempted:
-                entry.job.cancel()  # so that it never commits
-
-    def loads_failed(self) -> None:
-        """After `start_loads`, `wait_layer` or `end_loads`: fail every load of the step that has not ended."""
-        while self._to_begin:
-            self._cannot_load(self._to_begin.popleft())
-        begun, self._synchronous, self._unordered = self._synchronous, [], set()
-        self._failures += bool(begun) or self._failed_unbegun
-        self._failed_unbegun = False
-        for loading in begun:
-            self._failed(loading.load, loading.load.blocks)
-            self._count("load_failed_chunks", len(loading.items))
-            loading.job.cancel()
-        for loading in begun:
-            loading.job.wait(max(0.0, self._waits_end_s - self._now()))
-
-    def stores_failed(self) -> None:
-        """After `start_stores`: drop the stores that did not begin; blocks of finished requests are still freed."""
-        self._awaited |= self._to_await
-        self._to_await = set()
-        for store in self._to_store:
-            self._report.gathered.append(store.store_id)
-            self._report.dropped.append(store.store_id)
-        self._to_store.clear()
-        self.loads_failed()
-
-    def finished_failed(self) -> tuple[set[str], set[str]]:
-        """After `finished`: give its answer without counting anything; loads and stores that have ended failed."""
-        self.loads_failed()
-        received = set(self._not_loaded)
-        running = []
-        for loading in self._loads:
-            if loading.job.done.is_set():
-                self._failed(loading.load, loading.load.blocks)
-                received.add(loading.load.request_id)
-            else:
-                running.append(loading)
-        self._loads = running
-        received -= self._still_loading()
-        self._not_loaded -= received
-        left = []
-        for entry in self._stores:
-            if not entry.job.done.is_set():
-                left.append(entry)
-                continue
-            self._report_read(entry)
-            if not entry.settled:
-                self._report.dropped.append(entry.store.store_id)
-        self._stores = left
-        sent = self._awaited - {entry.store.request_id for entry in self._stores}
-        self._awaited -= sent
-        return sent, received
-
-    def report_failed(self) -> WorkerReport:
-        """After `report`: confirm the step with the failures so far, and say which blocks are not read any more."""
-        weights, self._report.weights = self._report.weights, None
-        gathered, self._report.gathered = self._report.gathered, []
-        adapters, self._report.adapters = self._report.adapters, []
-        return WorkerReport(
-            self._step.step, gathered, failures=self._failures, weights=weights, adapters=adapters
-        )
+    def turn_off(self) -> WorkerOff:
+        """After an error of ours: what takes this side's place until the engine is started again."""
+        return WorkerOff(self)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _take_up(self, plan: StepPlan) -> None:
-        self._step = plan
+        # Asynchronous loads begin first, because a synchronous load may copy in this thread until it has ended.
+        loads = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
+        stores, awaited = deque(plan.stores), set(plan.awaited)
+        # Nothing is changed before, so that after an error the plan is taken up either as a whole or not at all.
+        self._step, self._to_begin, self._to_store, self._to_await = plan, loads, stores, awaited
         self._report.step = plan.step
         if plan.weigh:
             self._report.weights = (plan.weigh, "", "")  # until the digests are known
-        # Asynchronous loads begin first, because a synchronous load may copy in this thread until it has ended.
-        self._to_begin = deque(sorted(plan.loads, key=lambda load: not load.asynchronous))
-        self._to_store = deque(plan.stores)
-        self._to_await = set(plan.awaited)
 
     def _has_adapter(self, number: int) -> bool:
         """Whether this worker still has the LoRA adapter that it was asked about; reports the number if not."""
@@ -528,17 +483,9 @@ class WorkerSide:
         else:
             mask = sum(1 << at for at, outcome in enumerate(outcomes) if outcome in IN_L1)
             self._report.stored.append((store.store_id, mask))
-        entry.settled = True
         for outcome in outcomes:
             self._count("store_" + outcome + "_chunks")
         self._count("stored_bytes", entry.job.bytes)
-
-    def _failed(self, load: Load, blocks: Iterable[int]) -> None:
-        """Note that these blocks of a load were not filled."""
-        if self._by_request:
-            self._bad_requests.add(load.request_id)
-        else:
-            self._bad_blocks.update(block for block in blocks if block != SKIP_BLOCK)
 
     def _still_loading(self) -> set[str]:
         """Requests with an asynchronous load that has not ended."""
@@ -551,3 +498,98 @@ class WorkerSide:
 
 IN_L1 = ("stored", "present", "in_flight")
 """Outcomes of a store after which the chunk is in L1, or will soon be because another process is storing it."""
+
+
+class WorkerOff(_Copies):
+    """Answers vLLM in place of a `WorkerSide` after an error of ours, until the engine is started again.
+
+    All copies under way are cancelled, and no copy begins: loads fail, and stores are dropped.  vLLM gets the blocks of
+    a copy back only once the copy has ended.
+    """
+
+    def __init__(self, side: WorkerSide) -> None:
+        super().__init__(side._groups, by_request=side._by_request, now=side._now)
+        self._step = side._step
+        self._failures = side._failures + 1
+        self._bad_blocks, self._bad_requests = side._bad_blocks, side._bad_requests
+        self._awaited = side._awaited | side._to_await
+        self._not_loaded = side._not_loaded
+        self._stores, self._loads = side._stores, [*side._loads, *side._synchronous]
+        self._gathered = [*side._report.gathered, *(store.store_id for store in side._to_store)]
+        self._unreleased: list[tuple[int, LeaseName]] = []
+        """The group and lease of each load that never began and whose lease is not given back yet."""
+        for load in side._to_begin:
+            self._refuse(load)
+        for entry in self._stores:
+            entry.job.cancel()
+        for loading in self._loads:
+            loading.job.cancel()
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Refuse the step's loads and stores."""
+        if plan is self._step:
+            return  # the error came after the plan was taken up
+        self._step = plan
+        self._awaited |= plan.awaited
+        self._gathered += [store.store_id for store in plan.stores]
+        for load in plan.loads:
+            self._refuse(load)
+
+    def start_loads(self, *, layerwise: bool = False) -> None:
+        """Give leases back."""
+        while self._unreleased:
+            group, lease = self._unreleased.pop()
+            self._groups[group].client.release([lease])
+
+    def wait_layer(self, name: str) -> None:
+        """Nothing is loaded."""
+
+    def start_stores(self) -> None:
+        """Nothing is stored."""
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """See `WorkerSide.finished`."""
+        received, running = set(self._not_loaded), []
+        for loading in self._loads:
+            load = loading.load
+            while not load.asynchronous and not loading.job.wait(WAIT_S):
+                logger.warning("a copy into blocks of request %s is slow", load.request_id)
+            if not loading.job.done.is_set():
+                running.append(loading)
+                continue
+            self._failed(load, load.blocks)
+            if load.asynchronous:
+                received.add(load.request_id)
+        self._loads = running
+        received -= {loading.load.request_id for loading in running}
+        self._not_loaded -= received
+        self._gathered += [
+            entry.store.store_id for entry in self._stores if entry.job.gathered.is_set() and not entry.read
+        ]
+        self._stores = [entry for entry in self._stores if not entry.job.gathered.is_set()]
+        sent = self._awaited - {entry.store.request_id for entry in self._stores}
+        self._awaited -= sent
+        return sent, received
+
+    def report(self) -> WorkerReport:
+        """The step's report, which turns the scheduler's side off too."""
+        gathered, self._gathered = self._gathered, []
+        return WorkerReport(self._step.step, gathered, failures=self._failures, broken=True)
+
+    def take_counts(self) -> dict[str, int | float]:
+        """Nothing is counted."""
+        return {}
+
+    def suspend(self) -> None:
+        """See `WorkerSide.suspend`."""
+        self._await_copies()
+
+    def resume(self) -> None:
+        """Nothing is copied."""
+
+    def _refuse(self, load: Load) -> None:
+        self._failed(load, load.blocks)
+        if load.asynchronous:
+            self._not_loaded.add(load.request_id)
+        if load.lease is not None:
+            self._unreleased.append((load.group, load.lease))
