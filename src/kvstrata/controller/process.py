@@ -66,7 +66,7 @@ NO_SNAPSHOT = "none"
 DRAIN_S = 10.0
 LIVE = ("log_level",)
 HTTP_TOKEN = "http.token_file"
-STREAMS = frozenset({"/v1/events/stream", "/v1/live"})
+STREAMS = frozenset({"/v1/live"})
 """Paths of the API that bound the number of their readers themselves."""
 DASHBOARD = frozenset({"/", "/dashboard/"})
 """Where the dashboard's files are: they are the same for all users, and hold no data."""

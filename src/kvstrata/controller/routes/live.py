@@ -1,4 +1,4 @@
-"""Routes that follow the cluster: events by cursor or as a stream, the live feed, and numbers over time."""
+"""Routes that follow the cluster: events by cursor, the live feed, and numbers over time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvstrata.process.http_gate import Access
 
 MAX_STREAMS = 16
 """Most readers of streams at a time; each holds a connection."""
-KEEP_ALIVE_S = 10.0
 
 STREAMED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -102,16 +101,6 @@ def router(cluster: Cluster, around: Surroundings, access: Access, guarded: list
             found, lost = tail.after(after, limit)
         return tail_body(found, found[-1].number if found else after, lost)
 
-    @routes.get("/v1/events/stream", response_class=StreamingResponse)
-    async def stream(request: Request, after: After = None) -> StreamingResponse:
-        """Events as they happen (server-sent events): `id` is the number, `data` the event as JSON. `event: lost` says
-        that some events after `after` are no longer kept. `Last-Event-ID` takes precedence over `after`."""
-        room()
-        last = request.headers.get("last-event-id", "")
-        cursor = int(last) if last.isdecimal() and len(last) < 20 else after
-        first = cluster.journal.tail.last if cursor is None else cursor
-        return StreamingResponse(told(first, request), media_type="text/event-stream", headers=STREAMED)
-
     @routes.get("/v1/live", response_class=StreamingResponse)
     async def watch(request: Request, after: Look = "") -> StreamingResponse:
         """The cluster every second (server-sent events): each `change` is a ChangeBody, its `id` the name of its look.
@@ -147,26 +136,6 @@ def router(cluster: Cluster, around: Surroundings, access: Access, guarded: list
                     number = change.number
                     yield b"id: %b\nevent: change\ndata: %b\n\n" % (feed.name(number).encode(), change.body)
                 await asyncio.sleep(feed.due_s())
-        finally:
-            streams -= 1
-
-    async def told(number: int, request: Request) -> AsyncIterator[str]:
-        nonlocal streams
-        headers = dict(request.headers.raw)
-        streams += 1
-        try:
-            yield ": connected\n\n"
-            while access.proven(headers):
-                found, lost = cluster.journal.tail.after(number, MAX_EVENTS)
-                if lost:
-                    yield "event: lost\ndata: {}\n\n"
-                for event in found:
-                    number = event.number
-                    yield f"id: {number}\ndata: {views.event_row(event).model_dump_json()}\n\n"
-                if not found:
-                    await cluster.journal.tail.wait(number, KEEP_ALIVE_S)
-                    if cluster.journal.tail.last <= number:
-                        yield ": alive\n\n"
         finally:
             streams -= 1
 
