@@ -42,32 +42,6 @@ def test_events_change_the_directory_and_an_instance_that_leaves_is_forgotten_at
     assert controller.ask("/v1/cluster")["instances"]["live"] == 1
 
 
-def test_a_gap_in_the_events_calls_for_a_full_sync(controller, instance):
-    a, b = instance("a").join({}), instance("b").join({})
-    a.admit(tags_of([0]))
-    a.event_seq += 1  # the batch of this number is lost
-    a.admit(tags_of([2]))
-    owners = b.until_where(tags_of([2]), bool)
-    assert not owners[0].confirmed
-    asked = eventually("the full sync is asked for", a.heartbeat)
-    assert [command.kind for command in asked] == [wire.CommandKind.RESYNC]
-    a.sync({"l1": tags_of(range(3))})
-    assert b.where(tags_of(range(3)))[0].confirmed
-    assert a.heartbeat() == []
-
-
-def test_a_repeated_batch_of_events_changes_nothing(controller, instance):
-    a, b = instance("a").join({}), instance("b").join({})
-    a.admit(tags_of([0, 1]))
-    a.evict(tags_of([1]))
-    a.tell(wire.Run(wire.Change.ADMIT, "l1", tags_of([0, 1])), seq=1)
-    a.admit(tags_of([7]))
-    b.until_where(tags_of([7]), bool)
-    assert holders(b.where(tags_of([0, 1]))) == {"a": 1}
-    assert b.where(tags_of([7]))[0].confirmed
-    assert controller.ask("/v1/cluster")["dropped_event_batches"] == {"repeated": 1}
-
-
 def test_a_full_sync_replaces_the_known_keys_only_when_it_ends(controller, instance):
     a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
     held = {"l1": tags_of(range(100, 400))}
@@ -82,90 +56,6 @@ def test_a_full_sync_replaces_the_known_keys_only_when_it_ends(controller, insta
     a.end(len(parts), held)
     assert b.where(tags_of(range(10))) == []
     assert holders(b.where(tags_of(range(100, 400)))) == {"a": 300}
-
-
-def test_a_full_sync_whose_counts_are_wrong_is_refused_and_the_known_keys_stay(controller, instance):
-    a, b = instance("a").join({"l1": tags_of(range(10))}), instance("b").join({})
-    held = {"l1": tags_of(range(100, 200))}
-    for n_parts, told in ((2, held), (1, {"l1": tags_of(range(5))}), (1, {**held, "disk-0": tags_of([1])})):
-        parts = a.sync_parts(held)
-        a.begin()
-        a.ask(parts[0], wire.Done)
-        with pytest.raises(Refused) as refused:
-            a.end(n_parts, told)
-        assert (refused.value.code, refused.value.retryable) == ("bad_sync", True)
-        assert holders(b.where(tags_of(range(10)))) == {"a": 10}
-    a.sync(held)
-    assert holders(b.where(tags_of(range(100, 200)))) == {"a": 100}
-
-
-def test_a_part_whose_checksum_is_wrong_is_refused_and_may_be_sent_again(controller, instance):
-    a = instance("a").join({})
-    (part,) = a.sync_parts({"l1": tags_of([1])})
-    a.begin()
-    with pytest.raises(Refused, match="crc") as refused:
-        a.ask(
-            wire.SyncPart(*[getattr(part, name) for name in part.__struct_fields__[:-1]], part.crc ^ 1),
-            wire.Done,
-        )
-    assert refused.value.field == "crc"
-    a.ask(part, wire.Done)
-    a.end(1, {"l1": tags_of([1])})
-
-
-def test_parts_of_another_sync_and_ends_without_a_begin_are_refused(controller, instance):
-    a = instance("a").join({})
-    held = {"l1": tags_of([1])}
-    (early,) = a.sync_parts(held)
-    with pytest.raises(Refused, match="begin one"):
-        a.ask(early, wire.Done)
-    with pytest.raises(Refused, match="begin one"):
-        a.end(1, held)
-    (part,) = a.sync_parts(held)
-    a.begin()
-    with pytest.raises(Refused, match="begin one"):
-        a.ask(early, wire.Done)
-    a.ask(part, wire.Done)
-    a.end(1, held)
-
-
-def test_an_instance_that_has_not_registered_is_refused(controller, instance):
-    stranger = instance("stranger")
-    stranger.register()
-    stranger.name = "other"
-    for ask in (lambda: stranger.heartbeat(), stranger.goodbye, stranger.begin):
-        if ask == stranger.goodbye:
-            ask()  # leaving is no error for an instance that is not registered
-            continue
-        with pytest.raises(Refused) as refused:
-            ask()
-        assert (refused.value.code, refused.value.retryable) == ("unknown_instance", True)
-    stranger.admit(tags_of([1]))
-    eventually(
-        "the batch of an unknown instance is counted",
-        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("unknown_instance"),
-    )
-
-
-def test_a_restarted_instance_takes_over_its_id_and_the_old_process_is_refused_while_it_lives(
-    controller, instance
-):
-    b = instance("b").join({})
-    old = instance("a").join({"l1": tags_of(range(5))})
-    new = instance("a").join({"l1": tags_of(range(3))})
-    assert [(owner.incarnation, owner.n_keys) for owner in b.where(tags_of(range(5)))] == [
-        (new.incarnation, 3)
-    ]
-    for ask in (old.heartbeat, old.register, lambda: old.sync({})):
-        with pytest.raises(Refused) as refused:
-            ask()
-        assert (refused.value.code, refused.value.retryable) == ("superseded", True)
-    old.admit(tags_of(range(5)))
-    eventually(
-        "the batch of the old process is counted",
-        lambda: controller.ask("/v1/cluster")["dropped_event_batches"].get("superseded"),
-    )
-    assert holders(b.where(tags_of(range(5)))) == {"a": 3}
 
 
 @pytest.mark.silence

@@ -125,18 +125,6 @@ def test_a_restarted_controller_sends_the_whole_state_again(controller: Controll
     assert change["after"] is None
 
 
-def test_changes_need_the_token(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(mode=0o600)
-    token.write_text("t" * 32)
-    with ControllerProcess(tmp_path, flags=("--token-file", str(token))) as controller:
-        for path in ("/v1/live", "/v1/changes", "/v1/live?after=1-1"):
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                controller.ask(path, token="u" * 32)
-            assert refused.value.code == 401
-        assert controller.ask("/v1/changes", token="t" * 32)["changes"][0]["instances"] == {}
-
-
 def test_too_long_a_name_of_a_look_is_refused(controller: ControllerProcess) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         controller.ask(f"/v1/changes?after={'7' * 65}")

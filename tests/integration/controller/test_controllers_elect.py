@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import zmq
 
-from kvstrata.cli import controller as controller_command
-from kvstrata.process.keeper import NOT_RESTARTED
 from kvstrata.rpc import cluster_wire as wire
 from tests.harness import etcd_server
 from tests.harness.cache_engine import eventually
@@ -282,27 +280,6 @@ def test_without_etcd_lookups_go_on_and_writes_are_refused_with_the_reason(contr
     assert float(values["kvstrata_controller_election_failures_total"]) > 0
     etcd.start()
     leader_of(controllers)
-
-
-def test_wrong_settings_stop_the_start(tmp_path, capsys) -> None:
-    for flags, says in (
-        (("--etcd", "127.0.0.1"), "etcd.endpoints: '127.0.0.1': write HOST:PORT"),
-        (("--etcd", "192.0.2.1:2379"), "etcd.endpoints: 192.0.2.1:2379: is on another machine"),
-        (("--etcd", "127.0.0.1:1", "--advertise-url", "me"), "--advertise-url: must be"),
-        (
-            ("--config", "etcd: {endpoints: ['https://127.0.0.1:1'], ca_file: none}"),
-            "etcd.ca_file: none: cannot be read",
-        ),
-        (("--config", "etcd: {endpoints: ['127.0.0.1:1'], user: kv}"), "etcd.password_file: is missing"),
-        (("--etcd", "127.0.0.1:1"), "etcd.user: is missing"),
-        (("--etcd", "https://127.0.0.1:1"), "etcd.user: is missing"),
-    ):
-        if flags[0] == "--config":
-            config = tmp_path / "controller.yaml"
-            config.write_text(flags[1])
-            flags = ("--config", str(config))
-        assert controller_command.serve([*flags, "--check"], NOT_RESTARTED) == 2
-        assert says in capsys.readouterr().err
 
 
 def test_an_instance_refuses_commands_of_an_earlier_leader(tmp_path):

@@ -118,14 +118,3 @@ def test_the_controllers_settings_may_allow_more_hosts(tmp_path):
         for host, refused in (("198.51.100.9", ""), ("nat.invalid", ""), ("198.51.101.9", "not_permitted")):
             endpoint = f"tcp://{host}:1"
             assert code(lambda endpoint=endpoint: a.register(peer_endpoint=endpoint)) == refused
-
-
-def test_a_superseded_process_is_a_member_again_once_its_successor_is_dead(tmp_path):
-    with ControllerProcess(tmp_path, flags=QUICK) as controller:
-        port = controller.ports["reply"]
-        with ClusterInstance(port, "a") as first, ClusterInstance(port, "a") as second:
-            first.join({})
-            second.join({})
-            assert code(first.register) == "superseded"
-            eventually("the successor is dead and the first one registers", lambda: not code(first.register))
-            assert code(second.register) == "superseded"

@@ -184,39 +184,6 @@ def test_nixl_refuses_to_start_where_it_would_need_tcp_unasked(
         process.start()
 
 
-def test_a_prompt_longer_than_an_owner_leases_at_a_time_is_read_whole(cluster: Cluster) -> None:
-    with contextlib.ExitStack() as stack:
-        one, other = (
-            stack.enter_context(CacheEngine(server.socket_dir, block_bytes=131_072)).connect()
-            for server in cluster.servers
-        )
-        tokens = prompt(LONG_CHUNKS)
-        store(one, tokens)
-        cluster.until_known(0)
-        served = cluster.servers[0].get("/v1/status")["peers_served"]
-        assert served["limit_bytes"] < LONG_CHUNKS * 4 * 131_072
-        read(other, tokens)
-        assert cluster.peer_records(1) >= LONG_CHUNKS
-        settled(cluster, 0)
-
-
-def test_many_prompts_at_the_same_time_are_all_read_right(cluster: Cluster) -> None:
-    with engines(cluster) as (one, other):
-        prompts = [stored_and_known(cluster, one, seed) for seed in range(6)]
-        hits: list[int] = []
-        threads = [
-            threading.Thread(target=lambda tokens=tokens: hits.append(other.looked_up(tokens).n_chunks))
-            for tokens in prompts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(hits) == 6
-        for tokens in prompts:
-            read(other, tokens)
-
-
 def test_an_owner_that_is_stopped_costs_a_deadline_and_is_read_again_when_it_goes_on(
     cluster: Cluster,
 ) -> None:
@@ -243,20 +210,6 @@ def test_without_the_controller_everything_local_goes_on_and_peers_are_read_agai
         cluster.controller.start()
         eventually("both are registered again", lambda: cluster.member(0) and cluster.member(1))
         read(other, fresh)
-
-
-def test_chunks_that_the_owner_has_cleared_are_a_miss(cluster: Cluster) -> None:
-    from kvstrata.cli import asking
-
-    with engines(cluster) as (one, other):
-        tokens = stored_and_known(cluster, one)
-        cluster.controller.freeze()  # the directory keeps naming the cleared chunks
-        asking.ask(cluster.servers[0].url, asking.Ask("/v1/clear", {"tier": "l1"}))
-        cluster.controller.thaw()
-        assert other.hit(tokens) == 0
-        store(one, tokens)
-        cluster.until_known(0)
-        read(other, tokens)
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
