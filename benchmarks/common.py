@@ -144,15 +144,15 @@ def clear_l1(server: ServerProcess) -> None:
     asking.ask(server.url, asking.Ask("/v1/clear", {"tier": "l1"}))
 
 
-def fill_tier(server: ServerProcess, compute: Callable[[], None], n_chunks: int) -> None:
-    """Let an engine `compute` until the server's only tier was given `n_chunks`, and empty L1. Raises RuntimeError.
+def fill_tier(server: ServerProcess, tier: str, compute: Callable[[], None], n_chunks: int) -> None:
+    """Let an engine `compute` until this tier was given `n_chunks`, and empty L1. Raises RuntimeError.
 
     An engine stores nothing while the server is silent for a moment: what lacks then is computed again.
     """
 
     def put() -> int:
-        (adapter,) = server.get("/v1/status")["l2_store"]["adapters"].values()
-        return int(adapter["outcomes"].get("stored", 0))
+        outcomes = server.get("/v1/status")["l2_store"]["adapters"][tier]["outcomes"]
+        return int(outcomes.get("stored", 0))
 
     for left in reversed(range(FILLS)):
         compute()

@@ -118,7 +118,7 @@ def measure(
             vllm.generate(prompt, max_tokens=2)
 
     known, of_tier = prompts[:L1_PROMPTS], prompts[L1_PROMPTS:]
-    fill_tier(server, compute, CHUNKS * len(prompts))
+    fill_tier(server, "mooncake_store-0", compute, CHUNKS * len(prompts))
     for prompt in known:
         vllm.generate(prompt, max_tokens=2)
 

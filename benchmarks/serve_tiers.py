@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -56,13 +57,17 @@ def asked(
     return dict(found)
 
 
-def through(name: str, folder: Path, engine: VllmApi, server: ServerProcess) -> dict[str, Any]:
-    """Run both rounds with a remote tier, added for them; return the report of the second round."""
-    with remotes.tier(name, folder) as tier:
-        added = asking.ask(server.url, asking.Ask("/v1/l2/adapters", {"adapter": tier.entry}, timeout_s=60))
-        fill_tier(server, lambda: asked(name, engine, server), CHUNKS)
-        second = asked(name, engine, server)
-        asking.ask(server.url, asking.Ask(f"/v1/l2/adapters/{added['name']}", None, "DELETE", timeout_s=60))
+def change(server: ServerProcess, adapter: str, action: str) -> None:
+    """Pause or resume a tier."""
+    asking.ask(server.url, asking.Ask(f"/v1/l2/adapters/{adapter}/{action}", {}, timeout_s=60))
+
+
+def through(name: str, adapter: str, engine: VllmApi, server: ServerProcess) -> dict[str, Any]:
+    """Run both rounds with a remote tier, which is paused otherwise; return the report of the second round."""
+    change(server, adapter, "resume")
+    fill_tier(server, adapter, lambda: asked(name, engine, server), CHUNKS)
+    second = asked(name, engine, server)
+    change(server, adapter, "pause")
     clear_l1(server)
     return second
 
@@ -75,16 +80,23 @@ def measured(model: Path, folder: Path) -> dict[str, dict[str, Any]]:
         asked("none", engine, None)
         rounds["none"] = asked("none", engine, None)
     with contextlib.ExitStack() as stack:
-        environment = {**mooncake.environment(), **remotes.MAY_BE_ADDED}
-        server = ServerProcess(folder / "server", l1_mb=L1_MB, environment=environment)
+        tiers = [stack.enter_context(remotes.tier(name, folder)) for name in REMOTE]
+        flags = [word for tier in tiers for word in ("--l2-adapter", json.dumps(tier.entry))]
+        environment = {**os.environ, **mooncake.environment()}
+        server = ServerProcess(
+            folder / "server", l1_mb=L1_MB, l2="embedded", flags=flags, environment=environment
+        )
         stack.enter_context(server).start()
+        adapters = [f"{tier.entry['type']}-{number}" for number, tier in enumerate(tiers)]
+        for adapter in adapters:
+            change(server, adapter, "pause")
         engine = VllmApi(model, folder / "vllm", extra=server.connector_config(), flags=uncached)
         stack.enter_context(engine)
         asked("l1", engine, server)
         rounds["l1"] = asked("l1", engine, server)
         clear_l1(server)
-        for name in REMOTE:
-            rounds[name] = through(name, folder, engine, server)
+        for name, adapter in zip(REMOTE, adapters, strict=True):
+            rounds[name] = through(name, adapter, engine, server)
     return rounds
 
 

@@ -11,11 +11,6 @@ from typing import Any, NamedTuple
 from tests.harness.daemon import Daemon
 
 NAMES = ("mooncake", "redis", "s3")
-MAY_BE_ADDED = {
-    "KVSTRATA_L2_RUNTIME_TYPES": "[mooncake_store, resp, object_store]",
-    "KVSTRATA_L2_RUNTIME_HOSTS": "['127.0.0.1', localhost]",
-}
-"""For the environment of a server to which these tiers are added while it runs."""
 
 
 class Tier(NamedTuple):

@@ -109,7 +109,7 @@ class Soak:
         self._clients: list[CacheEngine] = []
         self._conversations: list[list[int]] = []
         self._next_token = 0
-        self._tier: str | None = None
+        self._paused = False
         self.samples: list[Sample] = []
 
     def run(self) -> None:
@@ -138,7 +138,7 @@ class Soak:
 
     def _measure(self) -> None:
         self._all_leave()
-        if self._tier is not None:
+        if self._paused:
             self._change_tiers()
         eventually(
             "the server has let all sessions go",
@@ -182,14 +182,10 @@ class Soak:
             self._journal.add("chunks verified", hit)
 
     def _change_tiers(self) -> None:
-        """Add a second tier, or remove it."""
-        if self._tier is None:
-            entry = {"type": "fs", "base_path": str(self._server.cache / "second"), "capacity_gb": 0.05}
-            self._tier = self._admin("/v1/l2/adapters", {"adapter": entry})["name"]
-        else:
-            self._admin(f"/v1/l2/adapters/{self._tier}", None, "DELETE")
-            self._tier = None
-        self._journal.add("tiers added or removed", 1)
+        """Pause the second tier, or resume it."""
+        self._paused = not self._paused
+        self._admin(f"/v1/l2/adapters/fs-1/{'pause' if self._paused else 'resume'}", {})
+        self._journal.add("tiers paused or resumed", 1)
 
     def _admin(self, path: str, body: dict[str, Any] | None, method: str = "") -> Any:
         return asking.ask(self._server.url, asking.Ask(path, body, method, timeout_s=60))
@@ -200,7 +196,8 @@ def run(journal: Journal, draw: random.Random) -> None:
     with tempfile.TemporaryDirectory(prefix="kvstrata-soak-") as name:
         folder = Path(name)
         adapter = {"type": "disk", "base_path": str(folder / "disk"), "capacity_gb": 0.25}
-        flags = ("--l2-adapter", json.dumps(adapter))
+        second = {"type": "fs", "base_path": str(folder / "second"), "capacity_gb": 0.05}
+        flags = ("--l2-adapter", json.dumps(adapter), "--l2-adapter", json.dumps(second))
         with ServerProcess(
             folder, l1_mb=L1_MB, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags
         ) as server:

@@ -29,16 +29,15 @@ def look_at(tiers: list[TierConfig], ports: list[Listening]) -> list[str]:
 def small_folders(tiers: list[TierConfig]) -> Iterator[str]:
     """The new folders of tiers that have more capacity than their file systems have free."""
     for tier in tiers:
-        place, medium = tier.recipe.place, catalogue.load(tier.recipe.medium)
         capacity_gb = tier.entry.get("capacity_gb")
-        if medium.reach is None or not isinstance(capacity_gb, int | float):
+        if tier.folder is None or not isinstance(capacity_gb, int | float):
             continue
-        for folder in medium.reach(tier.recipe.config, place).folders.values():
-            there = existing(Path(folder).absolute())
-            free_gb = shutil.disk_usage(there).free / GB
-            if not Path(folder).exists() and capacity_gb > free_gb:
-                free = f"the file system of {str(there)!r} has {free_gb:.1f} GB free"
-                yield f"{place.at('capacity_gb')}: {capacity_gb}, but {free}"
+        folder = Path(tier.folder.path)
+        existing_folder = existing(folder.absolute())
+        free_gb = shutil.disk_usage(existing_folder).free / GB
+        if not folder.exists() and capacity_gb > free_gb:
+            free = f"the file system of {str(existing_folder)!r} has {free_gb:.1f} GB free"
+            yield f"{tier.recipe.place.at('capacity_gb')}: {capacity_gb}, but {free}"
 
 
 def existing(path: Path) -> Path:
@@ -59,12 +58,10 @@ def _tier(tier: TierConfig) -> Iterator[str]:
             medium.look(tier.recipe.config, tier.name)
         except KvstrataError as error:
             yield f"{place.path}: {error.message}"
-    if medium.reach is None:
-        return
-    for field, folder in medium.reach(tier.recipe.config, place).folders.items():
-        there = existing(Path(folder).absolute())
-        if not os.access(there, os.W_OK | os.X_OK):
-            yield f"{place.at(field)}: {folder!r}: {str(there)!r} cannot be written to by uid {os.geteuid()}"
+    if tier.folder is not None:
+        folder = existing(Path(tier.folder.path).absolute())
+        if not os.access(folder, os.W_OK | os.X_OK):
+            yield f"{place.path}: {tier.folder.path!r}: {str(folder)!r} cannot be written to by uid {os.geteuid()}"
 
 
 def taken(ports: list[Listening]) -> Iterator[str]:

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import yaml
 
 from kvstrata.cli import ctl_cluster, ctl_explain, ctl_log, ctl_pool, pages
 from kvstrata.cli.asking import (
@@ -32,9 +28,8 @@ from kvstrata.cli.leaves import leaves
 from kvstrata.cli.table import table
 from kvstrata.errors import BadRequest, ConfigError
 
-TIER_NAME = re.compile(r"[A-Za-z][\w]*-\d+")
-CLOSE_S = 60
-"""Time for opening or closing an adapter, on top of the command's own `--wait-s`."""
+CLEAR_S = 60
+"""Time for the answer to a clear."""
 MAX_WAIT_S = 600
 
 
@@ -92,47 +87,15 @@ def parser() -> argparse.ArgumentParser:
     ctl_pool.add(pool)
     cluster = commands.add_parser("cluster", help="ask the controller of a cluster")
     ctl_cluster.add(cluster, _seconds)
-    l2 = commands.add_parser("l2", help="list, show, export, add, drain, resume or remove L2 adapters")
+    l2 = commands.add_parser("l2", help="list, show, pause or resume L2 adapters")
     actions = l2.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser("list", help="the adapters, nearest first; --json prints all that is known")
     layers = actions.add_parser("show", help="the layers of adapters, from the storage outwards")
     layers.add_argument("name", nargs="?", default="", help="as `list` prints it, e.g. fs-0; by default all")
-    actions.add_parser("export", help="the adapters as the `l2_adapters` of a configuration file")
-    add = actions.add_parser("add", help="open an adapter and use it from now on")
-    add.add_argument(
-        "adapter",
-        metavar="JSON|NAME",
-        help="as for the server's --l2-adapter, - reads it from standard input; or the name of an adapter of the "
-        "server's settings, e.g. fs-0",
-    )
-    add.add_argument(
-        "--position",
-        type=int,
-        metavar="NUMBER",
-        help="place in the order in which lookups ask the adapters, from 0 (the last)",
-    )
-    add.add_argument(
-        "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
-    )
-    drain = actions.add_parser("drain", help="give an adapter no new chunks, and wait for its puts")
-    drain.add_argument("--no-loads", action="store_true", help="also keep lookups from asking the adapter")
-    resume = actions.add_parser("resume", help="use a drained adapter as before")
-    resume.add_argument(
-        "--backfill", action="store_true", help="offer the chunks that are in L1 now to the adapter"
-    )
-    remove = actions.add_parser(
-        "remove", help="drain an adapter and close it; its records stay on the medium"
-    )
-    for action in (drain, resume, remove):
+    pause = actions.add_parser("pause", help="ask an adapter's storage nothing, until it is resumed")
+    resume = actions.add_parser("resume", help="use a paused adapter as before")
+    for action in (pause, resume):
         action.add_argument("name", help="as `list` prints it, e.g. fs-0")
-    for action in (drain, remove):
-        action.add_argument(
-            "--wait-s",
-            type=_seconds,
-            default=10.0,
-            metavar="S",
-            help="longest wait for puts and loads under way (%(default)s)",
-        )
     for each in leaves(top):
         _add_common(each, default=argparse.SUPPRESS)
     return top
@@ -174,12 +137,11 @@ def run(options: argparse.Namespace) -> Any:
         return answer if options.json else ctl_cluster.brief(options.action, answer)
     if options.command == "explain":
         return answer if options.json else ctl_explain.of_server(answer) or "no request yet"
-    if options.command == "l2" and options.action == "export":
-        return _export(answer["adapters"])
     if options.command == "l2" and options.action == "show":
         return _layers(answer["adapters"], options.name)
-    brief = options.command == "l2" and options.action == "list" and not options.json
-    return _list(answer) or "no adapter" if brief else answer
+    if options.command == "l2" and options.action == "list" and not options.json:
+        return [_brief(row) for row in answer["adapters"]] or "no adapter"
+    return answer
 
 
 @guarded("kvstrata ctl")
@@ -190,7 +152,7 @@ def main(arguments: Sequence[str] | None) -> int:
         pages.run(options, _asker(options))
         return 0
     answer = run(options)
-    print(json.dumps(answer, indent=1) if options.json else _text(options, answer))
+    print(json.dumps(answer, indent=1) if options.json else table(answer))
     return 0
 
 
@@ -217,7 +179,7 @@ def _request(options: argparse.Namespace) -> Ask:
             return Ask(f"/v1/prefetch/{options.number}")
         case "clear":
             body = {"tier": options.tier, "tenant": options.tenant, "wait": options.wait}
-            return Ask("/v1/clear", body, timeout_s=CLOSE_S)
+            return Ask("/v1/clear", body, timeout_s=CLEAR_S)
         case "stranded" if options.action == "list":
             return Ask("/v1/stranded")
         case "stranded":
@@ -242,34 +204,9 @@ def _request(options: argparse.Namespace) -> Ask:
 
 def _l2_request(options: argparse.Namespace) -> Ask:
     path = "/v1/l2/adapters"
-    if options.action in ("list", "show", "export"):
+    if options.action in ("list", "show"):
         return Ask(path)
-    if options.action == "add":
-        text = read_text("-") if options.adapter == "-" else options.adapter
-        adapter: Any = text
-        if not TIER_NAME.fullmatch(text):
-            try:
-                adapter = json.loads(text)
-            except ValueError as error:
-                # The text itself is not shown: it may hold a password.
-                raise ConfigError(f"JSON: neither JSON nor the name of an adapter: {error}") from None
-        body = {"adapter": adapter, "position": options.position, "backfill": options.backfill}
-        return Ask(path, body, timeout_s=CLOSE_S)
-    one = f"{path}/{urllib.parse.quote(options.name, safe='')}"
-    if options.action == "resume":
-        return Ask(f"{one}/resume", {"backfill": options.backfill})
-    timeout_s = options.wait_s + CLOSE_S
-    if options.action == "drain":
-        return Ask(
-            f"{one}/drain", {"loads": not options.no_loads, "wait_s": options.wait_s}, timeout_s=timeout_s
-        )
-    return Ask(f"{one}?wait_s={options.wait_s}", method="DELETE", timeout_s=timeout_s)
-
-
-def _list(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The adapters as lines of a table; at the end, those that were removed and that the next start brings back."""
-    there = [_brief(row) for row in answer["adapters"]]
-    return there + [{"name": name, "state": "removed", "after_restart": "back"} for name in answer["missing"]]
+    return Ask(f"{path}/{urllib.parse.quote(options.name, safe='')}/{options.action}", {})
 
 
 def _layers(adapters: list[dict[str, Any]], name: str) -> list[dict[str, str]]:
@@ -285,37 +222,20 @@ def _layers(adapters: list[dict[str, Any]], name: str) -> list[dict[str, str]]:
     ]
 
 
-def _export(adapters: list[dict[str, Any]]) -> dict[str, Any]:
-    """The configuration of these adapters, as it stands in a configuration file."""
-    placed = [row for row in adapters if row["position"] is not None]
-    for row in placed:
-        for field in row["secrets_left_out"]:
-            print(f"kvstrata ctl: {row['name']}: {field}: a secret is left out; fill it in", file=sys.stderr)
-    return {"l2_adapters": [row["entry"] for row in placed]}
-
-
-def _text(options: argparse.Namespace, answer: Any) -> str:
-    if options.command == "l2" and options.action == "export":
-        return yaml.safe_dump(answer, sort_keys=False, default_flow_style=False).rstrip("\n")
-    return table(answer)
-
-
 def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
     """One adapter as a line of a table."""
     usage, puts = row["usage"] or {}, row["puts"]
     opened = [operation for operation, state in row["breakers"].items() if state != "closed"]
     return {
         "name": row["name"],
-        "position": "-" if row["position"] is None else row["position"],
         "state": row["state"],
         "policy": row["policy"],
         "asked": row["takes_loads"],
-        "waiting": sum(puts.get(name, 0) for name in ("queued", "retrying", "in_flight"))
-        + row["backfill_left"],
+        "waiting": sum(puts.get(name, 0) for name in ("queued", "retrying")),
+        "under_way": row["under_way"],
         "stored": puts.get("outcomes", {}).get("stored", 0),
         "records": usage.get("records", "-"),
         "used_bytes": usage.get("used_bytes", "-"),
         "stuck_bytes": row["stuck_bytes"],
-        "after_restart": "kept" if row["in_settings"] else "gone",
         "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
     }

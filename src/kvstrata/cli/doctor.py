@@ -230,27 +230,24 @@ def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
 def _folders(planned: Plan) -> Iterator[Finding]:
     """The folders of the tiers: space, and the kind of file system."""
     from kvstrata.cli.check import existing
-    from kvstrata.storage import catalogue
 
     for tier in planned.adapters:
-        medium, name = catalogue.load(tier.recipe.medium), f"{tier.name} folder"
-        folders = {} if medium.reach is None else medium.reach(tier.recipe.config, tier.recipe.place).folders
-        for folder in map(Path, folders.values()):
-            there = existing(folder.absolute())
-            usage, kind = shutil.disk_usage(there), _file_system(there)
-            found = f"{folder} on {kind}, {usage.free / GB:.1f} GB free"
-            capacity_gb = tier.entry.get("capacity_gb")
-            if kind in SHORT_LIVED:
-                found, advice = f"{found}: {SHORT_LIVED[kind]}", "choose a base_path on a local disk"
-            elif kind in REMOTE:
-                advice = "choose a local disk: each put waits for that file system"
-            elif (
-                isinstance(capacity_gb, int | float) and not folder.exists() and capacity_gb * GB > usage.free
-            ):
-                advice = f"lower capacity_gb ({capacity_gb:g}), or free space"
-            else:
-                advice = ""
-            yield Finding(name, "warn" if advice else "ok", found, advice)
+        if tier.folder is None:
+            continue
+        folder, name = Path(tier.folder.path), f"{tier.name} folder"
+        there = existing(folder.absolute())
+        usage, kind = shutil.disk_usage(there), _file_system(there)
+        found = f"{folder} on {kind}, {usage.free / GB:.1f} GB free"
+        capacity_gb = tier.entry.get("capacity_gb")
+        if kind in SHORT_LIVED:
+            found, advice = f"{found}: {SHORT_LIVED[kind]}", "choose a base_path on a local disk"
+        elif kind in REMOTE:
+            advice = "choose a local disk: each put waits for that file system"
+        elif isinstance(capacity_gb, int | float) and not folder.exists() and capacity_gb * GB > usage.free:
+            advice = f"lower capacity_gb ({capacity_gb:g}), or free space"
+        else:
+            advice = ""
+        yield Finding(name, "warn" if advice else "ok", found, advice)
 
 
 def _file_system(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Settings of L2: those of all adapters together, and what adapters may be added while the server runs."""
+"""Settings of all L2 adapters together."""
 
 from __future__ import annotations
 
@@ -8,34 +8,6 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.common_model import LIMIT
-
-
-class L2RuntimeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The adapters that an admin may add while the server runs; those of `l2_adapters` can always be added again."""
-
-    types: Annotated[
-        Annotated[list[str], Meta(max_length=32)] | None,
-        Meta(
-            description="Types of adapters that an admin may add while the server runs; not set: `disk` and `fs`. "
-            "Adapters of `l2_adapters` can always be added again, by their names."
-        ),
-    ] = None
-    roots: Annotated[
-        Annotated[list[str], Meta(max_length=64)] | None,
-        Meta(
-            description="Folders below which the directories of such adapters may lie; not set: kvstrata in the user's "
-            "cache folder (XDG_CACHE_HOME or ~/.cache); an empty list: nowhere."
-        ),
-    ] = None
-    hosts: Annotated[
-        list[str],
-        Meta(
-            max_length=256,
-            description="Servers that such adapters may connect to: `HOST` (any port), `HOST:PORT`, or `s3://BUCKET` "
-            "and `gs://BUCKET` for a bucket at its usual provider. KV is sent there: name only servers that may have "
-            "it.",
-        ),
-    ] = []
 
 
 class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +47,6 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "up to 5 s more.",
         ),
     ] = 10.0
-    runtime: L2RuntimeSettings = L2RuntimeSettings()
     quotas_gb: Annotated[
         dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
         Meta(

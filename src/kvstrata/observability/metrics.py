@@ -162,11 +162,6 @@ class ServerCounters:
         for word, count in outcomes.items():
             count_word(counted.outcomes, word, count)
 
-    def forget_adapter(self, name: str) -> None:
-        """Drop the counters of an adapter that was removed, so that its name is no longer a label."""
-        self.l2 = {known: counted for known, counted in self.l2.items() if known[0] != name}
-        self.load_lines.pop(name, None)
-
     def as_dict(self) -> dict[str, Any]:
         """The counters by name, for the status document; histograms and L2 operations are not among them."""
         return {

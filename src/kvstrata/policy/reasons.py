@@ -34,6 +34,7 @@ LENGTH = "length"
 MEDIUM_GONE = "medium_gone"
 MISMATCH = "mismatch"
 NOT_A_FILE = "not_a_file"
+PAUSED = "paused"
 QUEUE_FULL = "queue_full"
 RAISED = "adapter_error"
 READ_ONLY = "read_only"
@@ -80,7 +81,7 @@ MEANINGS: dict[str, Meaning] = {
     CLOSED: Meaning(MissReason.BREAKER_OPEN),
     MEDIUM_GONE: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     "stopping": Meaning(MissReason.BREAKER_OPEN),
-    "adapter_removed": Meaning(MissReason.BREAKER_OPEN),
+    PAUSED: Meaning(MissReason.BREAKER_OPEN, blames_medium=False),
     "refused": _REFUSED,
     "budget": _REFUSED,
     THROTTLED: _REFUSED_HERE,

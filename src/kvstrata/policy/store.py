@@ -35,12 +35,8 @@ class Skip(enum.StrEnum):
     """The server is stopping."""
     CLEARED = "cleared"
     """L2 was cleared while the chunk waited."""
-    DRAINING = "draining"
-    """An admin is draining the adapter, which takes no more chunks."""
     QUOTA = "quota"
     """The chunk's tenant may have no more bytes in the adapter."""
-    REMOVED = "removed"
-    """The adapter was removed while the chunk waited."""
     CRASHED = "worker_crashed"
     """The put ended by a mistake of the server's own; its log has the traceback."""
 

@@ -69,11 +69,10 @@ from kvstrata.server.identity_book import IdentityBook, book_path
 from kvstrata.server.joining import make_membership, other_hosts_out_of_reach, peer_config, serve_peers
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
-from kvstrata.server.l2.tier_control import FIELD, TierControl
+from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.plan import Plan, embedded_adapter, segment_settings
 from kvstrata.server.requests.boundary import Boundary
-from kvstrata.storage.admission import admitted
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.storage.stack import Surroundings, build_stack
@@ -172,9 +171,9 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     keys = member_keys(settings, facts, shell.supervisor, os.environ) if news_of else None
     peer = peer_config(plan, keys)
     l2 = make_l2(ground, tiers, News(list(news_of.values())), peer_tier=peer.name if peer else "")
-    control = _make_tier_control(plan, ground, tables, l2, segment)
+    control = _make_tier_control(ground, tables, l2, segment)
     closers.append(control.close)
-    ground.board.put("l2_adapters", control.rows.status)
+    ground.board.put("l2_adapters", control.status)
     l2.store.start()
     await _open_tiers(plan, peer, control, port, shell.log)
 
@@ -303,10 +302,10 @@ def _open_segment(
     return segment, directory
 
 
-def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
+def _make_tier_control(ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
     """Make the part that opens and closes tiers, with what this instance lends to each tier."""
     pool = ground.pool
-    reports = TierReports(ground.loop, l2.tiers, l2.store, ground.history, ground.counters)
+    reports = TierReports(ground.loop, l2.store, ground.history, ground.counters)
 
     around = Surroundings(
         ground.clock, pool.extents_bytes, reports.operation, deadline_ms=ground.settings.l2.deadline_ms
@@ -327,13 +326,10 @@ def _make_tier_control(plan: Plan, ground: Ground, tables: Tables, l2: L2, segme
     return TierControl(
         l2.tiers,
         pool,
-        ground.own_lane,
         l2.store,
         l2.prefetch,
-        admit=functools.partial(admitted, rules=plan.runtime, path=FIELD),
         build=functools.partial(build_stack, around=around),
         context=context,
-        forget=ground.counters.forget_adapter,
     )
 
 

@@ -31,7 +31,6 @@ from kvstrata.process.listen import read_token
 from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
 from kvstrata.rpc.zmq_curve import read_cluster_keys, read_curve_file
 from kvstrata.server.facts import MAX_SESSION_SHARE
-from kvstrata.storage.admission import RuntimeRules, checked_rules
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.text import remember_secret
 from kvstrata.types import GB
@@ -40,8 +39,6 @@ DEFAULT_L1_BYTES = 4 * GB
 DEFAULT_L2_GB = 20
 CACHE_FOLDER = "kvstrata"
 """Name of our folder in the user's cache folder."""
-RUNTIME_TYPES = ("disk", "fs")
-"""Types of adapters that may be added while the server runs, unless `l2.runtime.types` says others."""
 L1_ALIGNMENT = 1 << 20
 SERVER_BYTES, HOST_BYTES = 96 << 20, 48 << 20
 """About twice the memory of their own that a server and an adapter host without work have (45 and 18 MB, measured)."""
@@ -58,8 +55,6 @@ class Plan(NamedTuple):
     """The only adapter is the default one; if it cannot be opened, the server runs without L2."""
     tokens: TenantTokens
     http_token: str
-    runtime: RuntimeRules
-    """What adapters may be added while the server runs."""
     p2p_engine: str
     """ucx or nixl; empty: peers are neither read nor served."""
 
@@ -125,7 +120,6 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
         embedded,
         tokens or TenantTokens(),
         http_token,
-        runtime_rules(settings, environment),
         engine,
     )
 
@@ -156,16 +150,6 @@ def tcp_ports(settings: ServerSettings) -> list[Listening]:
         host, _, port = settings.p2p.listen.rpartition(":")
         found.append(Listening("p2p.listen", host.strip("[]"), int(port)))
     return found
-
-
-def runtime_rules(settings: ServerSettings, environment: Mapping[str, str]) -> RuntimeRules:
-    """What adapters may be added while the server runs. Raises ConfigError."""
-    allowed = settings.l2.runtime
-    roots = allowed.roots
-    if roots is None:
-        cache = user_folder(environment, "XDG_CACHE_HOME", ".cache")
-        roots = [f"{cache}/{CACHE_FOLDER}"] if cache else []
-    return checked_rules(RUNTIME_TYPES if allowed.types is None else allowed.types, roots, allowed.hosts)
 
 
 def _check_first_touch(settings: ServerSettings) -> None:

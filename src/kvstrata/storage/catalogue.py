@@ -18,7 +18,7 @@ import functools
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -57,17 +57,6 @@ def _no_folder(config: Any) -> Folder | None:
     return None
 
 
-class Reach(NamedTuple):
-    """What an entry reaches outside the server, by the field that names it."""
-
-    folders: Mapping[str, str] = {}
-    """Directories that it reads and writes."""
-    hosts: Mapping[str, Sequence[str]] = {}
-    """Servers that it connects to, as HOST, HOST:PORT or SCHEME://BUCKET."""
-    inner: Mapping[str, Mapping[str, Any]] = {}
-    """Entries that are nested in this entry."""
-
-
 class Medium(NamedTuple):
     """A type of adapter."""
 
@@ -87,13 +76,6 @@ class Medium(NamedTuple):
     """The adapter runs in a process of its own unless its entry says otherwise."""
     rest: str = ""
     """The field of `config` that takes all fields whose names `config` does not have; empty: they are errors."""
-    reach: Callable[[Any, Place], Reach] | None = None
-    """What an entry reaches, for (config, place of the entry). Opens nothing. Raises ConfigError, NotPermitted.
-
-    None: entries of this type cannot be added while the server runs (admission.py).
-    """
-    runtime_rest: frozenset[str] = frozenset()
-    """Names that `rest` may take in an entry that is added while the server runs."""
     look: Callable[[Any, str], None] | None = None
     """Looks for what entries need of this machine, for (config, name of the adapter). Raises StorageError."""
     folder: Callable[[Any], Folder | None] = _no_folder
@@ -172,16 +154,6 @@ def find(kind: str, where: str) -> FoundType:
     raise ConfigError(
         f"{where}: unknown adapter {kind!r:.80}{hint}; known types: {', '.join(here)}", field=where
     )
-
-
-def reference_of(kind: str) -> str:
-    """A text that all names of one type share; empty for an unknown type."""
-    from importlib.metadata import entry_points
-
-    own = own_points()
-    if kind in own:
-        return own[kind].value
-    return next((point.value for point in entry_points(group=GROUP, name=kind)), "")
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
 )
-from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.entry import kind_of
 from kvstrata.storage.structs import Place
 from kvstrata.testing.faults import Fault, FaultPlan
@@ -236,8 +236,4 @@ def _not_testing() -> str:
     return f"it makes storage go wrong on purpose, for tests, which set {failpoints.TESTING_VARIABLE}=1"
 
 
-def _reach(config: FaultConfig, place: Place) -> Reach:
-    return Reach(inner={"inner": config.inner})
-
-
-MEDIUM = Medium(FaultConfig, _prepare, reach=_reach, refusal=_not_testing)
+MEDIUM = Medium(FaultConfig, _prepare, refusal=_not_testing)

@@ -96,7 +96,7 @@ async def test_a_fetch_loads_what_the_longest_hit_needs_and_nothing_else(
     start: Start, l1: L1, seed: int
 ) -> None:
     rig = start()
-    await rig.add("a")
+    await rig.open("a")
     rng = random.Random(seed)
     prompt = random_prompt(rng, f"prompt {seed}")
     await prompt.lay(rig, l1)
@@ -114,7 +114,7 @@ async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(
     start: Start, l1: L1, seed: int
 ) -> None:
     rig = start()
-    await rig.add("a")
+    await rig.open("a")
     rng = random.Random(seed)
     prompt = random_prompt(rng, f"prompt {seed}")
     prompt.in_l2 = set(prompt.places)
@@ -134,7 +134,7 @@ async def test_a_fetch_whose_loads_fail_tells_the_hit_that_l1_then_leases(
 
 async def test_windows_that_no_hit_needs_are_neither_loaded_nor_missed(start: Start, l1: L1) -> None:
     rig = start()
-    await rig.add("a")
+    await rig.open("a")
     prompt = Prompt("long", 12, [0, 2])
     prompt.in_l2 = {(chunk, 0) for chunk in range(12)} | {(10, 1), (11, 1)}
     await prompt.lay(rig, l1)
@@ -145,7 +145,7 @@ async def test_windows_that_no_hit_needs_are_neither_loaded_nor_missed(start: St
 
 async def test_a_window_with_a_gap_is_not_loaded(start: Start, l1: L1) -> None:
     rig = start()
-    await rig.add("a")
+    await rig.open("a")
     prompt = Prompt("gap", 6, [0, 3])
     prompt.in_l2 = set(prompt.places) - {(3, 1), (1, 1)}
     await prompt.lay(rig, l1)

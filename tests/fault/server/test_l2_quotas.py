@@ -197,22 +197,6 @@ async def test_records_from_before_the_start_count_once_they_are_used(with_quota
 
 
 @pytest.mark.long
-async def test_puts_that_wait_for_room_are_skipped_when_their_adapter_leaves(
-    with_quota: WithQuota, l1: L1
-) -> None:
-    rig = await with_quota(4)
-    await rig.put(chain("a", 4))
-    rig.shelf.shut("exists")
-    more = l1.store(chain("more", 3))
-    rig.store.committed(more)
-    await until(lambda: rig.shelf.waiting["exists"])
-    assert rig.l1.pool.stats()["holds"] == 0, "a waiting put pins nothing"
-    assert await rig.store.leave("shelf-0") == 3
-    assert rig.skipped == [(key, "removed") for key in more]
-    rig.shelf.let_go()
-
-
-@pytest.mark.long
 async def test_clearing_forgets_the_counted_records_and_the_waiting_puts(
     with_quota: WithQuota, l1: L1
 ) -> None:

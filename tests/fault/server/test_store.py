@@ -307,23 +307,19 @@ async def test_second_touch_puts_chunks_that_were_used_again(l1: L1, tier: OpenT
     await puts.controller.stop(0)
 
 
-async def test_a_read_only_medium_gets_and_loses_nothing_and_can_leave(l1: L1, tier: OpenTier) -> None:
+async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier) -> None:
     one, read_only = await tier(), await tier(StorePolicy.ON_EVICT)
     guard = read_only.guard
     guard.capabilities = msgspec.structs.replace(guard.capabilities, takes_puts=False)
     puts = Puts(l1, one, read_only)
     keys = chain("a", 8)
     puts.controller.committed(l1.store(keys))
-    puts.controller.offer(read_only.guard.name, keys)
     puts.controller.evicted(keys[:2])
-    await puts.controller.idle_of("fs-1")
     await puts.controller.idle()
     assert one.records == set(keys)
     assert read_only.faults.asked["put"] == 0
     assert puts.skipped == []
     assert await puts.controller.clear() == 8
-    puts.controller.draining("fs-1")
-    assert await puts.controller.leave("fs-1") == 0
     await puts.controller.stop(0)
 
 

@@ -1,16 +1,11 @@
-"""A pool, both controllers and the control of tiers, over adapters on shelves (`tests/harness/shelf.py`).
-
-Every entry is admitted; tests/unit/storage/test_admission.py is about the rules of a server.
-"""
+"""A pool, both controllers and the control of tiers, over adapters on shelves (`tests/harness/shelf.py`)."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from kvstrata.policy.store import RetryRule
-from kvstrata.process.lane import PoolLane
 from kvstrata.server.l2.fetch import FetchOutcome
 from kvstrata.server.l2.gate import PrefetchLimits
 from kvstrata.server.l2.prefetch import PrefetchController
@@ -19,6 +14,7 @@ from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.base import AdapterContext
+from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Layer, Stack
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.testing.strategies import IDENTITY
@@ -33,8 +29,6 @@ class Rig:
         self.l1 = l1
         self.adapters = TierSet()
         self.skipped: list[tuple[bytes, str]] = []
-        self.forgotten: list[str] = []
-        self.lane = PoolLane(asyncio.get_running_loop())
         limits = DeadlineLimits(deadline_ms=600_000, max_stuck_bytes=1 << 30, close_s=close_s)
 
         def build(config: Any) -> Stack:
@@ -63,23 +57,19 @@ class Rig:
         self.control = TierControl(
             self.adapters,
             l1.pool,
-            self.lane,
             self.store,
             self.prefetch,
-            admit=dict,
             build=build,
             context=lambda name: AdapterContext("test", CLOCK, 0, 0, lambda key: None),
-            forget=self.forgotten.append,
             open_s=open_s,
         )
         self.store.start()
 
-    async def add(
-        self, shelf: str, *, position: int | None = None, backfill: bool = False, **common: Any
-    ) -> str:
-        """Add a tier; return its name."""
-        row = await self.control.add(entry(shelf, **common), position=position, backfill=backfill)
-        return str(row["name"])
+    async def open(self, shelf: str, **common: Any) -> str:
+        """Open a tier; return its name."""
+        config = configure_tier(entry(shelf, **common), len(self.adapters))
+        await self.control.open(config)
+        return config.name
 
     async def put(self, keys: list[bytes]) -> None:
         """Store chunks in L1 and wait until the store controller has put them."""
@@ -92,11 +82,8 @@ class Rig:
             b"".join(keys), 1, identity=IDENTITY, tenant=1, deadline_s=CLOCK.monotonic_s() + within_s
         )
 
-    def names(self) -> list[str]:
-        return [tier.name for tier in self.adapters]
-
     def states(self) -> dict[str, str]:
-        return {name: row["state"] for name, row in self.control.rows.status().items()}
+        return {name: row["state"] for name, row in self.control.status().items()}
 
     async def close(self) -> None:
         for shelf in SHELVES.values():
@@ -104,7 +91,6 @@ class Rig:
         await self.prefetch.stop(LATER_S)
         await self.store.stop(LATER_S)
         await self.control.close()
-        self.lane.close()
 
 
 Start = Callable[..., Rig]

@@ -101,21 +101,3 @@ def test_a_tier_that_cannot_be_listed_yet_delays_nothing_and_is_reported_once_it
         assert told(cluster, "keys", "plugin-0") <= 5
         lists_with.touch()
         eventually("it is told", lambda: told(cluster, "keys", "plugin-0") == CHUNKS + 5)
-
-
-@pytest.mark.long
-def test_chunks_of_a_removed_tier_are_forgotten_and_those_of_an_added_tier_are_reported(
-    tmp_path: Path,
-) -> None:
-    from kvstrata.cli import asking
-
-    entry = {"type": "fs", "base_path": str(tmp_path / "l2"), "capacity_gb": 1}
-    with cluster_with(tmp_path, entry) as (cluster, engine):
-        assert set(engine.stored(prompt(CHUNKS))) == {"stored"}
-        eventually("all of it is on disk", lambda: told(cluster, "keys", "fs-0") == CHUNKS)
-        url = cluster.servers[0].url
-        asking.ask(url, asking.Ask("/v1/l2/adapters/fs-0", method="DELETE"))
-        eventually("it is forgotten", lambda: told(cluster, "keys", "fs-0") == 0)
-        added = asking.ask(url, asking.Ask("/v1/l2/adapters", {"adapter": entry}))["name"]
-        assert added != "fs-0"
-        eventually("it is told", lambda: told(cluster, "keys", added) == CHUNKS)

@@ -88,22 +88,9 @@ def test_a_quota_is_put_to_its_tenant_whatever_the_name():
     ("arguments", "asked"),
     [
         (["list"], asking.Ask("/v1/l2/adapters")),
-        (["export"], asking.Ask("/v1/l2/adapters")),
-        (["show"], asking.Ask("/v1/l2/adapters")),
         (["show", "fs-0"], asking.Ask("/v1/l2/adapters")),
-        (
-            ["add", '{"type": "fs"}', "--position", "1", "--backfill"],
-            asking.Ask(
-                "/v1/l2/adapters", {"adapter": {"type": "fs"}, "position": 1, "backfill": True}, "", 60
-            ),
-        ),
-        (
-            ["drain", "fs-0", "--no-loads", "--wait-s", "2.5"],
-            asking.Ask("/v1/l2/adapters/fs-0/drain", {"loads": False, "wait_s": 2.5}, "", 62.5),
-        ),
-        (["resume", "fs-0"], asking.Ask("/v1/l2/adapters/fs-0/resume", {"backfill": False})),
-        (["resume", "a/b", "--backfill"], asking.Ask("/v1/l2/adapters/a%2Fb/resume", {"backfill": True})),
-        (["remove", "a/b"], asking.Ask("/v1/l2/adapters/a%2Fb?wait_s=10.0", None, "DELETE", 70)),
+        (["pause", "fs-0"], asking.Ask("/v1/l2/adapters/fs-0/pause", {})),
+        (["resume", "a/b"], asking.Ask("/v1/l2/adapters/a%2Fb/resume", {})),
     ],
 )
 def test_l2_commands_send_these_requests(arguments, asked):
@@ -122,30 +109,6 @@ def test_a_file_of_chunks_holds_tokens_or_keys(tmp_path, held, field):
         assert asked.body[field] == json.loads(held)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["l2"], "ACTION"),
-        (["l2", "pause"], "invalid choice: 'pause'"),
-        (["l2", "add"], "JSON"),
-        (["l2", "add", "{}", "--position", "last"], "--position"),
-        (["l2", "drain"], "name"),
-        (["l2", "resume"], "name"),
-        (["l2", "resume", "fs-0", "--wait-s", "1"], "--wait-s"),
-        (["l2", "drain", "fs-0", "--wait-s", "-1"], "must be seconds from 0 to 600, found '-1'"),
-        (["l2", "remove", "fs-0", "--wait-s", "nan"], "must be seconds from 0 to 600, found 'nan'"),
-    ],
-)
-def test_wrong_l2_commands_are_named(arguments, says, capsys):
-    assert ctl.main(arguments) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_an_adapter_entry_that_is_not_json_is_refused(capsys):
-    assert ctl.main(["l2", "add", "fs"]) == 2
-    assert "JSON: neither JSON nor the name of an adapter" in capsys.readouterr().err
-
-
 def test_layers_of_one_adapter_or_of_all_are_shown():
     medium, metrics = {"layer": "medium", "process": "host"}, {"layer": "metrics", "process": "server"}
     rows = [{"name": "b-1", "layers": [medium, metrics]}, {"name": "a-0", "layers": [metrics]}]
@@ -153,17 +116,6 @@ def test_layers_of_one_adapter_or_of_all_are_shown():
     assert [row["name"] for row in ctl._layers(rows, "")] == ["b-1", "b-1", "a-0"]
     with pytest.raises(BadRequest, match="no adapter 'c-2'; there are: b-1, a-0"):
         ctl._layers(rows, "c-2")
-
-
-def test_an_export_lists_adapters_in_their_order_and_names_the_secrets_to_fill_in(capsys):
-    rows = [
-        {"name": "b-1", "position": 0, "entry": {"type": "b", "password": "***"}, "secrets_left_out": ["password"]},
-        {"name": "a-0", "position": 1, "entry": {"type": "a"}, "secrets_left_out": []},
-        {"name": "c-2", "position": None, "entry": {"type": "c"}, "secrets_left_out": ["token"]},
-    ]  # fmt: skip
-    assert ctl._export(rows) == {"l2_adapters": [{"type": "b", "password": "***"}, {"type": "a"}]}
-    assert capsys.readouterr().err == "kvstrata ctl: b-1: password: a secret is left out; fill it in\n"
-    assert ctl._export([]) == {"l2_adapters": []}
 
 
 def test_no_text_of_an_engine_is_obeyed_by_the_terminal():

@@ -264,7 +264,6 @@ def test_quotes_of_an_env_file_are_taken_away_and_an_empty_variable_is_not_set()
     [
         {"http": {"token_file": "$HOME/token"}},
         {"socket_dir": "${XDG_RUNTIME_DIR}/kvstrata"},
-        {"l2": {"runtime": {"roots": ["/a", "$HOME/l2"]}}},
         {"l2_adapters": [{"type": "fs", "base_path": "$HOME/l2", "capacity_gb": 1}]},
     ],
 )

@@ -122,6 +122,8 @@ def refusal_of_text(line: str) -> str:
 def test_every_command_of_a_page_is_accepted() -> None:
     targets = set(TARGET.findall((ROOT / "Makefile").read_text()))
     for page in PAGES:
+        if page.name == "changelog.md":  # it also names commands that are gone
+            continue
         blocks, text = commands_of(page.read_text())
         for line in (*blocks, *text):
             with case(str(page.relative_to(ROOT)), line):

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvstrata.config.model import HttpSettings
-from kvstrata.errors import BadRequest, ConfigError, StorageError, Unavailable
+from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.policy.misses import Explained, Explainer
 from kvstrata.process.http_gate import PROBES, Access, guard, sized
 from kvstrata.process.listen import listen, read_token
@@ -22,33 +22,16 @@ from kvstrata.server.http.app import make_app
 
 
 class PlainAdapters:
-    """Tier control with one adapter, `fs-0`, that answers each request with its arguments."""
+    """Tier control with one adapter, `fs-0`."""
 
-    def __init__(self) -> None:
-        self.rows = SimpleNamespace(all=self._rows, missing=lambda: ["disk-0"])
-
-    async def _rows(self) -> list[dict[str, Any]]:
+    async def rows(self) -> list[dict[str, Any]]:
         return [{"name": "fs-0"}]
 
-    async def add(self, entry: dict[str, Any] | str, **asked: Any) -> dict[str, Any]:
-        if isinstance(entry, str):
-            if entry != "fs-0":
-                raise BadRequest(f"adapter: the settings have no adapter {entry!r}", field="adapter")
-            return {"entry": entry, **asked}
-        if entry.get("type") == "wrong":
-            raise ConfigError("adapter.type: unknown adapter 'wrong'", field="adapter.type")
-        if entry.get("type") == "full":
-            raise StorageError("fs-1: base_path: No space left on device", field="fs-1")
-        return {"entry": entry, **asked}
+    def pause(self, name: str) -> dict[str, Any] | None:
+        return {"name": name, "state": "paused"} if name == "fs-0" else None
 
-    async def drain(self, name: str, **asked: Any) -> dict[str, Any] | None:
-        return {"name": name, **asked} if name == "fs-0" else None
-
-    async def resume(self, name: str, **asked: Any) -> dict[str, Any] | None:
-        return {"name": name, **asked} if name == "fs-0" else None
-
-    async def remove(self, name: str, **asked: Any) -> dict[str, Any] | None:
-        return {"name": name, **asked} if name == "fs-0" else None
+    def resume(self, name: str) -> dict[str, Any] | None:
+        return {"name": name, "state": "active"} if name == "fs-0" else None
 
     def names(self) -> list[str]:
         return ["fs-0"]
@@ -128,25 +111,14 @@ async def test_every_route_answers(admin):
         assert (await http.get("/openapi.json")).status_code == 200
 
 
-@pytest.mark.parametrize("token", ["", "s" * 20])
-async def test_adapters_are_listed_added_drained_and_removed(admin, token):
+async def test_adapters_are_listed_paused_and_resumed(admin):
     path = "/v1/l2/adapters"
-    async with client(admin, token) as http:
-        http.headers["authorization"] = f"Bearer {token}"
-        assert (await http.get(path)).json() == {"adapters": [{"name": "fs-0"}], "missing": ["disk-0"]}
-        added = await http.post(path, json={"adapter": {"type": "fs"}, "position": 0, "backfill": True})
-        assert added.status_code == 201
-        assert added.json() == {"entry": {"type": "fs"}, "position": 0, "backfill": True}
-        by_name = await http.post(path, json={"adapter": "fs-0"})
-        assert by_name.json() == {"entry": "fs-0", "position": None, "backfill": False}
-        drained = await http.post(f"{path}/fs-0/drain", json={"loads": False, "wait_s": 0.5})
-        assert drained.json() == {"name": "fs-0", "loads": False, "wait_s": 0.5}
-        resumed = await http.post(f"{path}/fs-0/resume", json={"backfill": True})
-        assert resumed.json() == {"name": "fs-0", "backfill": True}
-        assert (await http.post(f"{path}/fs-1/resume", json={})).status_code == 404
-        removed = await http.delete(f"{path}/fs-0", params={"wait_s": 2})
-        assert removed.json() == {"name": "fs-0", "wait_s": 2.0}
-        for answer in (await http.delete(f"{path}/fs-1"), await http.post(f"{path}/fs-1/drain", json={})):
+    async with client(admin) as http:
+        assert (await http.get(path)).json() == {"adapters": [{"name": "fs-0"}]}
+        for action, state in (("pause", "paused"), ("resume", "active")):
+            answer = await http.post(f"{path}/fs-0/{action}")
+            assert answer.json() == {"name": "fs-0", "state": state}
+            answer = await http.post(f"{path}/fs-1/{action}")
             assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
             assert "there are: fs-0" in answer.json()["message"]
 
@@ -160,13 +132,6 @@ async def test_adapters_are_listed_added_drained_and_removed(admin, token):
         ("/v1/prefetch", {"tokens": [], "budget": 1}, 400, "budget"),
         ("/v1/prefetch", {"tokens": [1], "model": "nobody"}, 503, "model"),
         ("/v1/clear", {"tier": "l3"}, 400, "tier"),
-        ("/v1/l2/adapters", {}, 400, "adapter"),
-        ("/v1/l2/adapters", {"adapter": "fs"}, 400, "adapter"),
-        ("/v1/l2/adapters", {"adapter": {}, "position": -1}, 400, "position"),
-        ("/v1/l2/adapters", {"adapter": {"type": "wrong"}}, 400, "adapter.type"),
-        ("/v1/l2/adapters", {"adapter": {"type": "full"}}, 422, "base_path"),
-        ("/v1/l2/adapters/fs-0/drain", {"wait_s": 601}, 400, "wait_s"),
-        ("/v1/l2/adapters/fs-0/resume", {"backfil": True}, 400, "backfil"),
     ],
 )
 async def test_a_wrong_body_names_the_field(admin, path, body, status, says):
@@ -223,7 +188,7 @@ async def test_all_routes_but_the_probes_need_the_token(admin):
     async with client(admin, token="s" * 20) as http:
         assert (await http.get("/healthz")).status_code == 200
         assert (await http.get("/readyz")).status_code == 200
-        assert (await http.delete("/v1/l2/adapters/fs-0")).status_code == 401
+        assert (await http.post("/v1/l2/adapters/fs-0/pause")).status_code == 401
         for path in ("/metrics", "/v1/status", "/v1/explain/known", "/v1/l2/adapters"):
             assert (await http.get(path)).status_code == 401, path
             right = {"authorization": f"Bearer {'s' * 20}"}
@@ -257,8 +222,7 @@ def test_a_taken_port_says_who_holds_it():
     ("path", "body", "field"),
     [
         ("/v1/prefetch", {"tokens": [1], "tenant": "\ud800"}, "tenant"),
-        ("/v1/l2/adapters", {"adapter": {"type": "x\udfff"}}, "adapter.type"),
-        ("/v1/l2/adapters", {"adapter": {"hosts": [{"\ud800": 1}]}}, "adapter.hosts[0]"),
+        ("/v1/clear", {"tier": "l1", "tenant": "x\udfff"}, "tenant"),
     ],
 )
 async def test_text_that_no_answer_could_contain_is_refused_by_name(admin, path, body, field):

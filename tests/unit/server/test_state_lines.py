@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -27,14 +26,13 @@ def _seen(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def reports() -> TierReports:
-    tiers = SimpleNamespace(get=lambda name: name if name.startswith("disk") else None)
-    parts = (asyncio.new_event_loop(), tiers, None, None, ServerCounters())
+    parts = (asyncio.new_event_loop(), None, None, ServerCounters())
     parts[0].close()
     return TierReports(*cast(Any, parts))
 
 
-def put(outcome: str, name: str = "disk-0") -> OpReport:
-    return OpReport(name, "put", 1, 4096 if outcome == "stored" else 0, 0.001, {outcome: 1})
+def put(outcome: str) -> OpReport:
+    return OpReport("disk-0", "put", 1, 4096 if outcome == "stored" else 0, 0.001, {outcome: 1})
 
 
 @pytest.mark.parametrize("reason", sorted(FULL_REASONS))
@@ -52,11 +50,8 @@ def test_a_tier_that_is_full_is_said_once_and_once_when_it_has_room(
     assert caplog.messages[1:] == ["tier_has_room adapter=disk-0"]
 
 
-def test_other_failures_and_tiers_that_have_left_are_not_full(
-    reports: TierReports, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_failures_are_not_full(reports: TierReports, caplog: pytest.LogCaptureFixture) -> None:
     reports.operation(put("throttled:queue_full"))
-    reports.operation(put("failed:disk_full", "gone-1"))
     reports.operation(OpReport("disk-0", "load", 1, 0, 0.001, {"failed:disk_full": 1}))
     assert caplog.messages == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, HTTPException, Path, Query, Response
+from fastapi import FastAPI, Header, HTTPException, Path, Response
 from fastapi.responses import JSONResponse
 
 from kvstrata.observability.exposition import Pages
@@ -13,16 +13,11 @@ from kvstrata.process import http_log_level
 from kvstrata.process.http import make_base
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.http.bodies import (
-    DEFAULT_WAIT_S,
-    MAX_WAIT_S,
-    AddAdapterBody,
     ClearAnswer,
     ClearBody,
     ClearStrandedBody,
-    DrainAdapterBody,
     PrefetchBody,
     QuotaBody,
-    ResumeAdapterBody,
 )
 from kvstrata.types import GB, RequestIdentity
 
@@ -122,39 +117,20 @@ def make_app(admin: Admin) -> FastAPI:
 
     @app.get("/v1/l2/adapters", dependencies=guarded)
     async def l2_adapters() -> dict[str, list[Any]]:
-        """The L2 adapters in the order in which lookups ask them, then those being removed.
+        """The L2 adapters in the order in which lookups ask them."""
+        return {"adapters": await tiers.rows()}
 
-        After a restart, adapters that are `missing` here are back, and adapters that are not `in_settings` are gone.
+    @app.post("/v1/l2/adapters/{name}/pause", dependencies=guarded)
+    async def pause_l2_adapter(name: str) -> dict[str, Any]:
+        """Ask an adapter's storage nothing until it is resumed or the server restarts.
+
+        Chunks that wait for a put are skipped. `under_way` counts operations that have not ended.
         """
-        return {"adapters": await tiers.rows.all(), "missing": tiers.rows.missing()}
-
-    @app.post("/v1/l2/adapters", status_code=201, dependencies=guarded)
-    async def add_l2_adapter(body: AddAdapterBody) -> dict[str, Any]:
-        """Open an L2 adapter and use it from now on. If that fails, nothing changes.
-
-        Refused with `not_permitted` unless the settings `l2.runtime` allow its type, directory and hosts. An adapter of
-        the settings can always be added again, by its name.
-        """
-        return await tiers.add(body.adapter, position=body.position, backfill=body.backfill)
-
-    @app.post("/v1/l2/adapters/{name}/drain", dependencies=guarded)
-    async def drain_l2_adapter(name: str, body: DrainAdapterBody) -> dict[str, Any]:
-        """Give an adapter no new chunks. It is `drained` once the waiting chunks are put and nothing is under way."""
-        return named(name, await tiers.drain(name, loads=body.loads, wait_s=body.wait_s))
+        return named(name, tiers.pause(name))
 
     @app.post("/v1/l2/adapters/{name}/resume", dependencies=guarded)
-    async def resume_l2_adapter(name: str, body: ResumeAdapterBody) -> dict[str, Any]:
-        """Use a draining or drained adapter as before, from now on."""
-        return named(name, await tiers.resume(name, backfill=body.backfill))
-
-    @app.delete("/v1/l2/adapters/{name}", dependencies=guarded)
-    async def remove_l2_adapter(
-        name: str,
-        wait_s: Annotated[
-            float, Query(ge=0, le=MAX_WAIT_S, description="Longest wait for operations under way.")
-        ] = DEFAULT_WAIT_S,
-    ) -> dict[str, Any]:
-        """Drain an adapter, close it and forget it. Its records stay on the medium."""
-        return named(name, await tiers.remove(name, wait_s=wait_s))
+    async def resume_l2_adapter(name: str) -> dict[str, Any]:
+        """Use a paused adapter as before, from now on."""
+        return named(name, tiers.resume(name))
 
     return app

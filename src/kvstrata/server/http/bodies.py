@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvstrata.process.http import long_list
 from kvstrata.process.http_body import MAX_TOKENS
-
-MAX_WAIT_S = 600.0
-DEFAULT_WAIT_S = 10.0
 
 
 class PrefetchBody(BaseModel):
@@ -70,42 +67,3 @@ class QuotaBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     quota_gb: float = Field(description="In GB of 2^30 bytes.", gt=0, le=1 << 20)
-
-
-class AddAdapterBody(BaseModel):
-    """An L2 adapter to open in a running server."""
-
-    model_config = ConfigDict(extra="forbid")
-    adapter: dict[str, Any] | Annotated[str, Field(max_length=200)] = Field(
-        description="The JSON that `--l2-adapter` takes, or the name of an adapter of the settings, such as `fs-0`."
-    )
-    position: int | None = Field(
-        None, ge=0, description="Place in the order in which lookups ask, from 0; by default the last."
-    )
-    backfill: bool = Field(
-        False,
-        description="Offer it all chunks of L1 once; otherwise it gets those that its policy chooses from now on.",
-    )
-
-
-class DrainAdapterBody(BaseModel):
-    """How an adapter is drained."""
-
-    model_config = ConfigDict(extra="forbid")
-    loads: bool = Field(True, description="Lookups go on asking the adapter and loading from it.")
-    wait_s: float = Field(
-        DEFAULT_WAIT_S,
-        ge=0,
-        le=MAX_WAIT_S,
-        description="Longest wait before the answer; draining goes on after it.",
-    )
-
-
-class ResumeAdapterBody(BaseModel):
-    """How a drained adapter comes back into use."""
-
-    model_config = ConfigDict(extra="forbid")
-    backfill: bool = Field(
-        False,
-        description="Offer it all chunks of L1 once; otherwise chunks that were skipped meanwhile are not put.",
-    )

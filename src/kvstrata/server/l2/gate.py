@@ -59,7 +59,7 @@ class Gate:
         return len(self._waiters)
 
     async def enter(self, fetch: Waiter, need_bytes: int) -> bool:
-        """Wait for a place. False if the fetch's time is over first, too many fetches wait, or the gate is shut."""
+        """Wait for a place. False if the fetch's time is over first or too many fetches wait."""
         if not fetch.expired:
             self._give_up(lambda waiter: waiter.expired)
         if not self._waiters and self._try(fetch, need_bytes):
@@ -80,10 +80,6 @@ class Gate:
         """Free the fetch's slot."""
         self._inside.discard(fetch)
         self._admit()
-
-    def shut(self) -> None:
-        """Turn away all waiting fetches."""
-        self._give_up(lambda waiter: True)
 
     def ended(self, freed_bytes: int) -> None:
         """Free the bytes of a batch that was loaded or failed."""
@@ -117,22 +113,10 @@ class Gate:
 
 
 class Loader:
-    """One tier as fetches use it: its gate, and the calls of its adapter that are under way."""
+    """One tier as fetches use it."""
 
     def __init__(self, tier: Tier, gate: Gate) -> None:
         self.tier = tier
         self.name = tier.name
         self.adapter = tier.adapter
         self.gate = gate
-        self.asking = 0
-        """`exists` calls under way."""
-        self.loading: set[asyncio.Task[None]] = set()
-        self.quiet = asyncio.Event()
-        """Set when the tier is no longer asked or loaded from."""
-
-    def busy(self) -> bool:
-        return bool(self.asking or self.loading)
-
-    def note_progress(self) -> None:
-        if not self.busy():
-            self.quiet.set()

@@ -17,7 +17,7 @@ from kvstrata.patience import patience
 from kvstrata.policy.reasons import MEDIUM_GONE, READ_ONLY
 from kvstrata.process.threads import on_a_thread
 from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tiers import Tier, TierSet, TierState
+from kvstrata.server.l2.tiers import Tier, TierSet
 from kvstrata.storage.folder import FolderState, WatchedFolder
 from kvstrata.storage.stack import Stack
 
@@ -32,6 +32,7 @@ _WHAT = {
     FolderState.REPLACED: "another directory lies at its path, which is not the one that it opened",
     FolderState.UNREACHABLE: "its file system does not answer, or answers with an error",
 }
+_RENEW = "restart the server to open it anew"
 _NOT_USED = "lookups count its chunks as absent, and it gets no new ones"
 _MEANS = {FolderState.READ_ONLY: "its records are served, and it gets no new ones"}
 
@@ -55,11 +56,7 @@ class MediaWatch:
 
     async def round(self) -> None:
         """Probe each directory once, for ANSWER_S at most."""
-        watched = {
-            tier.configured.folder: tier
-            for tier in self._tiers
-            if tier.state not in (TierState.REMOVING, TierState.UNREACHABLE)
-        }
+        watched = {tier.configured.folder: tier for tier in self._tiers if tier.is_open}
         asked = [
             (folder, tier, self._probe(folder)) for folder, tier in watched.items() if folder is not None
         ]
@@ -87,7 +84,7 @@ class MediaWatch:
                 self._store.dropped(name, None)  # it may be another directory
             stays = _stays_read_only(tier.configured)
             level = logging.WARNING if stays else logging.INFO
-            note = f"the medium takes no more records after a failed write; {_renew(name)}" if stays else ""
+            note = f"the medium takes no more records after a failed write; {_RENEW}" if stays else ""
             self._say(level, "medium_back", tier, path=path, **({"advice": note} if note else {}))
             return
         guard.shut(
@@ -95,20 +92,14 @@ class MediaWatch:
         )
         self._say(
             logging.ERROR, f"medium_{now}", tier, path=path, what=_WHAT[now], meaning=_MEANS.get(now, _NOT_USED),
-            advice=_advice(name, now, folder),
+            advice=_advice(now, folder),
         )  # fmt: skip
 
     def _say(self, level: int, event: str, tier: Tier, **fields: object) -> None:
         self._log.repeated(level, f"{event} {tier.name}", event, adapter=tier.name, **fields)
 
 
-def _renew(name: str) -> str:
-    return (
-        f"open it anew: kvstrata ctl l2 remove {name}, then kvstrata ctl l2 add {name}; or restart the server"
-    )
-
-
-def _advice(name: str, now: FolderState, folder: WatchedFolder) -> str:
+def _advice(now: FolderState, folder: WatchedFolder) -> str:
     if now is FolderState.READ_ONLY:
         return "make it writable, or mount its file system read-write; the tier is then used again by itself"
     if now is FolderState.UNREACHABLE:
@@ -118,10 +109,10 @@ def _advice(name: str, now: FolderState, folder: WatchedFolder) -> str:
     if folder.folder.may_be_replaced:
         return "mount the file system, or make the directory; the tier is then used again by itself"
     if now is FolderState.GONE:
-        return f"mount the file system again, and the tier is used again by itself; if it was deleted, {_renew(name)}"
-    return (
-        f"mount the old one again, and the tier is used again by itself; to use the new one, {_renew(name)}"
-    )
+        return (
+            f"mount the file system again, and the tier is used again by itself; if it was deleted, {_RENEW}"
+        )
+    return f"mount the old one again, and the tier is used again by itself; to use the new one, {_RENEW}"
 
 
 def _stays_read_only(stack: Stack) -> bool:

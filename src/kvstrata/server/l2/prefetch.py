@@ -18,8 +18,7 @@ Invariants
    way.  These bytes and those stuck in adapters (storage/wrap/deadline.py) bound the server's own reservations: the
    pool sets no limit for row 0.  A fetch past its deadline goes on only while no other fetch waits at the gate.
 5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
-6. A fetch asks the tiers that answered lookups when it began, in their order at that time.  A tier that leaves
-   meanwhile counts as a tier without the chunk: the fetch asks the tiers after it, or ends as a miss.
+6. A fetch asks the tiers that are active when it begins, in their order.
 
 questions.py asks L1 and the tiers, policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers,
 fetch.py the state of one fetch.
@@ -46,7 +45,7 @@ from kvstrata.server.l2.fetch import Fetch, FetchOutcome
 from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
 from kvstrata.server.l2.questions import Asks, Questions
-from kvstrata.server.l2.tiers import REMOVED, Tier, TierSet
+from kvstrata.server.l2.tiers import Tier, TierSet
 from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence, log_broken_contract
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,6 @@ class PrefetchController:
         self._lost = lost
         self._found = found
         self._pool = pool
-        self._tiers = tiers
         self._loaders: dict[str, Loader] = {}
         for tier in tiers:
             self.join(tier)
@@ -200,32 +198,9 @@ class PrefetchController:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- tiers come and go ---------------------------------------------------------------------------------
-
     def join(self, tier: Tier) -> None:
         """Take in an open tier of the set: fetches that begin from now on ask it."""
         self._loaders[tier.name] = Loader(tier, Gate(self.limits.max_in_flight, self.limits.in_flight_bytes))
-
-    def shut(self, name: str) -> None:
-        """Turn away fetches that wait for this tier, which takes no more loads; the fetches ask the next tiers."""
-        self._loaders[name].gate.shut()
-
-    async def idle_of(self, name: str) -> None:
-        """Returns when this tier is neither asked nor loaded from."""
-        loader = self._loaders[name]
-        while loader.busy():
-            loader.quiet.clear()
-            await loader.quiet.wait()
-
-    async def leave(self, name: str) -> None:
-        """Forget a tier that takes no more loads. Fetches with loads under way ask the next tiers, or end as a miss."""
-        loader = self._loaders.pop(name)
-        # New tasks must begin first: only then does a cancel run their `finally`, which aborts the reservations.
-        await asyncio.sleep(0)
-        running = list(loader.loading)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
 
     def stats(self) -> dict[str, Any]:
         """Numbers for status and metrics."""
@@ -234,13 +209,11 @@ class PrefetchController:
             "keys_loading": len(self._loads),
             "loaded_bytes": self._loaded_bytes,
             "counts": dict(self._counts),
-            "adapters": {
-                tier.name: self.stats_of(tier.name) for tier in self._tiers if tier.name in self._loaders
-            },
+            "adapters": {name: self.stats_of(name) for name in self._loaders},
         }
 
     def stats_of(self, name: str) -> dict[str, int]:
-        """Numbers of one tier; empty after it has left."""
+        """Numbers of one tier; empty if it is not open."""
         loader = self._loaders.get(name)
         if loader is None:
             return {}
@@ -277,13 +250,9 @@ class PrefetchController:
             count = next_batch(fetch.pending, max_items, self._batch_bytes)
             batch = list(itertools.islice(fetch.pending, count))
             batch_bytes = sum(hole.source.record_bytes for hole in batch)
-            if not loader.tier.takes_loads:
-                fetch.take(batch)
-                self._not_filled(fetch, [(hole, REMOVED) for hole in batch])
-            elif not await loader.gate.enter(fetch, batch_bytes):
-                if loader.tier.takes_loads:
-                    fetch.failed(first, "deadline")
-            elif fetch.in_vain() or self._stopping or not loader.tier.takes_loads:
+            if not await loader.gate.enter(fetch, batch_bytes):
+                fetch.failed(first, "deadline")
+            elif fetch.in_vain() or self._stopping:
                 loader.gate.ended(batch_bytes)  # one of these became true while the fetch waited
             else:
                 fetch.take(batch)
@@ -368,14 +337,7 @@ class PrefetchController:
         for item in items:
             self._loads[item.key] = loop.create_future()
         work = self._load(fetch, loader, items, parts, batch_bytes)
-        task = self._spawn(fetch, work, f"load-{loader.name}")
-        loader.loading.add(task)
-
-        def ended(task: asyncio.Task[None]) -> None:
-            loader.loading.discard(task)
-            loader.note_progress()
-
-        task.add_done_callback(ended)
+        self._spawn(fetch, work, f"load-{loader.name}")
 
     def _reserve(self, fetch: Fetch, run: Run, beyond: _Refusal) -> tuple[_Reserved, _Refusal]:
         """Reserve one run, but only its chunks before `beyond`, the batch's first refusal so far.
@@ -426,8 +388,7 @@ class PrefetchController:
             outcomes = [LoadOutcome(LoadStatus.FAILED, "adapter_error")] * len(items)
         finally:  # even when cancelled: the adapter ends the holds, and this ends the reservations
             loader.gate.ended(batch_bytes)
-            cut_short = "stopping" if self._stopping else REMOVED
-            outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, cut_short)] * len(items)
+            outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(items)
             at = 0
             for part in parts:
                 self._finish(fetch, loader, part, outcomes[at : at + len(part.holes)], lengths)

@@ -96,14 +96,10 @@ class TierPuts:
         """All tiers share `backlog`. `progressed` is called whenever a batch or a deletion has ended."""
         self.tier = tier
         self.name = tier.name
-        self.planner = PutPlanner(tier.policy)
+        self.planner = PutPlanner(tier.configured.policy)
         self.ledger = TenantLedger(quotas)
-        self.quiet = asyncio.Event()
-        """Set when the tier ceases to be busy."""
         self.stopping = False
         """Whether a throttled put is skipped instead of tried again."""
-        self.cut_short = Skip.STOPPING
-        """The reason of a put that ends without an outcome because its worker was cancelled."""
         self._pool = pool
         self._backlog = backlog
         self._limits = limits
@@ -177,9 +173,6 @@ class TierPuts:
         """Pin a chunk and queue it, let it wait for room within its tenant's quota, or skip it."""
         if key in self._queued:
             return
-        if not self.tier.takes_puts:
-            self.skip(key, Skip.DRAINING)
-            return
         pinned = self._pin(key)
         if isinstance(pinned, Pending):
             self._enqueue(pinned)
@@ -196,10 +189,10 @@ class TierPuts:
         self._counts[f"skipped:{reason}"] += 1
         self._skipped(key, str(reason))
 
-    def left_l1(self, key: bytes, reason: Skip) -> None:
+    def left_l1(self, key: bytes) -> None:
         """Note that the chunk was evicted; it counts as skipped if the policy would have put it before its eviction."""
         if self.planner.left(key) and key not in self._queued:
-            self.skip(key, reason)
+            self.skip(key, Skip.EVICTED)
 
     def take_up_unpinned(self) -> None:
         """Queue chunks that the backlog had no room for, now that the backlog is empty."""
@@ -214,14 +207,8 @@ class TierPuts:
                 self._counts["taken_up"] += 1
                 self._enqueue(pinned)
 
-    def forget_unpinned(self) -> None:
-        """Give up the chunks that the backlog had no room for."""
-        self._unpinned.clear()
-
-    def drop_queued(self, reason: Skip, tenant: int | None = None) -> int:
-        """Skip every chunk that waits (of one tenant). Returns how many of all waited or are in flight; the latter
-        go on."""
-        n_waited = len(self._queued) + len(self._trimmer)
+    def drop_queued(self, reason: Skip, tenant: int | None = None) -> None:
+        """Skip every chunk that waits (of one tenant). Puts in flight go on."""
         retrying = [again for _, again in self._retrying.values()]
         for pending in [one for one in (*self._queue, *retrying) if tenant in (None, one.tenant)]:
             if pending.key in self._retrying:
@@ -234,7 +221,6 @@ class TierPuts:
         for key in self._trimmer.give_up(tenant):
             self.skip(key, reason)
         self._unpinned.clear()  # a second chance: nobody waits for these, and their tenants are not known here
-        return n_waited
 
     def _pin(self, key: bytes, attempts: int = 0) -> Pending | Skip:
         """Hold and count a chunk for one put, which ends in `_end`; or return why it cannot be put."""
@@ -367,7 +353,7 @@ class TierPuts:
             log_broken_contract(self.name, "put", error)
             outcomes = [PutOutcome(PutStatus.FAILED, "adapter_error")] * len(batch)
         finally:  # even when cancelled: the adapter ends the holds, and this ends the counting
-            outcomes = outcomes or [PutOutcome(PutStatus.FAILED, self.cut_short)] * len(batch)
+            outcomes = outcomes or [PutOutcome(PutStatus.FAILED, Skip.STOPPING)] * len(batch)
             for status, reason in outcomes:
                 self._ended(batch[0], status, reason)
                 del batch[0]

@@ -13,7 +13,7 @@ from kvstrata.server.l2.fetch import Fetch
 from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Loader, PrefetchLimits
 from kvstrata.server.l2.record_lengths import without_odd_lengths
-from kvstrata.server.l2.tiers import REMOVED, TierSet
+from kvstrata.server.l2.tiers import TierSet, TierState
 from kvstrata.storage.base import Found, Presence, log_broken_contract
 
 EXISTS_BATCH = 1024
@@ -50,7 +50,7 @@ class Questions:
     async def plan(self, fetch: Fetch, budget_bytes: int | None) -> Plan:
         """Ask L1, then the tiers in their order, each for the keys that were not found before it."""
         keys, n_slices, spans = fetch.keys, fetch.n_slices, fetch.spans
-        fetch.sources = [self._loaders[tier.name] for tier in self._tiers if tier.takes_loads]
+        fetch.sources = self._active()
         whole = [number for number in range(n_slices) if not (spans and spans[number])]
         l1_chunks = [0] * n_slices
         for number in whole:
@@ -75,9 +75,13 @@ class Questions:
         await self._ask_windows(fetch, plan.n_chunks, sources, unknown, shorter_too=budget_bytes is not None)
         return with_windows(plan, keys, n_slices, sources, fetch.in_l1, unknown, spans, budget_bytes)
 
+    def _active(self) -> list[Loader]:
+        """The tiers that answer lookups now, nearest first."""
+        return [self._loaders[tier.name] for tier in self._tiers if tier.state is TierState.ACTIVE]
+
     async def first_of(self, fetch: Fetch) -> int:
         """The first chunk of the fetch's keys that L1 and the tiers have in all slices; -1 if they have none."""
-        fetch.sources = [self._loaders[tier.name] for tier in self._tiers if tier.takes_loads]
+        fetch.sources = self._active()
         keys, n_slices = fetch.keys, fetch.n_slices
         sources: dict[int, Source] = {}
         absent = [i for i, key in enumerate(keys) if not fetch.in_l1(key)]
@@ -89,12 +93,9 @@ class Questions:
     async def ask(self, fetch: Fetch, number: int, names: dict[int, bytes]) -> list[Found]:
         """Ask one tier which of the keys, by their numbers, it has; all are unknown if it does not answer in time."""
         loader, keys = fetch.sources[number], list(names.values())
-        if not loader.tier.takes_loads:
-            return [Found(Presence.UNKNOWN, 0, REMOVED)] * len(keys)
         left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
         last = number == len(fetch.sources) - 1
         patience_s = left_s if last else min(left_s * self._limits.patience_share, self._limits.patience_s)
-        loader.asking += 1
         scattered = [key for i, key in names.items() if fetch.tails or fetch.span_of(i)]
         if scattered:
             self._asks(loader.name, scattered)
@@ -108,9 +109,6 @@ class Questions:
         except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
             log_broken_contract(loader.name, "exists", error)
             return [Found(Presence.UNKNOWN, 0, "adapter_error")] * len(keys)
-        finally:
-            loader.asking -= 1
-            loader.note_progress()
 
     async def _ask_all(
         self, fetch: Fetch, numbers: Sequence[int], sources: dict[int, Source], unknown: dict[int, str]

@@ -13,7 +13,6 @@ from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.reasons import FULL
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.l2.store import StoreController
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.wrap.metrics import OpReport
 
 FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
@@ -21,18 +20,16 @@ FULL_REASONS = frozenset({FULL, "capacity", "disk_full", "no_room"})
 
 
 class TierReports:
-    """Passes on the reports of the tiers in the set, and drops the reports of removed tiers."""
+    """Passes on the reports of the tiers."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        tiers: TierSet,
         store: StoreController,
         history: ChunkHistory,
         counters: ServerCounters,
     ) -> None:
         self._loop = loop
-        self._tiers = tiers
         self._store = store
         self._history = history
         self._counters = counters
@@ -42,9 +39,6 @@ class TierReports:
 
     def operation(self, report: OpReport) -> None:
         """Count one finished operation of a tier."""
-        if self._tiers.get(report.adapter) is None:
-            self._full.discard(report.adapter)
-            return
         self._counters.l2_operation(
             report.adapter, report.operation, report.seconds, report.moved_bytes, report.outcomes
         )
@@ -56,9 +50,8 @@ class TierReports:
         self._loop.call_soon_threadsafe(self._dropped, tier, key)
 
     def _dropped(self, tier: str, key: bytes) -> None:
-        if self._tiers.get(tier) is not None:
-            self._store.dropped(tier, [key])
-            self._history.dropped(tier, key)
+        self._store.dropped(tier, [key])
+        self._history.dropped(tier, key)
 
     def _note_room(self, report: OpReport) -> None:
         """Log that a tier is full, or has room again, if that has changed."""

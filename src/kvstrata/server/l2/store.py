@@ -10,8 +10,6 @@ Invariants
 3. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN`
    keys; the others wait for later turns.
 4. A chunk that waits for room within its tenant's quota (trim.py) holds nothing; later it is put or skipped.
-5. A tier gets the chunks that its policy chooses while it is active.  Chunks that waited when it began to drain are
-   still put.  After `leave` nothing here refers to it.
 
 policy/store.py decides whether a chunk is put at all; tiers.py has the set of tiers.
 """
@@ -28,7 +26,7 @@ from kvstrata.native.pool import Pool
 from kvstrata.policy.store import Backlog, Skip, StorePolicy
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.puts import KEYS_PER_TURN, StoreLimits, TierPuts
-from kvstrata.server.l2.tiers import Tier, TierSet
+from kvstrata.server.l2.tiers import Tier, TierSet, TierState
 
 
 class StoreController:
@@ -52,7 +50,6 @@ class StoreController:
     ) -> None:
         self.limits = limits
         self._pool = pool
-        self._tiers = tiers
         self._quotas = quotas or {}
         self._puts: dict[str, TierPuts] = {}
         """By name of the tier; a tier that is only read has none."""
@@ -91,9 +88,8 @@ class StoreController:
     def evicted(self, keys: Sequence[bytes]) -> None:
         """Note chunks that were evicted from L1. Chunks that an `on_evict` policy would have put count as skipped."""
         for puts in self._puts.values():
-            reason = Skip.EVICTED if puts.tier.takes_puts else Skip.DRAINING
             for key in keys:
-                puts.left_l1(key, reason)
+                puts.left_l1(key)
 
     def dropped(self, name: str, keys: Sequence[bytes] | None) -> None:
         """Note that the tier does not have these chunks any more (its cap, a delete, a corrupt copy). None: any."""
@@ -112,8 +108,6 @@ class StoreController:
             for key, length_bytes in records:
                 puts.ledger.found(tenant, key, length_bytes)
                 self._news.tier_got(name, key)
-
-    # -- tiers come and go ---------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the workers of all tiers. Called once, on the running loop."""
@@ -138,40 +132,6 @@ class StoreController:
         )
         if self._started:
             puts.employ()
-
-    def draining(self, name: str) -> None:
-        """Give up the chunks that the backlog had no room for, because the tier is not active any more."""
-        if (puts := self._puts.get(name)) is not None:
-            puts.forget_unpinned()
-
-    async def idle_of(self, name: str) -> None:
-        """Returns when nothing waits for this tier or is in flight to it."""
-        puts = self._puts.get(name)
-        while puts is not None and (self._waiting or puts.busy):
-            puts.quiet.clear()
-            await puts.quiet.wait()
-
-    async def leave(self, name: str) -> int:
-        """Forget a tier that is not active. Returns how many chunks waited for it or were in flight to it.
-
-        All of them are skipped, even puts that the adapter has not answered; the hold of such a put ends when the
-        adapter drops it.
-        """
-        puts = self._puts.pop(name, None)
-        if puts is None:
-            return 0
-        puts.cut_short = Skip.REMOVED
-        n_left = puts.drop_queued(Skip.REMOVED)
-        await puts.dismiss()
-        self._note_progress()
-        return n_left
-
-    def offer(self, name: str, keys: Sequence[bytes]) -> None:
-        """Give a tier chunks of L1, whatever its policy; at most KEYS_PER_TURN at a time."""
-        if (puts := self._puts.get(name)) is not None:
-            for key in keys:
-                puts.offer(key)
-        self._note_progress()
 
     def set_quotas(self, quotas: Mapping[int, int]) -> None:
         """Set other quotas: bytes by tenant number, for each tier by itself. A tenant above its quota is trimmed as it
@@ -226,13 +186,12 @@ class StoreController:
             removed = 0
             wrong: list[StorageError] = []
             for puts in list(self._puts.values()):
-                if puts.name in self._puts:  # this tier may have left while another was cleared
-                    try:
-                        removed += await (
-                            puts.clear() if tenant is None else puts.clear_tenant(tenant, is_theirs)
-                        )
-                    except StorageError as error:
-                        wrong.append(error)
+                try:
+                    removed += await (
+                        puts.clear() if tenant is None else puts.clear_tenant(tenant, is_theirs)
+                    )
+                except StorageError as error:
+                    wrong.append(error)
         if wrong:
             raise StorageError("; ".join(error.message for error in wrong), field=wrong[0].field)
         return removed
@@ -242,9 +201,7 @@ class StoreController:
         return {
             "backlog_bytes": self._backlog.pinned_bytes,
             "backlog_limit_bytes": self._backlog.limit_bytes,
-            "adapters": {
-                tier.name: self.stats_of(tier.name) for tier in self._tiers if tier.name in self._puts
-            },
+            "adapters": {name: puts.stats() for name, puts in self._puts.items()},
         }
 
     def tenants(self) -> list[dict[str, Any]]:
@@ -261,7 +218,7 @@ class StoreController:
         ]
 
     def stats_of(self, name: str) -> dict[str, Any]:
-        """Numbers of one tier; empty after it has left."""
+        """Numbers of one tier; empty if it is not open or only read."""
         puts = self._puts.get(name)
         return {} if puts is None else puts.stats()
 
@@ -299,7 +256,7 @@ class StoreController:
         eager = [
             puts
             for puts in self._puts.values()
-            if puts.planner.policy is StorePolicy.ON_EVICT and puts.tier.takes_puts
+            if puts.planner.policy is StorePolicy.ON_EVICT and puts.tier.state is TierState.ACTIVE
         ]
         if not eager:
             return
@@ -324,9 +281,6 @@ class StoreController:
                 asyncio.get_running_loop().call_soon(self._go_on)
         if self._is_quiet():
             self._quiet.set()
-        for puts in self._puts.values():
-            if not self._waiting and not puts.busy:
-                puts.quiet.set()
 
     def _go_on(self) -> None:
         self._takes_up = False

@@ -28,7 +28,7 @@ from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import StorageError
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.breaker import Breaker, BreakerState
-from kvstrata.policy.reasons import BREAKER_OPEN, DEADLINE, RAISED, blames_medium
+from kvstrata.policy.reasons import BREAKER_OPEN, DEADLINE, PAUSED, RAISED, blames_medium
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
@@ -91,6 +91,8 @@ class DeadlineAdapter(StorageAdapter):
         self._shut = ""
         """Why the medium gets no puts and deletes; empty: it gets them."""
         self._shut_to_loads = False
+        self.paused = False
+        """Whether an admin wants the medium to be asked nothing; the answer is PAUSED."""
         self._running: set[asyncio.Task[Any]] = set()
         self._breakers = {
             operation: Breaker(limits.failures, limits.open_s, limits.max_open_s)
@@ -109,15 +111,21 @@ class DeadlineAdapter(StorageAdapter):
         """Use the medium again after `shut`."""
         self._shut, self._shut_to_loads = "", False
 
+    def _refusal(self, *, loads: bool = False) -> str:
+        """Why the medium is not asked to put or delete, or (`loads`) to look up or load; empty: it is asked."""
+        if self.paused:
+            return PAUSED
+        return "" if loads and not self._shut_to_loads else self._shut
+
     async def open(self, context: AdapterContext) -> None:
-        """As the inner adapter, without a deadline: the server bounds the opening of adapters that are added later."""
+        """As the inner adapter, without a deadline: the server bounds the opening of all layers."""
         await self.inner.open(context)
         self.capabilities = self.inner.capabilities
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter; UNKNOWN at the deadline, while a breaker is open and while the medium is shut."""
-        if self._shut_to_loads:
-            return [Found(Presence.UNKNOWN, 0, self._shut)] * len(keys)
+        if refusal := self._refusal(loads=True):
+            return [Found(Presence.UNKNOWN, 0, refusal)] * len(keys)
         if not self._breakers["load"].would_admit(self._clock.monotonic_s()) or not self._admit("exists"):
             return [Found(Presence.UNKNOWN, 0, BREAKER_OPEN)] * len(keys)
         try:
@@ -131,7 +139,7 @@ class DeadlineAdapter(StorageAdapter):
 
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter; None if it does not answer in time, its answer is not a page, or the medium is shut."""
-        if self._shut_to_loads:
+        if self._refusal(loads=True):
             return None
         try:
             page = await self._in_time("", self.inner.list_keys(cursor, most), 0, _no_reason)
@@ -158,10 +166,11 @@ class DeadlineAdapter(StorageAdapter):
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
         payload_bytes = sum(item.hold.length for item in items)
-        if self._shut or self._is_stuck() or not self._admit("put"):
+        refusal = self._refusal()
+        if refusal or self._is_stuck() or not self._admit("put"):
             for item in items:
                 item.hold.drop()
-            return [PutOutcome(PutStatus.FAILED, self._shut or BREAKER_OPEN)] * len(items)
+            return [PutOutcome(PutStatus.FAILED, refusal or BREAKER_OPEN)] * len(items)
         try:
             return await self._bounded(
                 "put", self.inner.put(items), items, payload_bytes, PutOutcome, _put_says_why_not
@@ -172,11 +181,11 @@ class DeadlineAdapter(StorageAdapter):
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""
         payload_bytes = sum(item.hold.length for item in items)
-        if self._shut_to_loads or self._is_stuck() or not self._admit("load"):
+        refusal = self._refusal(loads=True)
+        if refusal or self._is_stuck() or not self._admit("load"):
             for item in items:
                 item.hold.drop()
-            reason = self._shut if self._shut_to_loads else BREAKER_OPEN
-            return [LoadOutcome(LoadStatus.FAILED, reason)] * len(items)
+            return [LoadOutcome(LoadStatus.FAILED, refusal or BREAKER_OPEN)] * len(items)
         try:
             return await self._bounded(
                 "load", self.inner.load(items), items, payload_bytes, LoadOutcome, _load_says_why_not
@@ -186,7 +195,7 @@ class DeadlineAdapter(StorageAdapter):
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """As the inner adapter; 0 at the deadline, while the breaker is open and while the medium is shut."""
-        if self._shut or not self._admit("delete"):
+        if self._refusal() or not self._admit("delete"):
             return 0
         try:
             count = await self._in_time("delete", self.inner.delete(keys), 0, _no_reason)
@@ -196,6 +205,8 @@ class DeadlineAdapter(StorageAdapter):
 
     async def clear(self) -> int:
         """As the inner adapter, without a deadline, since an admin waits for the answer. Raises StorageError."""
+        if self.paused:
+            raise self._not_cleared("it is paused; resume it first")
         try:
             count = await self.inner.clear()
         except StorageError:
@@ -208,7 +219,9 @@ class DeadlineAdapter(StorageAdapter):
         return count
 
     async def usage(self) -> Usage:
-        """As the inner adapter; all zero if it does not answer in time, or its answer is not a usage."""
+        """As the inner adapter; all zero if it is paused or does not answer in time, or its answer is not a usage."""
+        if self.paused:
+            return Usage(0, 0, 0)
         try:
             usage = await self._in_time("", self.inner.usage(), 0, _no_reason)
         except _Failed:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from kvstrata.errors import AllWrong
 from kvstrata.native.disk import MIN_CAPACITY_BYTES
-from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.disk.adapter import disk_adapter
 from kvstrata.storage.media.paths import absolute, folder_at
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
@@ -95,8 +95,4 @@ def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
     )
 
 
-def _reach(config: DiskConfig, place: Place) -> Reach:
-    return Reach(folders={"base_path": config.base_path})
-
-
-MEDIUM = Medium(DiskConfig, _prepare, reach=_reach, folder=lambda config: folder_at(config.base_path))
+MEDIUM = Medium(DiskConfig, _prepare, folder=lambda config: folder_at(config.base_path))

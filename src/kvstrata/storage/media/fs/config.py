@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.errors import AllWrong
-from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.media.paths import absolute, folder_at
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
@@ -99,8 +99,4 @@ def _check_tmp_dir(tmp: str, place: Place) -> None:
         raise place.wrong("relative_tmp_dir", tmp, must)
 
 
-def _reach(config: FsConfig, place: Place) -> Reach:
-    return Reach(folders={"base_path": config.base_path})
-
-
-MEDIUM = Medium(FsConfig, _prepare, reach=_reach, folder=lambda config: folder_at(config.base_path))
+MEDIUM = Medium(FsConfig, _prepare, folder=lambda config: folder_at(config.base_path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,10 +12,9 @@ from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
 from kvstrata.errors import AllWrong
-from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.media.mooncake.adapter import (
-    DEFAULT_MASTER,
     SETUP_KEYS,
     MooncakeAdapter,
     MooncakeSettings,
@@ -33,17 +31,8 @@ NEARLY = 0.8
 
 REPLICAS = frozenset({"replica_num", "nof_replica_num"})
 """Options of ReplicateConfig that LMCache's entries have beside those of `setup`."""
-RUNTIME_KEYS = frozenset(SETUP_KEYS) - {
-    "ipc_socket_path", "enable_ssd_offload", "ssd_offload_path", "enable_client_http_server", "client_http_port",
-}  # fmt: skip
-"""Options that an adapter may have if it is added while the server runs: none names a file or opens an HTTP port."""
 OTHER_NAMES = {"master_server_address": "master_server_addr", "device_name": "rdma_devices"}
 """Names that Mooncake's own configuration file and LMCache have for options of `setup`."""
-NO_METADATA_SERVER = "P2PHANDSHAKE"
-_SERVER = re.compile(
-    r"(?:(?:https?|etcd|redis)://)?((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)(?:/[\w/-]*)?"
-)
-"""The address of one server, without a user name: two URL parsers may disagree about where a user name ends."""
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,19 +102,6 @@ def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
     return lambda: MooncakeAdapter(settings, name=name)
 
 
-def _reach(config: MooncakeConfig, place: Place) -> Reach:
-    hosts = {}
-    for name, default in (("metadata_server", NO_METADATA_SERVER), ("master_server_addr", DEFAULT_MASTER)):
-        text = str(_renamed(config.setup).get(name) or default)
-        if text == NO_METADATA_SERVER:
-            continue
-        named = _SERVER.fullmatch(text)
-        if named is None:
-            raise place.hidden(name, "must name one server, as HOST:PORT or http://HOST:PORT/PATH")
-        hosts[name] = [named[1]]
-    return Reach(hosts=hosts)
-
-
 def _look(config: MooncakeConfig, name: str) -> None:
     if importlib.util.find_spec("mooncake") is None:
         import_store(name)  # says which package is missing
@@ -138,7 +114,5 @@ MEDIUM = Medium(
     _prepare,
     hosted=True,
     rest="setup",
-    reach=_reach,
-    runtime_rest=RUNTIME_KEYS,
     look=_look,
 )

@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import logging
 import os
-import re
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
@@ -21,7 +20,7 @@ from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
 from kvstrata.errors import AllWrong, ConfigError, install
 from kvstrata.patience import patience
-from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.folder import Folder
 from kvstrata.storage.media.medium import medium_word
@@ -40,17 +39,6 @@ KNOWN_TO_THE_LIBRARY = (
 """Common options of obstore, which errors suggest for a similar wrong name; obstore itself decides which exist."""
 REPLACED = (("s3_region", "region"), ("s3_enable_s3express", "s3_express"), ("disable_tls", "allow_http"))
 """Pairs of LMCache's name for an option of its `s3`, and obstore's name for the same option."""
-RUNTIME_OPTIONS = frozenset({
-    "region", "s3_region", "endpoint", "access_key_id", "secret_access_key", "session_token", "skip_signature",
-    "virtual_hosted_style_request", "allow_http", "disable_tls", "timeout", "connect_timeout", "s3_express",
-    "s3_enable_s3express",
-})  # fmt: skip
-"""Options that an adapter may have if it is added while the server runs.  Some of obstore's other options make it read
-files, and some name a further server."""
-_ENDPOINT = re.compile(r"https?://((?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?)/?")
-_BUCKET = re.compile(r"(?:s3a?|(gs))://([A-Za-z0-9][A-Za-z0-9._-]*)(?:/.*)?")
-_REGION = re.compile(r"[a-z0-9-]{1,40}")
-"""A region becomes a part of a host's name, so it must have no character that could end that name."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 
 
@@ -250,23 +238,6 @@ def _unknown(place: Place, name: str) -> ConfigError:
     return place.hidden(name, f"unknown field, and not an option of obstore for this url{hint}")
 
 
-def _reach(config: ObjectStoreConfig, place: Place) -> Reach:
-    options = config.options
-    bucket = _BUCKET.fullmatch(config.url)
-    if bucket is None:
-        must = "must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX in an adapter that is added while the server runs"
-        raise place.wrong("url", config.url, must)
-    for name in ("region", "s3_region"):
-        if name in options and not _REGION.fullmatch(str(options[name])):
-            raise place.wrong(name, options[name], "must be letters, digits and hyphens")
-    if "endpoint" not in options:
-        return Reach(hosts={"url": [f"{bucket[1] or 's3'}://{bucket[2]}"]})
-    endpoint = _ENDPOINT.fullmatch(str(options["endpoint"]))
-    if endpoint is None:
-        raise place.hidden("endpoint", "must be https://HOST or https://HOST:PORT")
-    return Reach(hosts={"endpoint": [endpoint[1]]})
-
-
 def _folder(config: ObjectStoreConfig) -> Folder | None:
     if not config.url.startswith("file:"):
         return None
@@ -277,8 +248,6 @@ MEDIUM = Medium(
     ObjectStoreConfig,
     _prepare,
     rest="options",
-    reach=_reach,
-    runtime_rest=RUNTIME_OPTIONS,
     folder=_folder,
     refusal=_missing,
 )

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvstrata.config.private_file import read_private_file
 from kvstrata.errors import AllWrong
 from kvstrata.patience import patience
-from kvstrata.storage.catalogue import Make, Medium, Reach
+from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
 from kvstrata.storage.media.resp.servers import Address, RespServers
 from kvstrata.storage.media.workers import NumWorkers, PerOpWorkers
@@ -377,9 +377,4 @@ def _prepare(config: RespConfig, place: Place, name: str) -> Make:
     return lambda: RespAdapter(settings, name=name)
 
 
-def _reach(config: RespConfig, place: Place) -> Reach:
-    source, addresses = _named(config, place)
-    return Reach(hosts={source: [str(address) for address in addresses]})
-
-
-MEDIUM = Medium(RespConfig, _prepare, reach=_reach)
+MEDIUM = Medium(RespConfig, _prepare)
