@@ -53,7 +53,6 @@ POINTS: dict[str, str] = {
     "put.started": "a chunk is held for a put, the adapter has not been asked",
     "put.stored": "the adapter answered, the hold is dropped",
     "recut.made": "a chunk's records of another geometry are written, none is committed",
-    "sweep.deleted": "some records of the tenant that is being cleared were deleted, others were not",
 }
 """Every point, and the state of the server when the point is reached."""
 

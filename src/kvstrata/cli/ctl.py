@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
         help="as the API returned it, or as the engine logs it")  # fmt: skip
     clear = commands.add_parser("clear", help="drop chunks")
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="where (%(default)s)")
-    clear.add_argument("--tenant", metavar="NAME", help="only this tenant's chunks (those of every tenant)")
+    clear.add_argument(
+        "--tenant", metavar="NAME", help="only this tenant's chunks of L1 (those of every tenant)"
+    )
     clear.add_argument(
         "--wait",
         action="store_true",

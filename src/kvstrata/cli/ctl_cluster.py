@@ -93,7 +93,9 @@ def add(parser: argparse.ArgumentParser, seconds: Callable[[str], float]) -> Non
         copy.add_argument("--source", metavar="INSTANCE", help="from where (the one with the longest prefix)")
     clear = waiting(action("clear", "drop chunks"))
     clear.add_argument("--tier", choices=("l1", "l2", "all"), default="l1", help="where (%(default)s)")
-    clear.add_argument("--tenant", metavar="NAME", help="only this tenant's chunks (those of every tenant)")
+    clear.add_argument(
+        "--tenant", metavar="NAME", help="only this tenant's chunks of L1 (those of every tenant)"
+    )
     evict = waiting(chunks(action("evict", "drop chunks from L1"), required=False))
     evict.add_argument(
         "--identity", metavar="HEX", help="all chunks of an identity, by the root that `lookup` prints (none)"

@@ -47,10 +47,3 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "up to 5 s more.",
         ),
     ] = 10.0
-    quotas_gb: Annotated[
-        dict[str, Annotated[float, Meta(gt=0, le=1 << 20)]],
-        Meta(
-            description="GB that a tenant may have in each L2 adapter, by tenant name. Only records that this server "
-            "has put, found or loaded there since it started are counted."
-        ),
-    ] = {}

@@ -158,8 +158,7 @@ STATUS_NUMBERS: dict[str, Number] = {
     "l2_store.adapters.ADAPTER.stored_bytes": Number("l2_store_stored_bytes_total", "Record bytes stored."),
     "l2_store.adapters.ADAPTER.outcomes.WORD": Number(
         "l2_store_outcomes_total",
-        "Puts by outcome: stored, exists, throttled, taken_up (begun late), or `skipped:` and the "
-        "reason; trimmed: records deleted because their tenant was at its quota.",
+        "Puts by outcome: stored, exists, throttled, taken_up (begun late), or `skipped:` and the reason.",
         "outcome",
     ),
     "l2_prefetch.fetches_running": Number(

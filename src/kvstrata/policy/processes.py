@@ -26,8 +26,6 @@ from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice, identit
 
 MAX_IDENTITIES = 4096
 """Most identities that one session may have; the one that was declared or used longest ago is dropped."""
-MOST_LENGTHS = 8
-"""Most different record lengths that are remembered for one process."""
 MAX_NAME_CHARS = 4096
 ADAPTERS_REMEMBERED = 64
 """Of each engine: those that were declared last."""
@@ -107,19 +105,19 @@ class EngineGroup:
         return self._ordered()[3]
 
     @property
-    def lengths(self) -> list[frozenset[int]]:
-        """For each of `slices` the lengths that its records may have; an empty set: not known."""
-        of: dict[bytes, set[int]] = {digest: set() for digest in self.slices}
+    def record_limits(self) -> list[int]:
+        """For each of `slices` the length of a chunk's longest record; 0: not known."""
+        of = dict.fromkeys(self.slices, 0)
         for member in self.members.values():
             if member.digest:
-                of[member.digest].update(member.lengths)
-        return [frozenset(of[digest]) for digest in self.slices]
+                of[member.digest] = max(of[member.digest], member.chunk_record_bytes)
+        return list(of.values())
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk's longest records in all slices; 0: not known."""
-        lengths = self.lengths
-        return sum(map(max, lengths)) if lengths and all(lengths) else 0
+        limits = self.record_limits
+        return sum(limits) if all(limits) else 0
 
     @property
     def load_rate(self) -> tuple[float, float] | None:
@@ -132,11 +130,6 @@ class EngineGroup:
             return None
         latencies_s, bytes_s = zip(*rates.values(), strict=True)
         return max(latencies_s), len(rates) * min(bytes_s)
-
-    @property
-    def declares_lengths(self) -> bool:
-        """Whether every process with a slice has declared the length of its records."""
-        return all(member.declares_length for member in self.members.values() if member.digest)
 
     @property
     def complete(self) -> bool:
@@ -163,13 +156,11 @@ class AttachedProcess:
     __slots__ = (
         "chunk_record_bytes",
         "copies",
-        "declares_length",
         "detached",
         "digest",
         "engine_url",
         "group",
         "identities",
-        "lengths",
         "load_rate",
         "pid",
         "pinged_s",
@@ -208,11 +199,8 @@ class AttachedProcess:
         """How the process copies, as it last reported; None if its blocks are in host memory."""
         self.load_rate: tuple[float, float] | None = None
         """How fast it loads its slice of chunks, as it last reported: latency in seconds, and bytes a second."""
-        self.lengths: dict[int, None] = {}
-        """Lengths of the records of its slice, as it declared and reserved them; the last MOST_LENGTHS."""
-        self.declares_length = False
         self.chunk_record_bytes = 0
-        """Length of the record of a chunk, as it declared or last reserved it; 0: not known."""
+        """Length of a chunk's longest record, as it declared or reserved it; 0: not known."""
 
     @property
     def owner(self) -> Owner:
@@ -221,11 +209,7 @@ class AttachedProcess:
 
     def has_records_of(self, record_bytes: int) -> None:
         """Note the length of a chunk's record that the process declared, or for which it reserves extents."""
-        self.chunk_record_bytes = record_bytes
-        self.lengths.pop(record_bytes, None)
-        self.lengths[record_bytes] = None
-        if len(self.lengths) > MOST_LENGTHS:
-            del self.lengths[next(iter(self.lengths))]
+        self.chunk_record_bytes = max(self.chunk_record_bytes, record_bytes)
 
 
 class TenantTokens:
@@ -362,9 +346,7 @@ class ProcessTable:
         process.secret = secret
         process.span = span
         process.engine_url = engine_url
-        if record_bytes:
-            process.declares_length = True
-            process.has_records_of(record_bytes)
+        process.has_records_of(record_bytes)
         self._processes[session] = process
         of_engine.members[session] = process
         of_engine.changed()
@@ -427,19 +409,18 @@ class ProcessTable:
         """A declared identity by its root."""
         return self._by_root.get(root)
 
-    def lengths_of(self, root: bytes) -> frozenset[int]:
-        """The lengths that records of an identity may have, of all slices of its engines; empty: not known.
-
-        Empty too while some process with a slice of that layout has neither declared nor reserved a length.
-        """
+    def record_limit_of(self, root: bytes) -> int:
+        """The length of the longest record of a chunk, over all slices of an identity's engines; 0: not known."""
         identity = self._by_root.get(root)
-        lengths: set[int] = set()
-        for group in self._groups.values() if identity is not None else ():
-            if identity is not None and group.layout == identity.layout:
-                if not all(group.lengths):
-                    return frozenset()
-                lengths.update(*group.lengths)
-        return frozenset(lengths)
+        if identity is None:
+            return 0
+        limits = [
+            limit
+            for group in self._groups.values()
+            if group.layout == identity.layout
+            for limit in group.record_limits
+        ]
+        return max(limits, default=0) if all(limits) else 0
 
     def _leave(self, process: AttachedProcess) -> None:
         process.group.members.pop(process.session, None)

@@ -35,8 +35,6 @@ class Skip(enum.StrEnum):
     """The server is stopping."""
     CLEARED = "cleared"
     """L2 was cleared while the chunk waited."""
-    QUOTA = "quota"
-    """The chunk's tenant may have no more bytes in the adapter."""
     CRASHED = "worker_crashed"
     """The put ended by a mistake of the server's own; its log has the traceback."""
 

@@ -54,12 +54,6 @@ class ChunkHistory:
         """Note that a tier dropped this chunk to stay below its cap."""
         self._keys.note(key, MissReason.EVICTED, f"the cap of {tier}", self._clock.unix_ms())
 
-    def trimmed(self, tier: str, keys: Sequence[bytes]) -> None:
-        """Note that a tier deleted these chunks because their tenant was at its quota and had a newer one."""
-        now_ms = self._clock.unix_ms()
-        for key in keys:
-            self._keys.note(key, MissReason.EVICTED, f"its tenant's quota of {tier}", now_ms)
-
     # --- reported by the pool -----------------------------------------------------------------------------
 
     def left_l1(self, key: bytes, kind: int, now_ms: int) -> None:

@@ -41,7 +41,6 @@ from kvstrata.server.admin.status import (
 from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
-from kvstrata.server.identity_book import IdentityBook
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.payload_kinds import PayloadKinds
@@ -73,7 +72,6 @@ class Ground(NamedTuple):
     settings: ServerSettings
     facts: InstanceFacts
     pool: Pool
-    book: IdentityBook
     loop: asyncio.AbstractEventLoop
     supervisor: Supervisor
     lane: PoolLane
@@ -147,10 +145,8 @@ def lay_ground(
     own_lane: PoolLane,
     clock: Clock,
     explainer: Explainer,
-    book: IdentityBook | None = None,
 ) -> Ground:
     """Make the parts that refer to no other part, and set the quotas of tenants."""
-    book = book or IdentityBook(None, own_lane, supervisor)
     for tenant, gigabytes in settings.quotas_gb.items():
         pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
     counters, readiness, board = (
@@ -168,7 +164,6 @@ def lay_ground(
         settings=settings,
         facts=facts,
         pool=pool,
-        book=book,
         loop=loop,
         supervisor=supervisor,
         lane=lane,
@@ -228,16 +223,14 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
         tiers,
         StoreLimits(backlog_bytes=int(pool.extents_bytes * settings.l2.backlog_share)),
         history.put_skipped,
-        quotas={tenant_number(tenant): int(gb * GB) for tenant, gb in settings.l2.quotas_gb.items()},
-        trimmed=history.trimmed,
         news=news,
     )
     borrowed = Borrowed(pool, ground.own_lane, ground.clock)
 
-    def loaded(tier: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
+    def loaded(tier: str, keys: Sequence[bytes]) -> None:
         if tier == peer_tier and not settings.p2p.keep:
-            borrowed.read(key for key, _ in records)
-        store.found(tier, tenant, records)
+            borrowed.read(keys)
+        store.found(tier, keys)
 
     peer_reads = PeerReads(peer_tier, tiers.stack, ground.counters)
 
@@ -267,12 +260,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2
 def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) -> Requests:
     """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
     settings = ground.settings
-    for tenant in sorted(
-        {
-            *settings.quotas_gb,
-            *settings.l2.quotas_gb,
-        }.union(*tokens.sets)
-    ):
+    for tenant in sorted(set(settings.quotas_gb).union(*tokens.sets)):
         ground.counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
     effects = Effects(
         ground.pool,
@@ -313,13 +301,12 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
         ground.clock,
         ground.supervisor,
     )
-    tenants = TenantRows(ground.settings, tables.processes, ground.pool, l2.store)
+    tenants = TenantRows(ground.settings, tables.processes, ground.pool)
     ground.board.put("tenants", tenants.in_l1, metrics=False)
-    ground.board.put("l2_tenants", tenants.in_l2, metrics=False)
     ground.board.put("jobs", prewarms.documents, metrics=False)
     return AdminParts(
         prewarms,
-        Clearing(ground.pool, ground.own_lane, l2.store, l2.events, ground.book),
+        Clearing(ground.pool, ground.own_lane, l2.store, l2.events),
         Explaining(ground.explainer),
         tenants,
     )
@@ -378,7 +365,6 @@ def make_boundary(
         tiers=l2.tiers,
         prewarms=admin.prewarms,
         clearing=admin.clearing,
-        book=ground.book,
         explain=admin.explain,
         board=ground.board,
         counters=counters,

@@ -65,7 +65,6 @@ from kvstrata.server.composition import (
 )
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
-from kvstrata.server.identity_book import IdentityBook, book_path
 from kvstrata.server.joining import make_membership, other_hosts_out_of_reach, peer_config, serve_peers
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
@@ -159,7 +158,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         own_lane,
         SystemClock(),
         Explainer(),
-        IdentityBook(book_path(facts.instance_id, os.environ), own_lane, shell.supervisor),
     )
 
     # 2. Tables, news, L2 and its tiers.

@@ -18,7 +18,7 @@ from kvstrata.server.instance import Instance
 from kvstrata.server.plan import Plan, plan
 from kvstrata.types import GB
 
-LIVE = ("log_level", "quotas_gb", "l2.quotas_gb", "l2.drain_s")
+LIVE = ("log_level", "quotas_gb", "l2.drain_s")
 HTTP_TOKEN, TENANTS = "http.token_file", "security.tenants_file"
 NO_QUOTA = -1
 
@@ -50,9 +50,6 @@ class Reload:
             pool.set_quota(tenant_number(tenant), NO_QUOTA)
         for tenant, gigabytes in after.quotas_gb.items():
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
-        instance.l2.store.set_quotas(
-            {tenant_number(tenant): int(gigabytes * GB) for tenant, gigabytes in after.l2.quotas_gb.items()}
-        )
         instance.tenants.name(after)
         return found
 

@@ -18,7 +18,7 @@ import enum
 import logging
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
@@ -216,8 +216,6 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
     traceback.clear_frames(error.__traceback__)
 
 
-WALK_KEYS = 1024
-"""Keys of a page of `walk`, where the pages come from `list_keys`."""
 MORE_KEYS = 64
 """How many keys a page may have beyond the requested number, since one cursor may stand for several keys."""
 
@@ -266,26 +264,6 @@ class StorageAdapter(ABC):
         It must be quick, so the keys must come from an index.
         """
         return None
-
-    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """The keys of all stored records, in pages; it may take minutes, and read the whole medium's directory.
-
-        A record that is there during the whole walk is named at least once.  A record may be deleted meanwhile.  Raises
-        StorageError if the medium cannot name its records, and if the walk ends before its end.
-        """
-        if not self.capabilities.lists:
-            raise StorageError(
-                f"{self.name}: this kind of storage cannot name the records that it has", field=self.name
-            )
-        cursor = 0
-        while True:
-            page = await self.list_keys(cursor, WALK_KEYS)
-            if page is None:
-                raise StorageError(f"{self.name}: it cannot list its records now; try again", field=self.name)
-            yield page.keys
-            cursor = page.cursor
-            if not cursor:
-                return
 
     @abstractmethod
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:

@@ -276,30 +276,6 @@ class AdapterContract(ABC):
             async with self.opened(medium) as adapter:
                 assert set(await self.listed(adapter, 8)) == medium.keys()
 
-    async def test_a_walk_names_all_records_while_they_are_deleted_or_says_that_it_cannot(
-        self, medium: Medium
-    ) -> None:
-        keys = {key_of(n) for n in range(30)}
-        async with self.opened(medium) as adapter:
-            await self.put(adapter, *range(30), size=100)
-            if adapter.capabilities.lists:
-                await self.listed(adapter, 8)  # the medium can list from now on
-            try:
-                walked = [key async for page in adapter.walk() for key in page]
-            except StorageError as error:
-                assert adapter.name in error.message
-                return
-            assert set(walked) == medium.keys() == keys
-            if not adapter.capabilities.can_delete:
-                return
-            theirs, walked = {key_of(n) for n in range(20)}, []
-            async for page in adapter.walk():
-                walked += page
-                if chosen := [key for key in page if key in theirs]:
-                    assert await adapter.delete(chosen) == len(chosen)
-            assert keys == set(walked) and medium.keys() == keys - theirs
-            assert {key async for page in adapter.walk() for key in page} == keys - theirs
-
     async def test_keys_stored_throughout_a_listing_are_listed_while_others_come_and_go(
         self, medium: Medium
     ) -> None:

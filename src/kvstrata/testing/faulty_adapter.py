@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import mmap
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
@@ -105,10 +105,6 @@ class FaultyAdapter(StorageAdapter):
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter, without faults."""
         return await self.inner.list_keys(cursor, most)
-
-    def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """As the inner adapter, without faults."""
-        return self.inner.walk()
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter, unless a fault is drawn."""

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvstrata import failpoints
-from kvstrata.errors import StorageError
 from kvstrata.policy.store import EvictAhead, StorePolicy
-from kvstrata.storage.base import StorageAdapter
 from kvstrata.testing.faults import Fault, FaultPlan
-from kvstrata.testing.strategies import IDENTITY
 from tests.fault.server.fs_tiers import OpenTier, Puts
 from tests.harness.l1 import L1, L1_BYTES, LATER_S, RECORD, chain
 from tests.harness.waiting import until
@@ -320,72 +316,6 @@ async def test_a_read_only_medium_gets_and_loses_nothing(l1: L1, tier: OpenTier)
     assert read_only.faults.asked["put"] == 0
     assert puts.skipped == []
     assert await puts.controller.clear() == 8
-    await puts.controller.stop(0)
-
-
-@pytest.mark.parametrize("when", ["before", "during", "late"])
-async def test_a_clear_of_one_tenant_takes_its_puts_under_way_too_and_no_others(
-    l1: L1, tier: OpenTier, when: str
-) -> None:
-    """A batch with chunks of both tenants is under way: it hangs until the clear has ended, or ends within it."""
-    plan, other = FaultPlan(0), b"i" * 32
-    one = await tier(plan=plan)
-    puts = Puts(l1, one, batches_in_flight=1)
-    done = {name: chain(f"{name} done", 2) for name in ("blue", "green")}
-    more = {name: chain(name, 6) for name in ("blue", "green")}
-    identities = {"blue": (IDENTITY, 1), "green": (other, 2)}
-
-    def store(chains: dict[str, list[bytes]]) -> None:
-        for name, keys in chains.items():
-            identity, tenant = identities[name]
-            l1.store(keys, identity=identity, tenant=tenant)
-        pairs = zip(*chains.values(), strict=True)
-        puts.controller.committed([key for pair in pairs for key in pair])
-
-    store(done)
-    await puts.controller.idle()
-    if when != "before":
-        plan.schedule(Fault.HANG)
-        store(more)
-        await until(lambda: one.faults.hanging == 1)
-    walked = asyncio.Event()
-    heads = one.faults.heads
-
-    async def slow_heads(keys: Sequence[bytes]) -> list[bytes]:
-        found = await heads(keys)
-        if when == "during":
-            one.faults.release()
-            await until(lambda: len(one.records) >= 4 + 4)
-        walked.set()
-        return found
-
-    one.faults.heads = slow_heads  # type: ignore[method-assign]
-    assert await puts.controller.clear(1, lambda root: root == IDENTITY) == 2
-    assert walked.is_set()
-    one.faults.release()
-    await puts.controller.idle()
-    greens = done["green"] + (more["green"] if when != "before" else [])
-    assert one.records == set(greens)
-    assert sorted(puts.skipped) == sorted((key, "cleared") for key in more["blue"] if when != "before")
-    store({"blue": chain("blue again", 2), "green": chain("green again", 2)})
-    await puts.controller.idle()
-    assert one.records == {*greens, *chain("blue again", 2), *chain("green again", 2)}
-    await puts.controller.stop(0)
-
-
-async def test_a_tier_that_cannot_list_is_not_cleared_of_one_tenant_and_says_so(
-    l1: L1, tier: OpenTier
-) -> None:
-    one = await tier()
-    puts = Puts(l1, one)
-    keys = l1.store(chain("a", 3))
-    puts.controller.committed(keys)
-    await puts.controller.idle()
-    one.faults.inner.capabilities = msgspec.structs.replace(one.faults.inner.capabilities, lists=False)
-    one.faults.walk = functools.partial(StorageAdapter.walk, one.faults.inner)  # type: ignore[method-assign]
-    with pytest.raises(StorageError, match=r"fs-0: .*cannot name the records"):
-        await puts.controller.clear(1, lambda root: True)
-    assert one.records == set(keys)
     await puts.controller.stop(0)
 
 

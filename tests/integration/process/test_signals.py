@@ -96,11 +96,11 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
         log_level="debug",
         p2p={"keep": False},
         quotas_gb={"green": 0.001},
-        l2={"quotas_gb": {"green": 1}, "drain_s": 1},
+        l2={"drain_s": 1},
     )
     server.signal(signal.SIGHUP)
     assert server.expect("reloaded").partition("reloaded ")[2] == (
-        "changed=http.token_file,l2.drain_s,l2.quotas_gb,log_level,quotas_gb,security.tenants_file "
+        "changed=http.token_file,l2.drain_s,log_level,quotas_gb,security.tenants_file "
         "needs_restart=p2p.keep"
     )
     with pytest.raises(urllib.error.HTTPError):
@@ -114,8 +114,6 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
         engine.stored(prompt(64))
         [row] = [row for row in status(server, NEW)["tenants"] if row["tenant"] == "green"]
         assert 0 < row["bytes"] <= 0.001 * 2**30
-    [row] = status(server, NEW)["l2_tenants"]
-    assert (row["tenant"], row["quota_bytes"]) == ("green", 2**30)
     assert lines(server.log, "DEBUG"), "the new log level"
     config.write(log_level="warning")
     server.signal(signal.SIGHUP)

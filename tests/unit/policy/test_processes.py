@@ -87,19 +87,19 @@ def test_an_engine_loads_as_fast_as_the_slowest_of_its_processes_lets_it() -> No
     assert group.load_rate is None
 
 
-def test_lengths_that_were_only_reserved_are_known_but_not_declared() -> None:
-    """Values of other lengths are deleted only where every process with a slice has declared its length."""
+def test_the_limit_of_a_slices_records_is_the_longest_that_a_process_declared_or_reserved() -> None:
     table = ProcessTable(1)
     scheduler = attach(table, 1, role=Role.SCHEDULER)
     attach(table, 2, record_bytes=4096)
     group = scheduler.group
-    assert group.lengths == [frozenset({4096})] and group.declares_lengths
+    assert (group.record_limits, group.chunk_bytes) == ([4096], 4096)
     other = attach(table, 3)
-    assert not group.declares_lengths and frozenset() in group.lengths
-    other.has_records_of(8192)
-    assert sorted(map(sorted, group.lengths)) == [[4096], [8192]] and not group.declares_lengths
-    table.gone(other.session)
-    assert group.declares_lengths
+    assert (sorted(group.record_limits), group.chunk_bytes) == ([0, 4096], 0), (
+        "the length of a slice is not known"
+    )
+    for length in (8192, 100):
+        other.has_records_of(length)
+    assert (sorted(group.record_limits), group.chunk_bytes) == ([4096, 8192], 12_288)
 
 
 def test_a_process_that_attaches_again_keeps_its_identities() -> None:

@@ -1,19 +1,19 @@
-"""Clear: drop the chunks of one tenant or of all, so that no lookup finds them any more."""
+"""Clear: drop chunks of L1 (of one tenant or of all) or all of L2, so that no lookup finds them any more."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
+from kvstrata.errors import BadRequest
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.processes import tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.rpc.wire import ClearScope
-from kvstrata.server.identity_book import IdentityBook, tenant_mark
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.pool_events import PoolEvents
 
@@ -29,8 +29,6 @@ class Cleared(NamedTuple):
     held: int
     leased: int
     kept: int
-    unknown: int | None = None
-    """Records of L2 that stay because this server does not know their tenants; None unless L2 was cleared of one."""
 
     @property
     def n_chunks(self) -> int:
@@ -41,22 +39,8 @@ class Cleared(NamedTuple):
         return {
             "cleared": self.tiers,
             "pending": {"held": self.held, "leased": self.leased},
-            "kept": {"pinned": self.kept, **({} if self.unknown is None else {"unknown": self.unknown})},
+            "kept": {"pinned": self.kept},
         }
-
-
-class _Theirs:
-    """Tells of identity roots whether they belong to one tenant, and counts those of unknown tenants."""
-
-    def __init__(self, roots: Mapping[bytes, bytes], tenant: str) -> None:
-        self._roots = roots
-        self._mark = tenant_mark(tenant)
-        self.unknown = 0
-
-    def __call__(self, root: bytes) -> bool:
-        mark = self._roots.get(root)
-        self.unknown += mark is None
-        return mark == self._mark
 
 
 class Clearing:
@@ -68,13 +52,11 @@ class Clearing:
         lane: PoolLane,
         store: StoreController,
         events: PoolEvents,
-        book: IdentityBook,
     ) -> None:
         self._pool = pool
         self._lane = lane
         self._store = store
         self._events = events
-        self._book = book
         self._on_lane_now = asyncio.Lock()
         self._log = EventLog("instance")
 
@@ -82,23 +64,21 @@ class Clearing:
         """Drop the chunks of one tenant or of all (None). When this returns, no lookup finds them any more.
 
         Bytes of L1 that are in use become free when the use ends.  `wait`: return only then, but at most CLEAR_WAIT_S
-        later.  Raises StorageError when a tier could not be cleared; for a tenant it must list and delete records.
+        later.  Raises StorageError when a tier could not be cleared, BadRequest for L2 of one tenant.
         """
+        if tenant is not None and scope != ClearScope.L1:
+            raise BadRequest(
+                "tenant: L2 can only be cleared as a whole; clear L1 of the tenant and change its salt: its records in "
+                "L2 are then never found, and their tier's cap evicts them",
+                field="tenant",
+            )
         tiers: dict[str, int] = {}
         kept = 0
-        theirs: _Theirs | None = None
-        if tenant is not None and scope in (ClearScope.L2, ClearScope.ALL):
-            theirs = _Theirs(await self._book.roots(), tenant)
-        unknown: int | None = None
         number = -1 if tenant is None else tenant_number(tenant)
         if scope in (ClearScope.L1, ClearScope.ALL):
             tiers["l1"], kept = await self._on_lane(self._pool.clear, number)
         if scope in (ClearScope.L2, ClearScope.ALL):
-            if theirs is None:
-                tiers["l2"] = await self._store.clear()
-            else:
-                tiers["l2"] = await self._store.clear(number, theirs)
-                unknown = theirs.unknown
+            tiers["l2"] = await self._store.clear()
             if "l1" in tiers:
                 # A load that began before its record was deleted may have ended since L1 was cleared.
                 again, kept = await self._on_lane(self._pool.clear, number)
@@ -114,9 +94,8 @@ class Clearing:
         self._log.repeated(
             logging.INFO, f"cleared {scope} {shown}"[:200], "cleared",
             tier=scope, tenant=shown, **tiers, held=held, leased=leased, kept=kept,
-            **({} if unknown is None else {"unknown": unknown}),
         )  # fmt: skip
-        return Cleared(tiers, held, leased, kept, unknown)
+        return Cleared(tiers, held, leased, kept)
 
     async def _on_lane(self, work: Callable[[int], tuple[int, int]], number: int) -> tuple[int, int]:
         async with self._on_lane_now:

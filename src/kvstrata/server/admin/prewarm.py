@@ -90,7 +90,7 @@ class GroupSlices(NamedTuple):
     """What a prewarm loads of each chunk, for one engine."""
 
     packed: bytes
-    lengths: list[frozenset[int]]
+    limits: list[int]
     spans: tuple[int, ...]
 
 
@@ -164,7 +164,7 @@ class Prewarms:
             ended = (number for number, other in self._jobs.items() if other.state is not JobState.RUNNING)
             del self._jobs[next(ended)]
         # The group's processes may end at any time, so what the prewarm needs of it is read here.
-        slices = GroupSlices(group.packed_slices, group.lengths, group.spans)
+        slices = GroupSlices(group.packed_slices, group.record_limits, group.spans)
         work = self._run(job, slices, root, tenant, chain, budget_bytes, ttl_ms)
         self._supervisor.job(work, f"prewarm-{job.number}")
         return job.number
@@ -183,8 +183,8 @@ class Prewarms:
     async def _run(
         self, job: Job, group: GroupSlices, root: bytes, tenant: int, chain: bytes, budget_bytes: int, ttl_ms: int
     ) -> None:  # fmt: skip
-        slices, lengths, spans = group
-        n_slices, reason = len(lengths), InternalError.code
+        slices, limits, spans = group
+        n_slices, reason = len(limits), InternalError.code
         deadline_s = self._clock.monotonic_s() + ttl_ms / 1000
         try:
             keys = await asyncio.shield(self._lane.run(storage_keys, root, chain, slices))
@@ -200,7 +200,7 @@ class Prewarms:
                     parent=before(keys, job.l1_chunks, n_slices=n_slices),
                     deadline_s=deadline_s,
                     budget_bytes=budget_bytes or None,
-                    lengths=lengths,
+                    limits=limits,
                     spans=spans,
                 )
                 job.l2_chunks, reason = fetched.l2_chunks, fetched.reason

@@ -14,7 +14,6 @@ from kvstrata.config.model import ServerSettings
 from kvstrata.native.pool import Pool
 from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.server.facts import InstanceFacts
-from kvstrata.server.l2.store import StoreController
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.requests.leases import Lease
 from kvstrata.types import shown_name
@@ -51,8 +50,7 @@ class StatusBoard:
         """
         document = {name: self._sections[name]() for name in OPEN_SECTIONS if name in self._sections}
         document["peers"] = [row for row in self._sections["peers"]() if row["group"] == group]
-        for name in ("tenants", "l2_tenants"):
-            document[name] = [row for row in self._sections[name]() if row["tenant"] in tenants]
+        document["tenants"] = [row for row in self._sections["tenants"]() if row["tenant"] in tenants]
         return document
 
     def numbers(self) -> dict[str, Any]:
@@ -141,17 +139,15 @@ class TenantRows:
         settings: ServerSettings,
         processes: ProcessTable,
         pool: Pool,
-        store: StoreController,
     ) -> None:
         self._named: dict[int, str] = {}
         self.name(settings)
         self._processes = processes
         self._pool = pool
-        self._store = store
 
     def name(self, settings: ServerSettings) -> None:
         """Show the tenants that have a quota in these settings by their names."""
-        self._named |= {tenant_number(name): name for name in (*settings.quotas_gb, *settings.l2.quotas_gb)}
+        self._named |= {tenant_number(name): name for name in settings.quotas_gb}
 
     def in_l1(self) -> list[dict[str, Any]]:
         """Bytes of L1."""
@@ -160,11 +156,6 @@ class TenantRows:
             {"tenant": names.get(number, f"#{number:08x}"), **numbers}
             for number, numbers in self._pool.stats()["tenants"].items()
         ]
-
-    def in_l2(self) -> list[dict[str, Any]]:
-        """Known bytes of the tenants that have a quota in L2, by tier."""
-        names = self._names()
-        return [{**row, "tenant": names[row["tenant"]]} for row in self._store.tenants()]
 
     def _names(self) -> dict[int, str]:
         names = dict(self._named)

@@ -93,7 +93,7 @@ class Actions:
                     "count": done.n_chunks,
                     **done.tiers,
                     "pending": pending,
-                    "kept": done.kept + (done.unknown or 0),
+                    "kept": done.kept,
                 }
             case EvictKeysArgument():
                 return {"count": await asyncio.shield(self._lane.run(self._pool.remove, argument.keys))}
@@ -141,7 +141,7 @@ class Actions:
                         tenant=tenant_number(pull.tenant),
                         parent=before(keys, n_there, n_slices=n_slices),
                         deadline_s=self._clock.monotonic_s() + PULL_S,
-                        lengths=[self._processes.lengths_of(pull.identity)] * n_slices,
+                        limits=[self._processes.record_limit_of(pull.identity)] * n_slices,
                         spans=spans,
                     )
                 finally:

@@ -33,7 +33,7 @@ class ClearBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     tier: Literal["l1", "l2", "all"]
-    tenant: str | None = None
+    tenant: str | None = Field(None, description="Only this tenant's chunks; with `l1` alone.")
     wait: bool = Field(
         False, description="Answer when the bytes of all dropped chunks are free, at most 30 s later."
     )
@@ -49,9 +49,8 @@ class ClearAnswer(BaseModel):
         description="Chunks dropped from L1, now or before, whose bytes are still in use: `held` by a put or a read of "
         "the server, `leased` by an engine. They are free when that use ends."
     )
-    kept: dict[Literal["pinned", "unknown"], int] = Field(
-        description="Chunks that stay: `pinned` in L1 through the controller, or being read there by another instance; "
-        "`unknown` in L2, of a tenant that this server does not know (only if one tenant is cleared)."
+    kept: dict[Literal["pinned"], int] = Field(
+        description="Chunks that stay: `pinned` in L1 through the controller, or being read there by another instance."
     )
 
 

@@ -74,17 +74,14 @@ class Fetch:
         identity: bytes,
         tenant: int,
         deadline_s: float,
-        lengths: Sequence[frozenset[int]] = (),
-        deletes_odd: bool = False,
+        limits: Sequence[int] = (),
         spans: Sequence[int] = (),
         tails: bool = False,
     ) -> None:
         self.spans = spans
         """For each slice how many of the last chunks are needed, 0: all; () if all are in each slice."""
-        self.lengths = lengths
-        """For each slice the lengths that its records may have; an empty set: not known."""
-        self.deletes_odd = deletes_odd
-        """Values of other lengths are deleted, since they cannot be records of these keys."""
+        self.limits = limits
+        """For each slice the length of a chunk's longest record; 0: not known."""
         self.tails = tails
         """The keys are those of tails."""
         self.pool = pool
@@ -113,16 +110,13 @@ class Fetch:
         self._first_failed = len(keys)
         """Number of the first key whose hole has FAILED; `len(keys)` if none has."""
 
-    def takes(self, number: int, record_bytes: int) -> bool:
-        """Whether the record of this key may have this length."""
-        lengths = self.lengths[number % self.n_slices] if self.lengths else ()
-        if self.tails:
-            return not lengths or record_bytes < max(lengths)
-        return not lengths or record_bytes in lengths
+    def limit_of(self, number: int) -> int:
+        """The greatest length of this key's record; 0: not known."""
+        return self.limits[number % self.n_slices] if self.limits else 0
 
     def extent_bytes(self, number: int) -> int:
         """The least length of the extent for this key, 0 for that of its record: a tail gets one of a chunk's size."""
-        return max(self.lengths[number % self.n_slices], default=0) if self.tails and self.lengths else 0
+        return self.limit_of(number) if self.tails else 0
 
     def span_of(self, number: int) -> int:
         """The span of this key's slice."""

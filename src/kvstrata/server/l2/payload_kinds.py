@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstrata.native.codec import fp8_sizes
+from kvstrata.native.record import record_bytes
 from kvstrata.policy.processes import ProcessTable
 from kvstrata.storage.base import PayloadKind
 from kvstrata.types import Slice
@@ -18,6 +19,8 @@ from kvstrata.types import Slice
 MAX_SLICES = 4_096
 MAX_ELEMENT_BYTES = 16
 FP8_NUMBERS = 6
+MAX_SECTIONS = 1 << 16
+MAX_PAYLOAD_BYTES = 1 << 40
 
 
 class PayloadKinds:
@@ -49,6 +52,17 @@ class PayloadKinds:
         if known is not None and known.layout.fidelity == "fp8":
             return kind
         return kind._replace(fp8=None)
+
+
+def declared_record_bytes(facts: Mapping[str, Any] | None) -> int:
+    """The length of the records that the facts of a slice describe (docs/layouts.md); 0 if they do not tell."""
+    payload, sections = (facts or {}).get("payload_bytes"), (facts or {}).get("sections")
+    count = len(sections) if isinstance(sections, list) else sections
+    if type(payload) is not int or type(count) is not int:
+        return 0
+    if not 0 < count <= min(payload, MAX_SECTIONS) or payload > MAX_PAYLOAD_BYTES:
+        return 0
+    return record_bytes(count, payload)
 
 
 def _fp8(fact: object) -> tuple[int, ...] | None:

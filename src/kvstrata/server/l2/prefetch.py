@@ -42,11 +42,10 @@ from kvstrata.policy.prefetch import Hole, Run, Source, next_batch, reserve_runs
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
-from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
 from kvstrata.server.l2.questions import Asks, Questions
 from kvstrata.server.l2.tiers import Tier, TierSet
-from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence, log_broken_contract
+from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +78,11 @@ class PrefetchController:
         limits: PrefetchLimits,
         clock: Clock,
         lost: Callable[[str, Sequence[bytes]], None],
-        found: Callable[[str, int, Sequence[tuple[bytes, int]]], None] = lambda name, tenant, records: None,
+        found: Callable[[str, Sequence[bytes]], None] = lambda name, keys: None,
         asks: Asks = lambda name, scattered: None,
     ) -> None:
         """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
-        tenant, records)` with records (key, bytes) that were loaded for a tenant; for `asks` see questions.py."""
+        keys)` with records that were loaded; for `asks` see questions.py."""
         self.limits = limits
         self._lost = lost
         self._found = found
@@ -96,11 +95,10 @@ class PrefetchController:
         self._loads: dict[bytes, asyncio.Future[str]] = {}
         """Key → outcome of its load under way: "" if it was loaded, else the reason why not."""
         self._fetches: dict[Fetch, asyncio.Task[None]] = {}
-        self._foreign = ForeignValues()
         self._stopping = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._loaded_bytes = 0
-        self._questions = Questions(tiers, self._loaders, limits, clock, self._foreign, self._counts, asks)
+        self._questions = Questions(tiers, self._loaders, limits, clock, self._counts, asks)
 
     # -- from lookups, prewarms and controllers ------------------------------------------------------------
 
@@ -114,22 +112,20 @@ class PrefetchController:
         deadline_s: float,
         parent: bytes = b"",
         budget_bytes: int | None = None,
-        lengths: Sequence[frozenset[int]] = (),
-        deletes_odd: bool = False,
+        limits: Sequence[int] = (),
         spans: Sequence[int] = (),
     ) -> FetchOutcome:
         """Bring the leading chunks of `keys` (32-byte storage keys, chunk-major × slices) into L1.
 
         `identity` is the 32-byte root that the records must name, `tenant` the tenant that the bytes count for,
         `parent` the keys of the chunk before (one per slice, empty at the start of a prompt), `deadline_s` a time of
-        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded (prewarm).  `lengths` has for
-        each slice the lengths that its records may have; an empty set allows any.  With `deletes_odd`, values of other
-        lengths are deleted.  Of slices with a span (`spans`, see keys/spans.py) only what a hit needs is loaded.
+        the prefetch controller's clock.  `budget_bytes` limits the bytes that are loaded (prewarm).  `limits` has for
+        each slice the greatest length of its records, 0 for any: a longer value takes no room in L1.  Of slices with a
+        span (`spans`, see keys/spans.py) only what a hit needs is loaded.
         Cancelling ends the wait and every load that has not begun.
         """
         fetch = Fetch(
-            self._pool, split(keys), n_slices, split(parent), identity, tenant, deadline_s, lengths,
-            deletes_odd, spans,
+            self._pool, split(keys), n_slices, split(parent), identity, tenant, deadline_s, limits, spans,
         )  # fmt: skip
         if self._stopping:
             return FetchOutcome(0, 0, miss_reason("stopping"), "stopping")
@@ -161,29 +157,29 @@ class PrefetchController:
         tenant: int,
         parent: bytes,
         deadline_s: float,
-        lengths: Sequence[frozenset[int]],
+        limits: Sequence[int],
     ) -> int:
         """Bring the first tail that the tiers have into L1. `alternatives` are the storage keys of each tail.
 
         Returns its number, or -1 if they have none, or do not load it in time.  See `fetch` for the arguments.
         """
         asked = Fetch(
-            self._pool, split(b"".join(alternatives)), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            self._pool, split(b"".join(alternatives)), n_slices, split(parent), identity, tenant, deadline_s, limits,
             tails=True,
         )  # fmt: skip
         number = await self._questions.first_of(asked)
         if number < 0 or self._stopping:
             return -1
         wanted = Fetch(
-            self._pool, split(alternatives[number]), n_slices, split(parent), identity, tenant, deadline_s, lengths,
+            self._pool, split(alternatives[number]), n_slices, split(parent), identity, tenant, deadline_s, limits,
             tails=True,
         )  # fmt: skip
         return number if (await self._fetch(wanted, None)).n_chunks else -1
 
     async def idle(self) -> None:
         """Returns when no fetch is under way."""
-        while self._fetches or self._foreign.tasks:
-            await asyncio.wait({*self._fetches.values(), *self._foreign.tasks})
+        while self._fetches:
+            await asyncio.wait(set(self._fetches.values()))
 
     async def stop(self, drain_s: float) -> None:
         """Begin no more loads, give those under way `drain_s` seconds, abort the rest. Idempotent."""
@@ -191,7 +187,7 @@ class PrefetchController:
         try:
             await asyncio.wait_for(self.idle(), drain_s)
         except TimeoutError:
-            tasks = [*self._fetches.values(), *self._foreign.tasks]
+            tasks = list(self._fetches.values())
             for fetch in self._fetches:
                 tasks += fetch.running
             for task in tasks:
@@ -383,9 +379,6 @@ class PrefetchController:
         try:
             outcomes = await loader.adapter.load(items)
             failpoints.hit("load.read")
-        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
-            log_broken_contract(loader.name, "load", error)
-            outcomes = [LoadOutcome(LoadStatus.FAILED, "adapter_error")] * len(items)
         finally:  # even when cancelled: the adapter ends the holds, and this ends the reservations
             loader.gate.ended(batch_bytes)
             outcomes = outcomes or [LoadOutcome(LoadStatus.FAILED, "stopping")] * len(items)
@@ -410,7 +403,7 @@ class PrefetchController:
             self._pool.abort(part.ticket, lost)
         foreign: list[bytes] = []
         lost_keys: list[bytes] = []
-        found: list[tuple[bytes, int]] = []
+        found: list[bytes] = []
         failed: list[tuple[Hole, str]] = []
         for i, hole, (status, why) in zip(part.indices, part.holes, outcomes, strict=True):
             if status is not LoadStatus.LOADED:
@@ -422,7 +415,7 @@ class PrefetchController:
                 reason = ""
                 self._counts["loaded"] += 1
                 self._loaded_bytes += lengths[hole.key]
-                found.append((hole.key, lengths[hole.key]))
+                found.append(hole.key)
             else:  # a whole record whose header does not match the reservation
                 reason = "corrupt"
                 self._counts["load:foreign"] += 1
@@ -434,8 +427,14 @@ class PrefetchController:
             else:
                 fetch.there(hole)
         if found:
-            self._found(loader.name, fetch.tenant, found)
+            self._found(loader.name, found)
         if lost_keys:
             self._lost(loader.name, lost_keys)
         self._not_filled(fetch, failed)
-        self._foreign.delete_other_identity(loader, foreign)
+        if foreign:
+            log.error("%s: deleting %d records that name another identity", loader.name, len(foreign))
+            self._spawn(fetch, self._delete(loader, foreign), "delete-foreign")
+
+    async def _delete(self, loader: Loader, keys: list[bytes]) -> None:
+        """Delete values that are not a record of their key: some media store no record where a value exists."""
+        await loader.adapter.delete(keys)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.keys.spans import longest
+from kvstrata.observability.logging import Thinning
 from kvstrata.policy.prefetch import Plan, Source, make_plan, with_windows
+from kvstrata.policy.reasons import LENGTH
 from kvstrata.server.l2.fetch import Fetch
-from kvstrata.server.l2.foreign import ForeignValues
 from kvstrata.server.l2.gate import Loader, PrefetchLimits
-from kvstrata.server.l2.record_lengths import without_odd_lengths
 from kvstrata.server.l2.tiers import TierSet, TierState
-from kvstrata.storage.base import Found, Presence, log_broken_contract
+from kvstrata.storage.base import Found, Presence
+
+log = logging.getLogger(__name__)
+_too_long = Thinning(60.0)
 
 EXISTS_BATCH = 1024
 """Keys in one call of `exists`."""
@@ -34,7 +38,6 @@ class Questions:
         loaders: Mapping[str, Loader],
         limits: PrefetchLimits,
         clock: Clock,
-        foreign: ForeignValues,
         counts: collections.Counter[str],
         asks: Asks,
     ) -> None:
@@ -43,7 +46,6 @@ class Questions:
         self._loaders = loaders
         self._limits = limits
         self._clock = clock
-        self._foreign = foreign
         self._counts = counts
         self._asks = asks
 
@@ -101,14 +103,23 @@ class Questions:
             self._asks(loader.name, scattered)
         try:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
-            checked, odd = without_odd_lengths(loader.name, fetch.takes, names, found, self._counts)
-            await self._foreign.deleted(loader, odd if fetch.deletes_odd else [], patience_s)
-            return checked
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
-        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
-            log_broken_contract(loader.name, "exists", error)
-            return [Found(Presence.UNKNOWN, 0, "adapter_error")] * len(keys)
+        return [
+            self._checked(loader.name, key, one, fetch.limit_of(i))
+            for (i, key), one in zip(names.items(), found, strict=True)
+        ]
+
+    def _checked(self, tier: str, key: bytes, found: Found, limit_bytes: int) -> Found:
+        """A tier's answer, UNKNOWN for a value that is longer than a record of a chunk, which would evict others."""
+        if not limit_bytes or found.record_bytes <= limit_bytes:
+            return found
+        self._counts[f"load:{LENGTH}"] += 1
+        _too_long.log(
+            log, logging.WARNING, tier, "%s: not loading record %s: it has %d bytes, more than a record of its layout",
+            tier, key.hex()[:16], found.record_bytes,
+        )  # fmt: skip
+        return Found(Presence.UNKNOWN, 0, LENGTH)
 
     async def _ask_all(
         self, fetch: Fetch, numbers: Sequence[int], sources: dict[int, Source], unknown: dict[int, str]

@@ -9,7 +9,6 @@ Invariants
    to `skipped`.
 3. `committed` and `touched` never block and never wait.  No turn of the loop looks at more than `KEYS_PER_TURN`
    keys; the others wait for later turns.
-4. A chunk that waits for room within its tenant's quota (trim.py) holds nothing; later it is put or skipped.
 
 policy/store.py decides whether a chunk is put at all; tiers.py has the set of tiers.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstrata.errors import StorageError
@@ -33,8 +32,7 @@ class StoreController:
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
     `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
-    `quotas` are bytes by tenant number, separately for each tier; `trimmed(tier, keys)` is called with records that
-    were deleted because their tenant was at its quota; `news` hears which tier has which chunk.
+    `news` hears which tier has which chunk.
     """
 
     def __init__(
@@ -44,17 +42,13 @@ class StoreController:
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
         *,
-        quotas: Mapping[int, int] | None = None,
-        trimmed: Callable[[str, Sequence[bytes]], None] = lambda name, keys: None,
         news: News | None = None,
     ) -> None:
         self.limits = limits
         self._pool = pool
-        self._quotas = quotas or {}
         self._puts: dict[str, TierPuts] = {}
         """By name of the tier; a tier that is only read has none."""
         self._skipped = skipped
-        self._trimmed = trimmed
         self._news = news or News()
         self._backlog = Backlog(limits.backlog_bytes)
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
@@ -98,15 +92,12 @@ class StoreController:
             puts.emptied()
         elif puts is not None and keys is not None:
             puts.planner.gone(keys)
-            puts.ledger.gone(keys)
             self._news.tier_lost(name, keys)
 
-    def found(self, name: str, tenant: int, records: Sequence[tuple[bytes, int]]) -> None:
-        """Note that these records (key, bytes) of a tenant were loaded from the tier."""
-        puts = self._puts.get(name)
-        if puts is not None:
-            for key, length_bytes in records:
-                puts.ledger.found(tenant, key, length_bytes)
+    def found(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note that these records were loaded from the tier."""
+        if name in self._puts:
+            for key in keys:
                 self._news.tier_got(name, key)
 
     def start(self) -> None:
@@ -124,21 +115,12 @@ class StoreController:
             pool=self._pool,
             backlog=self._backlog,
             limits=self.limits,
-            quotas=self._quotas,
             skipped=self._skipped,
-            trimmed=self._trimmed,
             news=self._news,
             progressed=self._note_progress,
         )
         if self._started:
             puts.employ()
-
-    def set_quotas(self, quotas: Mapping[int, int]) -> None:
-        """Set other quotas: bytes by tenant number, for each tier by itself. A tenant above its quota is trimmed as it
-        puts more."""
-        self._quotas = quotas
-        for puts in self._puts.values():
-            puts.ledger.set_quotas(quotas)
 
     # -- the end, and clear --------------------------------------------------------------------------------
 
@@ -171,25 +153,20 @@ class StoreController:
         """Puts that wait or are under way, and those that were given up because the server stops."""
         return len(self._waiting) + sum(puts.undone for puts in self._puts.values())
 
-    async def clear(
-        self, tenant: int | None = None, is_theirs: Callable[[bytes], bool] = lambda root: True
-    ) -> int:
+    async def clear(self) -> int:
         """Skip the chunks that wait and remove the records of every tier. Returns the number of records.
 
-        With a tenant's number: only its chunks, and the records for whose identity roots `is_theirs` is true.
         Raises StorageError when tiers cannot be cleared; the others are cleared then.
         """
         async with self._clear_lock:
             for puts in self._puts.values():
-                puts.drop_queued(Skip.CLEARED, tenant)
+                puts.drop_queued(Skip.CLEARED)
             self._note_progress()
             removed = 0
             wrong: list[StorageError] = []
             for puts in list(self._puts.values()):
                 try:
-                    removed += await (
-                        puts.clear() if tenant is None else puts.clear_tenant(tenant, is_theirs)
-                    )
+                    removed += await puts.clear()
                 except StorageError as error:
                     wrong.append(error)
         if wrong:
@@ -203,19 +180,6 @@ class StoreController:
             "backlog_limit_bytes": self._backlog.limit_bytes,
             "adapters": {name: puts.stats() for name, puts in self._puts.items()},
         }
-
-    def tenants(self) -> list[dict[str, Any]]:
-        """Known bytes of each tenant that has a quota, by tier."""
-        return [
-            {
-                "adapter": puts.name,
-                "tenant": tenant,
-                "bytes": puts.ledger.used_bytes(tenant),
-                "quota_bytes": quota_bytes,
-            }
-            for puts in self._puts.values()
-            for tenant, quota_bytes in puts.ledger.quotas.items()
-        ]
 
     def stats_of(self, name: str) -> dict[str, Any]:
         """Numbers of one tier; empty if it is not open or only read."""

@@ -21,7 +21,6 @@ from kvstrata.native.pool import Pool
 from kvstrata.policy.store import RecentKeys
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import Tier, TierSet
-from kvstrata.storage.base import log_broken_contract
 
 MAX_WAITING = 65_536
 """Tails that may wait; of more, those that have waited longest are not put."""
@@ -129,12 +128,8 @@ class TailPuts:
                 task.add_done_callback(self._deletions.discard)
 
     async def _delete_from(self, tier: Tier, keys: list[bytes]) -> None:
-        try:
-            await tier.adapter.delete(keys)
-        except Exception as error:  # the plugin boundary: an adapter that raises broke its contract
-            log_broken_contract(tier.name, "delete", error)
-        else:
-            self._store.dropped(tier.name, keys)
+        await tier.adapter.delete(keys)
+        self._store.dropped(tier.name, keys)
 
     def stats(self) -> dict[str, int]:
         """Numbers for status and metrics."""

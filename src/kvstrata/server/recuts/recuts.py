@@ -186,7 +186,7 @@ class Recuts:
                 tenant=wanted.tenant,
                 parent=storage_keys(keys.root, nth(keys.chain, first - 1), slices) if first else b"",
                 deadline_s=wanted.deadline_s,
-                lengths=[frozenset((record_length(sections),)) for sections in one.recuts[0].source_sections],
+                limits=[record_length(sections) for sections in one.recuts[0].source_sections],
             )
             if fetched.n_chunks:
                 return True

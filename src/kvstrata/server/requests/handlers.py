@@ -49,7 +49,6 @@ from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.facts import InstanceFacts
-from kvstrata.server.identity_book import IdentityBook
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.checks import whole_keys
 from kvstrata.server.requests.effects import Effects
@@ -77,7 +76,6 @@ class Handlers:
         tiers: TierSet,
         prewarms: Prewarms,
         clearing: Clearing,
-        book: IdentityBook,
         explain: Explaining,
         board: StatusBoard,
         counters: ServerCounters,
@@ -94,7 +92,6 @@ class Handlers:
         self._tiers = tiers
         self._prewarms = prewarms
         self._clearing = clearing
-        self._book = book
         self._explain = explain
         self._board = board
         self._counters = counters
@@ -151,7 +148,6 @@ class Handlers:
     def identify(self, call: Call, process: AttachedProcess, request: Identify) -> KeptOutcome:
         """Give the process a number for an identity, which its later requests use."""
         identity = self._processes.identify(process, request.request)
-        self._book.note(identity.root, identity.request.tenant)
         group = process.group
         reply = IdentifyReply(
             call.seq,
@@ -268,9 +264,8 @@ class Handlers:
             if request.tenant is None:
                 chosen = [*sorted(tenants)]
         if request.tier is not ClearScope.L1 and chosen != [None]:
-            # Its cost is that of reading the heads of all records, those of other tenants too.
             raise BadRequest(
-                "tenant: a process may clear L2 only as a whole; ask an admin (kvstrata ctl clear --tier l2 --tenant)",
+                "tenant: a process may clear L2 only as a whole",
                 field="tenant",
             )
         done = [await self._clearing.clear(request.tier, tenant, wait=request.wait) for tenant in chosen]

@@ -261,9 +261,8 @@ class Lookups:
                     tenant=asked.identity.tenant,
                     parent=keys.part(held.n_chunks - 1, held.n_chunks) if held.n_chunks else b"",
                     deadline_s=asked.deadline_s,
-                    lengths=asked.process.group.lengths,
+                    limits=asked.process.group.record_limits,
                     spans=keys.spans,
-                    deletes_odd=asked.process.group.declares_lengths,
                 )
                 self._counters.prefetch.add(self._clock.monotonic_s() - asked_s)
                 reason, detail = fetched.reason, fetched.detail
@@ -316,7 +315,7 @@ class Lookups:
             tenant=asked.identity.tenant,
             parent=keys.part(n_chunks - 1, n_chunks) if n_chunks else b"",
             deadline_s=asked.deadline_s,
-            lengths=asked.process.group.lengths,
+            limits=asked.process.group.record_limits,
         )
         if found >= 0:
             self._tail_puts.loaded(split(tails[found].keys))

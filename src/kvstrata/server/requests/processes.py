@@ -20,8 +20,7 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.session import Effect, Sessions
-from kvstrata.server.l2.payload_kinds import PayloadKinds
-from kvstrata.server.l2.record_lengths import declared_record_bytes
+from kvstrata.server.l2.payload_kinds import PayloadKinds, declared_record_bytes
 from kvstrata.server.readiness import Readiness
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.effects import Effects

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import StorageError
@@ -131,13 +131,6 @@ class HostedAdapter(StorageAdapter, ReadsPeers):
         )
         page: KeyPage | None = await outcome_of(future, None)
         return page
-
-    def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """Raises StorageError: the child reads no headers for this process, which must know whose each record is."""
-        raise StorageError(
-            f"{self.name}: isolation: an adapter in a process of its own cannot tell whose its records are",
-            field=self.name,
-        )
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the adapter in the child. A cancelled wait lets the batch go on to its end."""

@@ -24,7 +24,7 @@ import asyncio
 import collections
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -163,10 +163,6 @@ class CodecAdapter(StorageAdapter):
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter."""
         return await self.inner.list_keys(cursor, most)
-
-    def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """As the inner adapter."""
-        return self.inner.walk()
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Encode the records that the medium lacks, and put them into the inner adapter."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -149,19 +149,6 @@ class DeadlineAdapter(StorageAdapter):
             return page
         log.error("%s: list_keys answered %.200r, which is not a page of %d keys", self.name, page, most)
         return None
-
-    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """As the inner adapter, without a deadline, since an admin waits for its end. Raises StorageError."""
-        try:
-            async for page in self.inner.walk():
-                yield page
-        except StorageError:
-            raise
-        except Exception as error:  # the plugin boundary
-            log_broken_contract(self.name, "walk", error)
-            raise StorageError(
-                f"{self.name}: not listed: {type(error).__name__}: {scrubbed(error)}", field=self.name
-            ) from None
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter; FAILED at the deadline, while the breaker is open and while the medium is shut."""

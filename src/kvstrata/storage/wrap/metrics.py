@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.clock import Clock
@@ -68,10 +68,6 @@ class MeteredAdapter(StorageAdapter):
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter."""
         return await self.inner.list_keys(cursor, most)
-
-    def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """As the inner adapter."""
-        return self.inner.walk()
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """As the inner adapter."""

@@ -30,7 +30,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError, StorageError
@@ -53,14 +53,13 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
-from kvstrata.storage.media.object_store.listing import WALK_S, pages
+from kvstrata.storage.media.object_store.listing import pages
 from kvstrata.storage.media.object_store.local import Inside
 from kvstrata.storage.media.object_store.names import (
     MARKER,
     MARKER_TEXT,
     MOST_MARKER_BYTES,
     NAME,
-    key_of,
     path_of,
 )
 from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
@@ -205,17 +204,6 @@ class ObjectStoreAdapter(StorageAdapter):
             return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
         except _ERRORS as error:
             raise StorageError(f"{self.name}: cannot be cleared: {plain(error)}", field=self.name) from None
-
-    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """The records below the prefix."""
-        listing = iter(()) if self._closed else pages(self._store, self._is_ours, WALK_S)
-        try:
-            while (
-                page := await self._work.own(self._in_lane(Lane.DELETE, lambda: next(listing, None)))
-            ) is not None:
-                yield [key_of(meta["path"]) for meta in page]
-        except _ERRORS as error:
-            raise StorageError(f"{self.name}: cannot be listed: {plain(error)}", field=self.name) from None
 
     async def usage(self) -> Usage:
         """The records of the last listing, and this server's changes since then.

@@ -24,7 +24,7 @@ import functools
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -73,7 +73,7 @@ PIECE_BYTES = 16 << 20
 """Payload bytes of one piece of a batch."""
 SCAN_COUNT = 1000
 CLEAR_S, WALK_S = 120.0, 3600.0
-"""Longest time of a clear and of a walk; a server may answer SCAN for ever."""
+"""Longest time of a clear; a server may answer SCAN for ever."""
 ROOM_HOLDS_S = 0.5
 
 
@@ -197,15 +197,6 @@ class RespAdapter(StorageAdapter):
         if self._closed:
             return 0
         return await self._work.own(self._in_lane(Lane.DELETE, self._clear))
-
-    async def walk(self) -> AsyncIterator[Sequence[bytes]]:
-        """The records under our prefix, which SCAN finds."""
-        scan = self._scan(WALK_S) if not self._closed else iter(())
-        try:
-            while page := await self._work.own(self._in_lane(Lane.DELETE, lambda: next(scan, None))):
-                yield [bytes.fromhex(name[len(self._prefix) :].decode()) for name in page[1]]
-        except LinkLost as lost:
-            raise StorageError(f"{self.name}: not listed: {lost}", field=self.name) from None
 
     async def usage(self) -> Usage:
         """The memory that the servers use, its bound, and all keys of the database, those of other programs included.
