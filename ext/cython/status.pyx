@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from core_status cimport Reason, Status, StatusCode, kReasonCount, kReasons, status_code_name, word_of
 
-SITES = ("call", "items", "lanes", "record", "pool", "snapshot", "registry")
+SITES = ("call", "items", "lanes", "record", "pool", "registry")
 CODES = tuple([status_code_name(<StatusCode><int>number).decode() for number in range(<int>StatusCode.kInternal + 1)])
 
 
@@ -73,10 +73,6 @@ cdef object _error_of(const Status& status, Site site, str where):
         from kvstrata.native.record import RecordError
 
         return RecordError(text, field=text.partition(":")[0])
-    if site == SNAPSHOT:
-        from kvstrata.native.pool import PoolError
-
-        return PoolError(text, reason="damaged")
     if code == StatusCode.kBadArgument:
         return ValueError(text)
     if site == POOL:

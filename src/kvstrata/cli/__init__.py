@@ -16,7 +16,7 @@ usage: kvstrata COMMAND [arguments]
   controller  run a cluster's controller (also: lmcache-controller)
   gateway     run a proxy before several engines (also: lmcache-gateway)
   ctl         ask a running server: status, explain, prefetch, clear; `ctl cluster` asks the controller,
-              `ctl pool` lists, frees and dumps pools without a server
+              `ctl pool` lists and frees pools without a server
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`

@@ -29,21 +29,6 @@ def add(pool: argparse.ArgumentParser) -> None:
         "meanwhile makes a new pool.",
     )
     freed.add_argument("pool", metavar="POOL", type=Path, help="folder, as `list` prints it")
-    freed.add_argument(
-        "--held",
-        action="store_true",
-        help="POOL is the socket directory of a holder process: have it drop its pool and end",
-    )
-    shown = actions.add_parser(
-        "dump", help="header, attached processes and entries of a pool; changes nothing"
-    )
-    shown.add_argument(
-        "path",
-        metavar="FILE|DIR",
-        type=Path,
-        help="folder of a pool, as /dev/shm/kvstrata-1000-5555, or an index file alone",
-    )
-    shown.add_argument("--entries", action="store_true", help="list each entry too")
 
 
 def run(options: argparse.Namespace) -> Any:
@@ -51,15 +36,12 @@ def run(options: argparse.Namespace) -> Any:
     # These alone load the compiled modules; the other commands of `ctl` also run on a machine that lacks them.
     from kvstrata.memory import pools
     from kvstrata.memory.paths import SHM_ROOT
-    from kvstrata.memory.pool_dump import dump
 
-    if options.action == "dump":
-        return dump(options.path, entries=options.entries)
     if options.action == "list":
         found = pools.find_pools(options.roots or (SHM_ROOT,))
         return [_document(pool) for pool in found] if options.json else _brief(found)
     place = options.pool.absolute()
-    freed = pools.free_held(place) if options.held else pools.free(place)
+    freed = pools.free(place)
     return [_document(freed)] if options.json else f"freed {size(freed.memory_bytes)} of {place}"
 
 
@@ -91,7 +73,6 @@ def _brief(found: Sequence[FoundPool]) -> Any:
             "memory": size(pool.memory_bytes),
             "age": span(pool.age_s),
             "idle": span(pool.idle_s),
-            "kept_by": f"holder, {pool.holder}" if pool.holder else "files",
             "owned_by": ", ".join(pool.owners) or "nobody",
         }
         for pool in found

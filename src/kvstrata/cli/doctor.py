@@ -214,15 +214,15 @@ def _shared_memory(settings: ServerSettings) -> Iterator[Finding]:
 
     if not paths.SHM_ROOT.is_dir():
         yield Finding(
-            "/dev/shm", "warn", "absent", "another process will keep the pool instead: nothing to do"
+            "/dev/shm", "warn", "absent", "L1 will have no file, and end with the keeper: nothing to do"
         )
         return
     usage = shutil.disk_usage(paths.SHM_ROOT)
     yield Finding("/dev/shm", "ok", f"{usage.free / GB:.1f} of {usage.total / GB:.1f} GB free")
     own = Path(settings.l1.segment_dir or paths.segment_dir(settings.named_port, settings.instance_id))
     for pool in find_pools():
-        if not pool.owners and own not in (pool.place, pool.place.parent):
-            advice = f"if you need it no more: kvstrata ctl pool free {'--held ' if pool.holder else ''}{pool.place}"
+        if not pool.owners and pool.place != own:
+            advice = f"if you need it no more: kvstrata ctl pool free {pool.place}"
             found = f"{pool.memory_bytes / GB:.1f} GB at {pool.place}, owned by no process"
             yield Finding("left pool", "warn", found, advice)
 

@@ -74,8 +74,8 @@ def server_parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="L1 in pages of 2 MiB",
     )
-    add("--l1-numa", dest="l1.numa", metavar="NODES",
-        help="NUMA nodes of L1: default, interleave, gpu, or a list like 0,2 or 0-1 (default)")  # fmt: skip
+    add("--l1-numa", dest="l1.numa", metavar="NODE",
+        help="NUMA nodes of L1: default, interleave, or the number of a node (default)")  # fmt: skip
     add("--no-recut", dest="l1.recut", action="store_false",
         help="use no chunk of engines with other parallel sizes, block sizes or orders of axes")  # fmt: skip
     add("--forget-on-exit", dest="l1.forget_on_exit", action="store_true",

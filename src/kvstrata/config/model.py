@@ -48,19 +48,17 @@ class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bool,
         Meta(
             description="Keep L1 in pages of 2 MiB from the machine's reserve (`vm.nr_hugepages`); too few are an "
-            "error. A holder process then keeps the pool, instead of files under `segment_dir`."
+            "error. L1 then has no files under `segment_dir`, and ends with the keeper."
         ),
     ] = False
     numa: Annotated[
         str,
         Meta(
-            pattern=r"^(default|interleave|gpu|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*)$",
-            extra={
-                "demand": "must be default, interleave, gpu, or numbers of NUMA nodes such as '0,2' or '0-1'"
-            },
-            description="NUMA nodes that L1's pages come from: `default` (the kernel's choice), `interleave` (page by "
-            "page over all nodes that the server may use), `gpu` (the nodes next to this machine's NVIDIA GPUs) or a "
-            "list of nodes, such as `'0'`, `'0,2'` or `'0-1'`. Pages that an earlier server left stay where they are.",
+            pattern=r"^(default|interleave|\d{1,4})$",
+            extra={"demand": "must be default, interleave, or the number of a NUMA node"},
+            description="NUMA nodes that the server's memory, and so L1, comes from: `default` (the kernel's choice), "
+            "`interleave` (page by page over all nodes), or the number of a node, which is used as long as it has "
+            "memory. Pages that an earlier server left stay where they are.",
         ),
     ] = "default"
     recut: Annotated[

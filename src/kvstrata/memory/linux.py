@@ -1,4 +1,4 @@
-"""The Linux calls behind segment and attach.  Standard library only: the holder process imports this.
+"""The Linux calls behind segment and attach.  Standard library only.
 
 Descriptors that these functions return belong to the caller.  A refusal by the kernel raises OSError, except where a
 function says otherwise.
@@ -35,7 +35,7 @@ HUGE_PAGE_BYTES = 2 << 20
 MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
-MPOL_DEFAULT, MPOL_BIND, MPOL_INTERLEAVE, MPOL_LOCAL = 0, 2, 3, 4
+MPOL_PREFERRED, MPOL_INTERLEAVE = 1, 3
 MADV_DODUMP = 17
 DUMPS_SHARED = 0b1010
 """Kinds of memory in /proc/PID/coredump_filter: shared memory without a file (a memfd), and with one."""
@@ -47,12 +47,11 @@ _UCRED = struct.Struct("@iII")
 _SYSCALL_PIDFD_OPEN = 434
 _SYSCALL_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 _SYSCALL_MADVISE = {"x86_64": 28, "aarch64": 233}
-_SYSCALL_MBIND = {"x86_64": 237, "aarch64": 235}
-_SYSCALL_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
+_SYSCALL_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 
 def _syscall(number: int, *arguments: int | bytes) -> int:
-    import ctypes  # only where the interpreter lacks the call: ctypes would double the holder's size
+    import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(
@@ -171,18 +170,13 @@ def seal_size(fd: int) -> None:
 # --- NUMA -------------------------------------------------------------------------------------------------
 
 
-def place_memory(address: int, length: int, policy: int, nodes: tuple[int, ...]) -> None:
-    """mbind: choose the nodes for the pages of a mapping that do not exist yet; existing pages stay where they are.
-
-    For files on tmpfs and for memfds the policy belongs to the file and holds for every process.  For huge pages it
-    belongs to this mapping (Linux 6.18 and before), so only pages that are first touched through this mapping follow
-    it.
-    """
+def set_memory_policy(policy: int, nodes: list[int]) -> None:
+    """set_mempolicy: choose the nodes of memory that this thread, and those that it starts later, get from now on."""
     mask = array.array("Q", bytes(MAX_NODES // 8))
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
-    number = _SYSCALL_MBIND.get(platform.machine(), -1)
-    _syscall(number, address, length, policy, mask.buffer_info()[0], MAX_NODES + 1, 0)
+    number = _SYSCALL_SET_MEMPOLICY.get(platform.machine(), -1)
+    _syscall(number, policy, mask.buffer_info()[0], MAX_NODES + 1)
 
 
 def dump_memory(address: int, length: int) -> None:
@@ -193,14 +187,6 @@ def dump_memory(address: int, length: int) -> None:
         kinds = int(file.read(), 16)
     with open(path, "w", encoding="ascii") as file:
         file.write(f"0x{kinds | DUMPS_SHARED:x}")
-
-
-def nodes_of_pages(addresses: list[int]) -> list[int]:
-    """The node of the page at each address; negative for a page that this process has not touched."""
-    pages, nodes = array.array("Q", addresses), array.array("i", [-1] * len(addresses))
-    number = _SYSCALL_MOVE_PAGES.get(platform.machine(), -1)
-    _syscall(number, 0, len(pages), pages.buffer_info()[0], 0, nodes.buffer_info()[0], 0)
-    return nodes.tolist()
 
 
 # --- processes --------------------------------------------------------------------------------------------

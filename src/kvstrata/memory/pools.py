@@ -9,6 +9,7 @@ A pool is owned while a process lives that uses it or will use it again:
 
 `free` locks the index as a server does, then looks for owners, then removes the files.  Meanwhile no engine can attach,
 since that takes a server, and a server that starts waits for the lock and makes a new pool (`open_locked_index`).
+Pools in memfds end with their keeper.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import NamedTuple
 
 from kvstrata.config.private_dir import check_private_dir
 from kvstrata.errors import SegmentError
-from kvstrata.memory import holder_client, linux
-from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE, SHM_ROOT
+from kvstrata.memory import linux
+from kvstrata.memory.paths import PID_FILE, SHM_ROOT
 from kvstrata.memory.segment_files import (
     EXTENTS,
     HOSTS_BYTE,
@@ -34,24 +35,23 @@ from kvstrata.memory.segment_files import (
     read_pid,
     remove_own,
 )
+from kvstrata.native.index import IndexReader
 from kvstrata.native.pool import MAX_SESSIONS
-from kvstrata.native.snapshot import IndexSnapshot
 from kvstrata.process.keeper import POOL_BYTE
-from kvstrata.process.ports import socket_holder
 
 _FILES = (INDEX, EXTENTS, SESSIONS_LOCK)
 _DEPTH = 2
 """How deep below a root pools are looked for: a server's folder, and one above it."""
 _MOST_PIDS = 4
+_NEVER_S = 1e9
+"""Age of a heartbeat that never was."""
 
 
 class FoundPool(NamedTuple):
     """One pool, as it was a moment ago."""
 
     place: Path
-    """The folder of its files; for a pool that a holder process keeps, the folder of the holder's socket."""
-    holder: str
-    """The holder process that keeps it; empty: it lies in files."""
+    """The folder of its files."""
     memory_bytes: int
     """Memory that its files take now."""
     age_s: float
@@ -69,33 +69,20 @@ class _Descriptors(NamedTuple):
 
 
 def find_pools(roots: Sequence[Path] = (SHM_ROOT,)) -> list[FoundPool]:
-    """The pools of this user in folders below `roots`, and those kept by holders that this process can reach."""
-    found = [pool for root in roots for folder in _folders(root, _DEPTH) for pool in pools_at(folder)]
-    for socket_dir, inodes in _holders().items():
-        found += held_pools(socket_dir, socket_holder(inodes))
-    return found
+    """The pools of this user in folders below `roots`."""
+    return [pool for root in roots for folder in _folders(root, _DEPTH) if (pool := pool_at(folder))]
 
 
-def pools_at(folder: Path) -> list[FoundPool]:
-    """The pool whose files are in this folder, in a list; an empty one if they are not, or go away meanwhile."""
+def pool_at(folder: Path) -> FoundPool | None:
+    """The pool whose files are in this folder; None if they are not, or go away meanwhile."""
     with contextlib.ExitStack() as stack:
         try:
             fds = _open_files(folder, stack)
-            owners = _owners(fds, folder / PID_FILE)
+            server = linux.byte_locker(fds.index_fd, 0) is not None
+            owners = [f"server {read_pid(folder / PID_FILE)}"] if server else []
+            return _found(folder, fds, owners + _sharers(fds.sessions_fd))
         except OSError:
-            return []
-        return [_found(folder, "", fds, owners)]
-
-
-def held_pools(socket_dir: Path, holder: str) -> list[FoundPool]:
-    """The pool that a holder process keeps, `holder` for people; an empty list if it has none or does not answer."""
-    with contextlib.ExitStack() as stack:
-        try:
-            fds = _fetch(socket_dir / HOLDER_SOCKET, stack)
-            owners = _owners(fds, socket_dir / PID_FILE)
-        except (OSError, holder_client.HolderUnreachable):
-            return []
-        return [_found(socket_dir, holder, fds, owners)]
+            return None
 
 
 def free(folder: Path) -> FoundPool:
@@ -109,31 +96,8 @@ def free(folder: Path) -> FoundPool:
     with contextlib.ExitStack() as files, contextlib.ExitStack() as locks:
         fds = _lock(folder, files, locks)
         _refuse_owned(folder, _sharers(fds.sessions_fd))
-        doomed = _found(folder, "", fds, [])
+        doomed = _found(folder, fds, [])
         remove_own(folder)
-    return doomed
-
-
-def free_held(socket_dir: Path) -> FoundPool:
-    """Have the holder process of this socket directory drop its pool; returns what was freed.
-
-    Raises as `free`.
-    """
-    check_private_dir(socket_dir, "POOL")
-    path = socket_dir / HOLDER_SOCKET
-    try:
-        with contextlib.ExitStack() as stack:
-            fds = _fetch(path, stack)
-            index = linux.open_again(fds.index_fd, os.O_RDWR)
-            stack.callback(os.close, index)
-            if not linux.lock_whole_file(index):
-                _refuse_owned(socket_dir, [f"server {read_pid(socket_dir / PID_FILE)}"])
-            _refuse_owned(socket_dir, _sharers(fds.sessions_fd))
-            doomed = _found(socket_dir, "", fds, [])
-            holder_client.dismiss(path)
-            path.unlink(missing_ok=True)
-    except (OSError, holder_client.HolderUnreachable) as error:
-        raise SegmentError(f"{path}: no holder process answers: {error}", field="POOL") from None
     return doomed
 
 
@@ -186,22 +150,6 @@ def _folders(root: Path, depth: int) -> Iterator[Path]:
                     yield from _folders(Path(entry.path), depth - 1)
 
 
-def _holders() -> dict[Path, set[str]]:
-    """The inodes of holders' sockets by socket directory, for our user in our network namespace.
-
-    A holder that is ending may still have a socket of the same path as the next one.
-    """
-    found: dict[Path, set[str]] = {}
-    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
-        *fields, path = line.split(maxsplit=7)
-        socket_dir, _, name = path.rpartition("/")
-        if name == HOLDER_SOCKET and len(fields) == 7:
-            with contextlib.suppress(OSError):
-                if os.lstat(path).st_uid == os.geteuid():
-                    found.setdefault(Path(socket_dir), set()).add(fields[6])
-    return found
-
-
 def _open_files(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
     """The files of a pool, open for reading until the stack ends. Raises OSError."""
     opened = []
@@ -214,33 +162,15 @@ def _open_files(folder: Path, stack: contextlib.ExitStack) -> _Descriptors:
     return _Descriptors(*opened)
 
 
-def _fetch(path: Path, stack: contextlib.ExitStack) -> _Descriptors:
-    """The descriptors of the pool that a holder keeps. Raises OSError or HolderUnreachable."""
-    fds = holder_client.fetch(path)
-    if not fds:
-        raise holder_client.HolderUnreachable(f"{path}: it has no pool")
-    stack.callback(linux.close_all, fds)
-    return _Descriptors(*fds)
-
-
-def _owners(fds: _Descriptors, pid_file: Path) -> list[str]:
-    server = [f"server {read_pid(pid_file)}"] if linux.byte_locker(fds.index_fd, 0) is not None else []
-    return server + _sharers(fds.sessions_fd)
-
-
-def _keepers(sessions_fd: int) -> list[str]:
-    pid = linux.byte_locker(sessions_fd, POOL_BYTE)
-    return [] if pid is None else [f"keeper {_named(pid)}"]
-
-
 def _sharers(sessions_fd: int) -> list[str]:
     """The keeper, adapter host and engines of a pool."""
     if linux.byte_locker(sessions_fd, 0, POOL_BYTE + 1) is None:
         return []
-    found = _keepers(sessions_fd)
-    host = linux.byte_locker(sessions_fd, HOSTS_BYTE)
-    if host is not None:
-        found.append(f"adapter host {_named(host)}")
+    found = [
+        f"{name} {_named(pid)}"
+        for name, byte in (("keeper", POOL_BYTE), ("adapter host", HOSTS_BYTE))
+        if (pid := linux.byte_locker(sessions_fd, byte)) is not None
+    ]
     engines = [
         _named(pid)
         for row in range(1, MAX_SESSIONS + 1)
@@ -256,14 +186,13 @@ def _named(pid: int) -> str:
     return str(pid) if pid else "in another PID namespace"
 
 
-def _found(place: Path, holder: str, fds: _Descriptors, owners: list[str]) -> FoundPool:
+def _found(place: Path, fds: _Descriptors, owners: list[str]) -> FoundPool:
     idle_s = None
     with contextlib.suppress(SegmentError, OSError):  # of another version, or damaged
-        beat_ns = IndexSnapshot(fds.index_fd).header()["heartbeat_ns"]
-        idle_s = (time.monotonic_ns() - beat_ns) * 1e-9 if beat_ns else None
+        age_s = IndexReader(fds.index_fd).heartbeat_age_s
+        idle_s = age_s if age_s < _NEVER_S else None
     return FoundPool(
         place,
-        holder,
         sum(os.fstat(fd).st_blocks * 512 for fd in (fds.index_fd, fds.extents_fd)),
         # Nobody ever writes to this file.
         max(0.0, time.time() - os.fstat(fds.sessions_fd).st_mtime),

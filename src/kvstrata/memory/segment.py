@@ -1,8 +1,8 @@
 """The shared-memory segment of one instance: adopts an existing one or makes a new one.
 
 A segment consists of `index`, `extents` and `sessions.lock`.  They are files in the segment directory on /dev/shm.  If
-that is too small or missing, or if huge pages are asked for, they are memfds that a holder process keeps during a
-restart.
+that is too small or missing, or if huge pages are asked for, they are memfds, which the keeper keeps open for the next
+server of the same command (process/keeper.py).
 
 Invariants
 1. One server per segment: it takes an OFD lock on the index before it looks at anything else, and holds it for life
@@ -32,8 +32,8 @@ import msgspec
 
 from kvstrata.config.private_dir import make_private_dir, path_id
 from kvstrata.errors import ConfigError, SegmentError
-from kvstrata.memory import holder_client, linux, numa
-from kvstrata.memory.paths import HOLDER_SOCKET, PID_FILE
+from kvstrata.memory import linux, numa
+from kvstrata.memory.paths import PID_FILE
 from kvstrata.memory.segment_files import (
     EXTENTS,
     HOSTS_BYTE,
@@ -51,6 +51,7 @@ from kvstrata.memory.segment_files import (
 from kvstrata.memory.segment_settings import SegmentSettings, check_huge_pages, check_size
 from kvstrata.native.pool import Pool, PoolError, PoolFormatError
 from kvstrata.patience import patience
+from kvstrata.process.keeper import NOT_RESTARTED, Restarts, hold_pool
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +83,9 @@ class _Parts(NamedTuple):
 class Segment:
     """An open segment with its pool.  Owns the descriptors, the locks and the pool until `close`."""
 
-    def __init__(self, settings: SegmentSettings, found: _Found, instance_lock: int) -> None:
+    def __init__(
+        self, settings: SegmentSettings, found: _Found, instance_lock: int, restarts: Restarts
+    ) -> None:
         """`instance_lock`: descriptor with the lock of the socket directory, which the segment owns from now on."""
         self.pool = found.pool
         self.backing = found.backing
@@ -99,50 +102,47 @@ class Segment:
         self._settings = settings
         self._parts = found.parts
         self._instance_lock = instance_lock
-        self._gpu_nodes = sorted(set(numa.nodes_of_gpus()))
+        self._restarts = restarts
         self._closed = False
 
     @classmethod
-    def open(cls, settings: SegmentSettings) -> Segment:
+    def open(cls, settings: SegmentSettings, restarts: Restarts = NOT_RESTARTED) -> Segment:
         """Adopt the segment that an earlier server left, if it fits, or make one.  Blocks for milliseconds.
 
-        Raises ConfigError for an impossible size or directory, SegmentError when another server has the
-        segment or the socket directory (naming its pid), or when the kernel refuses memory or files.
+        `restarts`: what the keeper says, which learns of the segment.  Raises ConfigError for an impossible size or
+        directory, SegmentError when another server has the segment or the socket directory (naming its pid), or when
+        the kernel refuses memory or files.
         """
         check_size(settings)
         make_private_dir(settings.socket_dir, "socket_dir")
         instance_lock = lock_instance(settings.socket_dir)
         try:
-            found = _find(settings)
+            numa.place(settings.numa)
+            found = _find(settings, restarts)
         except BaseException:
             os.close(instance_lock)
             raise
         try:
-            segment = cls(settings, found, instance_lock)
+            segment = cls(settings, found, instance_lock, restarts)
         except BaseException:
             found.pool.close()
             found.parts.close()
             os.close(instance_lock)
             raise
-        try:
-            numa.place(settings.placement, segment.pool.extents_address, settings.extents_bytes)
-        except SegmentError:
-            if not found.adopted:
-                segment.destroy()
-            segment.close()
-            raise
+        if segment.backing == "files":
+            hold_pool(restarts, [str(settings.directory / SESSIONS_LOCK)])
+        elif not segment._keep():
+            _log.warning("segment: it ends with this process, which has no keeper (--no-supervise)")
         _log.info(
             "segment: %s (%s), %d bytes, epoch %d", found.reason, found.backing, settings.extents_bytes,
             segment.pool.epoch,
         )  # fmt: skip
         return segment
 
-    @property
-    def sessions_lock_path(self) -> Path:
-        """Where another process of our user can open its sessions.lock while this process has the segment."""
-        if self.backing == "memfd":
-            return Path(f"/proc/{os.getpid()}/fd/{self.descriptors.sessions_lock}")
-        return self._settings.directory / SESSIONS_LOCK
+    def _keep(self) -> bool:
+        """Have the keeper keep the files open for the next server. Returns False without a keeper."""
+        fds = (self._parts.sessions_lock_fd, self._parts.index_fd, self._parts.extents_fd)
+        return hold_pool(self._restarts, [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds])
 
     # --- files that others may remove -----------------------------------------------------------------------
 
@@ -158,43 +158,29 @@ class Segment:
         os.close(before)
 
     def paths(self) -> list[Path]:
-        """Of its files, or of its holder's socket."""
+        """Of its files; none if they are memfds."""
         if self.backing == "memfd":
-            return [self._settings.socket_dir / HOLDER_SOCKET]
+            return []
         return [self._settings.directory / name for name in (INDEX, EXTENTS, SESSIONS_LOCK)]
 
-    def can_be_found(self) -> bool:
-        """Whether a later server would find the segment."""
-        found = [path_id(path) for path in self.paths()]
-        return None not in found and (
-            self.backing == "memfd" or found == list(map(linux.file_id, self._parts))
+    def files_are_gone(self) -> bool:
+        """Whether somebody has removed or replaced its files."""
+        return self.backing == "files" and [path_id(path) for path in self.paths()] != list(
+            map(linux.file_id, self._parts)
         )
 
     def hold(self) -> None:
-        """Have a holder keep the segment, whose files were removed. Raises OSError, HolderUnreachable."""
-        index_fd = linux.open_again(
-            self._parts.index_fd, os.O_RDWR
-        )  # ours is locked, and so would the holder's be
-        try:
-            _hand_over(self._settings, [index_fd, *self._parts[1:]])
-        finally:
-            os.close(index_fd)
+        """Have the keeper keep the segment, whose files were removed. Raises SegmentError without a keeper."""
+        if not self._keep():
+            raise SegmentError(
+                f"the files of L1 in {str(self._settings.directory)!r} were removed", field="l1.segment_dir"
+            )
         self.backing = "memfd"
 
     @property
     def place(self) -> Path:
-        """The folder of its files, or that of its holder's socket."""
-        return self._settings.socket_dir if self.backing == "memfd" else self._settings.directory
-
-    def numa_status(self) -> dict[str, object]:
-        """The nodes chosen for the extents, the nodes of a sample of their pages, and the nodes next to GPUs."""
-        wanted = self._settings.placement
-        return {
-            "setting": wanted.setting,
-            "nodes": list(wanted.nodes),
-            "gpu_nodes": self._gpu_nodes,
-            "sampled_pages": numa.sampled_nodes(self.pool.extents_address, self._settings.extents_bytes),
-        }
+        """The folder of its files."""
+        return self._settings.directory
 
     def close(self) -> None:
         """Close the segment; its bytes stay for the next server.  Idempotent.
@@ -213,11 +199,11 @@ class Segment:
         os.close(self._instance_lock)
 
     def destroy(self) -> None:
-        """Remove the files or the holder, then close: the memory is free when the last process unmaps it."""
+        """Remove the files, then close: the memory is free when the last process unmaps it."""
         if self._closed:
             return
         if self.backing == "memfd":
-            _dismiss_holder(self._settings)
+            hold_pool(self._restarts, [])
         else:
             remove_own(self._settings.directory)
         self.close()
@@ -238,28 +224,27 @@ class _Found(NamedTuple):
 # --- finding and making -----------------------------------------------------------------------------------
 
 
-def _find(settings: SegmentSettings) -> _Found:
-    held = _adopt_held(settings)
-    if isinstance(held, _Found):
-        remove_replaced(settings.directory)
-        return held
+def _find(settings: SegmentSettings, restarts: Restarts) -> _Found:
+    why = ""
+    if restarts.pool_fds:
+        kept = _adopt_kept(settings, *restarts.pool_fds)
+        if isinstance(kept, _Found):
+            remove_replaced(settings.directory)
+            return kept
+        why = f"the segment that the keeper has was given up: {kept}"
+        _log.warning("segment: %s", why)
+        hold_pool(restarts, [])
     if settings.huge_pages:
         remove_replaced(settings.directory)
-        if held:
-            _log.warning("segment: the holder's segment was given up: %s", held)
-            _dismiss_holder(settings)  # its huge pages are needed for the new segment
-        check_huge_pages(settings)
-        return _make_held(settings, "huge pages were asked for")
+        check_huge_pages(settings, wait=bool(why))
+        return _make_memfds(settings, "huge pages were asked for")
     try:
         filed = _adopt_or_make_files(settings)
     except OSError as error:
         raise SegmentError(f"segment {str(settings.directory)!r}: {error}", field="segment") from error
     if isinstance(filed, _Found):
-        if held:
-            _log.warning("segment: the holder's segment was given up: %s", held)
-            _dismiss_holder(settings)
         return filed
-    return _make_held(settings, "; ".join(filter(None, [held, filed])))
+    return _make_memfds(settings, "; ".join(filter(None, [why, filed])))
 
 
 def _adopt(parts: _Parts, settings: SegmentSettings) -> Pool | str:
@@ -382,32 +367,15 @@ def _adopt_files(index: int, settings: SegmentSettings) -> _Found | str:
     return _Found(found, parts, "files", True, "adopted")
 
 
-def _adopt_held(settings: SegmentSettings) -> _Found | str:
-    """Adopt the segment that a holder keeps; or return why it cannot be used, "" if no holder keeps one."""
-    path = settings.socket_dir / HOLDER_SOCKET
-    if not path.exists():
-        return ""
-    try:
-        fds = holder_client.fetch(path)
-    except PermissionError as error:
-        raise SegmentError(f"{str(path)!r}: {error.strerror}; remove it", field="socket_dir") from error
-    except holder_client.HolderUnreachable as error:
-        return f"no holder answers: {error}"
-    if not fds:
-        return ""
-    # A new file description: a lock on the holder's would outlive us.
-    parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
-    os.close(fds[0])
+def _adopt_kept(settings: SegmentSettings, sessions_lock: int, index: int, extents: int) -> _Found | str:
+    """Adopt the segment that the keeper has kept open; or return why it does not fit. Takes the descriptors."""
+    # A new file description for the index: a lock on the keeper's would outlive us.
+    parts = _Parts(linux.open_again(index, os.O_RDWR), extents, sessions_lock)
+    os.close(index)
     if not lock_soon(parts.index_fd):
-        parts.close()
-        raise SegmentError(
-            f"the segment kept by the holder of {str(path)!r} is in use by another server", field="segment"
-        )
-    if not _is_kept(path, parts.index_fd):
-        parts.close()
-        return ""
-    if linux.has_huge_pages(parts.extents_fd) != settings.huge_pages:
-        found: Pool | str = f"huge pages are {'on' if settings.huge_pages else 'off'} now"
+        found: Pool | str = "another server has it"
+    elif linux.has_huge_pages(extents) != settings.huge_pages:
+        found = f"huge pages are {'on' if settings.huge_pages else 'off'} now"
     else:
         found = _adopt(parts, settings)
     if isinstance(found, str):
@@ -416,65 +384,29 @@ def _adopt_held(settings: SegmentSettings) -> _Found | str:
     return _Found(found, parts, "memfd", True, "adopted")
 
 
-def _is_kept(path: Path, index_fd: int) -> bool:
-    """Whether the holder still has the segment of this index: `kvstrata ctl pool free` may have come first."""
-    try:
-        fds = holder_client.fetch(path)
-    except (OSError, holder_client.HolderUnreachable):
-        return False
-    same = bool(fds) and linux.file_id(fds[0]) == linux.file_id(index_fd)
-    linux.close_all(fds)
-    return same
-
-
-def _make_held(settings: SegmentSettings, reason: str) -> _Found:
-    """Make a segment of memfds and hand it to a holder. `reason`: why files are not used. Raises SegmentError."""
+def _make_memfds(settings: SegmentSettings, reason: str) -> _Found:
+    """Make a segment of memfds. `reason`: why files are not used. Raises SegmentError."""
     fds: list[int] = []
-    pool: Pool | None = None
     try:
         for name in (INDEX, EXTENTS, SESSIONS_LOCK):
             fds.append(
                 linux.create_memfd(f"kvstrata-{name}", huge_pages=settings.huge_pages and name == EXTENTS)
             )
-        parts = _Parts(linux.open_again(fds[0], os.O_RDWR), fds[1], fds[2])
+        if not linux.lock_whole_file(fds[0]):
+            raise SegmentError("a memfd that no other process can see is locked")
+        parts = _Parts(*fds)
+        pool = _create(parts, settings)
         try:
-            if not linux.lock_whole_file(parts.index_fd):
-                raise SegmentError("a memfd that no other process can see is locked")
-            pool = _create(parts, settings)
             for fd in fds:
                 linux.seal_size(fd)
-            _hand_over(settings, fds)
         except BaseException:
-            if pool is not None:
-                pool.close()
-            os.close(parts.index_fd)
+            pool.close()
             raise
-    except (OSError, holder_client.HolderUnreachable) as error:
+    except OSError as error:
         linux.close_all(fds)
         raise SegmentError(f"memfd segment ({reason}): {error}", field="segment") from error
     except BaseException:
         linux.close_all(fds)
         raise
-    os.close(fds[0])  # the holder has this description, which stays unlocked
-    _log.warning("segment: a holder process keeps it in memfds: %s", reason)
+    _log.warning("segment: it lies in memfds: %s", reason)
     return _Found(pool, parts, "memfd", False, f"made, because {reason}")
-
-
-def _hand_over(settings: SegmentSettings, fds: list[int]) -> None:
-    """Hand descriptors to the holder, which is started if none is there. Raises OSError, HolderUnreachable."""
-    path = settings.socket_dir / HOLDER_SOCKET
-    try:
-        holder_client.keep(path, fds)
-    except holder_client.HolderUnreachable:
-        holder_client.start(path)
-        holder_client.keep(path, fds)
-
-
-def _dismiss_holder(settings: SegmentSettings) -> None:
-    """Let the holder drop this segment and end."""
-    path = settings.socket_dir / HOLDER_SOCKET
-    try:
-        holder_client.dismiss(path)
-    except (OSError, holder_client.HolderUnreachable) as error:
-        _log.warning("segment: the holder could not be asked to drop it: %s", error)
-    path.unlink(missing_ok=True)  # without this path the holder ends by itself

@@ -140,7 +140,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def remove_replaced(directory: Path) -> None:
-    """Remove the files of an earlier segment; a segment kept by a holder has replaced it."""
+    """Remove the files of an earlier segment; a segment of memfds has replaced it."""
     if not (directory / INDEX).exists():
         return
     check_private_dir(directory, "segment")

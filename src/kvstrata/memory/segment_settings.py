@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import msgspec
 
 from kvstrata.errors import ConfigError, MachineLacks, SegmentError
-from kvstrata.memory import linux, numa
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import available_bytes, huge_pages, memory_limit
 from kvstrata.types import GB
@@ -19,6 +19,7 @@ MIN_EXTENTS_BYTES = 1 << 20
 _ENTRY_PER_BYTES = 64 << 10
 _MIN_ENTRIES, _MAX_ENTRIES = 16 << 10, 4 << 20
 _INDEX_BYTES, _INDEX_BYTES_PER_ENTRY = 96 << 10, 144  # upper bounds
+_GIVEN_BACK_S = 2.0
 
 
 class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +37,8 @@ class SegmentSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_session_share: int = 8
     huge_pages: bool = False
     """Make the extents of pages of 2 MiB; `extents_bytes` must then be a multiple of that."""
-    placement: numa.Placement = numa.Placement()
-    """Nodes for the pages of the extents that do not exist yet."""
+    numa: str = "default"
+    """`l1.numa`, see `numa.place`."""
 
     def entries(self) -> int:
         """Entry capacity of a new segment."""
@@ -75,37 +76,24 @@ def check_size(settings: SegmentSettings, processes_bytes: int = 0) -> None:
             f"{limit.source} is {limit.limit_bytes} bytes; set --l1-size-gb to {fits * 100 // GB / 100:.2f} or less",
             field="l1_size_gb",
         )
-    _check_nodes(settings)
     if not settings.huge_pages and needed > (free := available_bytes()):
         _log.warning("segment: L1 needs %d bytes, but only %d are available now", needed, free)
 
 
-def _check_nodes(settings: SegmentSettings) -> None:
-    """Raises MachineLacks if L1 is larger than the nodes it is bound to: the kernel would kill processes."""
-    there = settings.placement.memory_bytes
-    if there is not None and settings.extents_bytes > there:
-        raise MachineLacks(
-            f"l1.numa: {settings.placement.setting!r}: L1 of {settings.extents_bytes} bytes is bound to nodes with "
-            f"{there} bytes; add nodes, choose interleave, or lower --l1-size-gb",
-            field="l1.numa",
-        )
+def check_huge_pages(settings: SegmentSettings, *, wait: bool) -> None:
+    """Raises SegmentError if the machine's reserve of huge pages is smaller than L1.
 
-
-def check_huge_pages(settings: SegmentSettings) -> None:
-    """Raises SegmentError if the reserve of huge pages, of the machine or of the nodes, is smaller than L1."""
+    `wait`: for a moment, since the keeper is about to give back an earlier segment.
+    """
+    ends_s = time.monotonic() + (_GIVEN_BACK_S if wait else 0.0)
     reserve, needed = huge_pages(), settings.extents_bytes // HUGE_PAGE_BYTES
+    while needed > reserve.free and time.monotonic() < ends_s:
+        time.sleep(0.01)
+        reserve = huge_pages()
     if needed > reserve.free:
         raise SegmentError(
             f"l1.use_hugepages: L1 needs {needed} huge pages of 2 MiB, but {reserve.free} of {reserve.total} are free; "
             f"reserve them with `sysctl -w vm.nr_hugepages={reserve.total - reserve.free + needed}`, lower "
             "--l1-size-gb or leave --l1-use-hugepages out",
             field="l1.use_hugepages",
-        )
-    wanted = settings.placement
-    if wanted.policy == linux.MPOL_BIND and needed > (free := numa.free_huge_pages(wanted.nodes)):
-        raise SegmentError(
-            f"l1.numa: {wanted.setting!r}: L1 needs {needed} huge pages of 2 MiB, but {free} are free on nodes "
-            f"{', '.join(map(str, wanted.nodes))}; reserve them there (nr_hugepages below "
-            "/sys/devices/system/node/nodeN/hugepages) or choose interleave",
-            field="l1.numa",
         )

@@ -10,7 +10,6 @@ All native modules get their exceptions from this one.  An exception's class dep
 | `lanes` | of `lanes` | OSError | ValueError | MemoryError | RuntimeError | ValueError |
 | `record` | that read a record's headers | RecordError | RecordError | RecordError | RecordError | RecordError |
 | `pool` | of `pool`, `index` | OSError | ValueError | PoolError | PoolError | PoolError |
-| `snapshot` | of `snapshot` | OSError | PoolError | PoolError | PoolError | PoolError |
 | `registry` | of `registry` | RegistryError | ValueError | RegistryError | RegistryError | RegistryError |
 
 PoolError and RegistryError have a stable `reason`.

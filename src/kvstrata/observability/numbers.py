@@ -235,11 +235,6 @@ STATUS_NUMBERS: dict[str, Number] = {
     "l2_adapters.ADAPTER.host.requests": Number(
         "l2_host_requests", "Requests to the adapter host that have not ended."
     ),
-    "numa.sampled_pages.WORD": Number(
-        "numa_sampled_pages",
-        "Pages on this NUMA node, from a sample spread over the part of L1 that the server has touched.",
-        "node",
-    ),
     "http.connections": Number("http_connections", "Open connections of the admin port."),
     "http.requests": Number("http_requests", "Requests in progress on the admin port, not counting probes."),
     "http.refused": Number(

@@ -22,8 +22,10 @@ Rules:
 7. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
 8. A child that is told how often it was killed for lack of memory comes back with less of it (server/process.py).
-9. The child names its pool to the keeper (`hold_pool`), which shares a lock on it as long as it lives: while no child
-   runs, the pool is not taken for one that nobody needs (memory/pools.py).
+9. The child names the files of its pool to the keeper (`hold_pool`), which shares a lock on the pool as long as it
+   lives: while no child runs, the pool is not taken for one that nobody needs (memory/pools.py).  If the files have no
+   names in a folder (memfds, or files that somebody removed), the keeper keeps them open, and the next child gets them
+   (`Restarts.pool_fds`).
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ class Restarts(NamedTuple):
     """How often the kernel has killed it for lack of memory, by the counts of its control group."""
     keeper_fd: int = -1
     """Where the child names its pool to the keeper; -1: it has no keeper."""
+    pool_fds: tuple[int, ...] = ()
+    """sessions.lock, index and extents of a pool that the keeper keeps open, for the child to close; or none."""
 
 
 NOT_RESTARTED = Restarts()
@@ -98,14 +102,18 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     return _Keeper(name, arguments, serve).run()
 
 
-def hold_pool(restarts: Restarts, sessions_lock: str) -> None:
-    """Have the keeper, if there is one, share a lock on POOL_BYTE of this file, instead of one that it was told before.
+def hold_pool(restarts: Restarts, paths: Sequence[str]) -> bool:
+    """Have the keeper share a lock on POOL_BYTE of a pool, in place of the pool that it was told before.
 
-    Called by the child. A path below /proc/self does not mean the same file in the keeper.
+    `paths`: of sessions.lock; or of sessions.lock, index and extents, for the keeper to keep open; or none, and the
+    keeper keeps nothing.  Called by the child.  A path below /proc/self does not mean the same file in the keeper.
+    Returns False without a keeper.
     """
-    if restarts.keeper_fd >= 0:
-        os.write(restarts.keeper_fd, os.fsencode(sessions_lock) + b"\0")
-        os.kill(os.getppid(), _POOL_NAMED)
+    if restarts.keeper_fd < 0:
+        return False
+    os.write(restarts.keeper_fd, b"\0".join(map(os.fsencode, paths)) + b"\0\0")
+    os.kill(os.getppid(), _POOL_NAMED)
+    return True
 
 
 def _pass_over(number: int, frame: object) -> None:
@@ -159,7 +167,8 @@ class _Keeper:
         self._dropped_lines = 0
         self._named_pools, self._pool_writer = os.pipe()
         os.set_blocking(self._named_pools, False)
-        self._pool_fd = -1
+        self._pool_fds: list[int] = []
+        """sessions.lock of the pool, or sessions.lock, index and extents."""
 
     def run(self) -> int:
         waited = FORWARDED | {signal.SIGCHLD, _POOL_NAMED}
@@ -195,9 +204,10 @@ class _Keeper:
         die_with_parent(keeper_pid)
         name_process(self._name)
         os.close(self._named_pools)
-        if self._pool_fd >= 0:
-            os.close(self._pool_fd)
-        sys.exit(self._serve(self._arguments, self._restarts._replace(keeper_fd=self._pool_writer)))
+        if len(self._pool_fds) == 1:
+            os.close(self._pool_fds.pop())
+        kept = self._restarts._replace(keeper_fd=self._pool_writer, pool_fds=tuple(self._pool_fds))
+        sys.exit(self._serve(self._arguments, kept))
 
     def _wait_for_child(self, waited: frozenset[int]) -> int:
         """Forward signals until the child has ended; returns its wait status."""
@@ -218,18 +228,23 @@ class _Keeper:
 
     def _hold_pool(self) -> None:
         """Share a lock on the pool that the child has named, if it has: anybody of our user may send the signal."""
+        opened: list[int] = []
+        same = 0
         try:
-            *_, path, _ = [b"", *os.read(self._named_pools, 1 << 16).split(b"\0")]
-            there = os.stat(path)
-            if self._pool_fd >= 0 and os.path.samestat(os.fstat(self._pool_fd), there):
-                return  # to close a second descriptor of the same file would end the lock
-            fd = os.open(path, os.O_RDONLY)
-            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, POOL_BYTE)
-        except OSError:
-            return  # the child and its pool are gone again
-        if self._pool_fd >= 0:
-            os.close(self._pool_fd)
-        self._pool_fd = fd
+            *_, named, _ = [b"", *os.read(self._named_pools, 1 << 16).split(b"\0\0")]
+            paths = named.split(b"\0") if named else []
+            if paths and self._pool_fds:
+                # To close a second descriptor of the same sessions.lock would end the lock.
+                same = os.path.samestat(os.fstat(self._pool_fds[0]), os.stat(paths[0]))
+            for path in paths[same:]:
+                opened.append(os.open(path, os.O_RDWR))
+            if opened and not same:
+                fcntl.lockf(opened[0], fcntl.LOCK_SH | fcntl.LOCK_NB, 1, POOL_BYTE)
+        except OSError:  # the child and its pool are gone again
+            self._pool_fds, opened, same = opened, self._pool_fds, 0
+        for fd in self._pool_fds[same:]:
+            os.close(fd)
+        self._pool_fds = self._pool_fds[:same] + opened
 
     def _reap(self) -> int | None:
         """Reap all processes that have ended; returns the child's wait status if it is among them."""

@@ -68,12 +68,7 @@ def refuse_open(
 
 def port_holder(port: int) -> str:
     """The process that listens on a TCP port here, as far as this user can see: `pid 12 (name)`; empty if none."""
-    return socket_holder({inode for _, inode in _listeners(port)})
-
-
-def socket_holder(inodes: set[str]) -> str:
-    """A process that has one of these sockets open: `pid 12 (name)`; empty if `inodes` is."""
-    links = {f"socket:[{inode}]" for inode in inodes}
+    links = {f"socket:[{inode}]" for _, inode in _listeners(port)}
     for entry in os.scandir("/proc") if links else ():
         if not entry.name.isdigit():
             continue

@@ -36,7 +36,7 @@ from kvstrata.p2p.serving import PeerServer
 from kvstrata.policy.misses import Explainer
 from kvstrata.process.http_gate import Access
 from kvstrata.process.http_thread import Port, make_port
-from kvstrata.process.keeper import Restarts, hold_pool
+from kvstrata.process.keeper import Restarts
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
@@ -129,8 +129,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
         closers.append(soon(listener.close))
-    segment, directory = _open_segment(plan, port, closers)
-    hold_pool(shell.restarts, str(segment.sessions_lock_path))
+    segment, directory = _open_segment(plan, port, shell)
     pool = segment.pool
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
@@ -212,7 +211,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     ground.board.put("log", log_stats)
     ground.board.put("attach", attach.stats)
     ground.board.put("rpc", rpc.stats)
-    ground.board.put("numa", segment.numa_status)
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
@@ -273,9 +271,7 @@ def _bind(rpc: ZmqServer, settings: ServerSettings) -> int:
     )
 
 
-def _open_segment(
-    plan: Plan, port: int, closers: list[Callable[[], Coroutine[Any, Any, None]]]
-) -> tuple[Segment, Path]:
+def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
     """Make or adopt L1. Returns the segment, which a closer closes, and the folder of the sockets.
 
     Raises ConfigError or SegmentError.
@@ -287,8 +283,8 @@ def _open_segment(
     )
     # No later server would look for the segment of a port that was taken at random.
     forgotten = settings.l1.forget_on_exit or (settings.port == 0 and not settings.l1.segment_dir)
-    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm))
-    closers.append(soon(segment.destroy if forgotten else segment.close))
+    segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm), shell.restarts)
+    shell.closers.append(soon(segment.destroy if forgotten else segment.close))
     if settings.l1.core_dump:
         try:
             dump_memory(segment.pool.extents_address, segment.pool.extents_bytes)

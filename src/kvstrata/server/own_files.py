@@ -6,8 +6,7 @@ attach, and the next server would find no pool.
 
     the sockets      are made anew in their folder, or in the default one where that cannot be made
     server.pid       is made and locked anew; if another server has it, nothing more is made anew
-    L1's files       have no name any more: a holder process keeps the memory for the next server
-    a holder         whose socket is gone ends by itself: another one is started
+    L1's files       have no name any more: the keeper keeps the memory for the next server that it starts
 
 Everything is marked as used once an hour, so that what goes by age leaves it alone.
 """
@@ -23,11 +22,9 @@ from pathlib import Path
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.memory.holder_client import HolderUnreachable
 from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog
-from kvstrata.process.threads import on_a_thread
 from kvstrata.rpc.zmq_server import ZmqServer
 
 LOOK_S = 5.0
@@ -71,13 +68,11 @@ class OwnFiles:
                 if not listens():
                     listen(self._folder / name)
                     self._say("socket_made_anew", path=self._folder / name, note="it was removed")
-            if not self._segment.can_be_found():
-                await on_a_thread(self._segment.hold, "hold-segment")
-                note = (
-                    "its files, or its holder's socket, were removed; a holder keeps it for the next server"
-                )
+            if self._segment.files_are_gone():
+                self._segment.hold()
+                note = "its files were removed; the keeper keeps it for the next server that it starts"
                 self._say("l1_held", note=note)
-        except (OSError, KvstrataError, HolderUnreachable) as error:
+        except (OSError, KvstrataError) as error:
             self._log.repeated(
                 logging.ERROR, "lost", "own_files_lost", reason=error, advice=_ADVICE,
                 meaning="no further engine can attach, or the next server begins with an empty L1",

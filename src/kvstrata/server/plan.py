@@ -20,7 +20,7 @@ from kvstrata.config.tokens import MAX_TOKEN_CHARS, MIN_TOKEN_CHARS
 from kvstrata.errors import AllWrong, ConfigError, MachineLacks, install
 from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
-from kvstrata.memory.numa import placement
+from kvstrata.memory.numa import nodes_of
 from kvstrata.memory.paths import segment_dir, socket_dir
 from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
 from kvstrata.p2p import mac
@@ -75,6 +75,8 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
             return otherwise
 
     _check_first_touch(settings)
+    if settings.l1.numa != "default":
+        here(lambda: bool(nodes_of(settings.l1.numa)), False)
     refuse_port_twice(tcp_ports(settings))
     size_gb = settings.l1.size_gb
     alignment = HUGE_PAGE_BYTES if settings.l1.use_hugepages else L1_ALIGNMENT
@@ -283,5 +285,5 @@ def segment_settings(
         watermark=watermark,
         max_session_share=MAX_SESSION_SHARE,
         huge_pages=l1.use_hugepages,
-        placement=placement(l1.numa),
+        numa=l1.numa,
     )

@@ -25,7 +25,7 @@ from typing import Any
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
 from kvstrata.memory.paths import RPC_SOCKET
-from kvstrata.memory.pools import held_pools, pools_at
+from kvstrata.memory.pools import pool_at
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
@@ -158,14 +158,13 @@ class Server(Process):
     def left_behind(self) -> tuple[str, dict[str, object]] | None:
         """The pool that stays in memory, and how to free it; or that it was removed (`l1.forget_on_exit`)."""
         segment = self._instance.segment
-        place, held = segment.place, segment.backing == "memfd"
-        for pool in held_pools(place, "") if held else pools_at(place):
-            command = shlex.join(
-                ["kvstrata", "ctl", "pool", "free", *(["--held"] if held else []), str(place)]
-            )
-            return "pool_kept", {"place": place, "bytes": pool.memory_bytes, "to_free": command}
-        if self._plan.settings.l1.forget_on_exit:
+        pool = None if segment.backing == "memfd" else pool_at(segment.place)
+        if pool is not None:
+            command = shlex.join(["kvstrata", "ctl", "pool", "free", str(pool.place)])
+            return "pool_kept", {"place": pool.place, "bytes": pool.memory_bytes, "to_free": command}
+        if segment.backing == "memfd" or self._plan.settings.l1.forget_on_exit:
             # Engines map it until they attach to another server or end, and its memory stays as long.
+            place = "memfd" if segment.backing == "memfd" else segment.place
             return "pool_removed", {"place": place, "engines": self._held["engines"]}
         return None
 

@@ -43,7 +43,7 @@ COMMANDS: dict[str, list[str]] = {
     "ctl --url foo": ["kvstrata", "ctl", "--url", "foo", "status"],
     "ctl": ["kvstrata", "ctl", *UNANSWERED, "status"],
     "ctl cluster": ["kvstrata", "ctl", *UNANSWERED, "cluster", "status"],
-    "ctl pool": ["kvstrata", "ctl", "pool", "dump", "/nonexistent/pö→l"],
+    "ctl pool": ["kvstrata", "ctl", "pool", "free", "/nonexistent/pö→l"],
     "cluster": ["kvstrata", "cluster", "add", "/nonexistent/pö→l", "a"],
     "l2": ["kvstrata", "l2", "rewrite", '{"type": "fs", "base_path": "/proc/nowhere"}'],
     "bench": ["kvstrata", "bench", "--socket-dir", "/nonexistent/sockets"],

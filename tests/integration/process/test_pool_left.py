@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +28,7 @@ def last_line(server: ServerProcess) -> str:
 def rows(server: ServerProcess) -> list[dict[str, Any]]:
     """The rows of `pool list` for this server's pools."""
     found = json.loads(own_commands.run("kvstrata", "ctl", "pool", "list", "--json").stdout)
-    return [row for row in found if row["place"] in (str(server.segment_dir), str(server.socket_dir))]
+    return [row for row in found if row["place"] == str(server.segment_dir)]
 
 
 @pytest.fixture
@@ -54,17 +57,37 @@ def test_the_last_line_of_a_stop_names_the_pool_that_stays_and_frees_it(server: 
     assert server.start()["adopted"] is False
 
 
-def test_a_pool_that_a_holder_keeps_is_named_and_freed_too(server: ServerProcess) -> None:
+def test_where_no_file_can_be_had_the_keeper_keeps_the_pool_for_the_next_server(
+    server: ServerProcess,
+) -> None:
     server._environment["KVSTRATA_L1_SEGMENT_DIR"] = "/dev/shm/no/such/place"
     start_whole(server)
-    assert server.stop() == 0
-    line = last_line(server)
-    [row] = rows(server)
-    assert row["holder"].startswith("pid ") and row["memory_bytes"] >= 64 << 20
-    freeing = line.partition('to_free="')[2].removesuffix('"')
-    assert freeing == f"kvstrata ctl pool free --held {server.socket_dir}"
-    assert own_commands.run(*shlex.split(freeing)).returncode == 0
-    assert rows(server) == []
+
+    def started() -> list[tuple[str, str]]:
+        """(pid, whether it adopted L1) of each server so far."""
+        return re.findall(r" ready .*?pid=(\d+) .*adopted=(\w+)", server.log.read_text())
+
+    with CacheEngine(server.socket_dir) as engine:
+        engine.connect()
+        assert engine.stored(prompt(2)) == ["stored"] * 2
+        for count in (2, 3):
+            epoch = engine.client.epoch
+            send(int(started()[-1][0]), 9)
+            eventually(
+                "the engine is attached to the next server",
+                functools.partial(lambda before: engine.client.epoch > before, epoch),
+            )
+            engine.connect()
+            assert engine.hit(prompt(2)) == 2
+            assert [adopted for _, adopted in started()] == ["False", *["True"] * (count - 1)]
+        kept = [name for name in os.listdir(f"/proc/{server.pid}/fd") if is_memfd(server.pid, name)]
+        assert len(kept) == 3, "descriptors of earlier servers are closed"
+        assert server.stop() == 0
+    assert last_line(server).endswith("pool_removed place=memfd engines=1")
+
+
+def is_memfd(pid: int, fd: str) -> bool:
+    return os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:kvstrata")
 
 
 def test_a_pool_to_be_forgotten_goes_at_a_clean_exit_only(tmp_path: Path) -> None:

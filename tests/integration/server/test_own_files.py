@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from kvstrata.memory.holder_client import dismiss
-from kvstrata.memory.paths import HOLDER_SOCKET
 from kvstrata.process.http_token import find_token
 from tests.harness.cache_engine import eventually
 from tests.harness.l2_load import stored
 from tests.harness.rpc_client import RpcClient
 from tests.harness.server_process import ServerProcess
+from tests.harness.signals import send
 
 pytestmark = pytest.mark.integration
 
 
 def test_what_is_removed_is_made_anew_and_the_next_server_still_adopts_l1(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, l1_mb=16) as server:
+    with ServerProcess(tmp_path, l1_mb=16, supervised=True) as server:
         server.start()
         token = find_token(server.url)
         with RpcClient(server.socket_dir) as before:
@@ -37,14 +37,11 @@ def test_what_is_removed_is_made_anew_and_the_next_server_still_adopts_l1(tmp_pa
             assert held.n_chunks == 2, "a connection from before goes on"
             before.release([(before.session, held.seq)])
             eventually("the token is found", lambda: find_token(server.url) == token)
-        (server.socket_dir / HOLDER_SOCKET).unlink()
-        eventually("another holder", lambda: server.log.read_text().count(" l1_held ") == 2)
-        server.kill()
-        server.start()
-        assert server.ready["adopted"]
+        send(server.ready["pid"], signal.SIGKILL)
+        eventually("the next server", lambda: server.log.read_text().count(" ready ") == 2)
+        assert " adopted=True " in server.log.read_text().rpartition(" ready ")[2]
         with RpcClient(server.socket_dir) as client:
             assert client.lookup(client.identify().identity_id, chain).n_chunks == 2
-        dismiss(server.socket_dir / HOLDER_SOCKET)
 
 
 def test_a_folder_that_another_server_has_taken_is_left_to_it(tmp_path: Path) -> None:

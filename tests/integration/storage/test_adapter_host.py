@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.memory import holder_client, linux
-from kvstrata.memory.paths import HOLDER_SOCKET
+from kvstrata.memory import linux
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.types import KEY_BYTES
 from tests.harness.bad_adapter import entry_of
@@ -259,23 +258,6 @@ def test_a_pool_that_a_host_of_the_server_before_may_still_write_to_is_not_adopt
             os.kill(pid, signal.SIGKILL)
         until_gone(pid)
         server.start()
-
-
-@pytest.mark.long
-def test_a_pool_in_a_memfd_is_lent_to_a_host_and_adopted_after_it(tmp_path: Path) -> None:
-    with HostedServer(tmp_path) as server:
-        server._environment["KVSTRATA_L1_SEGMENT_DIR"] = str(tmp_path / "missing" / "segment")
-        server.start()
-        with RpcClient(server.socket_dir) as client:
-            identity, chain = stored_in_l2(client, 3)
-            clear_l1(client)
-            reply = client.lookup(identity.identity_id, chain, deadline_ms=20_000)
-            assert (reply.n_chunks, reply.l2_chunks) == (3, 3)
-            check_and_release(client, reply, chain)
-            server.kill()
-        assert server.start()["adopted"], server.log_tail()
-        assert server.stop() == 0
-        holder_client.dismiss(server.socket_dir / HOLDER_SOCKET)
 
 
 @pytest.mark.long

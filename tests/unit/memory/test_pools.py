@@ -17,8 +17,7 @@ from kvstrata.cli import ctl
 from kvstrata.cli.boundary import Exit
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux
-from kvstrata.memory.holder_client import HolderUnreachable, dismiss
-from kvstrata.memory.pools import FoundPool, find_pools, free, free_held, held_pools, pools_at
+from kvstrata.memory.pools import FoundPool, find_pools, free, pool_at
 from kvstrata.memory.segment import Segment, SegmentSettings
 from kvstrata.memory.segment_files import HOSTS_BYTE
 from kvstrata.process.keeper import POOL_BYTE
@@ -56,8 +55,7 @@ def locking() -> Iterator[Callable[[Path, int], subprocess.Popen[bytes]]]:
 
 
 def found_below(root: Path) -> list[FoundPool]:
-    """The pools below a folder; `find_pools` also finds those of holders that other tests have started."""
-    return [pool for pool in find_pools([root]) if pool.place.is_relative_to(root)]
+    return find_pools([root])
 
 
 def test_pools_are_found_with_their_size_and_age(root: Path, left: Path) -> None:
@@ -68,7 +66,7 @@ def test_pools_are_found_with_their_size_and_age(root: Path, left: Path) -> None
     assert pool.place == left
     assert pool.memory_bytes >= (pool.place / "index").stat().st_blocks * 512 > 0
     assert 0 <= pool.age_s < 600
-    assert (pool.holder, pool.owners) == ("", [])
+    assert pool.owners == []
     assert pool.idle_s is not None and 0 <= pool.idle_s < 600
 
 
@@ -81,21 +79,21 @@ def test_a_pool_of_another_version_is_found_and_freed(root: Path, left: Path) ->
 
 def test_a_pool_of_a_live_server_is_not_freed(settings: SegmentSettings, left: Path) -> None:
     found = Segment.open(settings)
-    [pool] = pools_at(left)
-    assert pool.owners == [f"server {os.getpid()}"]
+    pool = pool_at(left)
+    assert pool is not None and pool.owners == [f"server {os.getpid()}"]
     with pytest.raises(SegmentError, match=f"in use by server {os.getpid()}"):
         free(left)
     assert {path.name for path in left.iterdir()} > {"index", "extents", "sessions.lock"}
     found.close()
-    assert pools_at(left)[0].owners == []
+    assert (pool := pool_at(left)) is not None and pool.owners == []
     free(left)
 
 
 @pytest.mark.parametrize("byte", [1, 1023, HOSTS_BYTE, POOL_BYTE])
 def test_a_pool_that_a_process_has_locked_is_not_freed(left: Path, locking, byte: int) -> None:
     process = locking(left / "sessions.lock", byte)
-    [pool] = pools_at(left)
-    assert pool.owners[0].startswith(OWNERS[byte]) and str(process.pid) in pool.owners[0]
+    pool = pool_at(left)
+    assert pool is not None and pool.owners[0].startswith(OWNERS[byte]) and str(process.pid) in pool.owners[0]
     with pytest.raises(SegmentError, match=f"in use by {OWNERS[byte]}.*nothing was freed"):
         free(left)
     assert (left / "index").exists()
@@ -147,76 +145,10 @@ def test_servers_that_start_while_their_pool_is_freed_get_a_pool(settings: Segme
     assert freed
 
 
-@pytest.fixture
-def held(root: Path, settings: SegmentSettings, monkeypatch: pytest.MonkeyPatch) -> Iterator[SegmentSettings]:
-    """A pool that a holder process keeps; its server has ended."""
-    monkeypatch.setattr("kvstrata.memory.segment.free_bytes", lambda directory: 0)
-    shared = Segment.open(settings)
-    assert shared.backing == "memfd"
-    shared.close()
-    yield settings
-    with contextlib.suppress(HolderUnreachable):
-        dismiss(settings.socket_dir / "holder.sock")
-
-
-def found_in_holder(settings: SegmentSettings) -> list[FoundPool]:
-    return [pool for pool in find_pools([settings.directory]) if pool.place == settings.socket_dir]
-
-
-def test_pools_in_a_holder_are_found_and_freed_on_demand(held: SegmentSettings) -> None:
-    [pool] = found_in_holder(held)
-    assert pool.holder.startswith("pid ") and pool.memory_bytes > 0
-    assert pool.owners == []
-    with pytest.raises(SegmentError, match="no pool is there"):
-        free(held.socket_dir)
-    assert free_held(held.socket_dir).place == held.socket_dir
-    assert found_in_holder(held) == []
-    with pytest.raises(SegmentError, match="no holder process answers"):
-        free_held(held.socket_dir)
-    again = Segment.open(held)
-    assert not again.adopted
-    again.destroy()
-
-
-def test_pools_in_a_holder_that_are_owned_stay(held: SegmentSettings, locking) -> None:
-    server = Segment.open(held)
-    assert server.adopted
-    process = locking(server.sessions_lock_path, 7)
-    server_named, engine_named = found_in_holder(held)[0].owners
-    assert (server_named, engine_named.split(" (")[0]) == (f"server {os.getpid()}", OWNERS[1])
-    with pytest.raises(SegmentError, match="in use by server"):
-        free_held(held.socket_dir)
-    server.close()
-    with pytest.raises(SegmentError, match="in use by 1 engine process"):
-        free_held(held.socket_dir)
-    process.communicate()
-    assert len(held_pools(held.socket_dir, "")) == 1
-    free_held(held.socket_dir)
-
-
-def test_a_server_that_finds_its_held_pool_dropped_makes_one_that_is_held(
-    held: SegmentSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pool is freed after the server has got its descriptors and before it locks them."""
-    real = linux.open_again
-
-    def freed_first(fd: int, flags: int) -> int:
-        monkeypatch.setattr(linux, "open_again", real)
-        again = real(fd, flags)
-        free_held(held.socket_dir)
-        return again
-
-    monkeypatch.setattr(linux, "open_again", freed_first)
-    server = Segment.open(held)
-    assert not server.adopted
-    assert len(found_in_holder(held)) == 1
-    server.destroy()
-
-
 def test_the_command_lists_and_frees(root: Path, left: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["pool", "list", str(root)]) == 0
     heads, *rows = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["pool", "memory", "age", "idle", "kept_by", "owned_by"]
+    assert heads.split() == ["pool", "memory", "age", "idle", "owned_by"]
     [row] = [row for row in rows if row.split()[0] == str(left)]
     assert row.endswith("nobody")
     assert ctl.main(["pool", "list", "--json", str(root)]) == 0

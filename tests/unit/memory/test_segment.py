@@ -15,7 +15,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, SegmentError
 from kvstrata.memory import linux, segment, segment_files, segment_settings
-from kvstrata.memory.memory_limit import HugePages, MemoryLimit, huge_pages
+from kvstrata.memory.memory_limit import HugePages, MemoryLimit
 from kvstrata.memory.segment import Segment, SegmentSettings
 
 MIB = 1 << 20
@@ -297,26 +297,3 @@ def test_too_few_huge_pages_are_an_error_that_says_how_to_reserve_them(
     ) as refused:
         reopen(settings, huge_pages=True)
     assert refused.value.field == "l1.use_hugepages"
-
-
-def test_a_pool_in_huge_pages_is_adopted_and_given_up_when_they_are_switched_off(
-    settings: SegmentSettings,
-) -> None:
-    if huge_pages().free < 2:
-        pytest.skip("needs 2 free huge pages; reserve them: sysctl -w vm.nr_hugepages=2")
-    first = reopen(settings, huge_pages=True)
-    try:
-        assert (first.backing, first.adopted) == ("memfd", False)
-        assert linux.has_huge_pages(first.descriptors.extents)
-        assert not linux.has_huge_pages(first.descriptors.index_readonly)
-        first.pool.prefault_start(1)
-        first.close()
-        second = reopen(settings, huge_pages=True)
-        assert second.adopted
-        second.close()
-        third = reopen(settings)
-        assert (third.backing, third.adopted) == ("files", False)
-        third.destroy()
-    finally:
-        first.close()
-        segment._dismiss_holder(settings)

@@ -17,7 +17,6 @@ OTHERS = {
     "lanes": ValueError,
     "record": RecordError,
     "pool": PoolError,
-    "snapshot": PoolError,
     "registry": RegistryError,
 }
 """By site: the class for every code that `CELLS` does not name."""
@@ -25,7 +24,6 @@ CELLS = {
     ("call", "os_error"): OSError,
     ("lanes", "os_error"): OSError,
     ("pool", "os_error"): OSError,
-    ("snapshot", "os_error"): OSError,
     ("call", "no_space"): MemoryError,
     ("items", "no_space"): MemoryError,
     ("lanes", "no_space"): MemoryError,
@@ -47,8 +45,6 @@ def test_errors_have_the_words_of_their_reasons() -> None:
         if isinstance(error, PoolError):
             assert error.reason == code
             assert error_of(code, "pool", reason="sessions_full").reason == "sessions_full"  # type: ignore[attr-defined]
-        error = error_of(code, "snapshot")
-        assert isinstance(error, OSError) or error.reason == "damaged"  # type: ignore[attr-defined]
         error = error_of(code, "registry")
         word = "no_space" if code == "no_space" else "bad_slot"
         assert isinstance(error, ValueError) or error.reason == word  # type: ignore[attr-defined]

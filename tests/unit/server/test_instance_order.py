@@ -77,7 +77,7 @@ CLOSED = [
 ]
 
 
-OTHERS = re.compile(r"^numa\.sampled_pages\.|\.numbers\.")
+OTHERS = re.compile(r"\.numbers\.")
 """Paths whose keys depend on the machine or on a tier's medium."""
 
 

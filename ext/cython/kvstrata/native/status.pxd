@@ -13,7 +13,6 @@ cdef enum Site:
     LANES
     RECORD
     POOL
-    SNAPSHOT
     REGISTRY
 
 
