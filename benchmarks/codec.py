@@ -34,10 +34,10 @@ from typing import Any
 from benchmarks.common import figure, median_spread, scratch, sized, wait_until
 from benchmarks.vllm_hit_ttft import prompt
 from kvstrata.errors import ConfigError
-from kvstrata.native import codec, copying
+from kvstrata.native import copying
 from kvstrata.native import record as native_record
 from kvstrata.native.record import RecordSpec
-from kvstrata.storage.base import LoadItem, LoadStatus, PayloadKind
+from kvstrata.storage.base import LoadItem, LoadStatus, two_bytes
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
@@ -52,8 +52,6 @@ MODEL, LAYERS, KV_HEADS, TOKENS, HEAD = sized(("160m", 8, 8, 256, 64), ("19m", 4
 """The demo's model (tests/harness/vllm_model.py), and layers, kv heads, tokens and head size of its chunks."""
 RECORDS = sized(4, 1)
 REPEATS = sized(7, 1)
-SHAPE = (1, 2, KV_HEADS, 128, 2, HEAD)
-"""A layer of a chunk for fp8: bf16, 2 blocks; the axes of a block are kv heads, tokens, K and V, head."""
 KEY = bytes(range(32))
 MAC_TARGET = 0.05
 CHAINS = {
@@ -63,8 +61,6 @@ CHAINS = {
     "aes": ChainSettings(master_key=b"k" * 32),
     "zstd_aes": ChainSettings(zstd=ZstdOptions(), master_key=b"k" * 32),
     "mac": ChainSettings(mac_key=b"k" * 32),
-    "fp8": ChainSettings(fp8=True),
-    "fp8_zstd": ChainSettings(fp8=True, zstd=ZstdOptions()),
 }
 
 
@@ -128,13 +124,6 @@ def records_of_vllm() -> list[bytes]:
         return found_records(str(l2))
 
 
-def fp8_kind(record: bytes) -> PayloadKind:
-    """Return the payload kind of a record, with the demo model's shape if the record's sections have that size."""
-    section_bytes = int.from_bytes(record[520:524], "little")
-    numbers, _ = codec.fp8_sizes(SHAPE[1:])
-    return PayloadKind(2, SHAPE if section_bytes == 2 * numbers else None)
-
-
 def rates_of(call: Callable[[], object], length: int) -> list[float]:
     """Return GB per second of this thread's CPU time for each repeat after a warm-up.
 
@@ -153,23 +142,17 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
     """Measure how one chain encodes and decodes; print and return the figures."""
     chain = Chain(settings)
     total = sum(map(len, records))
-    kinds = [fp8_kind(record) for record in records]
-    if settings.fp8 and kinds[0].fp8 is None:
-        print(f"   codec_{name}: left out, since the records lack the shape of the demo's model", flush=True)
-        return []
     places = [mmap.mmap(-1, len(record)) for record in records]
     for place, record in zip(places, records, strict=True):
         place[:] = record
     targets = [mmap.mmap(-1, chain.staging_bytes(len(record))) for record in records]
     copies = [mmap.mmap(-1, len(target)) for target in targets]
     backs = [mmap.mmap(-1, len(record)) for record in records]
-    scratch = memoryview(bytearray(chain.staging_bytes(max(map(len, records)))))
     lengths = [0] * len(records)
 
     def encode() -> None:
-        for i, (place, target, kind) in enumerate(zip(places, targets, kinds, strict=True)):
-            made = chain.encode(memoryview(place), memoryview(target), lambda identity, part, kind=kind: kind)
-            lengths[i] = made.length
+        for i, (place, target) in enumerate(zip(places, targets, strict=True)):
+            lengths[i] = chain.encode(memoryview(place), memoryview(target), two_bytes).length
 
     def decode() -> None:
         # Decryption overwrites its input, so a copy is decoded, as a load decodes its staging buffer.
@@ -181,7 +164,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
                 length,
                 cached=True,
             )
-            chain.decode(stored, memoryview(back), record[16:48], scratch)
+            chain.decode(stored, memoryview(back), record[16:48])
 
     def memcpy() -> None:
         for place, back in zip(places, backs, strict=True):
@@ -202,8 +185,7 @@ def measure(name: str, settings: ChainSettings, records: list[bytes], source: st
     line = f"   {name:<16} stored share {stored / total:6.3f}   encode {encoding[0]:5.2f} GB/s"
     if all(lengths):
         decoding = median_spread(rates_of(decode, total))
-        lossless = not settings.fp8
-        if lossless and any(back[:] != record for back, record in zip(backs, records, strict=True)):
+        if any(back[:] != record for back, record in zip(backs, records, strict=True)):
             raise RuntimeError(f"{name}: decoded to other bytes")
         line += f"   decode {decoding[0]:5.2f} GB/s"
         figures.append(

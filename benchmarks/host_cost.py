@@ -44,9 +44,8 @@ from kvstrata.storage.base import (
     StorageAdapter,
 )
 from kvstrata.storage.entry import configure_tier
-from kvstrata.storage.host.channel import MAX_FRAME_BYTES
+from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.stack import innermost
 
 ITEMS = 32
 PAYLOAD_BYTES = 1 << 20
@@ -164,7 +163,7 @@ class BareProcess(Way):
 
 def in_process(folder: Path, number: int) -> StorageAdapter:
     """Return the adapter, without a host."""
-    return innermost(configure_tier({"type": "fs", "base_path": str(folder)}, number).recipe)
+    return configure_tier({"type": "fs", "base_path": str(folder)}, number).make()
 
 
 async def serve_bare(folder: Path, channel_fd: int, extents_fd: int) -> None:

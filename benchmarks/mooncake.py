@@ -35,7 +35,7 @@ from kvstrata.native.pool import Hold
 from kvstrata.native.record import CopyOutcome, RecordSpec, Verifier, record_bytes, seal_record
 from kvstrata.storage.base import AdapterContext, LoadItem, LoadStatus, Presence, PutItem, PutStatus
 from kvstrata.storage.entry import configure_tier
-from kvstrata.storage.host.channel import MAX_FRAME_BYTES
+from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.mooncake.adapter import KEY_PREFIX, VERIFIERS
 from tests.harness import mooncake

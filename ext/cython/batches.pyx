@@ -1,11 +1,10 @@
 # Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 # cython: language_level=3
-"""Packs batches of keys, and of outcomes of `exists`, into bytes and back: see batches.pyi for the contract."""
+"""Packs batches of keys into bytes and back: see batches.pyi for the contract."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from libc.stdint cimport uint8_t, uint16_t, uint32_t
-from libc.string cimport memcmp, memcpy
-from libcpp.string cimport string
+from libc.stdint cimport uint8_t, uint16_t
+from libc.string cimport memcpy
 
 
 cdef extern from "Python.h":
@@ -17,8 +16,6 @@ cdef extern from "Python.h":
 
 cdef enum:
     KEY_BYTES = 32
-    FOUND_BYTES = 6  # u8 presence, u32 record bytes, u8 length of the reason
-    PRESENCES = 3
 
 
 cdef uint16_t[256] PAIRS  # of hexadecimal digits
@@ -82,64 +79,3 @@ def types_of(values):
             last = type(value)
             types.add(last)
     return types
-
-
-def pack_found(outcomes, word):
-    cdef string rows
-    cdef size_t at = 0
-    cdef uint8_t presence, reason_bytes = 0
-    cdef uint32_t record_bytes
-    cdef bytes reason
-    last = object()  # equal to no outcome
-    rows.reserve(len(outcomes) * FOUND_BYTES)
-    for found in outcomes:
-        if found is last:  # the usual case, because equal answers share one object
-            rows.append(rows, at, FOUND_BYTES + reason_bytes)
-            continue
-        at = rows.size()
-        last = found
-        presence, record_bytes, text = found
-        reason = word(text) if text else b""
-        if PyBytes_GET_SIZE(reason) > 255:
-            raise ValueError(f"reason: must have at most 255 bytes, not {len(reason)}")
-        reason_bytes = <uint8_t>PyBytes_GET_SIZE(reason)
-        rows.append(<const char*>&presence, 1)
-        rows.append(<const char*>&record_bytes, 4)
-        rows.append(<const char*>&reason_bytes, 1)
-        rows.append(PyBytes_AS_STRING(reason), reason_bytes)
-    return PyBytes_FromStringAndSize(rows.data(), rows.size())
-
-
-def read_found(const unsigned char[::1] rows not None, Py_ssize_t count, Py_ssize_t max_reason_bytes, make):
-    cdef list made = []
-    cdef list last = [None] * PRESENCES
-    cdef Py_ssize_t[PRESENCES] last_at = [-1, -1, -1]
-    cdef Py_ssize_t left = rows.shape[0]
-    cdef Py_ssize_t row_bytes, at = 0
-    cdef const unsigned char* row
-    cdef uint32_t record_bytes
-    cdef int presence
-    for _ in range(count):
-        if left - at < FOUND_BYTES:
-            raise ValueError(f"outcomes: {left} bytes are too few for {count} rows")
-        row = &rows[at]
-        presence = row[0]
-        row_bytes = FOUND_BYTES + row[5]
-        if presence >= PRESENCES:
-            raise ValueError(f"presence: must be below {PRESENCES}, not {presence}")
-        if row[5] > max_reason_bytes or left - at < row_bytes:
-            raise ValueError(f"reason: {row[5]} bytes are more than {max_reason_bytes}, or leave the rows")
-        if (
-            last_at[presence] < 0
-            or rows[last_at[presence] + 5] != row[5]
-            or memcmp(&rows[last_at[presence]], row, row_bytes) != 0
-        ):
-            memcpy(&record_bytes, row + 1, 4)
-            reason = (<const char*>row)[FOUND_BYTES:row_bytes].decode()
-            last[presence] = make(presence, record_bytes, reason)
-            last_at[presence] = at
-        made.append(last[presence])
-        at += row_bytes
-    if at != left:
-        raise ValueError(f"outcomes: {left - at} bytes too many after {count} rows")
-    return made

@@ -175,7 +175,7 @@ cdef int read_header(
 
 
 def write_encoded_header(
-    address, length, source_address, source_length, codecs, stored_bytes, stored_crc=0, section_crcs=None
+    address, length, source_address, source_length, codecs, stored_bytes, stored_crc=0
 ):
     cdef CRecordHeader header
     cdef vector[Section] sections
@@ -191,11 +191,6 @@ def write_encoded_header(
     for i in range(chain.shape[0]):
         encoding.codecs[i] = chain[i]
     read_header(source_address, source_length, &header, sections)
-    if section_crcs is not None:
-        if len(section_crcs) != header.section_count:
-            raise ValueError(f"section_crcs: must be one per section ({header.section_count}), not {len(section_crcs)}")
-        for i in range(header.section_count):
-            sections[i].crc = whole32(section_crcs[i], "section_crcs")
     with nogil:
         status = c_write_encoded_header(
             record, n, header.spec, sections.data(), header.section_count, encoding

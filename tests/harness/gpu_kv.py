@@ -170,7 +170,7 @@ class PagedKv:
         chunk_tokens: int,
         rounded: bool = False,
     ) -> None:
-        """`rounded` stands for the setting `gpu_fp8`."""
+        """`rounded` stands for the setting `fidelity: fp8`."""
         tensors = layer_tensors(base, shape, layout, block_tokens, num_blocks)
         self.base = base
         self.shape = shape
@@ -195,7 +195,6 @@ class PagedKv:
             dtype="bfloat16",
             fidelity="fp8" if rounded else "lossless",
             head_size=shape.head_dim,
-            gpu_fp8=rounded,
             kinds=None if "2" in layout else dict.fromkeys(tensors, kind),
         )
         self.layers = list(self.view.layers.values())

@@ -13,7 +13,6 @@ from tests.oracles.crc32c import crc32c_fast as crc32c
 from tests.oracles.record import INNER, OUTER, SECTION
 
 SLAB = 1 << 20
-FP8_FRAME = struct.Struct("<B3x5II")
 E4M3 = [
     (code & 7) * 2.0**-9 if code < 8 else (8 + (code & 7)) * 2.0 ** ((code >> 3) - 10) for code in range(0x7F)
 ]
@@ -70,14 +69,8 @@ def decode(stored: bytes, key_text: bytes = b"") -> bytes:
                 plain, tag = body[:-16], body[-16:]
                 assert AESGCM(derived).encrypt(nonce, b"", headers + plain) == tag
                 body = plain
-        elif number == 4:
-            derived = HKDF(SHA256(), 32, salt=None, info=b"kvstrata aes-gcm 1" + identity).derive(key_text)
-            headers = stored[:96] + bytes(4) + stored[100:252] + stored[256:table_end]
-            body = AESGCM(derived).decrypt(body[:12], body[12:], headers)
         elif number == 3:
             body = unpack_slabs(body, join=2 in codecs)
-        elif number == 1:
-            body = from_fp8(body)
         else:
             assert number == 2  # the planes, which `unpack_slabs` undoes slab by slab
     assert len(body) == payload_bytes
@@ -163,18 +156,3 @@ def from_e4m3(code: int, scale: float, dtype: int) -> int:
     """Return the 16-bit number of a code."""
     value = single(E4M3[code & 0x7F] * scale)
     return bits_of(-value if code & 0x80 else value, dtype)
-
-
-def from_fp8(body: bytes) -> bytes:
-    """Decode the fp8 codec."""
-    dtype, *shape, count = FP8_FRAME.unpack_from(body)
-    scales = shape[1] * shape[3]
-    n = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]
-    codes_at = FP8_FRAME.size + 4 * scales * count
-    assert len(body) == codes_at + n * count
-    out = []
-    for section in range(count):
-        of = struct.unpack_from(f"<{scales}f", body, FP8_FRAME.size + 4 * scales * section)
-        codes = body[codes_at + n * section :][:n]
-        out += [from_e4m3(code, of[scale_index(at, tuple(shape))], dtype) for at, code in enumerate(codes)]
-    return struct.pack(f"<{len(out)}H", *out)

@@ -20,7 +20,6 @@ usage: kvstrata COMMAND [arguments]
   bench       measure a running server on this host; `bench l2` measures one storage adapter, `bench serve` engines
   sim         a simulated engine behind vLLM's HTTP interface, to try what stands before engines
   cluster     make the keys of a cluster: `cluster init`, `cluster add`, `cluster remove`
-  l2          `l2 rewrite` writes the records of a storage again with a new key
   migrate     print LMCache's configuration files as a configuration of kvstrata
   names       install LMCache's commands (`lmcache server`, `lmcache_controller`), or remove them
   doctor      check this machine, and the server that the flags of lmcache-server describe; say what to do
@@ -87,10 +86,6 @@ def _command(name: str) -> Command | None:
         from kvstrata.cli.cluster import main as cluster
 
         return cluster
-    if name == "l2":
-        from kvstrata.cli.l2 import main as l2
-
-        return l2
     if name == "migrate":
         from kvstrata.cli.migrate import main as migrate
 

@@ -88,17 +88,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     fidelity: Annotated[
         Literal["lossless", "fp8"],
         Meta(
-            description="`fp8`: accept KV that adapters with the codec `fp8` have rounded to 8-bit floats. Engines "
-            "with different settings share no chunks."
+            description="`fp8`: round 16-bit KV on the GPU to 8-bit floats while it is stored, so that the link, L1 "
+            "and L2 carry half the bytes. Engines with different settings share no chunks."
         ),
     ] = "lossless"
-    gpu_fp8: Annotated[
-        bool,
-        Meta(
-            description="With `fidelity: fp8` and 16-bit KV on a GPU: round the KV on the GPU, so that the link and L1 "
-            "carry half the bytes. Such chunks are shared only with engines that have the same setting."
-        ),
-    ] = False
     gpu_copy_engine: Annotated[
         Literal["auto", "dma", "kernel", "staged"],
         Meta(
@@ -122,7 +115,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gpu_staging_mb: Annotated[
         int,
         Meta(
-            ge=1, le=65_536, description="MB of GPU memory for the copy engine `staged`, and for `gpu_fp8`."
+            ge=1,
+            le=65_536,
+            description="MB of GPU memory for the copy engine `staged`, and for `fidelity: fp8`.",
         ),
     ] = 64
     gpu_pin: Annotated[

@@ -71,12 +71,12 @@ def open_engine(
         field = "gpu_staging_mb" if error.field == "staging_bytes" else "device"
         raise ConfigError(f"{field}: KV of {device} cannot be copied: {error}", field=field) from error
     except ValueError as error:
-        raise ConfigError(f"gpu_fp8: KV of {device} cannot be rounded: {error}", field="gpu_fp8") from error
+        raise ConfigError(f"fidelity: KV of {device} cannot be rounded: {error}", field="fidelity") from error
     section_bytes = plan.section_bytes(0, view.record_blocks)
     if view.rounding is not None and section_bytes > settings.gpu_staging_mb << 20:
         raise ConfigError(
-            f"gpu_staging_mb: {settings.gpu_staging_mb} is too small: gpu_fp8 needs room for the {section_bytes} bytes "
-            f"of a chunk in one layer; set it to {-(-section_bytes >> 20)} or more",
+            f"gpu_staging_mb: {settings.gpu_staging_mb} is too small: fidelity fp8 needs room for the {section_bytes} "
+            f"bytes of a chunk in one layer; set it to {-(-section_bytes >> 20)} or more",
             field="gpu_staging_mb",
         )
     return engine, plan

@@ -81,17 +81,11 @@ def load_settings(
     if wrong:
         raise together(wrong)
     settings = convert(ClientSettings, with_patience(ClientSettings, merged, environment), "settings")
-    if settings.gpu_fp8 and settings.fidelity != "fp8":
+    if settings.fidelity == "fp8" and settings.gpu_copy_engine == "dma":
         raise ConfigError(
-            f"gpu_fp8: rounds KV to 8 bits, but fidelity is {settings.fidelity!r}; set fidelity to 'fp8', or "
-            "gpu_fp8 to false",
-            field="gpu_fp8",
-        )
-    if settings.gpu_fp8 and settings.gpu_copy_engine == "dma":
-        raise ConfigError(
-            "gpu_fp8: the gpu_copy_engine 'dma' cannot round; set it to 'auto', 'kernel' or 'staged', or gpu_fp8 "
-            "to false",
-            field="gpu_fp8",
+            "fidelity: the gpu_copy_engine 'dma' cannot round; set it to 'auto', 'kernel' or 'staged', or fidelity "
+            "to 'lossless'",
+            field="fidelity",
         )
     if settings.host not in LOOPBACK:
         where = settings.socket_dir or "the default socket directory"

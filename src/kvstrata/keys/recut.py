@@ -154,10 +154,10 @@ def plan_recut(sources: Sequence[Part], target: Part) -> Recut:
 
 def _read(part: Part) -> _Record:
     facts = part.facts
-    if lossy := next((name for name in ("fp8", "encoding") if name in facts), None):
+    if "encoding" in facts:
         raise CannotRecut(
             RecutReason.LOSSY,
-            lossy,
+            "encoding",
             "a lossy codec rounded the record in groups of its own geometry; only lossless records can be recut",
         )
     if "rule" in facts:

@@ -103,12 +103,11 @@ def write_encoded_header(
     codecs: Buffer,
     stored_bytes: int,
     stored_crc: int = 0,
-    section_crcs: Sequence[int] | None = None,
 ) -> int:
     """Writes the header of a record whose payload is stored encoded, and returns its length.
 
-    All other fields are as in the header of `source`; `section_crcs` replace the source's CRCs if a lossy codec has
-    rounded the payload.  Raises RecordError for an unsound source, ValueError for bad arguments.
+    All other fields are as in the header of `source`.  Raises RecordError for an unsound source, ValueError for bad
+    arguments.
     """
 
 def write_decoded_header(address: int, length: int, source_address: int, source_length: int) -> None:

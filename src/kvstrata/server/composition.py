@@ -205,7 +205,7 @@ def make_tables(ground: Ground, send: Send) -> Tables:
     ground.board.put("engines", functools.partial(engines_section, processes, leases), metrics=False)
     return Tables(
         processes=processes,
-        payload_kinds=PayloadKinds(processes),
+        payload_kinds=PayloadKinds(),
         sessions=Sessions(replies.error),
         leases=leases,
         in_flight=in_flight,

@@ -314,7 +314,7 @@ def _make_tier_control(ground: Ground, tables: Tables, l2: L2, segment: Segment)
             functools.partial(reports.dropped, name),
             segment.descriptors.extents,
             segment.descriptors.sessions_lock,
-            tables.payload_kinds.of,
+            tables.payload_kinds.element_bytes_of,
         )
 
     return TierControl(

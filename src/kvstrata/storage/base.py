@@ -19,7 +19,7 @@ import logging
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -137,18 +137,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an operation in flight ends by itself ("drain"), or only when its process is killed ("never")."""
 
 
-class PayloadKind(NamedTuple):
-    """The facts about an engine's payloads that codecs need; the engine declares them."""
-
-    element_bytes: int
-    """Bytes of one number."""
-    fp8: tuple[int, ...] | None = None
-    """Dtype (1 bfloat16, 2 float16) and the shape of a section; None unless the engine accepts the fidelity fp8."""
-
-
-def nothing_known(identity: bytes, slice_digest: bytes) -> PayloadKind | None:
-    """The `payload_kind` for adapters outside a server: no payload kind is known."""
-    return None
+def two_bytes(slice_digest: bytes) -> int:
+    """The `element_bytes_of` for adapters outside a server."""
+    return 2
 
 
 class AdapterContext(NamedTuple):
@@ -168,8 +159,8 @@ class AdapterContext(NamedTuple):
 
     -1: no such file.
     """
-    payload_kind: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
-    """Tells what engines have declared about the payloads of an identity root and a slice digest (thread-safe)."""
+    element_bytes_of: Callable[[bytes], int] = two_bytes
+    """Bytes of a number of the payloads of a slice digest, as engines have declared them (thread-safe)."""
 
 
 Counts = Annotated[
@@ -214,6 +205,16 @@ def log_broken_contract(name: str, operation: str, error: BaseException) -> None
         text = "".join(traceback.format_exception(error))
         log.error("%s: %s raised, which the storage contract forbids\n%s", name, operation, text)
     traceback.clear_frames(error.__traceback__)
+
+
+def told(name: str, operation: str, ask: Callable[[], object], kind: Any) -> dict[str, Any]:
+    """The result of an adapter's `numbers` or `remarks`; empty if the adapter breaks its contract."""
+    try:
+        answer: dict[str, Any] = msgspec.convert(ask(), kind)
+        return answer
+    except Exception as error:  # the plugin boundary
+        log_broken_contract(name, operation, error)
+        return {}
 
 
 MORE_KEYS = 64

@@ -46,18 +46,12 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
             "many bytes are under way; not set: three deadlines."
         ),
     ] = None
-    shared: Annotated[
-        bool,
-        Meta(
-            description="Several servers use the same storage; only a directory of type `fs` can be shared."
-        ),
-    ] = False
     eviction: Annotated[Any, Meta(description="Accepted, but has no effect.")] = None
     serde: Annotated[Any, Meta(description="Refused; `codec` replaced it.")] = None
     codec: Annotated[
         Any,
         Meta(
-            description="How records are encoded: a name (`fp8`, `zstd`, `aes-gcm`, `mac`), an object with a `name` "
+            description="How records are encoded: a name (`zstd`, `aes-gcm`, `mac`), an object with a `name` "
             "and its options, or a list of such names and objects, in this order."
         ),
     ] = None

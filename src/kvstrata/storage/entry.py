@@ -46,7 +46,7 @@ class TierConfig(NamedTuple):
     max_stuck_bytes: int | None = None
     """None: L1 / 16."""
     isolated: bool = False
-    """The tier's medium and codec run in a process of their own."""
+    """The tier's medium runs in a process of its own."""
     kill_ms: int | None = None
     """None: KILL_DEADLINES deadlines (stack.py)."""
     folder: Folder | None = None
@@ -78,6 +78,12 @@ def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = ""
             isolated = _isolated(common, found, place)
     with wrong:
         chain = read_chain(entry.get("codec"), place.at("codec"))
+        if chain.encodes and isolated:
+            raise place.hidden(
+                "codec",
+                "an adapter in a process of its own moves bytes of L1 as they are; remove codec, or set isolation to "
+                "'in_process'",
+            )
     if found is not None:
         with wrong:
             config = found.right_fields(entry, place, wrong)
@@ -147,14 +153,8 @@ def _common(entry: Mapping[str, Any], place: Place, wrong: AllWrong) -> CommonFi
 
 def _isolated(common: CommonFields, found: FoundType, place: Place) -> bool:
     """Whether the tier runs in a process of its own. Raises ConfigError for fields that do not fit."""
-    isolated, wrong = False, AllWrong()
-    with wrong:
-        isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
-        if common.host_kill_ms is not None and not isolated:
-            advice = 'only an adapter with "isolation": "process" has a host; remove it'
-            raise place.refused("host_kill_ms", common.host_kill_ms, advice)
-    with wrong:
-        if common.shared and "shared" not in found.medium.config.__struct_fields__:
-            raise place.refused("shared", True, "only a directory of type fs can be shared; remove it")
-    wrong.tell()
+    isolated = (common.isolation or ("process" if found.medium.hosted else "in_process")) == "process"
+    if common.host_kill_ms is not None and not isolated:
+        advice = 'only an adapter with "isolation": "process" has a host; remove it'
+        raise place.refused("host_kill_ms", common.host_kill_ms, advice)
     return isolated

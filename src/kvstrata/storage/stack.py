@@ -1,13 +1,12 @@
 """A tier as a stack of named layers, each an adapter around the one before it.
 
     medium     the bare adapter of the entry's type
+    host       only with `"isolation": "process"`: runs the medium in a process of its own
     codec      encodes records that are put, decodes records that are loaded
-    host       only with `"isolation": "process"`: runs the two layers above in a process of their own
     deadline   ends waits, and stops asking an adapter that does not answer
     metrics    reports each operation
 
-LAYERS is that list. The server builds a tier from it, and `Stack.describe` tells which layers a tier has and where they
-run; the child process of an isolated tier makes the layers that are marked `in_child` (host/child.py).
+`Stack.describe` tells which layers a tier has and where they run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from kvstrata.clock import Clock, SystemClock
+from kvstrata.clock import Clock
 from kvstrata.policy.store import StorePolicy
 from kvstrata.process.threads import on_a_thread
 from kvstrata.storage.base import AdapterContext, StorageAdapter
@@ -23,7 +22,6 @@ from kvstrata.storage.entry import TierConfig
 from kvstrata.storage.folder import Folder, FolderState, WatchedFolder
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.peers import ReadsPeers
-from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
@@ -62,59 +60,6 @@ class Layer(NamedTuple):
     """None: the layer is in the child process, behind the layer `host`."""
 
 
-class LayerKind(NamedTuple):
-    """A row of LAYERS."""
-
-    name: str
-    in_child: bool
-    """The child process of an isolated tier has this layer."""
-    wrap: Callable[[StorageAdapter | None, TierConfig, Surroundings], StorageAdapter | None]
-    """Makes this layer around the one before it; returns None where the tier has no such layer."""
-
-
-def _medium(_: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
-    adapter = config.make()
-    adapter.name = config.name
-    return adapter
-
-
-def _codec(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
-    assert inner is not None
-    codec = config.recipe.codec
-    return CodecAdapter(inner, Chain(codec.chain), staging_bytes=codec.staging_bytes, workers=codec.workers)
-
-
-def _host(_: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter | None:
-    if not config.isolated:
-        return None
-    limits = around.limits(config)
-    return HostedAdapter(
-        config.recipe,
-        kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
-        bytes_per_kill=limits.bytes_per_deadline,
-    )
-
-
-def _deadline(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
-    assert inner is not None
-    return DeadlineAdapter(inner, around.limits(config), around.clock)
-
-
-def _metrics(inner: StorageAdapter | None, config: TierConfig, around: Surroundings) -> StorageAdapter:
-    assert inner is not None
-    return MeteredAdapter(inner, around.report, around.clock)
-
-
-LAYERS = (
-    LayerKind("medium", True, _medium),
-    LayerKind("codec", True, _codec),
-    LayerKind("host", False, _host),
-    LayerKind("deadline", False, _deadline),
-    LayerKind("metrics", False, _metrics),
-)
-"""The kinds of layers, from the storage outwards."""
-
-
 class Stack:
     """A tier as the server uses it; not open yet."""
 
@@ -136,8 +81,9 @@ class Stack:
         """The layer that has the breakers and counts stuck bytes."""
         self.host = self._layer(HostedAdapter)
         """None: the tier is not isolated."""
-        self.codec = self._layer(CodecAdapter)
-        """None where the codec is in the child process."""
+        codec = self._layer(CodecAdapter)
+        assert codec is not None
+        self.codec = codec
         self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
         """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
 
@@ -170,7 +116,7 @@ class Stack:
 
     def status(self) -> dict[str, Any]:
         """For status pages."""
-        counted = self.codec or self.host
+        remarks = self.codec.remarks()
         return {
             "breakers": self.guard.breaker_states(),
             "stuck_bytes": self.guard.stuck_bytes,
@@ -179,8 +125,9 @@ class Stack:
                 if self.folder is None
                 else {"medium": str(self.folder.state), "medium_well": self.folder.state is FolderState.WELL}
             ),
-            **({} if counted is None else {"codec": counted.stats(), "numbers": counted.numbers()}),
-            **({"remarks": counted.remarks()} if counted is not None and counted.remarks() else {}),
+            "codec": self.codec.stats(),
+            "numbers": self.codec.numbers(),
+            **({"remarks": remarks} if remarks else {}),
             **({} if self.host is None else {"host": self.host.host_status()}),
         }
 
@@ -190,24 +137,24 @@ class Stack:
 
 def build_stack(config: TierConfig, around: Surroundings) -> Stack:
     """Make the layers of a checked entry, not open. Raises ConfigError if a plugin does."""
-    layers: list[Layer] = []
-    inner: StorageAdapter | None = None
-    for kind in LAYERS:
-        if kind.in_child and config.isolated:
-            layers.append(Layer(kind.name, None))
-        elif (made := kind.wrap(inner, config, around)) is not None:
-            layers.append(Layer(kind.name, made))
-            inner = made
+    limits = around.limits(config)
+    if config.isolated:
+        layers = [Layer("medium", None)]
+        inner: StorageAdapter = HostedAdapter(
+            config.recipe,
+            kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
+            bytes_per_kill=limits.bytes_per_deadline,
+        )
+        layers.append(Layer("host", inner))
+    else:
+        inner = config.make()
+        inner.name = config.name
+        layers = [Layer("medium", inner)]
+    codec = config.recipe.codec
+    encoding = CodecAdapter(
+        inner, Chain(codec.chain), staging_bytes=codec.staging_bytes, workers=codec.workers
+    )
+    guard = DeadlineAdapter(encoding, limits, around.clock)
+    metered = MeteredAdapter(guard, around.report, around.clock)
+    layers += [Layer("codec", encoding), Layer("deadline", guard), Layer("metrics", metered)]
     return Stack(config.name, config.policy, layers, config.folder)
-
-
-def innermost(recipe: Recipe) -> CodecAdapter:
-    """Make in this process the layers that the child of an isolated tier has. Raises ConfigError."""
-    config = TierConfig(recipe.name, 0, recipe, recipe.prepare(), {})
-    around = Surroundings(SystemClock(), 0, lambda report: None)
-    adapter: StorageAdapter | None = None
-    for kind in LAYERS:
-        if kind.in_child:
-            adapter = kind.wrap(adapter, config, around)
-    assert isinstance(adapter, CodecAdapter)
-    return adapter

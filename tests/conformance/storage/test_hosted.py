@@ -13,25 +13,14 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import Found, LoadItem, PayloadKind, Presence, PutItem, PutOutcome, PutStatus
+from kvstrata.storage.base import Found, Presence, PutOutcome, PutStatus
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.stack import innermost
 from kvstrata.testing.adapter_contract import LOADED, SIZE, STORED, HostedContract, Medium
-from kvstrata.testing.strategies import (
-    WatchedHold,
-    key_of,
-    lent_context,
-    load_item,
-    put_item,
-    record_hold,
-    watched,
-)
+from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
 from tests.conformance.storage.test_fs import Folder
 from tests.harness.bad_adapter import entry_of
-from tests.harness.codec_records import loaded_record, soft_payload
 from tests.harness.waiting import until
-from tests.oracles import codec as oracle
 
 GB = 1 << 30
 
@@ -111,66 +100,11 @@ async def test_a_host_that_crashed_and_was_closed_leaves_no_descriptor_thread_or
             os.kill(pid, 0)
 
 
-@pytest.mark.long
-async def test_an_adapter_and_its_codecs_count_the_same_in_a_host_as_in_process(tmp_path: Path) -> None:
-    entry = {"type": "disk", "base_path": str(tmp_path / "log"), "capacity_gb": 0.1, "codec": ["zstd"]}
-    in_host = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000)
-    counted = []
-    for adapter in (in_host, innermost(configure_tier(entry, 0).recipe)):
-        await adapter.open(lent_context(lambda key: None))
-        assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
-        await until(lambda adapter=adapter: sum(adapter.stats().values()) > 0)
-        await until(lambda adapter=adapter: adapter.numbers().get("put_bytes", 0) > 0)
-        counted.append((adapter.stats(), set(adapter.numbers())))
-        assert await adapter.delete([key_of(1)]) == 1
-        await adapter.close()
-    assert counted[0] == counted[1]
-    assert (in_host.stats(), in_host.numbers()) == ({}, {}), "the child has ended"
-
-
-@pytest.mark.long
-async def test_a_host_encodes_records_as_fp8_once_it_knows_that_their_engine_accepted_it(
-    tmp_path: Path,
-) -> None:
-    known: dict[bytes, PayloadKind] = {}
-    entry = {"type": "fs", "base_path": str(tmp_path / "kv"), "min_free_gb": 0, "codec": ["fp8", "zstd"]}
-    adapter = HostedAdapter(configure_tier(entry, 0).recipe, kill_ms=600_000, max_pause_s=0.1)
-    lent = lent_context(lambda key: None)
-    await adapter.open(lent._replace(payload_kind=lambda identity, part: known.get(identity)))
-    payload = soft_payload(b"x", 66_000)
-
-    async def put_and_loaded(n: int, identity: bytes) -> tuple[bool, bool]:
-        """Put and load a record; return whether it was stored as fp8, and whether it came back rounded."""
-        item = PutItem(key_of(n), record_hold(key_of(n), payload, identity=identity, sections=[66_000]))
-        length = item.hold.length
-        assert await adapter.put([item]) == [STORED]
-        load = LoadItem(key_of(n), WatchedHold(key_of(n), length, for_put=False))
-        assert await adapter.load([load]) == [LOADED]
-        is_fp8 = Folder(tmp_path / "kv").read(key_of(n))[80] == 1
-        if is_fp8:
-            assert oracle.decode(Folder(tmp_path / "kv").read(key_of(n))) == loaded_record(load)
-        return is_fp8, loaded_record(load)[-66_000:] != payload
-
-    mine, other = b"m" * 32, b"o" * 32
-    assert await put_and_loaded(1, mine) == (False, False), "its engine is still unknown"
-    known[mine] = PayloadKind(2, (1, 10, 2, 10, 5, 33))
-    known[other] = PayloadKind(2)
-    assert await put_and_loaded(2, mine) == (True, True)
-    assert await put_and_loaded(3, other) == (False, False)
-    os.kill(adapter.host_status()["pid"], signal.SIGKILL)
-    await until(lambda: adapter.host_status()["restarts"] == 1 and adapter.host_status()["state"] == "up")
-    assert await put_and_loaded(4, mine) == (True, True), "the next host knows it too"
-    del known[mine]
-    assert await put_and_loaded(5, mine) == (False, False), "its engine has left"
-    await adapter.close()
-
-
 async def test_invalid_numbers_of_an_adapter_cost_only_these_numbers(bad) -> None:
     adapter, orders = bad
     await until(lambda: adapter.numbers() == {"late": 0})
     (orders / "numbers.raise").touch()
     await until(lambda: adapter.numbers() == {})
-    assert "staging_used_bytes" in adapter.stats()
     assert await adapter.put([put_item(key_of(1), SIZE)]) == [STORED]
 
 

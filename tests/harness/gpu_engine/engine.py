@@ -73,7 +73,7 @@ class GpuEngine:
             block_tokens=block_tokens,
             num_blocks=num_blocks,
             chunk_tokens=chunk_tokens,
-            rounded=settings is not None and settings.gpu_fp8,
+            rounded=settings is not None and settings.fidelity == "fp8",
         )
         self.cache = NoCache()
         if settings is not None:

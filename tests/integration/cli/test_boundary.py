@@ -45,7 +45,6 @@ COMMANDS: dict[str, list[str]] = {
     "ctl cluster": ["kvstrata", "ctl", *UNANSWERED, "cluster", "status"],
     "ctl pool": ["kvstrata", "ctl", "pool", "free", "/nonexistent/pö→l"],
     "cluster": ["kvstrata", "cluster", "add", "/nonexistent/pö→l", "a"],
-    "l2": ["kvstrata", "l2", "rewrite", '{"type": "fs", "base_path": "/proc/nowhere"}'],
     "bench": ["kvstrata", "bench", "--socket-dir", "/nonexistent/sockets"],
     "bench l2": [
         "kvstrata",

@@ -179,7 +179,6 @@ def refused(sources: Sequence[Part], target: Part) -> tuple[RecutReason, str]:
         ("quantisation", "FP8_PER_TENSOR", RecutReason.DIFFERS),
         ("chunk_tokens", 48, RecutReason.FACTS),
         ("scales", [["0x1p+0", "0x1p+1"]] * 32, RecutReason.SCALES),
-        ("fp8", [1, 6, 2, 16, 2, 4], RecutReason.LOSSY),
         ("encoding", "fp8-e4m3/1", RecutReason.LOSSY),
         ("makes", [{"section_bytes": 5}, {"section_bytes": 6}], RecutReason.ARRANGEMENT),
         ("block_tokens", 0, RecutReason.FACTS),

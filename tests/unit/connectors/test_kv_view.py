@@ -153,7 +153,7 @@ def view(tensors, **changes):
     return build_view(tensors, **(options | changes))
 
 
-def test_the_fp8_shape_is_a_fact_only_with_fidelity_fp8():
+def test_facts_of_rounded_kv_describe_the_rounded_records():
     for shape, blocks, block_tokens, fp8 in (
         ((40, 4, 128, 128), 40, 128, [1, 2, 4, 128, 2, 64]),  # CPU: K and V of a head lie together
         ((2, 40, 16, 8, 64), 40, 16, [1, 16, 2, 16, 8, 64]),  # FlashAttention
@@ -165,10 +165,19 @@ def test_the_fp8_shape_is_a_fact_only_with_fidelity_fp8():
         options = {"num_blocks": blocks, "group": whole_group(block_tokens, 256)}
         plain = view(tensors, **options)
         made = view(tensors, fidelity="fp8", head_size=64, **options)
-        assert made.facts.pop("fp8") == fp8
-        assert made.facts == plain.facts
         assert math.prod(fp8[1:]) * 2 == plain.facts["section_bytes"]
-        assert made.slice != plain.slice
+        section_bytes = 4 * fp8[2] * fp8[4] + math.prod(fp8[1:])
+        assert made.facts == {
+            **plain.facts,
+            "element_bytes": 1,
+            "encoding": "fp8-e4m3/1",
+            "encoded": fp8,
+            "section_bytes": section_bytes,
+            "payload_bytes": 2 * section_bytes,
+        }
+        assert made.slice.layout != plain.slice.layout
+        assert made.payload_bytes == 2 * section_bytes
+        assert (made.rounding, plain.rounding) == ((fp8[0], *fp8[2:]), None)
 
 
 def test_fp8_is_refused_for_kv_that_is_not_of_16_bits():
@@ -178,27 +187,7 @@ def test_fp8_is_refused_for_kv_that_is_not_of_16_bits():
         view(layers(1), fidelity="fp8", head_size=64, dtype="fp8_e4m3")
 
 
-@pytest.mark.parametrize("head_size", [0, 64])
-def test_facts_of_kv_rounded_on_a_gpu_describe_the_rounded_records(head_size):
-    plain = view(layers(2), fidelity="fp8", head_size=head_size)
-    rounded = view(layers(2), fidelity="fp8", head_size=head_size, gpu_fp8=True)
-    shape = plain.facts["fp8"]
-    section_bytes = 4 * shape[2] * shape[4] + math.prod(shape[1:])
-    changed = {
-        "element_bytes": 1,
-        "encoding": "fp8-e4m3/1",
-        "encoded": shape,
-        "section_bytes": section_bytes,
-        "payload_bytes": 2 * section_bytes,
-    }
-    assert rounded.facts == {**{k: v for k, v in plain.facts.items() if k != "fp8"}, **changed}
-    assert rounded.slice.layout != plain.slice.layout
-    assert rounded.payload_bytes == 2 * section_bytes
-    assert rounded.rounding == (shape[0], *shape[2:])
-    assert plain.rounding is None
-
-
-def test_gpu_fp8_is_refused_for_layers_not_known_to_hold_16_bit_numbers():
+def test_fp8_is_refused_for_layers_not_known_to_hold_16_bit_numbers():
     for name, kind in (("packed", ("kv_heads", "tokens", "turbo.content")), ("quantised", None)):
         quantisation = "NONE" if kind else "FP8_PER_TENSOR"
         tensors = {"layers.0": FakeTensor((20, 2, 16, 128))}
@@ -213,10 +202,8 @@ def test_gpu_fp8_is_refused_for_layers_not_known_to_hold_16_bit_numbers():
                 latent=False,
             )
         }
-        with pytest.raises(
-            ConfigError, match=r"gpu_fp8: KV cache of layer 'layers.0' .* set gpu_fp8 to false"
-        ):
-            view(tensors, kinds=kinds, num_blocks=20, fidelity="fp8", head_size=64, gpu_fp8=True), name
+        with pytest.raises(ConfigError, match=r"fidelity: .* KV cache of layer 'layers.0' .* use 'lossless'"):
+            view(tensors, kinds=kinds, num_blocks=20, fidelity="fp8", head_size=64), name
 
 
 def test_sections_follow_layer_numbers_not_names():
@@ -338,8 +325,6 @@ def test_a_state_is_one_block_of_bytes_in_a_record():
     other = kind._replace(axes=(*kind.axes[:2], "gdn@V/bfloat16[64,3],bfloat16[5]"))
     differs = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, other))
     assert differs.slice.digest() != made.slice.digest()
-    lossy = view(tensors, group=made.group, kinds=dict.fromkeys(tensors, kind), fidelity="fp8", head_size=64)
-    assert lossy.facts == made.facts, "states are not rounded"
 
 
 def test_layers_that_differ_only_in_their_address_count_as_alike():

@@ -53,7 +53,7 @@ def test_a_wrong_config_names_the_field() -> None:
         (extra(chunk_sise=16), "chunk_sise", "chunk_size"),
         (extra(chunk_size=-1), "chunk_size", "-1"),
         (extra(load_mode="sync"), "load_mode", "'auto' or 'async'"),
-        (extra(gpu_fp8=True, fidelity="fp8"), "gpu_fp8", "set gpu_fp8 to false"),
+        (extra(fidelity="fp8"), "fidelity", "set fidelity to 'lossless'"),
     ):
         with pytest.raises(ConfigError) as wrong:
             read_transfer(text, {})

@@ -31,7 +31,7 @@ def settings(*adapters: dict[str, Any], l1_mb: int = 512) -> ServerSettings:
         ((), SERVER_BYTES),
         ((HOSTED,), SERVER_BYTES + HOST_BYTES),
         ((CODED,), SERVER_BYTES + 64 * MIB),
-        ((HOSTED, {**CODED, "isolation": "process"}), SERVER_BYTES + 2 * HOST_BYTES + 64 * MIB),
+        ((HOSTED, HOSTED, CODED), SERVER_BYTES + 2 * HOST_BYTES + 64 * MIB),
     ],
     ids=["server", "host", "staging", "hosts and staging"],
 )

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstrata.storage.host import life
+from kvstrata.storage.host import parent
 from kvstrata.storage.host.parent import HostedAdapter
 from tests.unit.storage.host_double import Child, opened_with
 
@@ -14,8 +14,8 @@ from tests.unit.storage.host_double import Child, opened_with
 @pytest.fixture
 def child_in_place_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     Child.made = []
-    monkeypatch.setattr(life, "HostProcess", Child)
-    monkeypatch.setattr(life, "CLOSE_S", 0.05)
+    monkeypatch.setattr(parent, "HostProcess", Child)
+    monkeypatch.setattr(parent, "CLOSE_S", 0.05)
 
 
 @pytest.fixture

@@ -6,17 +6,24 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from kvstrata.storage.base import Capabilities, LoadOutcome, LoadStatus, PayloadKind, PutOutcome, PutStatus
-from kvstrata.storage.host import channel
-from kvstrata.storage.host.channel import MAX_FRAME_BYTES, Kind, Request
+from kvstrata.storage.base import Capabilities, LoadOutcome, LoadStatus, PutOutcome, PutStatus
+from kvstrata.storage.host.frames import (
+    MAX_FRAME_BYTES,
+    Configure,
+    Ended,
+    Message,
+    Opened,
+    frame_of,
+    read_request,
+)
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.media.fs.config import FsConfig
-from kvstrata.storage.recipe import CodecConfig, Recipe
+from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.codec_fields import ChainSettings
 from kvstrata.testing.strategies import WAIT_S, lent_context
 
 STORED = PutOutcome(PutStatus.STORED)
@@ -61,16 +68,16 @@ class Child:
             self._channel.close()
             self._ended("signal SIGKILL")
 
-    async def request(self) -> Request:
-        """The next frame."""
+    async def request(self) -> Any:
+        """The next message."""
         frame = await asyncio.wait_for(
             asyncio.get_running_loop().sock_recv(self._channel, MAX_FRAME_BYTES), WAIT_S
         )
-        return channel.read_request(frame)
+        return read_request(frame)
 
-    def say(self, *frames: bytes) -> None:
-        for frame in frames:
-            self._channel.send(frame)
+    def say(self, *messages: Message | bytes) -> None:
+        for message in messages:
+            self._channel.send(message if isinstance(message, bytes) else frame_of(message))
 
     async def until_killed(self) -> None:
         await asyncio.wait_for(self.killed.wait(), WAIT_S)
@@ -87,27 +94,20 @@ async def opened_with(
     evicted: Callable[[bytes], None] = lambda key: None,
     capabilities: Capabilities = CAPABILITIES,
     kill_ms: int = 600_000,
-    payload_kind: Callable[[bytes, bytes], PayloadKind | None] | None = None,
 ) -> tuple[HostedAdapter, Child]:
-    codec = CodecConfig() if payload_kind is None else CodecConfig(ChainSettings(fp8=True))
-    recipe = RECIPE._replace(codec=codec)
-    adapter = HostedAdapter(recipe, kill_ms=kill_ms, max_pause_s=0.01)
-    context = lent_context(evicted)
-    if payload_kind is not None:
-        context = context._replace(payload_kind=payload_kind)
-    opening = asyncio.create_task(adapter.open(context))
+    adapter = HostedAdapter(RECIPE, kill_ms=kill_ms, max_pause_s=0.01)
+    opening = asyncio.create_task(adapter.open(lent_context(evicted)))
     await until(lambda: Child.made)
     child = Child.made[-1]
-    request = await child.request()
-    assert request.config is not None
-    assert (request.config.medium, request.config.name) == (RECIPE.medium, "hosted-0")
-    assert msgspec.json.decode(request.config.config, type=FsConfig) == RECIPE.config
-    assert (request.config.place, request.config.codec) == (RECIPE.place, codec)
-    child.say(channel.opened(capabilities, b"first"))
+    config = await child.request()
+    assert isinstance(config, Configure)
+    assert (config.medium, config.name, config.place) == (RECIPE.medium, "hosted-0", RECIPE.place)
+    assert msgspec.json.decode(config.config, type=FsConfig) == RECIPE.config
+    child.say(Opened(capabilities, b"first"))
     await opening
     return adapter, child
 
 
-def all_stored(request: Request, *, dropped: bool = True) -> bytes:
-    outcomes = [STORED] * len(request.items)
-    return channel.ended(Kind.PUT_ENDED, request.number, outcomes, [dropped] * len(outcomes))
+def all_stored(request: Any, *, dropped: bool = True) -> Ended:
+    count = len(request.items)
+    return Ended(request.number, bytes(count), list(range(count)) if dropped else [])

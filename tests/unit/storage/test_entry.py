@@ -25,7 +25,7 @@ from kvstrata.storage.entry import TierConfig, configure_tier, make_adapter
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.lanes import Lane
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.stack import Surroundings, build_stack, innermost
+from kvstrata.storage.stack import Surroundings, build_stack
 from kvstrata.storage.wrap.codec_fields import ChainSettings, ZstdOptions
 from kvstrata.testing.faulty_adapter import FaultyAdapter
 
@@ -141,6 +141,11 @@ def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> N
     assert config.recipe.codec.chain.zstd is not None
 
 
+def test_a_codec_and_a_process_of_its_own_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"codec: an adapter in a process of its own .* remove codec"):
+        configure_tier({**FS, "isolation": "process", "codec": "zstd"}, 0)
+
+
 @pytest.mark.parametrize("name", ["aes-gcm", "mac"])
 def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> None:
     files = []
@@ -152,10 +157,9 @@ def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> Non
     def chain(**options: object) -> ChainSettings:
         return configure_tier({**FS, "codec": [{"name": name, **options}]}, 0).recipe.codec.chain
 
-    read = chain(key_files=[str(file) for file in files], accept_plain=True)
+    read = chain(key_files=[str(file) for file in files])
     assert read.keys == (b"0" * 32, b"1" * 32, b"2" * 32)
     assert (read.master_key, read.mac_key) == ((b"0" * 32, b"") if name == "aes-gcm" else (b"", b"0" * 32))
-    assert not read.authenticates and chain(key_files=[str(files[1])]).authenticates
     files[2].write_text("0" * 32)
     path = r"\.codec\[0\]\."
     for options, wrong in (
@@ -167,10 +171,6 @@ def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> Non
         (
             {"key_files": [str(files[0])], "key_file": str(files[0])},
             rf"{path}key_file: key_files is given too",
-        ),
-        (
-            {"key_file": str(files[0]), "accept_plain": 1},
-            rf"{path}accept_plain: must be true or false, found 1",
         ),
     ):
         with pytest.raises(ConfigError, match=wrong):
@@ -198,7 +198,7 @@ def test_an_isolated_adapter_is_not_made_here(more: dict[str, int], kill_s: floa
     config = configure_tier(entry, 1)
     built = build_stack(config, AROUND)
     assert isinstance(built.host, HostedAdapter)
-    assert built.host._life._requests._kill_s == kill_s
+    assert built.host._requests._kill_s == kill_s
     assert built.status()["host"] == {"pid": 0, "state": "closed", "restarts": 0, "requests": 0}
 
 
@@ -333,24 +333,12 @@ def test_a_tier_tells_its_layers_and_where_they_run(kind: str) -> None:
     here = "server" if kind == "in_process" else "host"
     assert [(layer["layer"], layer["process"]) for layer in described] == [
         ("medium", here),
-        ("codec", here),
         *([("host", "server")] if kind == "process" else []),
+        ("codec", "server"),
         ("deadline", "server"),
         ("metrics", "server"),
     ]
     assert described[-1]["adapter"] == "MeteredAdapter"
-
-
-def test_layers_of_the_child_are_those_that_the_server_says_run_there() -> None:
-    config = configure_tier({**FS, "isolation": "process"}, 0)
-    adapter: object = innermost(config.recipe)
-    made = []
-    while adapter is not None:
-        made.append(type(adapter).__name__)
-        adapter = getattr(adapter, "inner", None)
-    in_child = [layer for layer in build_stack(config, AROUND).layers if layer.adapter is None]
-    assert made == ["CodecAdapter", "FsAdapter"]
-    assert [layer.name for layer in in_child] == ["medium", "codec"]
 
 
 def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
@@ -364,7 +352,7 @@ def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:
 
 def test_a_recipe_crosses_the_channel_whole() -> None:
     for config in (
-        configure_tier({**FS, "per_op_workers": {"store": 3}, "codec": "zstd"}, 0),
+        configure_tier({**FS, "per_op_workers": {"store": 3}}, 0),
         configure_tier({"type": "fault_inject", "inner": FS, "faults": ["hang"]}, 0),
         peer_tier(PeerSettings(("tcp://127.0.0.1:8400",), "nixl"), 3),
     ):

@@ -20,11 +20,11 @@ from kvstrata.storage.base import (
     PutStatus,
     Usage,
 )
-from kvstrata.storage.host import channel
-from kvstrata.storage.host.channel import MAX_FRAME_BYTES, Kind
+from kvstrata.storage.host import frames
+from kvstrata.storage.host.frames import MAX_FRAME_BYTES, Opened
 from kvstrata.storage.host.parent import HostedAdapter
-from kvstrata.storage.host.pauses import STEADY_S, WELL_S, Pauses
 from kvstrata.storage.media.fs.config import FsConfig
+from kvstrata.storage.pauses import STEADY_S, WELL_S, Pauses
 from kvstrata.storage.structs import Place
 from kvstrata.testing.strategies import key_of, lent_context, load_item, put_item, watched
 from tests.unit.storage.host_double import (
@@ -77,7 +77,7 @@ async def test_without_a_child_operations_fail_at_once_until_another_child_is_up
     await until(lambda: len(Child.made) == 2)
     await Child.made[1].request()
     assert adapter.advertisement() == b""
-    Child.made[1].say(channel.opened(CAPABILITIES, b"second"))
+    Child.made[1].say(Opened(CAPABILITIES, b"second"))
     await until(lambda: adapter.host_status()["state"] == "up")
     assert adapter.advertisement() == b"second"
     assert adapter.host_status()["restarts"] == 1
@@ -105,16 +105,16 @@ async def test_an_operation_of_an_adapter_that_never_ends_by_itself_is_ended_alt
     adapter, child = await opened_with(capabilities=capabilities, kill_ms=600_000)
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     put = await child.request()
-    first_due_s = adapter._life._due_s()
+    first_due_s = adapter._due_s()
     lookup = asyncio.create_task(adapter.exists([key_of(2)]))
     request = await child.request()
-    child.say(channel.found(request.number, [Found(Presence.ABSENT)]))
+    child.say(frames.Found(request.number, bytes(1), [0]))
     await lookup
     assert first_due_s is not None
-    assert (adapter._life._due_s() == first_due_s) == (quiesce == "never")
+    assert (adapter._due_s() == first_due_s) == (quiesce == "never")
     child.say(all_stored(put))
     assert await wait == [STORED]
-    assert adapter._life._due_s() is None
+    assert adapter._due_s() is None
     child.reaps_at_once = True
     await adapter.close()
 
@@ -125,7 +125,7 @@ async def test_a_child_that_advertises_before_it_is_open_is_given_up(pair) -> No
     child.reap()
     await until(lambda: len(Child.made) == 2)
     await Child.made[1].request()
-    Child.made[1].say(channel.advertised(b"too early"))
+    Child.made[1].say(frames.Advertised(b"too early"))
     await Child.made[1].until_killed()
     assert adapter.advertisement() == b""
 
@@ -135,7 +135,7 @@ async def test_close_lets_the_child_finish_and_kills_it_when_it_is_silent() -> N
     wait = asyncio.create_task(adapter.put([put_item(key_of(1), 100)]))
     put = await child.request()
     closing = asyncio.create_task(adapter.close())
-    assert (await child.request()).kind is Kind.CLOSE
+    assert await child.request() == frames.Close()
     child.say(all_stored(put))
     assert await wait == [STORED]
     child.reaps_at_once = True
@@ -155,14 +155,14 @@ async def test_close_ends_a_child_that_comes_up_at_that_moment(pair) -> None:
     second.reaps_at_once = True
     await second.request()
     closing: list[asyncio.Task[None]] = []
-    take_opening = adapter._life._take_opening
+    take_opening = adapter._take_opening
 
-    def then_close(answer: channel.Answer) -> None:
+    def then_close(answer: Opened) -> None:
         take_opening(answer)
         closing.append(asyncio.create_task(adapter.close()))
 
-    adapter._life._take_opening = then_close
-    second.say(channel.opened(CAPABILITIES))
+    adapter._take_opening = then_close
+    second.say(Opened(CAPABILITIES))
     await until(lambda: closing and closing[0].done())
     assert second.killed.is_set()
     assert adapter.host_status()["state"] == "closed"
@@ -183,7 +183,7 @@ async def test_the_error_of_a_child_that_cannot_open_is_raised(raised, kind) -> 
     [child] = Child.made
     child.reaps_at_once = True
     await child.request()
-    child.say(channel.problem(Kind.REFUSED, 0, raised))
+    child.say(frames.refused(raised))
     with pytest.raises(kind, match=str(raised).replace("[", r"\[")) as caught:
         await opening
     assert caught.value.field == getattr(raised, "field", "")
@@ -225,17 +225,14 @@ async def test_a_child_is_told_each_change_of_the_log_level_once(
     for level in ("debug", "debug", "error"):
         set_level(level)
     told = [await child.request() for _ in range(2)]
-    assert [(one.kind, one.level) for one in told] == [
-        (Kind.LEVEL, logging.DEBUG),
-        (Kind.LEVEL, logging.ERROR),
-    ]
+    assert told == [frames.Level(logging.DEBUG), frames.Level(logging.ERROR)]
     child.reap()
     await until(lambda: len(Child.made) == 2)
     second = Child.made[1]
     set_level("info")  # while the second one begins
     first = await second.request()
-    assert first.config is not None and first.config.log_level == "ERROR"
-    assert (await second.request()).level == logging.INFO
+    assert first.log_level == logging.ERROR
+    assert await second.request() == frames.Level(logging.INFO)
 
 
 def test_pauses_between_children_double_until_one_has_answered_without_failure_for_seconds() -> None:
@@ -268,6 +265,6 @@ async def test_an_error_of_the_first_open_ends_with_what_the_child_printed_last(
     if dies:
         child.kill()
     else:
-        child.say(channel.problem(Kind.REFUSED, 0, StorageError("hosted-0: setup answered -1")))
+        child.say(frames.refused(StorageError("hosted-0: setup answered -1")))
     with pytest.raises(StorageError, match=r"; its last lines: E1128 no such host$"):
         await opening

@@ -52,8 +52,8 @@ def read_transfer(text: str, environment: Mapping[str, str]) -> tuple[Transfer, 
         raise _wrong("", f"{text!r:.80} is not JSON: {error}") from None
     _check(fields)
     settings, notes = load_settings(fields.kv_connector_extra_config, environment)
-    if settings.gpu_fp8:
-        raise _wrong("gpu_fp8", "KV of a simulated engine lies in host memory; set gpu_fp8 to false")
+    if settings.fidelity == "fp8":
+        raise _wrong("fidelity", "KV of a simulated engine lies in host memory; set fidelity to 'lossless'")
     if settings.load_mode == "sync":
         raise _wrong(
             "load_mode",

@@ -220,7 +220,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         groups=setup.groups,
         pins=pins,
         chunk_bytes=chunk_bytes(setup.kv_cache_config.kv_cache_groups[0], setup.groups[0].record_blocks)
-        // (2 if settings.gpu_fp8 else 1),
+        // (2 if settings.fidelity == "fp8" else 1),
         world_size=parallel.world_size,
         weights=WeightsVersion(parallel.world_size, named=weights_are_named(config)),
         prefix_cache=prefix_cache,
@@ -285,10 +285,10 @@ def check_grouped(groups: Sequence[CacheGroup], settings: ClientSettings, vllm_c
     """Raises ConfigError for what is not supported in an engine whose KV has windows or states."""
     if all(group.rule is Rule.PREFIX for group in groups):
         return
-    if settings.gpu_fp8:
+    if settings.fidelity == "fp8":
         raise ConfigError(
-            "gpu_fp8: rounds KV of full attention only, and this model has other layers; set it to false",
-            field="gpu_fp8",
+            "fidelity: 'fp8' rounds KV of full attention only, and this model has other layers; set it to 'lossless'",
+            field="fidelity",
         )
     if vllm_config.speculative_config is not None and any(group.rule is Rule.STATE_AT for group in groups):
         raise ConfigError(
@@ -316,10 +316,10 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
             field="device",
         )
     [device] = devices
-    if settings.gpu_fp8 and device.type != "cuda":
+    if settings.fidelity == "fp8" and device.type != "cuda":
         raise ConfigError(
-            f"gpu_fp8: KV of this engine lies on {device}, not on a GPU; set gpu_fp8 to false",
-            field="gpu_fp8",
+            f"fidelity: 'fp8' rounds KV on a GPU, but KV of this engine lies on {device}; set it to 'lossless'",
+            field="fidelity",
         )
     modules = setup.vllm_config.compilation_config.static_forward_context
     of_vllm = setup.kv_cache_config.kv_cache_groups
@@ -337,7 +337,6 @@ def worker_side(setup: Setup, kv_caches: dict[str, torch.Tensor], tp_rank: int) 
             dtype=setup.layout.kv_dtype,
             fidelity=settings.fidelity,
             head_size=setup.vllm_config.model_config.get_head_size(),
-            gpu_fp8=settings.gpu_fp8,
             kinds={name: kinds[name] for name in names},
         )
         asks = asks and layers_ask(modules[name] for name in view.layers)

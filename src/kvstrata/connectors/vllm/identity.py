@@ -31,12 +31,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def fidelity_of(settings: ClientSettings) -> str:
-    """The fidelity in this engine's identities: the lossy codec that may have changed its KV, if any.
-
-    Records that a GPU has rounded (`gpu_fp8`) have a fidelity of their own, so engines without `gpu_fp8` never read
-    them.
-    """
-    return ENCODING if settings.gpu_fp8 else settings.fidelity
+    """The fidelity in this engine's identities: the encoding that its KV was rounded to, if any."""
+    return ENCODING if settings.fidelity == "fp8" else settings.fidelity
 
 
 def layout_identity(

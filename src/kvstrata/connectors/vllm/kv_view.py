@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvstrata.connectors.vllm.groups import CacheGroup, Rule, layer_specs
+from kvstrata.connectors.vllm.groups import CacheGroup, layer_specs
 from kvstrata.connectors.vllm.layer_kinds import LayerKind, page_bytes
 from kvstrata.connectors.vllm.layer_runs import LayerRuns, TensorLike, axis_names, layer_runs
 from kvstrata.errors import ConfigError
@@ -24,8 +24,8 @@ from kvstrata.types import Slice, facts_digest
 FORMAT = "paged-blocks/2"
 """Names the arrangement of blocks in a section; part of the facts."""
 ENCODING = "fp8-e4m3/1"
-"""Names the encoding that `gpu_fp8` gives to sections (docs/formats.md).  The name is the fidelity of such engines and
-a fact of their slices."""
+"""Names the encoding that the fidelity `fp8` gives to sections (docs/formats.md).  The name is the fidelity of such
+engines and a fact of their slices."""
 
 
 class Heads(NamedTuple):
@@ -53,7 +53,7 @@ class KvView(NamedTuple):
     facts: dict[str, int | str | list[Any]]
     slice: Slice
     rounding: tuple[int, int, int, int, int] | None = None
-    """With `gpu_fp8`: dtype, groups, tokens, heads, dim of a block, as `CudaCopyPlan` takes them."""
+    """With the fidelity `fp8`: dtype, groups, tokens, heads, dim of a block, as `CudaCopyPlan` takes them."""
 
     @property
     def record_blocks(self) -> int:
@@ -119,7 +119,7 @@ FP8_DTYPES = {"bfloat16": 1, "float16": 2}
 def fp8_shape(
     axes: Sequence[tuple[int, int]], *, chunk_blocks: int, block_tokens: int, head_size: int, dtype: str
 ) -> list[int]:
-    """The shape of a section for the codec `fp8`: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
+    """The shape of a section for rounding: dtype, blocks, groups, tokens, heads, dim (see fp8.h).
 
     Axes before the token axis are groups, axes after it are heads, and the last axis is one head.  If the last axis has
     twice a head's size, it holds K and V, which get separate scales.  If no axis is known to be the token axis, the
@@ -151,13 +151,10 @@ def build_view(
     fidelity: str = "lossless",
     head_size: int = 0,
     kinds: Mapping[str, LayerKind] | None = None,
-    gpu_fp8: bool = False,
 ) -> KvView:
     """The view of all registered layers of `group`, one KV cache group. `head_size` is needed for the fidelity `fp8`.
 
-    States are never rounded: the facts of their group have no `fp8` shape.
-
-    With `gpu_fp8`, which needs the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
+    With the fidelity `fp8`, sections hold the output of `fp8_encode`, and the facts say so.
 
     Layers that share one tensor are taken once.  Facts that differ between layers are listed for each layer.  Without
     `kinds` the facts do not say what the axes mean, and such records cannot be recut.  Raises ConfigError for layers
@@ -213,7 +210,7 @@ def build_view(
         facts["makes"] = unlike
         facts["section_makes"] = [unlike.index(make) for make in of_sections]
     rounding = None
-    if fidelity == "fp8" and group.rule is not Rule.STATE_AT:
+    if fidelity == "fp8":
         if differing:
             raise ConfigError(
                 "fidelity: 'fp8' needs layers of equal shape, and those of this model differ in their "
@@ -227,22 +224,19 @@ def build_view(
             head_size=head_size,
             dtype=dtype,
         )
-        if gpu_fp8:
-            for name in runs:
-                _check_numbers(name, tensors[name], kinds.get(name))
-            kind, _, groups, tokens, per_token, dim = shape
-            rounding = (kind, groups, tokens, per_token, dim)
-            section_bytes = 4 * groups * per_token + math.prod(shape[1:])
-            payload_bytes = section_bytes * len(runs)
-            facts |= {
-                "element_bytes": 1,
-                "encoding": ENCODING,
-                "encoded": list(shape),
-                "section_bytes": section_bytes,
-                "payload_bytes": payload_bytes,
-            }
-        else:
-            facts["fp8"] = shape
+        for name in runs:
+            _check_numbers(name, tensors[name], kinds.get(name))
+        kind, _, groups, tokens, per_token, dim = shape
+        rounding = (kind, groups, tokens, per_token, dim)
+        section_bytes = 4 * groups * per_token + math.prod(shape[1:])
+        payload_bytes = section_bytes * len(runs)
+        facts |= {
+            "element_bytes": 1,
+            "encoding": ENCODING,
+            "encoded": list(shape),
+            "section_bytes": section_bytes,
+            "payload_bytes": payload_bytes,
+        }
     return KvView(
         layers=runs,
         num_blocks=num_blocks,
@@ -261,9 +255,9 @@ def _check_numbers(name: str, tensor: TensorLike, kind: LayerKind | None) -> Non
     known = kind is None or (kind.quantisation == "NONE" and "." not in kind.axes[2])
     if tensor.element_size() != 2 or not known:
         raise ConfigError(
-            f"gpu_fp8: KV cache of layer {name!r} ({_described(tensor, kind)}) is not known to hold 16-bit numbers "
-            "alone; set gpu_fp8 to false",
-            field="gpu_fp8",
+            f"fidelity: 'fp8' rounds 16-bit numbers, and KV cache of layer {name!r} ({_described(tensor, kind)}) is "
+            "not known to hold these alone; use 'lossless'",
+            field="fidelity",
         )
 
 

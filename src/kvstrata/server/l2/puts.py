@@ -33,7 +33,7 @@ from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Sk
 from kvstrata.server.l2.news import News
 from kvstrata.server.l2.tiers import Tier
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
-from kvstrata.storage.host.pauses import MAX_PAUSE_S, Pauses
+from kvstrata.storage.pauses import MAX_PAUSE_S, Pauses
 
 log = logging.getLogger(__name__)
 

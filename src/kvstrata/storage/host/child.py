@@ -1,8 +1,8 @@
 """The child process of an adapter host: `python -c BOOT root server-pid channel extents [lock]`, where the last three
 are descriptors.
 
-It maps the pool's extents, makes and opens the adapter that CONFIGURE describes, passes batches from the channel
-(channel.py) to it, and their outcomes back.  The adapter sees what it would see in the server: an event loop, a
+It maps the pool's extents, makes and opens the adapter that Configure describes, passes batches from the channel
+(frames.py) to it, and their outcomes back.  The adapter sees what it would see in the server: an event loop, a
 context, items with holds.
 
 Invariants
@@ -49,29 +49,21 @@ from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
     MORE_KEYS,
     AdapterContext,
+    Counts,
     Found,
     LoadItem,
     LoadOutcome,
     PutItem,
     PutOutcome,
+    Remarks,
     StorageAdapter,
     log_broken_contract,
+    told,
 )
-from kvstrata.storage.host import channel as host_channel
-from kvstrata.storage.host.channel import (
-    MAX_FRAME_BYTES,
-    Counted,
-    Item,
-    Kind,
-    Request,
-)
-from kvstrata.storage.host.config import HostConfig
-from kvstrata.storage.host.kinds import KnownKinds
+from kvstrata.storage.host import frames
+from kvstrata.storage.host.frames import MAX_FRAME_BYTES, Configure, Message, Request
 from kvstrata.storage.host.process import LEVEL_MARK
 from kvstrata.storage.peers import ReadsPeers
-from kvstrata.storage.recipe import Recipe
-from kvstrata.storage.stack import innermost
-from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.types import KEY_BYTES
 
 log = logging.getLogger(__name__)
@@ -96,8 +88,8 @@ def main() -> NoReturn:
     frame = channel.recv(MAX_FRAME_BYTES)
     if not frame:
         os._exit(0)  # the server has closed the channel already
-    config = host_channel.read_request(frame).config
-    assert config is not None
+    config = frames.read_request(frame)
+    assert isinstance(config, Configure)
     name_process(f"kv-host-{config.name}")
     _log_to_server(config.log_level)
     sys.path[:] = config.import_paths
@@ -108,14 +100,14 @@ def main() -> NoReturn:
     _end(0)
 
 
-async def _serve(channel: socket.socket, extents: ExtentsMap, config: HostConfig) -> None:
+async def _serve(channel: socket.socket, extents: ExtentsMap, config: Configure) -> None:
     await Host(channel, extents, config).run()
 
 
 class Host:
     """The child's side of the channel. Everything but `_hold_dropped` and `_evicted` runs on the loop."""
 
-    def __init__(self, channel: socket.socket, extents: ExtentsMap, config: HostConfig) -> None:
+    def __init__(self, channel: socket.socket, extents: ExtentsMap, config: Configure) -> None:
         self._channel = channel
         self._extents = extents
         self._config = config
@@ -131,9 +123,8 @@ class Host:
         self._tell_is_due = False
         self._untold: dict[int, list[int]] = {}
         """Indices of the dropped items that are not reported yet, by request."""
-        self._counted = Counted()
+        self._counted = frames.Told()
         self._advertised = b""
-        self._kinds = KnownKinds()
 
     async def run(self) -> None:
         """Open the adapter, serve until CLOSE, close it. Exits the process; at once if the adapter cannot be opened."""
@@ -144,22 +135,22 @@ class Host:
             extents.address,
             extents.length,
             self._evicted,
-            payload_kind=self._kinds.of,
         )
         try:
-            adapter = innermost(_recipe(config))
+            adapter = _made(config)
             await adapter.open(context)
-            self._peers = adapter.inner if isinstance(adapter.inner, ReadsPeers) else None
+            self._peers = adapter if isinstance(adapter, ReadsPeers) else None
             self._advertised = self._advertisement()
-            frame = host_channel.opened(adapter.capabilities, self._advertised)
+            frames.advertised_frame(self._advertised)  # raises if it is too long
+            opened = frames.Opened(adapter.capabilities, self._advertised)
         except Exception as error:  # the plugin boundary
             if not isinstance(error, KvstrataError):
                 log_broken_contract(config.name, "open", error)
-            self._channel.send(host_channel.problem(Kind.REFUSED, 0, error))
+            self._channel.send(frames.frame_of(frames.refused(error)))
             _end(1)
         self._adapter = adapter
         self._channel.setblocking(False)
-        self._send(frame)
+        self._send(opened)
         self._loop.add_reader(self._channel, self._read)
         self._count(adapter)
         await self._closing.wait()
@@ -186,91 +177,88 @@ class Host:
                 return
             if not frame:
                 os._exit(0)  # the server is gone, or has given up on this process
-            request = host_channel.read_request(frame)
-            if request.kind is Kind.CLOSE:
-                self._closing.set()
-                continue
-            if request.kind is Kind.KINDS:
-                self._kinds.learn(request.kinds)
-                continue
-            if request.kind in (Kind.PREFER, Kind.SCATTER):
-                self._tell_reader(request)
-                continue
-            if request.kind is Kind.LEVEL:
-                logging.getLogger().setLevel(request.level)
-                continue
-            task = self._loop.create_task(self._answer(request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            request = frames.read_request(frame)
+            match request:
+                case frames.Close():
+                    self._closing.set()
+                case frames.Prefer() | frames.Scatter():
+                    self._tell_reader(request)
+                case frames.Level():
+                    logging.getLogger().setLevel(request.level)
+                case _:
+                    task = self._loop.create_task(self._answer(request))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
 
-    def _tell_reader(self, request: Request) -> None:
+    def _tell_reader(self, request: frames.Prefer | frames.Scatter) -> None:
         """Pass on what a medium that reads peers is to know of these keys."""
         try:
             if self._peers is None:
                 return
-            if request.kind is Kind.PREFER:
+            if isinstance(request, frames.Prefer):
                 self._peers.prefer(request.keys, request.source)
             else:
                 self._peers.scatter(request.keys)
         except Exception as error:  # the plugin boundary
-            log_broken_contract(self._config.name, request.kind.name.lower(), error)
+            log_broken_contract(self._config.name, type(request).__name__, error)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: Any) -> None:
         assert self._adapter is not None
         try:
-            frame = await self._ask(self._adapter, request)
+            answer = await self._ask(self._adapter, request)
         except Exception as error:  # the plugin boundary
-            if not (request.kind is Kind.CLEAR and isinstance(error, StorageError)):
-                log_broken_contract(self._config.name, request.kind.name.lower(), error)
+            if not (isinstance(request, frames.Clear) and isinstance(error, StorageError)):
+                log_broken_contract(self._config.name, type(request).__name__, error)
             self._tell()
-            frame = host_channel.problem(Kind.RAISED, request.number, error)
-        self._send(frame)
+            answer = frames.raised(request.number, error)
+        self._send(answer)
 
-    async def _ask(self, adapter: StorageAdapter, request: Request) -> bytes:
-        """The frame that answers the request. Raises what the adapter raises, and TypeError for an invalid answer."""
-        kind, number = request.kind, request.number
-        if kind is Kind.EXISTS:
-            found = _one_each(await adapter.exists(request.keys), Found, len(request.keys))
-            return host_channel.found(number, found)
-        if kind is Kind.PUT:
-            puts = [
-                PutItem(item.key, self._hold(number, i, item, False)) for i, item in enumerate(request.items)
-            ]
-            stored = _one_each(await adapter.put(puts), PutOutcome, len(puts))
-            del puts
-            return self._ended(Kind.PUT_ENDED, number, stored)
-        if kind is Kind.LOAD:
-            loads = [
-                LoadItem(item.key, self._hold(number, i, item, True)) for i, item in enumerate(request.items)
-            ]
-            loaded = _one_each(await adapter.load(loads), LoadOutcome, len(loads))
-            del loads
-            return self._ended(Kind.LOAD_ENDED, number, loaded)
-        if kind is Kind.DELETE:
-            return host_channel.counted(number, await adapter.delete(request.keys))
-        if kind is Kind.CLEAR:
-            return host_channel.counted(number, await adapter.clear())
-        if kind is Kind.LIST:
-            page = await adapter.list_keys(request.cursor, request.most)
-            if page is not None and len(page.keys) > request.most + MORE_KEYS:
-                raise TypeError(f"{len(page.keys)} keys are listed, but only {request.most} were asked for")
-            return host_channel.listed(number, page)
-        assert kind is Kind.USAGE
-        return host_channel.used(number, await adapter.usage())
+    async def _ask(self, adapter: StorageAdapter, request: Request) -> Message:
+        """The answer. Raises what the adapter raises, and TypeError for an invalid answer."""
+        match request:
+            case frames.Exists(number, keys):
+                found = _one_each(await adapter.exists(keys), Found, len(keys))
+                presences = bytes([answer[0] for answer in found])
+                lengths = [answer[1] for answer in found]
+                return frames.Found(
+                    number, presences, lengths, frames.words_of([answer[2] for answer in found])
+                )
+            case frames.Put(number, items):
+                puts = [PutItem(item[0], self._hold(number, i, item, False)) for i, item in enumerate(items)]
+                stored = _one_each(await adapter.put(puts), PutOutcome, len(puts))
+                del puts
+                return self._ended(number, stored)
+            case frames.Load(number, items):
+                loads = [LoadItem(item[0], self._hold(number, i, item, True)) for i, item in enumerate(items)]
+                loaded = _one_each(await adapter.load(loads), LoadOutcome, len(loads))
+                del loads
+                return self._ended(number, loaded)
+            case frames.Delete(number, keys):
+                return frames.Counted(number, await adapter.delete(keys))
+            case frames.Clear(number):
+                return frames.Counted(number, await adapter.clear())
+            case frames.ListKeys(number, cursor, most):
+                page = await adapter.list_keys(cursor, most)
+                if page is None:
+                    return frames.Listed(number, False, [], 0)
+                if len(page.keys) > most + MORE_KEYS:
+                    raise TypeError(f"{len(page.keys)} keys are listed, but only {most} were asked for")
+                return frames.Listed(number, True, list(page.keys), page.cursor)
+        assert isinstance(request, frames.GetUsage)
+        return frames.Used(request.number, *await adapter.usage())
 
-    def _hold(self, number: int, index: int, item: Item, writable: bool) -> Hold:
+    def _hold(self, number: int, index: int, item: tuple[bytes, int, int], writable: bool) -> Hold:
         self._tell_later()
         dropped = functools.partial(self._hold_dropped, number, index)
         hold = LentHold(self._extents, *item, writable=writable, dropped=dropped)
         return cast("Hold", hold)
 
-    def _ended(self, kind: Kind, number: int, outcomes: Sequence[Any]) -> bytes:
+    def _ended(self, number: int, outcomes: Sequence[PutOutcome | LoadOutcome]) -> frames.Ended:
         self._collect()
         self._tell_evictions()
-        dropped = [False] * len(outcomes)
-        for index in self._untold.pop(number, ()):
-            dropped[index] = True
-        return host_channel.ended(kind, number, outcomes, dropped)
+        statuses = bytes([outcome[0] for outcome in outcomes])
+        reasons = frames.words_of([outcome[1] for outcome in outcomes])
+        return frames.Ended(number, statuses, self._untold.pop(number, []), reasons)
 
     # --- drops and evictions -----------------------------------------------------------------------------
 
@@ -308,19 +296,19 @@ class Host:
         self._tell_is_due = False  # first, so that a drop or eviction during the rest schedules another call
         self._collect()
         for number, indices in self._untold.items():
-            self._send(host_channel.dropped(number, indices))
+            self._send(frames.Dropped(number, indices))
         self._untold.clear()
         self._tell_evictions()
 
     def _tell_evictions(self) -> None:
         keys = [self._evictions.popleft() for _ in range(len(self._evictions))]
-        for part in host_channel.parts_of(keys):
-            self._send(host_channel.evicted(part))
+        for part in frames.parts_of(keys):
+            self._send(frames.Evicted(list(part)))
 
     def _advertisement(self) -> bytes:
         return b"" if self._peers is None else self._peers.advertisement()
 
-    def _count(self, adapter: CodecAdapter) -> None:
+    def _count(self, adapter: StorageAdapter) -> None:
         """Report counters, remarks and the advertisement where they have changed; repeats itself every COUNT_S."""
         if self._closing.is_set():
             return
@@ -328,20 +316,26 @@ class Host:
         if advertisement != self._advertised:
             self._advertised = advertisement
             try:
-                self._send(host_channel.advertised(advertisement))
+                self._send_frame(frames.advertised_frame(advertisement))
             except StorageError as error:
                 log.error(
                     "%s: other instances keep using the last advertisement: %s", self._config.name, error
                 )
-        counted = Counted(adapter.stats(), adapter.numbers(), adapter.remarks())
+        name = self._config.name
+        counted = frames.Told(
+            told(name, "numbers", adapter.numbers, Counts), told(name, "remarks", adapter.remarks, Remarks)
+        )
         if counted != self._counted and not self._queue:
             self._counted = counted
-            self._send(host_channel.counts(counted))
+            self._send(counted)
         self._loop.call_later(COUNT_S, self._count, adapter)
 
     # --- sending -----------------------------------------------------------------------------------------
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, message: Message) -> None:
+        self._send_frame(frames.frame_of(message))
+
+    def _send_frame(self, frame: bytes) -> None:
         self._queue.append(frame)
         if len(self._queue) == 1:
             self._write()
@@ -359,9 +353,13 @@ class Host:
         self._loop.remove_writer(self._channel)
 
 
-def _recipe(config: HostConfig) -> Recipe:
-    fields = msgspec.json.decode(config.config, type=catalogue.load(config.medium).config)
-    return Recipe(config.medium, fields, config.place, config.name, config.codec)
+def _made(config: Configure) -> StorageAdapter:
+    """The adapter, not open. Raises ConfigError."""
+    medium = catalogue.load(config.medium)
+    fields = msgspec.json.decode(config.config, type=medium.config)
+    adapter = medium.prepare(fields, config.place, config.name)()
+    adapter.name = config.name
+    return adapter
 
 
 def _one_each(outcomes: Any, kind: type[Any], count: int) -> Sequence[Any]:
@@ -385,7 +383,7 @@ class _ToServer(logging.Formatter):
         return "\n".join(f"{mark}{record.name}: {line}" for line in super().format(record).splitlines())
 
 
-def _log_to_server(level: str) -> None:
+def _log_to_server(level: int) -> None:
     """Log to stderr, which the server reads, and wait for the server only at the end."""
     handler = LogWriter(STDERR)
     handler.setFormatter(_ToServer())

@@ -1,4 +1,4 @@
-"""One child process of an adapter host, as the server sees it: spawned, perhaps killed, reaped.
+"""One child process of an adapter host, as the server sees it: spawned, perhaps killed, reaped; and its channel.
 
     start() ─▶ spawned ─▶ (ended by itself, or kill()) ─▶ a zombie ─▶ reaped ─▶ `ended` is called on the loop
 
@@ -9,6 +9,7 @@ Invariants
    and reaping take the same lock.
 3. `ended` is called exactly once, after the child was reaped (its mappings are gone then) and its output was read.
 4. The child's output to stdout and stderr costs the server a bounded amount of work and of log lines.
+5. Sending to the child never blocks, and each frame that it sends is handed on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +31,7 @@ from kvstrata.config.secrets import scrubbed
 from kvstrata.naming import name_thread
 from kvstrata.process.child_environment import without_settings
 from kvstrata.process.out_of_memory import oom_kills
+from kvstrata.storage.host.frames import MAX_FRAME_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,12 @@ LAST_LINES = 3
 """Lines that an error quotes."""
 LINES_PER_WINDOW = 200
 WINDOW_S = 10.0
+QUEUE_BYTES = 1 << 20
+"""Bytes that may wait to be sent before `is_full`."""
+FRAMES_AT_A_TIME = 16
+"""Frames of one child that are read before the loop turns to other work."""
+LAST_FRAMES = 10_000
+"""Most frames that `read_last` reads; a socket buffers fewer."""
 LEVEL_MARK = "\x1e"
 """A line of the child's logging is LEVEL_MARK, the level's number, LEVEL_MARK, text; other lines are plain output."""
 
@@ -208,3 +217,92 @@ def _printable(text: str) -> str:
     return "".join(
         character if character.isprintable() or character == "\t" else "?" for character in text.rstrip("\r")
     )
+
+
+class Pipe:
+    """The pipe to one child. Belongs to the event loop."""
+
+    def __init__(self, sock: socket.socket, take: Callable[[bytes], None], ended: Callable[[], None]) -> None:
+        """`take(frame)` gets each frame; `ended()` is called when no more frames can come. Either may close the pipe.
+
+        The pipe owns `sock`, and closes it in `close`.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = sock
+        self._take = take
+        self._ended = ended
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._writes_later = False
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self.read)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more than QUEUE_BYTES wait to be sent, because the child does not read."""
+        return self._queued_bytes > QUEUE_BYTES
+
+    def close(self) -> None:
+        """Read and send nothing more. Idempotent."""
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame now, or once the socket has room; frames keep their order. `close` discards unsent frames."""
+        self._queue.append(frame)
+        self._queued_bytes += len(frame)
+        if len(self._queue) == 1:
+            self._write()
+
+    def _write(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            while self._queue:
+                self._socket.send(self._queue[0])
+                self._queued_bytes -= len(self._queue.popleft())
+        except BlockingIOError:
+            self._writes_later = True
+            self._loop.add_writer(self._socket, self._write)
+            return
+        except OSError:
+            self.read_last()
+            return
+        if self._writes_later:
+            self._writes_later = False
+            self._loop.remove_writer(self._socket)
+
+    def read(self) -> None:
+        """Read some frames; the loop calls again while there are more."""
+        for _ in range(FRAMES_AT_A_TIME):
+            if not self._read_one():
+                return
+
+    def read_last(self) -> None:
+        """Read the frames that the child sent before it closed the channel."""
+        for _ in range(LAST_FRAMES):
+            if not self._read_one():
+                break
+        if self._socket is not None:
+            self._ended()
+
+    def _read_one(self) -> bool:
+        if self._socket is None:
+            return False
+        try:
+            frame = self._socket.recv(MAX_FRAME_BYTES + 1)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            # Raised once if the child ended without reading all requests; the frames that it sent can still be read.
+            return True
+        except OSError:
+            frame = b""
+        if not frame:
+            self._ended()
+            return False
+        self._take(frame)
+        return self._socket is not None

@@ -14,8 +14,26 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstrata.errors import StorageError
-from kvstrata.storage.base import LoadStatus, Presence, PutStatus
-from kvstrata.storage.host.channel import Answer, ChannelError, Kind
+from kvstrata.storage import base
+from kvstrata.storage.base import KeyPage, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus, Usage
+from kvstrata.storage.host.frames import (
+    Answer,
+    ChannelError,
+    Clear,
+    Counted,
+    Delete,
+    Dropped,
+    Ended,
+    Exists,
+    Found,
+    GetUsage,
+    Listed,
+    ListKeys,
+    Load,
+    Put,
+    Raised,
+    Used,
+)
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Hold
@@ -24,20 +42,19 @@ T = TypeVar("T")
 
 MAX_REQUESTS = 4_096
 
-_ANSWER_TO = {
-    Kind.EXISTS: Kind.FOUND,
-    Kind.PUT: Kind.PUT_ENDED,
-    Kind.LOAD: Kind.LOAD_ENDED,
-    Kind.DELETE: Kind.COUNTED,
-    Kind.CLEAR: Kind.COUNTED,
-    Kind.USAGE: Kind.USED,
-    Kind.LIST: Kind.LISTED,
+_ANSWER_TO: dict[type[Any], type[Any]] = {
+    Exists: Found,
+    Put: Ended,
+    Load: Ended,
+    Delete: Counted,
+    Clear: Counted,
+    GetUsage: Used,
+    ListKeys: Listed,
 }
-_WITH_OUTCOMES = (Kind.EXISTS, Kind.PUT, Kind.LOAD)
-_WELL: dict[Kind, tuple[int, ...]] = {
-    Kind.EXISTS: (Presence.ABSENT, Presence.PRESENT),
-    Kind.PUT: (PutStatus.STORED, PutStatus.EXISTS),
-    Kind.LOAD: (LoadStatus.LOADED, LoadStatus.ABSENT),
+_WELL: dict[type[Any], bytes] = {
+    Exists: bytes([Presence.ABSENT, Presence.PRESENT]),
+    Put: bytes([PutStatus.STORED, PutStatus.EXISTS]),
+    Load: bytes([LoadStatus.LOADED, LoadStatus.ABSENT]),
 }
 """Outcomes that show that the adapter did what the request asked for."""
 
@@ -48,7 +65,12 @@ class _Request:
     __slots__ = ("begun_s", "bytes", "count", "future", "held", "holds", "kind")
 
     def __init__(
-        self, kind: Kind, count: int, holds: list[Hold | None], future: asyncio.Future[Any], begun_s: float
+        self,
+        kind: type[Any],
+        count: int,
+        holds: list[Hold | None],
+        future: asyncio.Future[Any],
+        begun_s: float,
     ) -> None:
         self.kind = kind
         self.count = count
@@ -89,7 +111,7 @@ class RequestTable:
         return len(self._requests) >= MAX_REQUESTS
 
     def add(
-        self, kind: Kind, count: int, holds: list[Hold | None], future: asyncio.Future[Any], now_s: float
+        self, kind: type[Any], count: int, holds: list[Hold | None], future: asyncio.Future[Any], now_s: float
     ) -> int:
         """Add a request that is sent now; returns its number. The table owns the holds from now on."""
         if not self._is_working():
@@ -104,12 +126,13 @@ class RequestTable:
 
     def take(self, answer: Answer) -> bool:
         """Handle an answer or drops; returns whether the adapter did what the request asked. Raises ChannelError."""
+        assert isinstance(answer, (Found, Ended, Counted, Listed, Used, Raised, Dropped)), answer
         request = self._requests.get(answer.number)
         if request is None:
-            raise ChannelError(f"{answer.kind.name} for request {answer.number}, which is not under way")
+            raise ChannelError(f"{_name(answer)} for request {answer.number}, which is not under way")
         well = False
-        if answer.kind is Kind.DROPPED:
-            self._drop(request, answer.dropped)
+        if isinstance(answer, Dropped):
+            self._drop(request, answer.indices)
         else:
             well = self._answer(request, answer)
         if request.future is None and not request.held:
@@ -132,7 +155,7 @@ class RequestTable:
 
         `by_age`: it is also killed for a single operation that does not end, whatever else it sends.
         """
-        working = [request for request in self._requests.values() if request.kind is not Kind.CLEAR]
+        working = [request for request in self._requests.values() if request.kind is not Clear]
         if not working:
             return None
         due = [self._heard_s + self._patience_s(sum(request.bytes for request in working))]
@@ -141,32 +164,31 @@ class RequestTable:
         return min(due)
 
     def _is_working(self) -> bool:
-        return any(request.kind is not Kind.CLEAR for request in self._requests.values())
+        return any(request.kind is not Clear for request in self._requests.values())
 
     def _patience_s(self, payload_bytes: int) -> float:
         return self._kill_s * (1 + payload_bytes / self._bytes_per_kill)
 
-    def _answer(self, request: _Request, answer: Answer) -> bool:
+    def _answer(self, request: _Request, answer: Found | Ended | Counted | Listed | Used | Raised) -> bool:
         """Resolve the request's future; returns whether an outcome shows that the adapter did what it was asked."""
         future = request.future
         if future is None:
-            raise ChannelError(f"{answer.kind.name}: request {answer.number} was answered before")
-        if answer.kind is Kind.RAISED:
-            assert answer.problem is not None
+            raise ChannelError(f"{_name(answer)}: request {answer.number} was answered before")
+        if isinstance(answer, Raised):
             request.future = None
             if not future.done():
-                kind = StorageError if answer.problem.kind == "StorageError" else HostedError
-                future.set_exception(kind(answer.problem.message))
+                kind = StorageError if answer.kind == "StorageError" else HostedError
+                future.set_exception(kind(answer.message))
             return False
-        if answer.kind is not _ANSWER_TO[request.kind]:
-            raise ChannelError(f"{answer.kind.name} as the answer to {request.kind.name}")
-        if len(answer.outcomes) != (request.count if request.kind in _WITH_OUTCOMES else 0):
-            raise ChannelError(f"{len(answer.outcomes)} outcomes for {request.count} items")
-        self._drop(request, answer.dropped)
+        if not isinstance(answer, _ANSWER_TO[request.kind]):
+            raise ChannelError(f"{_name(answer)} as the answer to {request.kind.__name__}")
+        result, well = _result_of(request, answer)
+        if isinstance(answer, Ended):
+            self._drop(request, answer.dropped)
         request.future = None
         if not future.done():
-            future.set_result(_result_of(request.kind, answer))
-        return any(outcome[0] in _WELL[request.kind] for outcome in answer.outcomes)
+            future.set_result(result)
+        return well
 
     def _drop(self, request: _Request, indices: Iterable[int]) -> None:
         holds = request.holds
@@ -178,10 +200,32 @@ class RequestTable:
             hold.drop()
 
 
-def _result_of(kind: Kind, answer: Answer) -> Any:
-    if kind in _WITH_OUTCOMES:
-        return answer.outcomes
-    return answer.page if kind is Kind.LIST else answer.usage or answer.count
+def _name(answer: Answer) -> str:
+    return type(answer).__name__
+
+
+def _result_of(request: _Request, answer: Found | Ended | Counted | Listed | Used) -> tuple[Any, bool]:
+    """The result that the caller waits for, and whether it shows an adapter at work. Raises ChannelError."""
+    if isinstance(answer, Counted):
+        return answer.count, False
+    if isinstance(answer, Used):
+        return Usage(answer.used_bytes, answer.capacity_bytes, answer.records), False
+    if isinstance(answer, Listed):
+        return KeyPage(answer.keys, answer.cursor) if answer.can_list else None, False
+    statuses = answer.presences if isinstance(answer, Found) else answer.statuses
+    reasons = answer.reasons or [""] * request.count
+    if len(statuses) != request.count or len(reasons) != request.count:
+        raise ChannelError(f"{len(statuses)} outcomes and {len(reasons)} reasons for {request.count} items")
+    well = any(status in _WELL[request.kind] for status in statuses)
+    try:
+        if isinstance(answer, Found):
+            rows = zip(map(Presence, statuses), answer.lengths, reasons, strict=True)
+            return [*map(base.Found._make, rows)], well
+        if request.kind is Put:
+            return [*map(PutOutcome, map(PutStatus, statuses), reasons)], well
+        return [*map(LoadOutcome, map(LoadStatus, statuses), reasons)], well
+    except ValueError as error:
+        raise ChannelError(f"{_name(answer)}: {error}") from None
 
 
 async def outcome_of(future: asyncio.Future[T | None] | None, otherwise: T) -> T:

@@ -25,9 +25,7 @@ import collections
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
-
-import msgspec
+from typing import TYPE_CHECKING, cast
 
 from kvstrata.errors import ConfigError
 from kvstrata.observability.logging import Thinning
@@ -41,7 +39,6 @@ from kvstrata.storage.base import (
     LoadItem,
     LoadOutcome,
     LoadStatus,
-    PayloadKind,
     Presence,
     PutItem,
     PutOutcome,
@@ -50,11 +47,12 @@ from kvstrata.storage.base import (
     StorageAdapter,
     Usage,
     log_broken_contract,
-    nothing_known,
+    told,
+    two_bytes,
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.work import Work
-from kvstrata.storage.wrap.codec_chain import FP8, Chain, Encoded
+from kvstrata.storage.wrap.codec_chain import Chain, Encoded
 from kvstrata.storage.wrap.codec_heads import Heads
 from kvstrata.storage.wrap.codec_hold import SideHold
 from kvstrata.storage.wrap.codec_lengths import CODECS, KnownLengths, Lengths, Undecodable
@@ -91,7 +89,7 @@ class CodecAdapter(StorageAdapter):
         self._closed = False
         self._undecodable = Undecodable(inner.name)
         self._heads = Heads(inner, chain, self._lengths, self._undecodable)
-        self._kind_of: Callable[[bytes, bytes], PayloadKind | None] = nothing_known
+        self._element_bytes_of: Callable[[bytes], int] = two_bytes
 
     async def open(self, context: AdapterContext) -> None:
         """As the inner adapter. Also raises ConfigError if the adapter cannot work with the configured codec."""
@@ -106,9 +104,7 @@ class CodecAdapter(StorageAdapter):
                 f"{self.name}: codec: this kind of storage moves bytes of L1 only; remove codec",
                 field="codec",
             )
-        if self.chain.settings.accept_plain:
-            self._undecodable.warn_of_plain()
-        self._kind_of = context.payload_kind
+        self._element_bytes_of = context.element_bytes_of
         evicted = context.record_evicted
 
         def record_evicted(key: bytes) -> None:
@@ -116,6 +112,7 @@ class CodecAdapter(StorageAdapter):
             evicted(key)
 
         await self.inner.open(context._replace(record_evicted=record_evicted))
+        self.capabilities = self.inner.capabilities
 
     def stats(self) -> dict[str, int]:
         """The counters of this wrapper."""
@@ -124,19 +121,11 @@ class CodecAdapter(StorageAdapter):
 
     def numbers(self) -> dict[str, int]:
         """As the inner adapter; empty if it breaks its contract, so that status pages still show everything else."""
-        return self._told("numbers", self.inner.numbers, Counts)
+        return told(self.name, "numbers", self.inner.numbers, Counts)
 
     def remarks(self) -> dict[str, str]:
         """As the inner adapter; empty if it breaks its contract."""
-        return self._told("remarks", self.inner.remarks, Remarks)
-
-    def _told(self, operation: str, ask: Callable[[], object], kind: Any) -> dict[str, Any]:
-        try:
-            told: dict[str, Any] = msgspec.convert(ask(), kind)
-            return told
-        except Exception as error:  # the plugin boundary
-            log_broken_contract(self.name, operation, error)
-            return {}
+        return told(self.name, "remarks", self.inner.remarks, Remarks)
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """As the inner adapter, with lengths in L1; UNKNOWN for a record that cannot be decoded."""
@@ -265,7 +254,7 @@ class CodecAdapter(StorageAdapter):
         need_bytes = self.chain.staging_bytes(item.hold.length)
         try:
             with item.hold.view() as source:
-                encoded = self.chain.encode(source, block.view(need_bytes), self._kind_of)
+                encoded = self.chain.encode(source, block.view(need_bytes), self._element_bytes_of)
         except BaseException:
             item.hold.drop()
             raise
@@ -292,8 +281,6 @@ class CodecAdapter(StorageAdapter):
                 _thinning.log(log, logging.ERROR, f"encode {self.name}", text, self.name, encoded)
                 continue
             length = encoded.length
-            if self.chain.settings.fp8 and FP8 not in encoded.codecs:
-                self.counts["fp8_skipped"] += 1
             if length == 0:
                 block.let_go()
                 self.counts["incompressible"] += 1
@@ -333,14 +320,14 @@ class CodecAdapter(StorageAdapter):
             known_now = await self._heads.look_up(ask, list(found.values()), ask=True)
             lengths.update(zip(ask, known_now, strict=True))
         plain: list[int] = []
-        encoded: list[tuple[int, int, int]] = []
+        encoded: list[tuple[int, int]] = []
         for i in good:
             key, hold = items[i].key, items[i].hold
             known = lengths[key]
             if known is None and self._asks_heads:
                 presence, stored_bytes, reason = found[key]
                 if presence is Presence.PRESENT:  # the medium has no `heads`
-                    encoded.append((i, stored_bytes, 0))
+                    encoded.append((i, stored_bytes))
                     continue
                 hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.ABSENT)
@@ -351,15 +338,14 @@ class CodecAdapter(StorageAdapter):
             ):
                 plain.append(i)
             elif known.cannot == reasons.CORRUPT:  # a load makes the medium notice it and remove the value
-                encoded.append((i, known.stored_bytes, 0))
+                encoded.append((i, known.stored_bytes))
             elif known.cannot or known.decoded_bytes != hold.length:
                 hold.drop()
                 reason = known.cannot or LENGTH
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, reason)
                 self.counts[reason] += 1
             else:
-                scratch_bytes = self.chain.scratch_bytes(known.codecs, known.decoded_bytes)
-                encoded.append((i, known.stored_bytes, scratch_bytes))
+                encoded.append((i, known.stored_bytes))
         await asyncio.gather(
             self._load_plain(items, plain, outcomes), self._load_encoded(items, encoded, outcomes)
         )
@@ -383,7 +369,7 @@ class CodecAdapter(StorageAdapter):
             for i, side, outcome in zip(places, sides, loaded, strict=True):
                 outcomes[i] = outcome
                 if outcome.status is LoadStatus.LOADED and any(side.view()[CODECS]):
-                    self._asks_heads = True
+                    self._asks_heads = self.capabilities.has_heads
                     outcomes[i] = LoadOutcome(LoadStatus.FAILED, ENCODED)
                     side.view()[:8] = bytes(8)
         finally:
@@ -391,13 +377,13 @@ class CodecAdapter(StorageAdapter):
                 side.end("codec")
 
     async def _load_encoded(
-        self, items: list[LoadItem], places: list[tuple[int, int, int]], outcomes: list[LoadOutcome]
+        self, items: list[LoadItem], places: list[tuple[int, int]], outcomes: list[LoadOutcome]
     ) -> None:
         """Load through staging, in groups that fit into it."""
         group: list[tuple[int, int, Block]] = []
-        for i, stored_bytes, scratch_bytes in places:
+        for i, stored_bytes in places:
             staging = self._staged()
-            need_bytes = pages(stored_bytes) + scratch_bytes
+            need_bytes = pages(stored_bytes)
             if not staging.fits(need_bytes, for_put=False):
                 items[i].hold.drop()
                 outcomes[i] = LoadOutcome(LoadStatus.FAILED, STAGING_TOO_SMALL)
@@ -470,8 +456,7 @@ class CodecAdapter(StorageAdapter):
         """In a thread: decode the stored record in the block into the extent."""
         try:
             with item.hold.view() as target:
-                scratch = block.view(block.room)[pages(length) :]
-                self.chain.decode(block.view(length), target, item.key, scratch)
+                self.chain.decode(block.view(length), target, item.key)
             return LoadOutcome(LoadStatus.LOADED)
         except CannotDecode as error:
             self._undecodable.note(error.reason, item.key, error)

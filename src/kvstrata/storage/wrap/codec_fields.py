@@ -12,7 +12,7 @@ from kvstrata.config.tokens import read_token_file
 from kvstrata.errors import AllWrong, ConfigError, install
 
 MIN_KEY_CHARS = 32
-NAMES = ("fp8", "zstd", "aes-gcm", "mac")
+NAMES = ("zstd", "aes-gcm", "mac")
 MOST_KEYS = 8
 
 
@@ -25,7 +25,6 @@ class ZstdOptions(NamedTuple):
 class ChainSettings(NamedTuple):
     """A checked `codec` field. The empty one stores records as they are."""
 
-    fp8: bool = False
     zstd: ZstdOptions | None = None
     master_key: bytes = b""
     """For aes-gcm; empty: not encrypted."""
@@ -33,24 +32,17 @@ class ChainSettings(NamedTuple):
     """For mac; empty: no mac. Never together with `master_key`, since aes-gcm authenticates as well."""
     old_keys: tuple[bytes, ...] = ()
     """Keys with which records are still read."""
-    accept_plain: bool = False
-    """Records that were written without a key are served too, during a migration."""
 
     @property
     def encodes(self) -> bool:
         """Whether any codec is configured."""
-        return self.fp8 or self.zstd is not None or bool(self.keys)
+        return self.zstd is not None or bool(self.keys)
 
     @property
     def keys(self) -> tuple[bytes, ...]:
         """All keys; the first one is for writing."""
         first = self.master_key or self.mac_key
         return (first, *self.old_keys) if first else ()
-
-    @property
-    def authenticates(self) -> bool:
-        """Whether only records that were written with a key are served."""
-        return bool(self.keys) and not self.accept_plain
 
 
 def read_chain(value: object, path: str) -> ChainSettings:
@@ -76,6 +68,9 @@ def _with(settings: ChainSettings, entry: object, where: str, seen: list[str]) -
             field=where,
         )
     name = options["name"]
+    if name == "fp8":
+        advice = "KV is rounded where it is stored: give the engine fidelity: fp8; remove it here"
+        raise ConfigError(f"{where}: 'fp8' is no codec of L2 any more: {advice}", field=where)
     if name not in NAMES:
         raise ConfigError(
             f"{where}: unknown codec {name!r:.80}{nearest(name, NAMES)}; known codecs: {', '.join(NAMES)}",
@@ -93,9 +88,7 @@ def _with(settings: ChainSettings, entry: object, where: str, seen: list[str]) -
         )
     seen.append(name)
     known, wrong = ["name"], AllWrong()
-    if name == "fp8":
-        settings = settings._replace(fp8=True)
-    elif name == "zstd":
+    if name == "zstd":
         known += ["level", "planes"]
         level, planes = 1, None
         with wrong:
@@ -106,19 +99,16 @@ def _with(settings: ChainSettings, entry: object, where: str, seen: list[str]) -
             planes = _whole(options, "planes", where, None, 1, 2)
         settings = settings._replace(zstd=ZstdOptions(level, planes))
     else:
-        known += ["key_file", "key_files", "accept_plain"]
-        keys, accept_plain = [b""], False
+        known += ["key_file", "key_files"]
+        keys = [b""]
         with wrong:
             _need("cryptography", where, name)
         with wrong:
             keys = _read_keys(options, where)
-        with wrong:
-            accept_plain = _flag(options, "accept_plain", where)
         settings = settings._replace(
             master_key=keys[0] if name == "aes-gcm" else b"",
             mac_key=keys[0] if name == "mac" else b"",
             old_keys=tuple(keys[1:]),
-            accept_plain=accept_plain,
         )
     for field in options:
         if field not in known:
@@ -147,15 +137,6 @@ def _whole(options: Mapping[str, Any], name: str, where: str, default: Any, leas
         raise ConfigError(
             f"{where}.{name}: must be a whole number from {least} to {most}, found {value!r:.80}",
             field=f"{where}.{name}",
-        )
-    return value
-
-
-def _flag(options: Mapping[str, Any], name: str, where: str) -> bool:
-    value = options.get(name, False)
-    if not isinstance(value, bool):
-        raise ConfigError(
-            f"{where}.{name}: must be true or false, found {value!r:.80}", field=f"{where}.{name}"
         )
     return value
 

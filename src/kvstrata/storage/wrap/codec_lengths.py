@@ -75,14 +75,6 @@ class Undecodable:
         self._name = name
         self._told: set[str] = set()
 
-    def warn_of_plain(self) -> None:
-        """Log that the codec's `accept_plain` is true."""
-        log.warning(
-            "%s: codec: accept_plain is true, so records that were written without a key are served: whoever can write"
-            " to this storage chooses what engines read; remove accept_plain when the old records are gone",
-            self._name,
-        )
-
     def note(self, reason: str, key: bytes, error: object) -> None:
         """Log that this record cannot be decoded, if it is the first one with this reason. Thread-safe."""
         if reason not in self._told:

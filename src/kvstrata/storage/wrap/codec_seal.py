@@ -1,6 +1,5 @@
 """The codecs that prove who wrote a record (docs/formats.md): `aes-gcm`, which also encrypts, and `mac`.
 
-    aes-gcm (4)   nonce ‖ ciphertext ‖ tag; no longer written; it does not name its key, so all keys are tried
     aes-gcm (5)   key id ‖ nonce ‖ ciphertext ‖ tag
     mac (6)       key id ‖ nonce ‖ payload ‖ tag; the tag is AES-GCM's, with the payload as associated data too (GMAC)
 
@@ -17,14 +16,14 @@ from typing import Any
 from kvstrata.policy.reasons import UNAUTHENTICATED
 from kvstrata.storage.wrap.codec_fields import ChainSettings
 
-AES_GCM_UNNAMED, AES_GCM, MAC = 4, 5, 6
-SEALS = (AES_GCM_UNNAMED, AES_GCM, MAC)
+AES_GCM, MAC = 5, 6
+SEALS = (AES_GCM, MAC)
 ID_BYTES, NONCE_BYTES, TAG_BYTES = 8, 12, 16
 SEAL_BYTES = ID_BYTES + NONCE_BYTES + TAG_BYTES
 """Most bytes that a codec of this module adds."""
 WRONG_KEY = "wrong_key"
 MOST_DERIVED = 4096
-_INFO = {AES_GCM_UNNAMED: b"kvstrata aes-gcm 1", AES_GCM: b"kvstrata aes-gcm 2", MAC: b"kvstrata mac 1"}
+_INFO = {AES_GCM: b"kvstrata aes-gcm 2", MAC: b"kvstrata mac 1"}
 _STORED_CRC = slice(96, 100)
 _OUTER_CRC_AT = 252
 _INNER_AT = 256
@@ -64,16 +63,11 @@ class Seals:
         """Whether there is a key."""
         return bool(self._texts)
 
-    @property
-    def writing_id(self) -> bytes:
-        """The id of the key that new records are written with."""
-        return next(iter(self._texts), b"")
-
     def write(
         self, identity: bytes, plain: memoryview, record: memoryview, start: int, n_sections: int
     ) -> None:
         """Write everything behind the headers, which are in place; `plain` may already lie at its place in `record`."""
-        key_id, nonce = self.writing_id, os.urandom(NONCE_BYTES)
+        key_id, nonce = next(iter(self._texts)), os.urandom(NONCE_BYTES)
         cipher = _cipher(self._key(self._writes, key_id, identity), nonce).encryptor()
         at = start + ID_BYTES + NONCE_BYTES
         record[start:at] = key_id + nonce
@@ -94,24 +88,20 @@ class Seals:
 
         Raises BadRecord, or CannotDecode if they were written with a key that is not here, or do not authenticate.
         """
-        id_bytes = 0 if codec == AES_GCM_UNNAMED else ID_BYTES
-        at, end = start + id_bytes + NONCE_BYTES, len(stored) - TAG_BYTES
+        at, end = start + ID_BYTES + NONCE_BYTES, len(stored) - TAG_BYTES
         if end < at:
             raise BadRecord("too short for a nonce and a tag")
-        key_id = bytes(stored[start : start + id_bytes])
-        if id_bytes and key_id not in self._texts:
+        key_id = bytes(stored[start : start + ID_BYTES])
+        if key_id not in self._texts:
             raise CannotDecode(WRONG_KEY, f"written with another key ({key_id.hex()})")
         nonce, tag, body = bytes(stored[at - NONCE_BYTES : at]), bytes(stored[end:]), stored[at:end]
         headers = _associated_data(stored, n_sections) + key_id
-        for one in [key_id] if id_bytes else list(self._texts):
-            key = self._key(codec, one, identity)
-            if _opens(key, nonce, tag, headers, body, in_place=None if codec == MAC else stored[at:]):
-                return body
-        if id_bytes:
+        key = self._key(codec, key_id, identity)
+        if not _opens(key, nonce, tag, headers, body, in_place=None if codec == MAC else stored[at:]):
             raise CannotDecode(
                 UNAUTHENTICATED, "its tag is wrong: it was changed, or written without its key"
             )
-        raise CannotDecode(WRONG_KEY, "encrypted with another key")
+        return body
 
     def _key(self, codec: int, key_id: bytes, identity: bytes) -> bytes:
         """The 256-bit key of one identity, and so of one tenant."""
@@ -128,7 +118,7 @@ class Seals:
 def _opens(
     key: bytes, nonce: bytes, tag: bytes, headers: bytes, body: memoryview, *, in_place: memoryview | None
 ) -> bool:
-    """Whether the tag is right. `in_place` gets the decrypted body, or its old bytes again if the tag is wrong."""
+    """Whether the tag is right. `in_place` gets the decrypted body."""
     from cryptography.exceptions import InvalidTag
 
     cipher = _cipher(key, nonce, tag).decryptor()
@@ -140,8 +130,6 @@ def _opens(
     try:
         cipher.finalize()
     except InvalidTag:
-        if in_place is not None:  # in counter mode, encrypting the decrypted bytes restores them
-            _cipher(key, nonce).encryptor().update_into(body, in_place)
         return False
     return True
 

@@ -1,0 +1,54 @@
+"""Whatever an adapter host sends is read as a message or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.storage.base import Capabilities
+from kvstrata.storage.host import frames
+from kvstrata.storage.host.frames import MAX_ITEMS, ChannelError
+
+SAMPLES: list[Any] = [
+    frames.Opened(Capabilities(persistent=True, shared=False), b"x"),
+    frames.Found(1, bytes([0, 1]), [0, 77], ["", "io"]),
+    frames.Ended(1, bytes([0, 3]), [1], ["", "full"]),
+    frames.Listed(1, True, [bytes(32)], 9),
+    frames.Raised(1, "StorageError", "no", "field"),
+    frames.Told({"syncs": 4}, {"why": "so"}),
+]
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.binary() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+)
+names = st.sampled_from([type(sample).__name__ for sample in SAMPLES])
+
+
+@given(
+    st.binary(max_size=200)
+    | st.builds(lambda name, rest: msgspec.msgpack.encode([name, *rest]), names, st.lists(values))
+)
+def test_any_bytes_are_a_message_or_refused(frame: bytes) -> None:
+    try:
+        message = frames.read_answer(frame)
+    except ChannelError:
+        return
+    assert frames.read_answer(frames.frame_of(message)) == message
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_a_damaged_frame_is_a_message_or_refused(sample: Any, data: st.DataObject) -> None:
+    frame = bytearray(frames.frame_of(sample))
+    assert frames.read_answer(bytes(frame)) == sample
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    test_any_bytes_are_a_message_or_refused.hypothesis.inner_test(bytes(frame))  # type: ignore[attr-defined]
+
+
+def test_as_many_outcomes_as_a_frame_may_have_fit_with_the_longest_reasons() -> None:
+    words = frames.words_of(["ö" * 99] * MAX_ITEMS)
+    frames.frame_of(frames.Found(1 << 62, bytes([2]) * MAX_ITEMS, [(1 << 32) - 1] * MAX_ITEMS, words))
+    frames.frame_of(frames.Ended(1 << 62, bytes([3]) * MAX_ITEMS, list(range(MAX_ITEMS)), words))
+    frames.frame_of(frames.Put(1 << 62, [(bytes(32), 1 << 40, (1 << 32) - 1)] * MAX_ITEMS))
