@@ -136,7 +136,7 @@ def run() -> list[dict[str, Any]]:
 
         wait_until(heard, "all events were heard", timeout_s=300.0)
         taken_s = time.perf_counter() - begun_s
-        known = sum(row["blocks"]["l0"] for row in residency.page().values())
+        known = sum(row["blocks"] for row in residency.page().values())
         grown = resident_bytes() - before
         asked = Prompt(asked_tokens())
         begun_s = time.perf_counter()

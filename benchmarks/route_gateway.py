@@ -99,9 +99,6 @@ class Heard:
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None:
         self.index.caches[name].computed(prompt, at_s)
 
-    def reported(self, name: str, prompt: Prompt, expected: int, cached: int) -> None:
-        self.index.caches[name].reported(prompt, expected, cached)
-
     @property
     def block_life_s(self) -> float:
         return self.index.block_life_s
@@ -141,8 +138,10 @@ class Run:
         self.outside = policy if isinstance(policy, Outside) else None
         inside: Any = LeastLoaded() if isinstance(policy, Outside) else policy
         self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
-        self._coming: list[tuple[float, int, str, Any]] = []
-        """Events under way, as (time, number, engine, batch)."""
+        self._coming: list[tuple[float, int, str, KVEventBatch, bool]] = []
+        """Events under way, as (time, number, engine, batch, whether it is lost)."""
+        self._missing: dict[str, list[bytes]] = {}
+        """Lost batches by engine, until the next one comes."""
         self._numbers = itertools.count()
         self._under_way: dict[str, tuple[Asked, Choice, SimRequest]] = {}
         self._first: set[str] = set()
@@ -222,7 +221,8 @@ class Run:
                 self._send(choice.wanted.number, asked, self.now_s, again="/2")
 
     def _revive(self, death: Death) -> None:
-        self.index.caches[death.engine].restarted()
+        self.index.caches[death.engine].emptied()
+        self._missing.pop(death.engine, None)
         self.fleet.up(self.fleet.engines[death.engine], {MODEL: {}})
         if self.outside is not None:
             self.outside.back(death.engine)
@@ -233,10 +233,9 @@ class Run:
         for name, engine in self.engines.items():
             engine.advance(int(until_s * PS_PER_S))
             for at_ps, events in engine.take_events():
-                if self.lost and self.draw.random() < self.lost:
-                    self._push(at_ps / PS_PER_S + self.lag_s, name, None)
-                else:
-                    self._push(at_ps / PS_PER_S + self.lag_s, name, KVEventBatch(at_ps / PS_PER_S, events, 0))
+                batch = KVEventBatch(at_ps / PS_PER_S, events, 0)
+                lost = bool(self.lost) and self.draw.random() < self.lost
+                self._push(at_ps / PS_PER_S + self.lag_s, name, batch, lost)
             for request in engine.take_changed():
                 if request.produced and request.name not in self._first:
                     self._first.add(request.name)
@@ -255,20 +254,23 @@ class Run:
         self._apply_events(until_s)
         self.now_s = max(self.now_s, until_s)
 
-    def _push(self, at_s: float, name: str, batch: Any) -> None:
-        heapq.heappush(self._coming, (at_s, next(self._numbers), name, batch))
+    def _push(self, at_s: float, name: str, batch: KVEventBatch, lost: bool) -> None:
+        heapq.heappush(self._coming, (at_s, next(self._numbers), name, batch, lost))
 
     def _apply_events(self, until_s: float) -> None:
         while self._coming and self._coming[0][0] <= until_s:
-            at_s, _, name, batch = heapq.heappop(self._coming)
+            at_s, _, name, batch, lost = heapq.heappop(self._coming)
             self.now_s = max(self.now_s, at_s)
-            encoded = None if batch is None else msgspec.msgpack.encode(batch)
+            encoded = msgspec.msgpack.encode(batch)
             if self.outside is not None:
-                self.outside.event(name, encoded)
-            elif encoded is None:
-                self.index.caches[name].doubt()
-            else:
-                self.index.caches[name].apply(decoded(encoded))
+                self.outside.event(name, None if lost else encoded)
+                continue
+            missing = self._missing.setdefault(name, [])
+            missing.append(encoded)
+            if not lost:  # the gap shows, and the engine sends again what was lost
+                for one in missing:
+                    self.index.caches[name].apply(decoded(one))
+                missing.clear()
 
     def _ended(self, asked: Asked, choice: Choice, request: SimRequest, *, cut: bool = False) -> None:
         del self._under_way[request.name]

@@ -99,8 +99,6 @@ class Knows(Protocol):
 
     def computed(self, name: str, prompt: Prompt, at_s: float) -> None: ...
 
-    def reported(self, name: str, prompt: Prompt, expected: int, cached: int) -> None: ...
-
     @property
     def block_life_s(self) -> float: ...
 
@@ -208,7 +206,7 @@ class Choosing:
         sent = self.prefixes.copies(wanted.keys, generations, now_s, heard=known.heard)
         return Knowledge(
             cached=known.cached,
-            copies=[*known.copies, *wanted.held, *sent],
+            copies=[*wanted.held, *sent],
             block_life_s=self._residency.block_life_s,
             event_lag_s=self._residency.event_lag_s,
         )
@@ -343,8 +341,6 @@ class Choosing:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
         self._time(choice, cached, share, first_s)
-        if wanted.prompt is not None:
-            self._residency.reported(engine.name, wanted.prompt, choice.cached_exact, min(cached, prompt))
         lacking = self.prefixes.mistaken(
             wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share
         )

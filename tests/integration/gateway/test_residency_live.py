@@ -137,7 +137,7 @@ async def test_what_engines_hold_is_known_from_their_events(
 
         async def whole() -> bool:
             page = await heard(gateway, session)
-            return len(page) == 3 and all(is_whole(row) and row["blocks"]["l0"] for row in page.values())
+            return len(page) == 3 and all(is_whole(row) and row["blocks"] for row in page.values())
 
         await eventually_async("all events were heard", whole)
         for name, prompts in held.items():
@@ -158,7 +158,7 @@ async def test_what_engines_hold_is_known_from_their_events(
 
         async def forgotten() -> bool:
             page = await heard(gateway, session)
-            return all(one.name in page and not page[one.name]["blocks"]["l0"] for one in sims[:2])
+            return all(one.name in page and not page[one.name]["blocks"] for one in sims[:2])
 
         await eventually_async("what is gone is forgotten", forgotten)
         again = await known_of(gateway, session, held[sims[2].name][0])

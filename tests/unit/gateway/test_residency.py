@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.gateway.residency import blocks as blocks_module
+from kvstrata.gateway.residency import cache as cache_module
 from kvstrata.gateway.residency.batches import decoded
-from kvstrata.gateway.residency.caches import Caches
+from kvstrata.gateway.residency.cache import Cache as KnownCache
 from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.prompt import Prompt, keys_of, root_of
 from kvstrata.gateway.residency.sources import Source, of_rank, sources_in
@@ -102,12 +102,11 @@ class Seen:
     def __init__(self) -> None:
         self.registry = Registry(max_bytes=64 << 20)
         self.now_s = 0.0
-        self.caches = Caches(self.registry, 6, lambda: self.now_s)
-        self.blocks = self.caches.own
+        self.cache = KnownCache(self.registry, 6, lambda: self.now_s)
 
-    def chains(self, which: str) -> set[tuple[int, ...]]:
-        """All prefixes that a lookup finds in a slot, up to six blocks long."""
-        slot = self.blocks.slots.get(which)  # type: ignore[call-overload]
+    def chains(self) -> set[tuple[int, ...]]:
+        """All prefixes that a lookup finds, up to six blocks long."""
+        slot = self.cache.slot
         if slot is None:
             return set()
         mask = bytearray(8_192)
@@ -135,9 +134,9 @@ def payload(events: list[Event], number: int) -> bytes:
 def test_what_is_known_equals_what_the_engine_holds(seed: int, steps: int) -> None:
     cache, seen = Cache(random.Random(seed)), Seen()
     for number in range(steps):
-        seen.caches.apply(decoded(payload(cache.step(), number)))
-        assert seen.chains("exact") == set(cache.copies), (seed, number)
-        assert len(seen.blocks) == len(cache.copies)
+        seen.cache.apply(decoded(payload(cache.step(), number)))
+        assert seen.chains() == set(cache.copies), (seed, number)
+        assert len(seen.cache) == len(cache.copies)
 
 
 class Publisher:
@@ -185,7 +184,7 @@ def replayed(feed: Feed, publisher: Publisher) -> None:
 def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, kept: int, steps: int) -> None:
     draw = random.Random(seed)
     publisher, seen = Publisher(draw, kept), Seen()
-    feed = Feed(seen.caches, replays=True)
+    feed = Feed(seen.cache, replays=True)
     replayed(feed, publisher)
     for _ in range(steps):
         if draw.random() < 0.05:
@@ -206,21 +205,21 @@ def test_a_feed_with_replays_is_exact_whatever_is_lost(seed: int, lost: float, k
     held = set(publisher.cache.copies)
     if not feed.gaps:
         # Prefixes below blocks that were told before the feed joined have no key.
-        assert seen.chains("exact") <= held, seed
-        assert feed.restarts or kept < 1_000 or seen.chains("exact") == held, seed
-    # What is lost for good can only be doubtful.
-    assert seen.chains("exact") <= held, seed
-    missed = seen.caches.missed_s > float("-inf")
+        assert seen.chains() <= held, seed
+        assert feed.restarts or kept < 1_000 or seen.chains() == held, seed
+    # What is lost for good is forgotten.
+    assert seen.chains() <= held, seed
+    missed = seen.cache.missed_s > float("-inf")
     assert missed or (feed.whole and not feed.gaps), "somebody must know that not all was heard"
     assert feed.restarts or not (missed and feed.whole and not feed.gaps)
 
 
 @settings(max_examples=amount(40, 100), deadline=None)
 @given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 50))
-def test_without_replays_what_may_be_gone_is_doubtful(seed: int, steps: int) -> None:
+def test_without_replays_what_may_be_gone_is_forgotten(seed: int, steps: int) -> None:
     draw = random.Random(seed)
     publisher, seen = Publisher(draw, 0), Seen()
-    feed = Feed(seen.caches, replays=False)
+    feed = Feed(seen.cache, replays=False)
     for _ in range(steps):
         if draw.random() < 0.05:
             publisher.restart()
@@ -228,7 +227,7 @@ def test_without_replays_what_may_be_gone_is_doubtful(seed: int, steps: int) -> 
         number, one = publisher.publish()
         if draw.random() > 0.2:
             assert not feed.published(number, one)
-            assert seen.chains("exact") <= set(publisher.cache.copies), seed
+            assert seen.chains() <= set(publisher.cache.copies), seed
 
 
 def stored(names: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
@@ -245,7 +244,7 @@ def stored(names: list[int], tokens: list[int], **more: Any) -> dict[str, Any]:
     }
 
 
-def test_garbage_is_counted_and_makes_the_rest_doubtful() -> None:
+def test_garbage_is_counted_and_costs_the_rest() -> None:
     for body in (
         b"",
         b"\xc1",
@@ -259,20 +258,20 @@ def test_garbage_is_counted_and_makes_the_rest_doubtful() -> None:
         b"\x91" * 5_000,
     ):
         seen = Seen()
-        feed = Feed(seen.caches, replays=False)
+        feed = Feed(seen.cache, replays=False)
         feed.published(0, msgspec.msgpack.encode([1.0, [stored([9], [5] * 4)]]))
         assert not feed.published(1, body)
-        assert feed.malformed == 1 and feed.gaps == 1 and seen.caches.missed_s > float("-inf")
-        assert not seen.blocks.slots.get("exact") and seen.blocks.slots["doubtful"]
+        assert feed.malformed == 1 and feed.gaps == 1 and seen.cache.missed_s > float("-inf")
+        assert not len(seen.cache) and seen.cache.slot is None
 
 
 def test_an_engine_cannot_fill_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(cache_module, "MAX_BLOCKS", 3)
     seen = Seen()
-    feed = Feed(seen.caches, replays=False)
+    feed = Feed(seen.cache, replays=False)
     for number in range(5):
         feed.published(number, msgspec.msgpack.encode([1.0, [stored([number], [number] * 4)]]))
-    assert feed.malformed == 1 and len(seen.blocks) <= 3
+    assert feed.malformed == 1 and len(seen.cache) <= 3
 
 
 def test_adapters_and_salts_are_apart() -> None:
@@ -288,7 +287,7 @@ def test_adapters_and_salts_are_apart() -> None:
             "salted": Prompt(tokens, salt="s"),
         }
         before = {name: held(seen, one) for name, one in prompts.items()}
-        seen.caches.apply(decoded(msgspec.msgpack.encode([1.0, [event]])))
+        seen.cache.apply(decoded(msgspec.msgpack.encode([1.0, [event]])))
         after = {name: held(seen, one) for name, one in prompts.items()}
         changed = [name for name in prompts if before[name] != after[name]]
         assert len(changed) == 1 and after[changed[0]] == 2, event
@@ -301,61 +300,18 @@ def held(seen: Seen, prompt: Prompt) -> int:
     return found[0].chunks if found else 0
 
 
-def test_media_are_apart_and_a_restart_leaves_the_servers_chunks_doubtful() -> None:
+def test_events_of_other_media_are_left_out_and_a_restart_empties_the_cache() -> None:
     seen = Seen()
-    feed = Feed(seen.caches, replays=False)
+    feed = Feed(seen.cache, replays=False)
     own = stored([1], [1] * 4)
     chunk = stored([2], [1] * 8, block_size=8, medium="CPU")
     feed.published(0, msgspec.msgpack.encode([1.0, [own, chunk]]))
-    assert [len(one) for one in seen.caches.of.values()] == [1, 1, 0]
-    assert seen.caches.of["l1"].sizes == (8,)
+    assert len(seen.cache) == 1 and seen.cache.sizes == (SIZE,)
     feed.published(1, msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))
-    assert [len(one) for one in seen.caches.of.values()] == [0, 1, 0]
-    cleared_s = seen.caches.emptied_s
-    assert cleared_s > float("-inf")
+    cleared_s = seen.cache.emptied_s
+    assert not len(seen.cache) and cleared_s > float("-inf")
     feed.published(0, msgspec.msgpack.encode([2.0, [own]]))  # another life
-    assert feed.restarts == 1 and len(seen.caches.own) == 1 and seen.caches.emptied_s >= cleared_s
-    assert list(seen.caches.of["l1"].slots) == ["doubtful"]
-    feed.published(1, msgspec.msgpack.encode([2.0, [{**chunk, "type": "BlockRemoved"}]]))
-    assert not len(seen.caches.of["l1"])
-
-
-TWO = [1] * 4 + [2] * 4
-STORED = msgspec.msgpack.encode([1.0, [stored([1, 2], TWO)]])
-REMOVED = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1, 2]}]])
-
-
-def after(*batches: bytes) -> tuple[Seen, Prompt]:
-    """What is known after these batches, and the prompt of the two blocks."""
-    seen = Seen()
-    for body in batches:
-        seen.caches.apply(decoded(body))
-    return seen, Prompt(TWO)
-
-
-def test_a_denied_block_that_was_computed_again_is_gone_with_its_next_removal() -> None:
-    seen, prompt = after(STORED, STORED)  # again by the request that found nothing: a removal was not heard
-    seen.blocks.denied(prompt.keys(SIZE))
-    assert held(seen, prompt) == 2
-    seen.caches.apply(decoded(REMOVED))
-    assert held(seen, prompt) == 0
-
-
-def test_a_block_that_was_evicted_and_computed_between_choice_and_answer_stays() -> None:
-    seen, prompt = after(STORED, REMOVED, STORED)
-    seen.blocks.denied(prompt.keys(SIZE))
-    assert held(seen, prompt) == 2
-
-
-def test_doubtful_blocks_and_those_that_an_engine_only_reports_are_gone_when_they_are_denied() -> None:
-    lost, prompt = after(STORED)
-    lost.caches.doubt()
-    reported, _ = after()
-    reported.blocks.told(prompt.keys(SIZE))
-    for seen in (lost, reported):
-        assert held(seen, prompt) == 2 and list(seen.blocks.slots) == ["doubtful"]
-        seen.blocks.denied(prompt.keys(SIZE))
-        assert held(seen, prompt) == 0 and not len(seen.blocks)
+    assert feed.restarts == 1 and len(seen.cache) == 1 and seen.cache.emptied_s >= cleared_s
 
 
 def sources() -> Iterator[tuple[dict[str, Any], str, list[Source]]]:
@@ -402,17 +358,6 @@ def test_ranks_publish_at_ports_in_a_row() -> None:
     assert of_rank(Source("tcp://h:1"), 9) == Source("tcp://h:10")
     with pytest.raises(ValueError, match="65536"):
         of_rank(first, 2)
-
-
-def test_what_an_engine_only_reports_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 100)
-    seen = Seen()
-    for number in range(200):
-        prompt = Prompt([number] * 10 * SIZE)
-        seen.blocks.told(prompt.keys(SIZE))
-        assert held(seen, prompt) == 10
-        row = seen.registry.slot(seen.blocks.slots["doubtful"])
-        assert row is not None and row.keys <= 200
 
 
 def test_a_name_of_a_block_has_a_bound() -> None:

@@ -1,6 +1,6 @@
 """The thread that hears the KV events of all engines: their sockets, replays and time limits.
 
-The loop hands over engines and corrections by `post`; the thread alone changes the `Caches`.  A replay has a socket of
+The loop hands over engines and corrections by `post`; the thread alone changes the caches.  A replay has a socket of
 its own, so that nothing of an earlier one that took too long is mistaken for it.
 
 An engine that floods delays the others by one turn, and fills no memory: what it publishes waits at the engine, whose
@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvstrata.gateway.residency.feed import Feed, Phase
+from kvstrata.gateway.residency.feed import Feed
 from kvstrata.gateway.residency.sources import Source
 from kvstrata.naming import name_thread
 from kvstrata.native.registry import Registry
@@ -49,13 +49,12 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Watched:
-    """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed` and `caches`."""
+    """An engine whose events are heard. Belongs to the thread, but for the plain numbers of `feed`."""
 
     def __init__(self, name: str, source: Source, feed: Feed) -> None:
         self.name = name
         self.source = source
         self.feed = feed
-        self.caches = feed.caches
         self.heard_s = 0.0
         """When the last batch came, or the last replay ended."""
         self.published: zmq.Socket[Any] | None = None
@@ -202,7 +201,7 @@ class Watcher:
         engine.published = socket
         self._watched[engine.name] = engine
         engine.heard_s = time.monotonic()
-        if engine.feed.phase is Phase.JOINING:
+        if engine.feed.asking:
             self._ask(engine)
 
     def _close(self, name: str) -> None:
@@ -214,7 +213,7 @@ class Watcher:
             engine.published.close()
         self._close_replay(engine)
         engine.connected = False
-        engine.caches.forget()
+        engine.feed.cache.forget()
 
     def _close_replay(self, engine: Watched) -> None:
         if engine.replay is not None:
@@ -348,4 +347,4 @@ class Watcher:
 
 def _to_be_asked(engine: Watched) -> bool:
     """Whether a replay is needed that was put off."""
-    return bool(engine.source.replay) and engine.replay is None and engine.feed.phase is not Phase.IN_ORDER
+    return bool(engine.source.replay) and engine.replay is None and engine.feed.asking

@@ -1,0 +1,183 @@
+"""The blocks in one engine's own cache, as its events tell them, in the registry of all engines.
+
+1. A block counts once for each time that it was stored: engines store it twice if two requests compute it at once, and
+   tell each removal.
+2. After a loss of events everything is forgotten: the engine sends it again (feed.py), or our connector announces it
+   again.
+3. A block whose parent is unknown, because it was stored before this gateway listened, has no key; it is counted as an
+   orphan and otherwise left out, as are its children.
+4. At most MAX_BLOCKS blocks; beyond them everything is forgotten.
+
+Events of other media than the engine's own (GPU) are left out: controllers tell what lies in L1 and L2.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvstrata.gateway.residency.batches import NOTHING, AllBlocksCleared, Batch, BlockStored, Hash
+from kvstrata.gateway.residency.prompt import Prompt, extra_of, extras_of, keys_of, root_of
+from kvstrata.native.registry import Registry, RegistryError
+
+MAX_BLOCKS = 1 << 21
+MAX_SIZES = 4
+"""Block sizes of one engine, whose groups of layers may have different ones."""
+KEY, TAG = 32, 8
+LIFE_SAMPLE = 16
+"""One block of so many has its life measured."""
+SAMPLES = 256
+MAX_AWAITED = 4_096
+OWN_MEDIA = (None, "GPU")
+
+
+class Cache:
+    """See the module. Belongs to the thread of the watcher; others read only the plain numbers and `slot`."""
+
+    def __init__(self, registry: Registry, group: int, now_s: Callable[[], float]) -> None:
+        self._registry = registry
+        self.group = group
+        self._now_s = now_s
+        self.slot: int | None = None
+        """In the registry; None: nothing is known."""
+        self.sizes: tuple[int, ...] = ()
+        """Tokens of a block, as far as chains have begun with them."""
+        self.emptied_s = float("-inf")
+        """When the engine told for the last time that its cache was emptied, or when its restart was noticed."""
+        self.missed_s = float("-inf")
+        """When it was noticed for the last time that events were lost for good."""
+        self._keys: dict[Hash, bytes] = {}
+        self._more: dict[Hash, int] = {}
+        """How often a block was stored beyond the first time."""
+        self._born_s: dict[Hash, float] = {}
+        self._draw = random.Random(group)
+        self._lives: deque[float] = deque(maxlen=SAMPLES)
+        self._awaited: dict[bytes, float] = {}
+        self._lags: deque[float] = deque(maxlen=SAMPLES)
+        self.orphans = 0
+        self.life_s = 0.0
+        """Median life of a block; 0: none has been removed yet."""
+        self.lag_s = 0.0
+        """Time in which nine of ten blocks were told after their request's first token; 0: not known yet."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def apply(self, batch: Batch) -> None:
+        """Take in a batch. Raises ValueError for one that contradicts itself; what came before stays applied."""
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.emptied()
+            elif event.medium not in OWN_MEDIA:
+                continue
+            elif isinstance(event, BlockStored):
+                self._stored(event)
+            else:
+                self._removed(event.block_hashes)
+
+    def emptied(self) -> None:
+        """The engine's cache is empty: it was cleared, or the engine has another life."""
+        self.forget()
+        self.emptied_s = self._now_s()
+
+    def missed(self) -> None:
+        """Events were lost for good: forget what was known."""
+        self.forget()
+        self.missed_s = self._now_s()
+
+    def forget(self) -> None:
+        """Know nothing."""
+        if self.slot is not None:
+            self._registry.retire(self.slot)
+            self.slot = None
+        for known in (self._keys, self._more, self._born_s, self._awaited):
+            known.clear()
+
+    def computed(self, prompt: Prompt, at_s: float) -> None:
+        """A request with this prompt had its first token at this time: its last block's event is to come."""
+        if self.sizes and (keys := prompt.keys(self.sizes[0])):
+            if len(self._awaited) >= MAX_AWAITED:
+                self._awaited.clear()
+            self._awaited[keys[-KEY : -KEY + TAG]] = at_s
+
+    def _stored(self, event: BlockStored) -> None:
+        names, size = event.block_hashes, event.block_size
+        if not names:
+            return
+        if len(event.token_ids) != len(names) * size:
+            raise ValueError(
+                f"{len(event.token_ids)} tokens do not make {len(names)} blocks of {size} tokens"
+            )
+        if event.parent_block_hash is None:
+            start = root_of(size)
+            if size not in self.sizes and len(self.sizes) < MAX_SIZES:
+                self.sizes += (size,)
+        else:
+            found = self._keys.get(event.parent_block_hash)
+            if found is None:
+                self.orphans += len(names)
+                return
+            start = found
+        try:
+            tokens = array("I", event.token_ids)
+        except OverflowError:
+            raise ValueError("token_ids: a token is negative or above 2^32 - 1") from None
+        keys = keys_of(start, tokens, size, _extras(event))
+        if len(self) + len(names) > MAX_BLOCKS:
+            self.forget()
+            raise ValueError(f"more than {MAX_BLOCKS} blocks in one cache")
+        self._note(names, keys, again=event.again)
+
+    def _note(self, names: Sequence[Hash], keys: bytes, *, again: bool) -> None:
+        known, more, now_s = self._keys, self._more, self._now_s()
+        tags = []
+        for number, name in enumerate(names):
+            key = keys[number * KEY : number * KEY + KEY]
+            if name not in known:
+                known[name] = key
+                if not again and not self._draw.randrange(LIFE_SAMPLE):
+                    self._born_s[name] = now_s
+            elif not again:
+                more[name] = more.get(name, 0) + 1
+            tags.append(key[:TAG])
+        if self._awaited and not again and (since_s := self._awaited.pop(tags[-1], None)) is not None:
+            self._lags.append(max(0.0, now_s - since_s))
+            self.lag_s = sorted(self._lags)[int(0.9 * len(self._lags))]
+        if self.slot is None:
+            self.slot = self._registry.open_slot(self.group, rank=0)
+            if self.slot is None:
+                raise ValueError("no slot of the registry is free")
+            self._registry.publish(self.slot)
+        try:
+            self._registry.admit(self.slot, b"".join(tags))
+        except RegistryError as error:
+            raise ValueError(f"the index of the fleet's caches refuses blocks: {error.reason}") from None
+
+    def _removed(self, names: Sequence[Hash]) -> None:
+        gone = []
+        for name in names:
+            left = self._more.pop(name, 0)
+            if left > 1:
+                self._more[name] = left - 1
+            elif not left and (key := self._keys.pop(name, None)) is not None:
+                gone.append(key[:TAG])
+                if (born_s := self._born_s.pop(name, None)) is not None:
+                    self._lives.append(self._now_s() - born_s)
+                    self.life_s = statistics.median(self._lives)
+        if gone and self.slot is not None:
+            self._registry.evict(self.slot, b"".join(gone))
+
+
+def _extras(event: BlockStored) -> dict[int, bytes] | None:
+    """The extras of an event's blocks by their numbers."""
+    given = event.extra_keys
+    if given is None:
+        # Older engines tell only the adapter. Their salts stay unknown, so a salted prompt never finds its blocks.
+        return extras_of(event.lora_name or "", "", len(event.block_hashes))
+    if len(given) != len(event.block_hashes):
+        raise ValueError(f"extra_keys: {len(given)} for {len(event.block_hashes)} blocks")
+    found = {number: extra_of(bytes(one)) for number, one in enumerate(given) if bytes(one) != NOTHING}
+    return found or None
