@@ -100,8 +100,7 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(server: ServerProce
     )
     server.signal(signal.SIGHUP)
     assert server.expect("reloaded").partition("reloaded ")[2] == (
-        "changed=http.token_file,l2.drain_s,log_level,quotas_gb,security.tenants_file "
-        "needs_restart=p2p.keep"
+        "changed=http.token_file,l2.drain_s,log_level,quotas_gb,security.tenants_file needs_restart=p2p.keep"
     )
     with pytest.raises(urllib.error.HTTPError):
         status(server, OLD)
