@@ -22,6 +22,8 @@ KEY_BYTES = 32
 """Length of a chain key, storage key, slice digest or identity root (SHA-256)."""
 
 MAX_L2_ADAPTERS = 15
+SERVER_ROW = 0
+"""Row of the pool that owns the server's own reservations and leases."""
 """Most L2 adapters of one server, including those added while it runs; controllers see each as a tier beside L1."""
 
 SPAN_FACT = "needed_chunks"

@@ -32,7 +32,6 @@ from kvstrata.server.composition import (
     make_tables,
 )
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
-from kvstrata.server.l2.news import News
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.leases import Lease, Reservation
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
@@ -84,7 +83,7 @@ class InstanceInProcess:
         )
         self.ground.readiness.set()
         self.tables = make_tables(self.ground, lambda address, frame: self.send(address, frame))
-        self.l2 = make_l2(self.ground, TierSet(), News(), peer_tier="")
+        self.l2 = make_l2(self.ground, TierSet(), (), peer_tier="")
         self.requests = make_requests(self.ground, self.tables, self.l2, TenantTokens())
         self.admin = make_admin(self.ground, self.tables, self.l2)
         self.answer_with()

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstrata.errors import BadRequest
-from kvstrata.types import EXTENT, KEY_BYTES
+from kvstrata.types import EXTENT, KEY_BYTES, SERVER_ROW
 
 if TYPE_CHECKING:
     from kvstrata.native.pool import Pool
 
 ABSENT, LIMIT = "absent", "limit"
-SERVER_ROW = 0
 
 
 class Taken(NamedTuple):

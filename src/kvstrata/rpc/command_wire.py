@@ -13,12 +13,11 @@ from msgspec import Meta
 
 from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Command, CommandKind, Owner
-from kvstrata.rpc.wire import ClearScope
+from kvstrata.rpc.wire import MAX_SLICES, ClearScope
 from kvstrata.types import KEY_BYTES
 
 MAX_FREEZE_MS = 5_000
 MAX_PIN_MS = 86_400_000
-MAX_SLICES = 4_096
 
 
 def _keys(most: int) -> Meta:

@@ -40,9 +40,9 @@ from kvstrata.server.admin.status import (
 )
 from kvstrata.server.admin.trend import Trend
 from kvstrata.server.chunk_history import ChunkHistory
+from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.gate import TIER_PATIENCE_S, PrefetchLimits
-from kvstrata.server.l2.news import News
 from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.puts import StoreLimits
@@ -215,7 +215,7 @@ def make_tables(ground: Ground, send: Send) -> Tables:
     )
 
 
-def make_l2(ground: Ground, tiers: TierSet, news: News, *, peer_tier: str) -> L2:
+def make_l2(ground: Ground, tiers: TierSet, news: Sequence[TierNews], *, peer_tier: str) -> L2:
     """Make the controllers of a set of tiers. `peer_tier`: name of the tier that reads peers, "" without one."""
     pool, settings, history = ground.pool, ground.settings, ground.history
     store = StoreController(

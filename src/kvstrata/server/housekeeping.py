@@ -6,6 +6,7 @@ It runs on a lane of its own, so that requests cannot crowd it out, however many
 from __future__ import annotations
 
 import asyncio
+import collections
 
 from kvstrata.clock import Clock
 from kvstrata.native.pool import Pool
@@ -13,7 +14,6 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.server.evictions import EvictionSummary
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tails import TailPuts
 from kvstrata.server.pool_events import PoolEvents
@@ -26,6 +26,7 @@ VERIFY_BYTES = 64 << 20
 """Adopted bytes that one round verifies."""
 MISSING_S = 1.0
 """Pause between two attempts to get the memory that L1's file system refused."""
+SUMMARY_S = 60.0
 ADOPTED_KEYS = 2
 """Adopted chunks that are offered to L2 at a time."""
 
@@ -36,6 +37,37 @@ async def heartbeat(pool: Pool, events: PoolEvents) -> None:
         pool.heartbeat()
         events.drain()
         await asyncio.sleep(TICK_S)
+
+
+class EvictionSummary:
+    """Logs how much was evicted, and why, unless nothing was. `look` may be called on any one thread."""
+
+    def __init__(self, pool: Pool, now_s: float) -> None:
+        self._pool = pool
+        self._log = EventLog("server")
+        self._logged_s = now_s
+        self._logged: collections.Counter[str] = collections.Counter()
+
+    def look(self, now_s: float) -> None:
+        """Log the evictions since the last line, if that is SUMMARY_S ago."""
+        seconds = now_s - self._logged_s
+        if seconds < SUMMARY_S:
+            return
+        stats = self._pool.stats()
+        counted = collections.Counter(
+            {"chunks": stats["evicted_entries"], "bytes": stats["evicted_bytes"], **stats["evictions"]}
+        )
+        newly = counted - self._logged
+        self._logged_s, self._logged = now_s, counted
+        if newly["chunks"]:
+            causes = {cause: newly[cause] for cause in newly if cause not in ("chunks", "bytes")}
+            self._log.info(
+                "evicted",
+                chunks=newly["chunks"],
+                bytes=newly["bytes"],
+                in_s=round(seconds),
+                causes=" ".join(f"{cause}:{count}" for cause, count in causes.items()),
+            )
 
 
 class Housekeeping:

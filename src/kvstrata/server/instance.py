@@ -66,7 +66,6 @@ from kvstrata.server.composition import (
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.joining import make_membership, other_hosts_out_of_reach, peer_config, serve_peers
-from kvstrata.server.l2.news import News
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet
@@ -167,7 +166,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     news_of = {url: TierNews(told) for url in dict.fromkeys(urls)}
     keys = member_keys(settings, facts, shell.supervisor, os.environ) if news_of else None
     peer = peer_config(plan, keys)
-    l2 = make_l2(ground, tiers, News(list(news_of.values())), peer_tier=peer.name if peer else "")
+    l2 = make_l2(ground, tiers, list(news_of.values()), peer_tier=peer.name if peer else "")
     control = _make_tier_control(ground, tables, l2, segment)
     closers.append(control.close)
     ground.board.put("l2_adapters", control.status)

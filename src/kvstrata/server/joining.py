@@ -19,8 +19,7 @@ from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.cluster.fence import Fence
-from kvstrata.server.cluster.link import Advertised, ControllerLink
+from kvstrata.server.cluster.link import Advertised, ControllerLink, Fence
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.told_tiers import ToldTiers

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+from collections.abc import Sequence
 
 from kvstrata.clock import Clock
 from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.server.chunk_history import ChunkHistory
-from kvstrata.server.l2.news import News
+from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.store import StoreController
 from kvstrata.types import PoolEvent
 
@@ -30,7 +31,7 @@ class PoolEvents:
         pool: Pool,
         history: ChunkHistory,
         store: StoreController,
-        news: News,
+        news: Sequence[TierNews],
         clock: Clock,
     ) -> None:
         self._pool = pool
@@ -56,8 +57,10 @@ class PoolEvents:
             if self._pool.events_lost != self._lost:
                 self._lost = self._pool.events_lost
                 self._history.events_lost()
-                self._news.pool_events_lost()
-            self._news.pool_events(events)
+                for news in self._news:
+                    news.pool_events_lost()
+            for news in self._news:
+                news.pool_events(events)
             self._waiting.extend((kind, key) for kind, key, _ in events)
         if idle and self._waiting:
             self._tell()

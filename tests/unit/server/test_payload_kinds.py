@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvstrata.server.l2.payload_kinds import MAX_SLICES, PayloadKinds
+from kvstrata.rpc.wire import MAX_SLICES
+from kvstrata.server.l2.payload_kinds import PayloadKinds
 from kvstrata.types import Slice
 
 

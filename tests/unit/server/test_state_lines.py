@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.rpc import wire
-from kvstrata.server.evictions import SUMMARY_S, EvictionSummary
+from kvstrata.server.housekeeping import SUMMARY_S, EvictionSummary
 from kvstrata.server.l2.reports import FULL_REASONS, TierReports
 from kvstrata.storage.wrap.metrics import OpReport
 from kvstrata.types import RequestIdentity

@@ -10,8 +10,7 @@ import pytest
 
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Change, Events
-from kvstrata.server.cluster.events import MAX_QUEUED_TAGS, TierNews
-from kvstrata.server.cluster.sync_state import SyncEvent, SyncState
+from kvstrata.server.cluster.events import MAX_QUEUED_TAGS, SyncEvent, SyncState, TierNews
 from kvstrata.types import KEY_BYTES, PoolEvent
 
 

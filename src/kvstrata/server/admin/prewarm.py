@@ -7,7 +7,6 @@ it is empty when all chunks were loaded.
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from kvstrata.policy.processes import EngineGroup, ProcessTable, tenant_number
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.l2.prefetch import PrefetchController
-from kvstrata.states import Machine
 from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
 
 MAX_JOBS = 256
@@ -33,42 +31,17 @@ MAX_RUNNING_OF_TOKEN = 4
 """Most of them that processes with one token began, so that others can begin some."""
 
 
-class JobState(enum.StrEnum):
-    """Whether a prewarm may still load chunks."""
-
-    RUNNING = "running"
-    """Its chunks are looked for and loaded."""
-    DONE = "done"
-    """It has ended; its numbers do not change any more."""
-
-
-class JobEvent(enum.Enum):
-    """An event in the life of a prewarm."""
-
-    ENDED = enum.auto()
-    """All of its loads have ended, its time is over, or the server had no room for it."""
-
-
-MACHINE = Machine(
-    "Prewarm",
-    JobState,
-    JobEvent,
-    JobState.RUNNING,
-    {JobState.RUNNING: {JobEvent.ENDED: JobState.DONE}},
-)
-
-
 class Job:
     """One prewarm and its outcome so far."""
 
-    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "state", "tenant", "token")
+    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "running", "tenant", "token")
 
     def __init__(self, number: int, tenant: int, chunks: int, token: frozenset[str] | None) -> None:
         self.number = number
         self.tenant = tenant
         self.token = token
         """The tenants of the process that began it; None: it has no token, or an admin began it."""
-        self.state: JobState = MACHINE.first
+        self.running = True
         self.chunks = chunks
         self.l1_chunks = 0
         self.l2_chunks = 0
@@ -78,7 +51,7 @@ class Job:
         """The JSON that an admin or a client gets."""
         return {
             "job": self.number,
-            "state": str(self.state),
+            "state": "running" if self.running else "done",
             "chunks": self.chunks,
             "l1_chunks": self.l1_chunks,
             "l2_chunks": self.l2_chunks,
@@ -148,7 +121,7 @@ class Prewarms:
         """
         if not group.complete:
             raise Refused("engine_slices: not all slices of this engine are attached; try later")
-        running = [job for job in self._jobs.values() if job.state is JobState.RUNNING]
+        running = [job for job in self._jobs.values() if job.running]
         if len(running) >= MAX_RUNNING_JOBS:
             raise Refused(f"{len(running)} prewarm jobs are running; try again when some have ended")
         of_token = 0 if token is None else sum(job.token == token for job in running)
@@ -161,7 +134,7 @@ class Prewarms:
         self._next += 1
         self._jobs[job.number] = job
         if len(self._jobs) > MAX_JOBS:
-            ended = (number for number, other in self._jobs.items() if other.state is not JobState.RUNNING)
+            ended = (number for number, other in self._jobs.items() if not other.running)
             del self._jobs[next(ended)]
         # The group's processes may end at any time, so what the prewarm needs of it is read here.
         slices = GroupSlices(group.packed_slices, group.record_limits, group.spans)
@@ -208,7 +181,7 @@ class Prewarms:
             reason = error.code
         finally:
             job.reason = reason
-            job.state = MACHINE.after(job.state, JobEvent.ENDED)
+            job.running = False
 
     def _group_of(self, model: str) -> EngineGroup:
         groups = self._processes.groups

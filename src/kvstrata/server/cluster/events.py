@@ -1,19 +1,20 @@
 """The events of this instance's chunks on their way to one controller: in order, compact and bounded.  No I/O.
 
-the pool, the store controller ─▶ News ─▶ TierNews ─▶ EventQueue ─▶ frames, numbered ─▶ server/cluster/link.py
+the pool, the store controller ─▶ TierNews ─▶ EventQueue ─▶ frames, numbered ─▶ server/cluster/link.py
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import enum
 from collections.abc import Iterable, Sequence
 
 from kvstrata.observability.logging import EventLog
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import MAX_RUNS, Change, Events, Run, encode
-from kvstrata.server.cluster.sync_state import MACHINE, SyncEvent, SyncState
 from kvstrata.server.cluster.told_tiers import ToldTiers, tier_name
+from kvstrata.states import Machine
 from kvstrata.types import PoolEvent
 
 L1_TIER = "l1"
@@ -108,6 +109,57 @@ class TierTags:
         return b"".join(self._tags.get(tier, ()))
 
 
+class SyncState(enum.Enum):
+    """How much the controller knows."""
+
+    IDLE = enum.auto()
+    """Everything; new events are sent as they come."""
+    WANTED = enum.auto()
+    """Too little: a full sync begins with the next heartbeat."""
+    RUNNING = enum.auto()
+    """A full sync is under way."""
+    AGAIN = enum.auto()
+    """A full sync is under way, and another one became necessary after it began."""
+    FAILED = enum.auto()
+    """A full sync has failed; the next one is wanted after a pause."""
+
+
+class SyncEvent(enum.Enum):
+    """An event in the life of full syncs."""
+
+    WANTED = enum.auto()
+    """A registration, lost or overflowed events, a command, or the end of the pause requires a full sync."""
+    BEGUN = enum.auto()
+    """A full sync begins and queues events."""
+    ENDED = enum.auto()
+    """The controller has all parts and has acknowledged the end."""
+    FAILED = enum.auto()
+    """The controller has refused or not answered a step."""
+
+
+MACHINE = Machine(
+    "Full sync of a controller, as its instance runs it",
+    SyncState,
+    SyncEvent,
+    SyncState.IDLE,
+    {
+        SyncState.IDLE: {SyncEvent.WANTED: SyncState.WANTED},
+        SyncState.WANTED: {SyncEvent.WANTED: SyncState.WANTED, SyncEvent.BEGUN: SyncState.RUNNING},
+        SyncState.RUNNING: {
+            SyncEvent.WANTED: SyncState.AGAIN,
+            SyncEvent.ENDED: SyncState.IDLE,
+            SyncEvent.FAILED: SyncState.FAILED,
+        },
+        SyncState.AGAIN: {
+            SyncEvent.WANTED: SyncState.AGAIN,
+            SyncEvent.ENDED: SyncState.WANTED,
+            SyncEvent.FAILED: SyncState.WANTED,
+        },
+        SyncState.FAILED: {SyncEvent.WANTED: SyncState.WANTED},
+    },
+)
+
+
 class TierNews:
     """The news for one controller (a server.l2.news.Listener), and whether it needs a full sync.
 
@@ -192,7 +244,7 @@ class TierNews:
         self.wake.set()
 
     def step(self, event: SyncEvent) -> None:
-        """Enter the state that the table of sync_state.py gives."""
+        """Enter the state that `MACHINE` gives."""
         self.sync = MACHINE.after(self.sync, event)
 
     def set_tiers(self, tiers: list[str]) -> None:

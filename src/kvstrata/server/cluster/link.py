@@ -35,7 +35,6 @@ from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.commands import CommandTable
 from kvstrata.server.cluster.condition import Condition
 from kvstrata.server.cluster.events import L1_TIER, TierNews
-from kvstrata.server.cluster.fence import Fence
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.sync import ANSWER_S, FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
@@ -107,6 +106,19 @@ class Advertised(NamedTuple):
     """Where peers ask for leases; empty: peers get none."""
     http_url: str
     zone: str
+
+
+class Fence:
+    """Which controller leads: the latest leadership that any has shown. All links of an instance share one fence."""
+
+    def __init__(self) -> None:
+        self.seen = (0, 0)
+        """(cluster id, token); the greatest is the latest."""
+
+    def admits(self, cluster_id: int, token: int) -> bool:
+        """Whether a command with this cluster id and token comes from the latest known leader; notes a later one."""
+        self.seen = max(self.seen, (cluster_id, token))
+        return (cluster_id, token) == self.seen
 
 
 class ControllerLink:

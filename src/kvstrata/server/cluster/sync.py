@@ -9,7 +9,7 @@
 3. A full sync that fails is tried again.  A tier that could not be listed is asked again until it can be; then another
    full sync follows.
 
-The states are those of sync_state.py.
+The states are `SyncState` (events.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Done, SyncBegin, SyncEnd, SyncPart
 from kvstrata.rpc.zmq_link import AskLink
-from kvstrata.server.cluster.events import L1_TIER, TierNews
-from kvstrata.server.cluster.sync_state import SyncEvent
+from kvstrata.server.cluster.events import L1_TIER, SyncEvent, TierNews
 from kvstrata.server.cluster.told_tiers import NotListed, ToldTiers
 from kvstrata.server.readiness import StoreFreeze
 

@@ -17,7 +17,6 @@ from kvstrata.native.pool import Pool
 from kvstrata.policy.prefetch import Hole, Plan
 from kvstrata.policy.reasons import miss_reason
 from kvstrata.server.l2.gate import Loader
-from kvstrata.states import Machine
 from kvstrata.types import MissReason
 
 
@@ -30,24 +29,6 @@ class HoleState(enum.Enum):
     """The chunk is in L1."""
     FAILED = enum.auto()
     """It will not be filled: the prefix ends before it."""
-
-
-class HoleEvent(enum.Enum):
-    """An event that ends a hole."""
-
-    FILLED = enum.auto()
-    """This fetch or another one loaded it, or a process stored it meanwhile."""
-    LOST = enum.auto()
-    """No further tier has it, L1 has no room for it, or the fetch's time is over."""
-
-
-MACHINE = Machine(
-    "Hole of a fetch",
-    HoleState,
-    HoleEvent,
-    HoleState.OPEN,
-    {HoleState.OPEN: {HoleEvent.FILLED: HoleState.THERE, HoleEvent.LOST: HoleState.FAILED}},
-)
 
 
 class FetchOutcome(NamedTuple):
@@ -130,20 +111,18 @@ class Fetch:
         """Set the holes, once L1 and the tiers have answered."""
         self.plan = plan
         self.pending.extend(plan.holes)
-        self._states = dict.fromkeys((hole.number for hole in plan.holes), MACHINE.first)
+        self._states = dict.fromkeys((hole.number for hole in plan.holes), HoleState.OPEN)
         self._advance()
 
     def there(self, hole: Hole) -> None:
         """Note that the hole is filled, by a load or because the chunk came to L1 meanwhile."""
-        self._states[hole.number] = MACHINE.after(self._states[hole.number], HoleEvent.FILLED)
-        self._advance()
+        self._end(hole, HoleState.THERE)
 
     def failed(self, hole: Hole, reason: str) -> None:
         """Note that the hole will not be filled: the prefix ends there."""
-        self._states[hole.number] = MACHINE.after(self._states[hole.number], HoleEvent.LOST)
         self._why[hole.number] = reason
         self._first_failed = min(self._first_failed, hole.number)
-        self._advance()
+        self._end(hole, HoleState.FAILED)
 
     def is_open(self, hole: Hole) -> bool:
         """Whether the hole is neither filled nor failed."""
@@ -182,6 +161,11 @@ class Fetch:
             reason = miss_reason(detail)
         filled = {hole.number // self.n_slices for hole in holes[: self._ready]}
         return FetchOutcome(n_chunks, sum(chunk < n_chunks for chunk in filled), reason, detail)
+
+    def _end(self, hole: Hole, state: HoleState) -> None:
+        assert self._states[hole.number] is HoleState.OPEN, hole
+        self._states[hole.number] = state
+        self._advance()
 
     def _advance(self) -> None:
         holes = self.plan.holes

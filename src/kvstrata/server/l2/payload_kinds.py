@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstrata.native.record import record_bytes
+from kvstrata.rpc.wire import MAX_SLICES
 from kvstrata.types import Slice
 
-MAX_SLICES = 4_096
 MAX_ELEMENT_BYTES = 16
 MAX_SECTIONS = 1 << 16
 MAX_PAYLOAD_BYTES = 1 << 40

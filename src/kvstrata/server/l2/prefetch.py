@@ -46,11 +46,9 @@ from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
 from kvstrata.server.l2.questions import Asks, Questions
 from kvstrata.server.l2.tiers import Tier, TierSet
 from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.types import SERVER_ROW
 
 log = logging.getLogger(__name__)
-
-SERVER_ROW = 0
-"""Row of the pool that owns the server's own reservations."""
 
 
 class _Reserved(NamedTuple):

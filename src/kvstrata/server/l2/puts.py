@@ -22,7 +22,7 @@ import collections
 import functools
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +30,7 @@ import msgspec
 from kvstrata import failpoints
 from kvstrata.native.pool import Hold, Pool
 from kvstrata.policy.store import Backlog, EvictAhead, PutPlanner, RetryRule, Skip
-from kvstrata.server.l2.news import News
+from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.tiers import Tier
 from kvstrata.storage.base import Presence, PutItem, PutOutcome, PutStatus
 from kvstrata.storage.pauses import MAX_PAUSE_S, Pauses
@@ -80,7 +80,7 @@ class TierPuts:
         backlog: Backlog,
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
-        news: News,
+        news: Sequence[TierNews],
         progressed: Callable[[], None],
     ) -> None:
         """All tiers share `backlog`. `progressed` is called whenever a batch has ended."""
@@ -308,7 +308,8 @@ class TierPuts:
             self._counts[status.name.lower()] += 1
             self._stored_bytes += pending.length_bytes if status is PutStatus.STORED else 0
             self.planner.stored(pending.key)
-            self._news.tier_got(self.name, pending.key)
+            for news in self._news:
+                news.tier_got(self.name, pending.key)
             return
         attempts = pending.attempts + 1
         delay_s = self._limits.retry.delay_s(attempts) if status is PutStatus.THROTTLED else None
@@ -353,7 +354,8 @@ class TierPuts:
     def emptied(self) -> None:
         """Note that the tier has no records any more."""
         self.planner.forget()
-        self._news.tier_emptied(self.name)
+        for news in self._news:
+            news.tier_emptied(self.name)
 
     async def _cleared_too(self, batch: list[Pending], outcomes: list[PutOutcome]) -> list[PutOutcome]:
         """Delete the records of a batch, which were cleared meanwhile. Returns the corrected outcomes.
@@ -364,13 +366,14 @@ class TierPuts:
         adapter = self.tier.adapter
         keys = [pending.key for pending in batch]
         await adapter.delete(keys)
-        gone = {
+        gone = [
             key
             for key, found in zip(keys, await adapter.exists(keys), strict=True)
             if found.presence is Presence.ABSENT
-        }
+        ]
         self.planner.gone(gone)
-        self._news.tier_lost(self.name, list(gone))
+        for news in self._news:
+            news.tier_lost(self.name, gone)
         return [
             PutOutcome(PutStatus.FAILED, Skip.CLEARED)
             if outcome.status in _THERE and key in gone

@@ -23,7 +23,7 @@ from typing import Any
 from kvstrata.errors import StorageError
 from kvstrata.native.pool import Pool
 from kvstrata.policy.store import Backlog, Skip, StorePolicy
-from kvstrata.server.l2.news import News
+from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.l2.puts import KEYS_PER_TURN, StoreLimits, TierPuts
 from kvstrata.server.l2.tiers import Tier, TierSet, TierState
 
@@ -32,7 +32,7 @@ class StoreController:
     """Puts chunks of L1 to the tiers. All methods belong to the event loop.
 
     `skipped(key, reason)` is called for every chunk that a tier will not get, with the reason's short word.
-    `news` hears which tier has which chunk.
+    `news`: of each controller.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class StoreController:
         limits: StoreLimits,
         skipped: Callable[[bytes, str], None],
         *,
-        news: News | None = None,
+        news: Sequence[TierNews] = (),
     ) -> None:
         self.limits = limits
         self._pool = pool
         self._puts: dict[str, TierPuts] = {}
         """By name of the tier; a tier that is only read has none."""
         self._skipped = skipped
-        self._news = news or News()
+        self._news = news
         self._backlog = Backlog(limits.backlog_bytes)
         self._waiting: collections.deque[tuple[bytes, bool]] = collections.deque()
         self._turn_scheduled = False
@@ -92,13 +92,15 @@ class StoreController:
             puts.emptied()
         elif puts is not None and keys is not None:
             puts.planner.gone(keys)
-            self._news.tier_lost(name, keys)
+            for news in self._news:
+                news.tier_lost(name, keys)
 
     def found(self, name: str, keys: Sequence[bytes]) -> None:
         """Note that these records were loaded from the tier."""
         if name in self._puts:
-            for key in keys:
-                self._news.tier_got(name, key)
+            for news in self._news:
+                for key in keys:
+                    news.tier_got(name, key)
 
     def start(self) -> None:
         """Start the workers of all tiers. Called once, on the running loop."""

@@ -39,10 +39,7 @@ from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.recuts.geometries import Geometries, Geometry, Plan, plan
 from kvstrata.server.recuts.record import Place, record_length, recut_records
-from kvstrata.types import LayoutIdentity, Slice
-
-SERVER_ROW = 0
-"""Row of the pool that owns the server's own reservations."""
+from kvstrata.types import SERVER_ROW, LayoutIdentity, Slice
 
 
 class Wanted(NamedTuple):
