@@ -2,9 +2,7 @@
 
 One thread copies 16 chunks of 32 MiB (32 sections of 1 MiB each) between buffers that are faulted in and larger than
 the cache: a gather with checksums into records, and a verified scatter out of them.  Blocks have 512 KiB (vLLM's CPU
-layout) or 64 KiB (16 tokens), in shuffled order.  The benchmark also measures each checksum implementation that this
-processor can run, two threads against one, and whether the destination of a small copy is cheaper to read after
-streaming stores or after cached stores.
+layout) or 64 KiB (16 tokens), in shuffled order.  The benchmark also measures two threads against one.
 
 Sketch: a byte is read once and written once; memcpy through the cache reads the destination's lines too, so streaming
 stores can beat it by a factor of up to 1.5.
@@ -33,7 +31,6 @@ CHUNKS = sized(16, 2)
 BATCH_BYTES = CHUNKS * CHUNK_BYTES
 REPEATS = sized(7, 1)
 TARGET = 0.95
-READ_BACK_BYTES = sized((16 << 10, 64 << 10, 1 << 20, 16 << 20), (16 << 10, 64 << 10))
 
 
 class Buffers:
@@ -117,36 +114,6 @@ def shown(label: str, rates: list[float], ratio: float | None = None) -> None:
     print(f"   {label:<34}{value:7.2f} GB/s  [{least:.2f}..{greatest:.2f}]{beside}", flush=True)
 
 
-def by_implementation(buffers: Buffers, work: Work, alone: CopyEngine) -> None:
-    """Measure a gather with each checksum implementation, the fallbacks included."""
-    for path in copying.crc32c_paths():
-        copying.set_crc32c_path(path)
-        try:
-            rates = in_turn({"memcpy": buffers.memcpy, path: partial(work.gather, alone)}, repeats=3)
-        finally:
-            copying.set_crc32c_path(None)
-        shown(f"gather by {path}", rates[path], against(rates, path, "memcpy")[0])
-
-
-def read_back(buffers: Buffers) -> None:
-    """Measure copying bytes out of a record that is in no cache and then reading the copy."""
-    for size in READ_BACK_BYTES:
-        times: dict[str, list[float]] = {"streaming": [], "cached": []}
-        for repeat in range(9):
-            for name, cached in (("streaming", False), ("cached", True)):
-                offset = (repeat * 17 % 8) * (BATCH_BYTES // 8)
-                copying.crc32c_at(buffers.extents, 64 << 20)  # drives everything else out of the cache
-                started = time.perf_counter()
-                copying.copy_at(buffers.to + offset, buffers.engine + offset, size, cached=cached)
-                copying.crc32c_at(buffers.to + offset, size)
-                times[name].append((time.perf_counter() - started) * 1e6)
-        streaming, cached_us = (median_spread(times[name])[0] for name in ("streaming", "cached"))
-        print(
-            f"   copy and read {size >> 10:>6} KiB: streaming {streaming:.0f} us, cached {cached_us:.0f} us",
-            flush=True,
-        )
-
-
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
     buffers = Buffers()
@@ -186,8 +153,6 @@ def run() -> list[dict[str, Any]]:
                         two_threads_over_one=both,
                     )
                 )
-        by_implementation(buffers, Work(buffers, 512 << 10), alone)
-        read_back(buffers)
     finally:
         alone.close()
         two.close()

@@ -4,7 +4,6 @@
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stddef cimport size_t
-from libcpp cimport bool as cbool
 
 from core_copying cimport Fp8Shape, Fp8Source
 from core_status cimport Status, StatusCode
@@ -12,27 +11,13 @@ from kvstrata.native.status cimport CALL, raise_for
 
 
 cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
-    enum class PlanesPath(unsigned char):
-        pass
-    const int kPlanesPathCount
-    const char* planes_path_name(PlanesPath path)
-    cbool planes_path_supported(PlanesPath path)
-    PlanesPath c_planes_path "kvstrata::planes_path"()
-    Status planes_set_path(PlanesPath path)
-    void planes_reset_path()
+    const char* c_planes_path "kvstrata::planes_path"()
     void c_split_planes "kvstrata::split_planes"(void* planes, const void* bytes, size_t n)
     void c_join_planes "kvstrata::join_planes"(void* bytes, const void* planes, size_t n)
 
 
 cdef extern from "codec/fp8.h" namespace "kvstrata" nogil:
-    enum class Fp8Path(unsigned char):
-        pass
-    const int kFp8PathCount
-    const char* fp8_path_name(Fp8Path path)
-    cbool fp8_path_supported(Fp8Path path)
-    Fp8Path c_fp8_path "kvstrata::fp8_path"()
-    Status c_fp8_set_path "kvstrata::fp8_set_path"(Fp8Path path)
-    void fp8_reset_path()
+    const char* c_fp8_path "kvstrata::fp8_path"()
     Status c_fp8_encode "kvstrata::fp8_encode"(
         const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes, void* scales)
     void c_fp8_decode "kvstrata::fp8_decode"(
@@ -78,25 +63,7 @@ def join_planes(out, source):
 
 
 def planes_path():
-    return planes_path_name(c_planes_path()).decode()
-
-
-def planes_paths():
-    return [
-        planes_path_name(<PlanesPath>i).decode()
-        for i in range(kPlanesPathCount)
-        if planes_path_supported(<PlanesPath>i)
-    ]
-
-
-def set_planes_path(name):
-    if name is None:
-        planes_reset_path()
-        return
-    for i in range(kPlanesPathCount):
-        if planes_path_name(<PlanesPath>i).decode() == name and planes_set_path(<PlanesPath>i).ok():
-            return
-    raise ValueError(f"name: this CPU has no such path {name!r}, only {', '.join(planes_paths())}")
+    return c_planes_path().decode()
 
 
 cdef Fp8Source source_type(object dtype) except *:
@@ -157,20 +124,4 @@ def fp8_decode(shape, dtype, codes, scales, numbers):
 
 
 def fp8_path():
-    return fp8_path_name(c_fp8_path()).decode()
-
-
-def fp8_paths():
-    return [
-        fp8_path_name(<Fp8Path>i).decode() for i in range(kFp8PathCount) if fp8_path_supported(<Fp8Path>i)
-    ]
-
-
-def set_fp8_path(name):
-    if name is None:
-        fp8_reset_path()
-        return
-    for i in range(kFp8PathCount):
-        if fp8_path_name(<Fp8Path>i).decode() == name and c_fp8_set_path(<Fp8Path>i).ok():
-            return
-    raise ValueError(f"name: this CPU has no such path {name!r}, only {', '.join(fp8_paths())}")
+    return c_fp8_path().decode()

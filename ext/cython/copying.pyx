@@ -26,9 +26,7 @@ from core_copying cimport (
     CopyResult,
     CopySection,
     CopySpan,
-    Crc32cPath,
     DimSpan,
-    StoreHint,
     StridedCopy,
     StridedLoop,
     WritableSpan,
@@ -37,7 +35,6 @@ from core_copying cimport (
     c_scatter_record,
     copy_crc32c,
     copy_outcome,
-    kCrc32cPathCount,
     kMaxStridedLoops,
     kSkipBlock,
     nanoseconds,
@@ -45,8 +42,6 @@ from core_copying cimport (
 )
 from core_copying cimport crc32c as core_crc32c
 from core_copying cimport crc32c_path as core_crc32c_path
-from core_copying cimport crc32c_path_name, crc32c_path_supported, crc32c_reset_path
-from core_copying cimport crc32c_set_path
 from core_status cimport Status, StatusCode
 from kvstrata.native.record cimport RecordSpec
 from kvstrata.native.status cimport CALL, ITEMS, raise_for
@@ -310,16 +305,15 @@ def crc32c_at(address, length, crc=0):
     return state
 
 
-def copy_at(destination, source, length, crc=0, *, cached=False):
+def copy_at(destination, source, length, crc=0):
     cdef void* dst = <void*><size_t>whole(destination, "destination")
     cdef const void* src = <const void*><size_t>whole(source, "source")
     cdef size_t n = whole(length, "length")
     cdef uint32_t state = whole32(crc, "crc")
-    cdef StoreHint hint = StoreHint.kCached if cached else StoreHint.kStream
     if (dst == NULL or src == NULL) and n != 0:
         raise ValueError("destination, source: may not be 0")
     with nogil:
-        state = copy_crc32c(dst, src, n, state, hint)
+        state = copy_crc32c(dst, src, n, state)
     return state
 
 
@@ -381,23 +375,4 @@ def buffer_address(buffer, *, writable=False):
 
 
 def crc32c_path():
-    return crc32c_path_name(core_crc32c_path()).decode()
-
-
-def crc32c_paths():
-    return [
-        crc32c_path_name(<Crc32cPath>i).decode()
-        for i in range(kCrc32cPathCount)
-        if crc32c_path_supported(<Crc32cPath>i)
-    ]
-
-
-def set_crc32c_path(name):
-    if name is None:
-        crc32c_reset_path()
-        return
-    for i in range(kCrc32cPathCount):
-        if crc32c_path_name(<Crc32cPath>i).decode() == name and crc32c_path_supported(<Crc32cPath>i):
-            raise_for(crc32c_set_path(<Crc32cPath>i), CALL)
-            return
-    raise ValueError(f"name: this CPU has no CRC32C path {name!r}, only {', '.join(crc32c_paths())}")
+    return core_crc32c_path().decode()

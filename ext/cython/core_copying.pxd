@@ -13,19 +13,9 @@ from core_status cimport Status
 
 
 cdef extern from "hash/crc32c.h" namespace "kvstrata" nogil:
-    enum class Crc32cPath(unsigned char):
-        pass
-    enum class StoreHint(unsigned char):
-        kStream
-        kCached
-    const int kCrc32cPathCount
-    const char* crc32c_path_name(Crc32cPath path)
-    cbool crc32c_path_supported(Crc32cPath path)
-    Crc32cPath crc32c_path()
-    Status crc32c_set_path(Crc32cPath path)
-    void crc32c_reset_path()
+    const char* crc32c_path()
     uint32_t crc32c(const void* data, size_t n, uint32_t crc)
-    uint32_t copy_crc32c(void* dst, const void* src, size_t n, uint32_t crc, StoreHint hint)
+    uint32_t copy_crc32c(void* dst, const void* src, size_t n, uint32_t crc)
 
 
 cdef extern from "record/record.h" namespace "kvstrata" nogil:
@@ -102,6 +92,7 @@ cdef extern from "copy/copy.h" namespace "kvstrata" nogil:
     cdef cppclass BlockShape:
         @staticmethod
         Status create(DimSpan dims, uint64_t run_bytes, BlockShape* out)
+        uint64_t run_bytes()
     cdef cppclass Rounding:
         Fp8Shape block
         Fp8Source type
@@ -112,6 +103,7 @@ cdef extern from "copy/copy.h" namespace "kvstrata" nogil:
                       shared_ptr[const CCopyPlan]* out)
         @staticmethod
         Status rounded(const CCopyPlan& plan, const Rounding& rounding, shared_ptr[const CCopyPlan]* out)
+        const vector[BlockShape]& shapes()
         size_t section_count()
         uint64_t num_blocks()
         uint32_t section_bytes(size_t section, uint64_t n_blocks)

@@ -3,21 +3,12 @@
 
 from libc.stddef cimport size_t
 from libc.stdint cimport uint32_t, uint64_t
-from libcpp cimport bool as cbool
 
 from core_copying cimport Digest
-from core_status cimport Status
 
 
 cdef extern from "hash/sha256.h" namespace "kvstrata" nogil:
-    enum class Sha256Path(unsigned char):
-        pass
-    const int kSha256PathCount
-    const char* sha256_path_name(Sha256Path path)
-    cbool sha256_path_supported(Sha256Path path)
-    Sha256Path sha256_path()
-    Status sha256_set_path(Sha256Path path)
-    void sha256_reset_path()
+    const char* sha256_path()
     cdef cppclass ChunkExtra:
         uint64_t chunk
         Digest bytes

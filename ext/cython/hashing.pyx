@@ -20,14 +20,11 @@ from core_hashing cimport (
     ChunkExtra,
     DigestSpan,
     ExtraSpan,
-    Sha256Path,
     TokenSpan,
     c_chain_keys,
     c_storage_keys,
-    kSha256PathCount,
 )
 from core_hashing cimport sha256_path as core_sha256_path
-from core_hashing cimport sha256_path_name, sha256_path_supported, sha256_reset_path, sha256_set_path
 
 cdef extern from *:
     """
@@ -191,23 +188,4 @@ def storage_keys(root, chain, slice_digests):
 
 
 def sha256_path():
-    return sha256_path_name(core_sha256_path()).decode()
-
-
-def sha256_paths():
-    return [
-        sha256_path_name(<Sha256Path>i).decode()
-        for i in range(kSha256PathCount)
-        if sha256_path_supported(<Sha256Path>i)
-    ]
-
-
-def set_sha256_path(name):
-    if name is None:
-        sha256_reset_path()
-        return
-    for i in range(kSha256PathCount):
-        if sha256_path_name(<Sha256Path>i).decode() == name and sha256_path_supported(<Sha256Path>i):
-            if sha256_set_path(<Sha256Path>i).ok():
-                return
-    raise ValueError(f"name: this CPU has no SHA-256 path {name!r}, only {', '.join(sha256_paths())}")
+    return core_sha256_path().decode()

@@ -45,14 +45,14 @@ OTHER_ENV = {
     "KVSTRATA_CUDA": "`require` makes the build fail if the CUDA compiler is missing",
     "KVSTRATA_UCX": "`require` makes the build fail if UCX's headers are missing, `off` builds without its engine",
     "KVSTRATA_WERROR": "`1` makes the build fail on warnings of the C++ compiler",
-    "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from using AVX-512, `none` from any such extension",
+    "KVSTRATA_SIMD": "for measurements: `avx2` keeps our kernels from AVX-512, `sse` also from AVX, `none` from any such extension",
     "KVSTRATA_TESTING": "`1` allows adapters of type `fault_inject` and variables that only tests need",
     "KVSTRATA_FAILPOINTS": "named points at which a test kills or stops the process",
     "KVSTRATA_PATIENCE": "factor of every limit after which a party counts as silent",
     "KVSTRATA_TEST_EVENTS": "datagram socket that is told of each log line",
 }
 """Variables that begin with our prefix but are not settings."""
-SIMD = ("", "avx2", "none")
+SIMD = ("", "avx2", "sse", "none")
 """Values of `KVSTRATA_SIMD`, which native code reads (`base/cpu.h`)."""
 
 ONLY_TESTS = ("KVSTRATA_FAILPOINTS", "KVSTRATA_PATIENCE", "KVSTRATA_TEST_EVENTS")
@@ -155,7 +155,7 @@ def from_environment(struct: type[msgspec.Struct], environment: Mapping[str, str
     nested: dict[str, Any] = {}
     wrong: list[ConfigError] = []
     if (simd := environment.get("KVSTRATA_SIMD", "")) not in SIMD:
-        says = f"KVSTRATA_SIMD: must be avx2 or none, or not set, found {simd!r:.40}"
+        says = f"KVSTRATA_SIMD: must be avx2, sse or none, or not set, found {simd!r:.40}"
         wrong.append(ConfigError(f"environment: {says}", field="KVSTRATA_SIMD"))
     try:
         patience.check(environment)

@@ -19,12 +19,6 @@ def join_planes(out: Buffer, source: Buffer) -> None:
 def planes_path() -> str:
     """The implementation in use: scalar, avx2 or avx512."""
 
-def planes_paths() -> list[str]:
-    """What this CPU can run, slowest first."""
-
-def set_planes_path(name: str | None) -> None:
-    """Forces an implementation, for tests and benchmarks; None: the best one. ValueError if unsupported."""
-
 def fp8_sizes(shape: Sequence[int]) -> tuple[int, int]:
     """(numbers, scales) that a section of this shape has; the shape is (blocks, groups, tokens, heads, dim), see fp8.h.
 
@@ -42,9 +36,3 @@ def fp8_decode(shape: Sequence[int], dtype: int, codes: Buffer, scales: Buffer, 
 
 def fp8_path() -> str:
     """The implementation in use: scalar, avx2 or avx512."""
-
-def fp8_paths() -> list[str]:
-    """What this CPU can run, slowest first."""
-
-def set_fp8_path(name: str | None) -> None:
-    """Forces an implementation, for tests and benchmarks; None: the best one. ValueError if unsupported."""

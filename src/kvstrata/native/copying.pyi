@@ -143,8 +143,8 @@ def crc32c(buffer: Buffer, crc: int = 0) -> int:
 def crc32c_at(address: int, length: int, crc: int = 0) -> int:
     """CRC32C of memory, continued from `crc`."""
 
-def copy_at(destination: int, source: int, length: int, crc: int = 0, *, cached: bool = False) -> int:
-    """Copies memory (not overlapping) and returns its CRC32C; streaming stores unless `cached`."""
+def copy_at(destination: int, source: int, length: int, crc: int = 0) -> int:
+    """Copies memory (not overlapping) and returns its CRC32C."""
 
 def copy_strided(
     target_address: int,
@@ -160,16 +160,10 @@ def copy_strided(
     """
 
 def libc_copy_at(destination: int, source: int, length: int) -> None:
-    """Copies memory with libc's memcpy, for benchmarks to compare with."""
+    """Copies memory with libc's memcpy, which leaves the copy in the cache."""
 
 def buffer_address(buffer: Buffer, *, writable: bool = False) -> int:
     """Address of an object's contiguous memory; valid while the object is alive and not resized."""
 
 def crc32c_path() -> str:
-    """The implementation in use: table, armcrc, sse42, pclmul, vpclmul256 or vpclmul512."""
-
-def crc32c_paths() -> list[str]:
-    """What this CPU can run, slowest first."""
-
-def set_crc32c_path(name: str | None) -> None:
-    """Forces an implementation, for tests and benchmarks; None: the best one. ValueError if unsupported."""
+    """The implementation in use: table, armcrc, sse42, vpclmul256 or vpclmul512."""

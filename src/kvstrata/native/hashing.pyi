@@ -30,9 +30,3 @@ def storage_keys(root: Buffer, chain: Buffer, slice_digests: Buffer) -> bytes:
 
 def sha256_path() -> str:
     """The implementation in use: scalar, armsha2 or shani."""
-
-def sha256_paths() -> list[str]:
-    """What this CPU can run, slowest first."""
-
-def set_sha256_path(name: str | None) -> None:
-    """Forces an implementation, for tests and benchmarks; None: the best one. ValueError if unsupported."""

@@ -6,7 +6,6 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -25,17 +24,6 @@ from tests.oracles import record as record_oracle
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 IDENTITY = b"i" * 32
 SPEC = RecordSpec(KEY, IDENTITY, b"s" * 32, b"p" * 32, 256, 1_700_000_000_000)
-
-
-@pytest.fixture(params=copying.crc32c_paths())
-def _every_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    copying.set_crc32c_path(request.param)
-    assert copying.crc32c_path() == request.param
-    yield
-    copying.set_crc32c_path(None)
-
-
-every_path = pytest.mark.usefixtures("_every_path")
 
 
 @dataclass
@@ -113,27 +101,19 @@ def small_engine(sections: int = 3, blocks: int = 8, block_bytes: int = 1024) ->
 
 
 @given(data=st.binary(max_size=700), more=st.binary(max_size=700), offset=st.integers(0, 63))
-def test_every_path_computes_the_checksum_of_the_definition(data: bytes, more: bytes, offset: int) -> None:
+def test_the_checksum_is_that_of_the_definition(data: bytes, more: bytes, offset: int) -> None:
     expected = crc_oracle.crc32c(more, crc_oracle.crc32c(data))
     shifted = bytes(offset) + data + more
     address = copying.buffer_address(shifted) + offset
-    target = bytearray(len(data + more) + 128)
-    try:
-        for path in copying.crc32c_paths():
-            copying.set_crc32c_path(path)
-            assert copying.crc32c(more, copying.crc32c(data)) == expected
-            assert copying.crc32c_at(address, len(data + more)) == expected
-            for cached in (False, True):
-                target[:] = b"\xa5" * len(target)
-                to = copying.buffer_address(target, writable=True) + 64 - offset
-                assert copying.copy_at(to, address, len(data + more), cached=cached) == expected
-                inside = slice(64 - offset, 64 - offset + len(data + more))
-                assert target[inside] == data + more
-                del target[inside]
-                assert set(target) == {0xA5}
-                target = bytearray(len(data + more) + 128)
-    finally:
-        copying.set_crc32c_path(None)
+    assert copying.crc32c(more, copying.crc32c(data)) == expected
+    assert copying.crc32c_at(address, len(data + more)) == expected
+    target = bytearray(b"\xa5" * (len(data + more) + 128))
+    to = copying.buffer_address(target, writable=True) + 64 - offset
+    assert copying.copy_at(to, address, len(data + more)) == expected
+    inside = slice(64 - offset, 64 - offset + len(data + more))
+    assert target[inside] == data + more
+    del target[inside]
+    assert set(target) == {0xA5}
 
 
 @given(data=st.data(), engine=engines())
@@ -179,8 +159,7 @@ def test_no_flipped_bit_passes(engine: Engine, bit: int) -> None:
     assert native_record.explain_record(address, len(extent), KEY)
 
 
-@every_path
-def test_every_path_gathers_and_scatters_the_same() -> None:
+def test_gather_and_scatter_are_inverse() -> None:
     engine = small_engine(sections=5, blocks=6, block_bytes=3000)
     before = bytes(engine.memory)
     extent = engine.record([5, 0, 3])

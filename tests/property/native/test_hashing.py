@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -15,14 +15,6 @@ from tests.oracles import keys as oracle
 
 digests = st.binary(min_size=32, max_size=32)
 tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=200)
-
-
-@pytest.fixture(params=hashing.sha256_paths())
-def _every_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    hashing.set_sha256_path(request.param)
-    assert hashing.sha256_path() == request.param
-    yield
-    hashing.set_sha256_path(None)
 
 
 @given(
@@ -40,11 +32,8 @@ def test_chain_keys_follow_the_definition_for_every_container_of_tokens(
     expected = oracle.chain_keys(start, tokens, chunk_tokens, extras, first)
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     unaligned = memoryview(b"\0" + packed)[1:]
-    for path in hashing.sha256_paths():
-        hashing.set_sha256_path(path)
-        for held in (tokens, tuple(tokens), array.array("I", tokens), packed, unaligned):
-            assert hashing.chain_keys(start, held, chunk_tokens, extras, first) == expected
-        hashing.set_sha256_path(None)
+    for held in (tokens, tuple(tokens), array.array("I", tokens), packed, unaligned):
+        assert hashing.chain_keys(start, held, chunk_tokens, extras, first) == expected
 
 
 @given(digests, st.lists(digests, max_size=20), st.lists(digests, min_size=1, max_size=20))
@@ -53,10 +42,7 @@ def test_storage_keys_are_those_of_the_definition(
 ) -> None:
     joined, digest = b"".join(chain), b"".join(slices)
     expected = oracle.storage_keys(root, joined, digest)
-    for path in hashing.sha256_paths():
-        hashing.set_sha256_path(path)
-        assert hashing.storage_keys(root, joined, digest) == expected
-        hashing.set_sha256_path(None)
+    assert hashing.storage_keys(root, joined, digest) == expected
 
 
 @given(
@@ -77,7 +63,6 @@ def test_no_chain_key_gives_a_storage_key_of_another_identity(
     assert not first & second
 
 
-@pytest.mark.usefixtures("_every_path")
 def test_long_batches_equal_short_ones() -> None:
     """Batches of 64 chunks or more release the GIL; neither that nor the size of a batch changes the keys."""
     tokens = [(i * 2654435761) % 200_000 for i in range(100 * 16 + 5)]
@@ -137,7 +122,6 @@ WRONG: dict[str, Callable[[], object]] = {
     "chain: must be whole keys": lambda: hashing.storage_keys(bytes(32), bytes(33), bytes(32)),
     "slice_digests: must be one or more": lambda: hashing.storage_keys(bytes(32), bytes(32), b""),
     "slice_digests: must be one or more d": lambda: hashing.storage_keys(bytes(32), bytes(32), bytes(31)),
-    "name: this CPU has no SHA-256 path": lambda: hashing.set_sha256_path("md5"),
 }
 
 

@@ -93,8 +93,10 @@ def test_variables_of_the_build_and_of_engines_are_ignored_by_the_server():
 
 def test_the_choice_of_vector_instructions_must_be_one_of_ours():
     assert loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "avx2"}) == ServerSettings()
-    with pytest.raises(ConfigError, match="KVSTRATA_SIMD: must be avx2 or none, or not set, found 'sse'"):
-        loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "sse"})
+    with pytest.raises(
+        ConfigError, match="KVSTRATA_SIMD: must be avx2, sse or none, or not set, found 'mmx'"
+    ):
+        loading.load(ServerSettings, environment={"KVSTRATA_SIMD": "mmx"})
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ CpuFeatures allowed() noexcept {
     return CpuFeatures();
   }
   CpuFeatures f = probe();
-  f.avx512 = f.avx512 && name != "avx2";
+  f.avx512 = f.avx512 && name != "avx2" && name != "sse";
+  f.avx2 = f.avx2 && name != "sse";
   return f;
 }
 

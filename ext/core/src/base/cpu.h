@@ -2,11 +2,11 @@
 //
 // The features of the CPU that this process runs on. Builds target the baseline of the
 // architecture; kernels that need more are compiled with a per-function target and chosen at run
-// time by these features (base/dispatch.h).
+// time by these features.
 //
 // The environment variable KVSTRATA_SIMD leaves features out, so that one machine can measure what
-// another one would do: `avx2` leaves out AVX-512, `none` leaves out all. Python checks its value
-// (config/load.py); here any other value leaves out nothing.
+// another one would do: `avx2` leaves out AVX-512, `sse` also AVX, `none` leaves out all. Python
+// checks its value (config/load.py); here any other value leaves out nothing.
 #pragma once
 
 namespace kvstrata {

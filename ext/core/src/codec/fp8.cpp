@@ -6,7 +6,6 @@
 #include <new>
 
 #include "base/cpu.h"
-#include "base/dispatch.h"
 
 namespace kvstrata {
 namespace {
@@ -69,23 +68,22 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-const Kernel* kernel_of(Fp8Path path) noexcept {
-  [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
-  switch (path) {
-    case Fp8Path::kScalar:
-      return &scalar::kKernel;
-#if defined(__x86_64__)
-    case Fp8Path::kAvx2:
-      return cpu.avx2 ? &avx2::kKernel : nullptr;
-    case Fp8Path::kAvx512:
-      return cpu.avx512 ? &avx512::kKernel : nullptr;
-#endif
-    default:
-      return nullptr;
-  }
-}
+struct Choice {
+  const char* name;
+  const Kernel* kernel;
+};
 
-using Paths = Dispatch<Fp8Path, kFp8PathCount, kernel_of>;
+const Choice& best() noexcept {
+  static const Choice choice = []() -> Choice {
+    [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
+#if defined(__x86_64__)
+    if (cpu.avx512) return {"avx512", &avx512::kKernel};
+    if (cpu.avx2) return {"avx2", &avx2::kKernel};
+#endif
+    return {"scalar", &scalar::kKernel};
+  }();
+  return choice;
+}
 
 // Calls visit(index of the first number, count, index of the scale) for each run of numbers with
 // the same scale, in order.
@@ -135,7 +133,7 @@ Status Fp8Shape::check() const noexcept {
 
 Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes,
                   void* scales) noexcept {
-  const Kernel& kernel = *Paths::implementation();
+  const Kernel& kernel = *best().kernel;
   const auto* from = static_cast<const std::uint16_t*>(numbers);
   auto* to = static_cast<std::uint8_t*>(codes);
   const std::size_t count = shape.scales();
@@ -166,7 +164,7 @@ Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, vo
 
 void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
                 void* numbers) noexcept {
-  const auto decode = Paths::implementation()->decode[static_cast<int>(type) - 1];
+  const auto decode = best().kernel->decode[static_cast<int>(type) - 1];
   const auto* from = static_cast<const std::uint8_t*>(codes);
   auto* to = static_cast<std::uint16_t*>(numbers);
   for_runs(shape, [&](std::size_t at, std::size_t n, std::size_t scale) {
@@ -174,32 +172,8 @@ void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const 
   });
 }
 
-const char* fp8_path_name(Fp8Path path) noexcept {
-  switch (path) {
-    case Fp8Path::kScalar:
-      return "scalar";
-    case Fp8Path::kAvx2:
-      return "avx2";
-    case Fp8Path::kAvx512:
-      return "avx512";
-  }
-  return "unknown";
-}
-
-bool fp8_path_supported(Fp8Path path) noexcept {
-  return Paths::supported(path);
-}
-
-Fp8Path fp8_path() noexcept {
-  return Paths::path();
-}
-
-Status fp8_set_path(Fp8Path path) noexcept {
-  return Paths::set(path, "path: this CPU does not support that way of making 8-bit floats");
-}
-
-void fp8_reset_path() noexcept {
-  Paths::reset();
+const char* fp8_path() noexcept {
+  return best().name;
 }
 
 }  // namespace kvstrata

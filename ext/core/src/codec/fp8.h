@@ -55,16 +55,7 @@ Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, vo
 void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
                 void* numbers) noexcept;
 
-// The implementations, from the slowest to the fastest.
-enum class Fp8Path : std::uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
-inline constexpr int kFp8PathCount = 3;
-const char* fp8_path_name(Fp8Path path) noexcept;
-bool fp8_path_supported(Fp8Path path) noexcept;
-Fp8Path fp8_path() noexcept;
-// For tests and benchmarks; affects calls that begin afterwards. kUnsupported when this CPU cannot
-// run `path`; then nothing changes.
-Status fp8_set_path(Fp8Path path) noexcept;
-// Chooses the best path of this CPU again.
-void fp8_reset_path() noexcept;
+// The name of the implementation in use: scalar, avx2 or avx512 (base/cpu.h).
+const char* fp8_path() noexcept;
 
 }  // namespace kvstrata

@@ -2,7 +2,6 @@
 #include "codec/planes.h"
 
 #include "base/cpu.h"
-#include "base/dispatch.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -107,23 +106,22 @@ constexpr Kernel kAvx512Kernel = {&split_avx512, &join_avx512};
 
 #endif
 
-const Kernel* kernel_of(PlanesPath path) noexcept {
-  [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
-  switch (path) {
-    case PlanesPath::kScalar:
-      return &kScalarKernel;
-#if defined(__x86_64__)
-    case PlanesPath::kAvx2:
-      return cpu.avx2 ? &kAvx2Kernel : nullptr;
-    case PlanesPath::kAvx512:
-      return cpu.avx512 ? &kAvx512Kernel : nullptr;
-#endif
-    default:
-      return nullptr;
-  }
-}
+struct Choice {
+  const char* name;
+  const Kernel* kernel;
+};
 
-using Paths = Dispatch<PlanesPath, kPlanesPathCount, kernel_of>;
+const Choice& best() noexcept {
+  static const Choice choice = []() -> Choice {
+    [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
+#if defined(__x86_64__)
+    if (cpu.avx512) return {"avx512", &kAvx512Kernel};
+    if (cpu.avx2) return {"avx2", &kAvx2Kernel};
+#endif
+    return {"scalar", &kScalarKernel};
+  }();
+  return choice;
+}
 
 }  // namespace
 
@@ -131,7 +129,7 @@ void split_planes(void* planes, const void* bytes, std::size_t n) noexcept {
   auto* low = static_cast<unsigned char*>(planes);
   const auto* from = static_cast<const unsigned char*>(bytes);
   const std::size_t pairs = n / 2;
-  Paths::implementation()->split(low, low + (n - pairs), from, pairs);
+  best().kernel->split(low, low + (n - pairs), from, pairs);
   if (n % 2 != 0) {
     low[pairs] = from[n - 1];
   }
@@ -141,38 +139,14 @@ void join_planes(void* bytes, const void* planes, std::size_t n) noexcept {
   auto* to = static_cast<unsigned char*>(bytes);
   const auto* low = static_cast<const unsigned char*>(planes);
   const std::size_t pairs = n / 2;
-  Paths::implementation()->join(to, low, low + (n - pairs), pairs);
+  best().kernel->join(to, low, low + (n - pairs), pairs);
   if (n % 2 != 0) {
     to[n - 1] = low[pairs];
   }
 }
 
-const char* planes_path_name(PlanesPath path) noexcept {
-  switch (path) {
-    case PlanesPath::kScalar:
-      return "scalar";
-    case PlanesPath::kAvx2:
-      return "avx2";
-    case PlanesPath::kAvx512:
-      return "avx512";
-  }
-  return "unknown";
-}
-
-bool planes_path_supported(PlanesPath path) noexcept {
-  return Paths::supported(path);
-}
-
-PlanesPath planes_path() noexcept {
-  return Paths::path();
-}
-
-Status planes_set_path(PlanesPath path) noexcept {
-  return Paths::set(path, "path: this CPU does not support that way of splitting planes");
-}
-
-void planes_reset_path() noexcept {
-  Paths::reset();
+const char* planes_path() noexcept {
+  return best().name;
 }
 
 }  // namespace kvstrata

@@ -8,9 +8,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-
-#include "base/status.h"
 
 namespace kvstrata {
 
@@ -21,16 +18,7 @@ void split_planes(void* planes, const void* bytes, std::size_t n) noexcept;
 // The inverse of split_planes.
 void join_planes(void* bytes, const void* planes, std::size_t n) noexcept;
 
-// The implementations, from the slowest to the fastest.
-enum class PlanesPath : std::uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
-inline constexpr int kPlanesPathCount = 3;
-const char* planes_path_name(PlanesPath path) noexcept;
-bool planes_path_supported(PlanesPath path) noexcept;
-PlanesPath planes_path() noexcept;
-// For tests and benchmarks; affects calls that begin afterwards. kUnsupported when this CPU cannot
-// run `path`; then nothing changes.
-Status planes_set_path(PlanesPath path) noexcept;
-// Chooses the best path of this CPU again.
-void planes_reset_path() noexcept;
+// The name of the implementation in use: scalar, avx2 or avx512 (base/cpu.h).
+const char* planes_path() noexcept;
 
 }  // namespace kvstrata

@@ -8,11 +8,6 @@
 namespace kvstrata {
 namespace {
 
-// Copies up to this size leave their destination in the cache. For larger copies streaming stores
-// are faster in both directions, even if the destination is read right afterwards
-// (benchmarks/copy_kernels.py).
-constexpr std::uint64_t kCachedCopyBytes = 16 * 1024;
-
 // Runs per call of the kernel, which reads ahead within one call only.
 constexpr std::size_t kRunBatch = 128;
 
@@ -189,8 +184,6 @@ template <bool kGather>
 void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload, std::size_t begin,
                     std::size_t end, std::uint32_t* crcs) const noexcept {
   const std::uint64_t first = section_offset(begin, blocks.size());
-  const std::uint64_t bytes = section_offset(end, blocks.size()) - first;
-  const StoreHint hint = bytes <= kCachedCopyBytes ? StoreHint::kCached : StoreHint::kStream;
   std::array<CopyRun, kRunBatch> runs;
   std::uint64_t packed = payload + first;
   for (std::size_t s = begin; s < end; ++s) {
@@ -206,13 +199,13 @@ void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload
       runs[filled++] = kGather ? CopyRun{there, here} : CopyRun{here, there};
       packed += run_bytes;
       if (filled == kRunBatch) {
-        crc = copy_crc32c_runs(runs.data(), filled, run_bytes, crc, hint);
+        crc = copy_crc32c_runs(runs.data(), filled, run_bytes, crc);
         filled = 0;
       }
     };
     for (const std::uint32_t block : blocks) {
       if (!kGather && block == kSkipBlock) {
-        crc = copy_crc32c_runs(runs.data(), filled, run_bytes, crc, hint);
+        crc = copy_crc32c_runs(runs.data(), filled, run_bytes, crc);
         filled = 0;
         crc = crc32c(reinterpret_cast<const void*>(packed), block_bytes, crc);
         packed += block_bytes;
@@ -225,7 +218,7 @@ void CopyPlan::copy(std::span<const std::uint32_t> blocks, std::uint64_t payload
         shape.each_run(base, push);
       }
     }
-    crcs[s - begin] = copy_crc32c_runs(runs.data(), filled, run_bytes, crc, hint);
+    crcs[s - begin] = copy_crc32c_runs(runs.data(), filled, run_bytes, crc);
   }
   copy_fence();
 }

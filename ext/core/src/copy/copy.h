@@ -111,8 +111,6 @@ class CopyPlan {
     return shapes_[sections_[section].shape];
   }
 
-  [[nodiscard]] std::uint64_t largest_block_bytes() const noexcept { return largest_block_bytes_; }
-
   [[nodiscard]] const std::optional<Rounding>& rounding() const noexcept { return rounding_; }
   // Bytes of the scales of each section; 0 if the plan does not round.
   [[nodiscard]] std::uint64_t scale_bytes() const noexcept {

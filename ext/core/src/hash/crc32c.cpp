@@ -6,7 +6,6 @@
 #include <cstring>
 
 #include "base/cpu.h"
-#include "base/dispatch.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -83,9 +82,9 @@ struct RunList {
 };
 
 struct Kernel {
+  const char* name;
   std::uint32_t (*checksum)(const char* src, std::size_t n, std::uint32_t state) noexcept;
-  std::uint32_t (*copy_stream)(const RunList& list, std::uint32_t state) noexcept;
-  std::uint32_t (*copy_cached)(const RunList& list, std::uint32_t state) noexcept;
+  std::uint32_t (*copy)(const RunList& list, std::uint32_t state) noexcept;
 };
 
 KVSTRATA_INLINE std::uint64_t load_u64(const char* p) noexcept {
@@ -136,7 +135,7 @@ std::uint32_t copy(const RunList& list, std::uint32_t state) noexcept {
   return state;
 }
 
-constexpr Kernel kKernel = {checksum, copy, copy};
+constexpr Kernel kKernel = {"table", checksum, copy};
 
 }  // namespace table
 
@@ -210,23 +209,22 @@ KVSTRATA_INLINE std::uint32_t shift_third(std::uint32_t state) noexcept {
          kShift[2][(state >> 16) & 0xff] ^ kShift[3][state >> 24];
 }
 
-template <bool kCopy, bool kStreamStores>
+// Streaming stores where they exist.
+template <bool kCopy>
 KVSTRATA_CRC_TARGET inline void put(char* dst, std::uint64_t v) noexcept {
   if constexpr (kCopy) {
 #if defined(__x86_64__)
-    if constexpr (kStreamStores) {
-      _mm_stream_si64(reinterpret_cast<long long*>(dst), static_cast<long long>(v));
-      return;
-    }
-#endif
+    _mm_stream_si64(reinterpret_cast<long long*>(dst), static_cast<long long>(v));
+#else
     store_u64(dst, v);
+#endif
   }
 }
 
-template <bool kCopy, bool kStreamStores>
+template <bool kCopy>
 KVSTRATA_CRC_TARGET std::uint32_t run(char* dst, const char* src, std::size_t n,
                                       std::uint32_t state) noexcept {
-  if constexpr (kStreamStores) {
+  if constexpr (kCopy) {
     if (n >= 3 * kThird) {  // begin at a cache line: no write-combining buffer is flushed half full
       const std::size_t head = (0 - reinterpret_cast<std::uintptr_t>(dst)) & 63;
       state = small_run<kCopy>(dst, src, head, state);
@@ -244,9 +242,9 @@ KVSTRATA_CRC_TARGET std::uint32_t run(char* dst, const char* src, std::size_t n,
         const std::uint64_t w0 = load_u64(src + i);
         const std::uint64_t w1 = load_u64(src + i + kThird);
         const std::uint64_t w2 = load_u64(src + i + 2 * kThird);
-        put<kCopy, kStreamStores>(dst + i, w0);
-        put<kCopy, kStreamStores>(dst + i + kThird, w1);
-        put<kCopy, kStreamStores>(dst + i + 2 * kThird, w2);
+        put<kCopy>(dst + i, w0);
+        put<kCopy>(dst + i + kThird, w1);
+        put<kCopy>(dst + i + 2 * kThird, w2);
         state = KVSTRATA_CRC_U64(state, w0);
         s1 = KVSTRATA_CRC_U64(s1, w1);
         s2 = KVSTRATA_CRC_U64(s2, w2);
@@ -260,26 +258,23 @@ KVSTRATA_CRC_TARGET std::uint32_t run(char* dst, const char* src, std::size_t n,
   return small_run<kCopy>(dst, src, n, state);
 }
 
-template <bool kStreamStores>
 KVSTRATA_CRC_TARGET std::uint32_t copy(const RunList& list, std::uint32_t state) noexcept {
   for (std::size_t i = 0; i < list.count; ++i) {
-    state =
-        run<true, kStreamStores>(static_cast<char*>(list.runs[i].dst),
-                                 static_cast<const char*>(list.runs[i].src), list.run_bytes, state);
+    state = run<true>(static_cast<char*>(list.runs[i].dst),
+                      static_cast<const char*>(list.runs[i].src), list.run_bytes, state);
   }
   return state;
 }
 
 std::uint32_t checksum(const char* src, std::size_t n, std::uint32_t state) noexcept {
-  return run<false, false>(nullptr, src, n, state);
+  return run<false>(nullptr, src, n, state);
 }
-std::uint32_t copy_stream(const RunList& list, std::uint32_t state) noexcept {
-  return copy<true>(list, state);
-}
-std::uint32_t copy_cached(const RunList& list, std::uint32_t state) noexcept {
-  return copy<false>(list, state);
-}
-constexpr Kernel kKernel = {checksum, copy_stream, copy_cached};
+
+#if defined(__x86_64__)
+constexpr Kernel kKernel = {"sse42", checksum, copy};
+#else
+constexpr Kernel kKernel = {"armcrc", checksum, copy};
+#endif
 
 }  // namespace instruction
 
@@ -315,42 +310,10 @@ KVSTRATA_INLINE void prefetch_step(std::uintptr_t address) noexcept {
 using instruction::crc_words;
 using instruction::small_run;
 
-#define FOLD_NAMESPACE fold128
-#define FOLD_TARGET __attribute__((target("pclmul,sse4.2")))
-#define FOLD_WIDTH 16
-namespace fold128 {
-using V = __m128i;
-FOLD_TARGET KVSTRATA_INLINE V load(const char* p) {
-  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-}
-FOLD_TARGET KVSTRATA_INLINE void store(char* p, V v) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v);
-}
-FOLD_TARGET KVSTRATA_INLINE void stream(char* p, V v) {
-  _mm_stream_si128(reinterpret_cast<__m128i*>(p), v);
-}
-FOLD_TARGET KVSTRATA_INLINE V set_crc(std::uint32_t c) {
-  return _mm_cvtsi32_si128(static_cast<int>(c));
-}
-FOLD_TARGET KVSTRATA_INLINE V fold_constants(long long hi, long long lo) {
-  return _mm_set_epi64x(hi, lo);
-}
-FOLD_TARGET KVSTRATA_INLINE V exclusive_or(V a, V b) {
-  return _mm_xor_si128(a, b);
-}
-FOLD_TARGET KVSTRATA_INLINE V fold(V acc, V k, V data) {
-  return _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(acc, k, 0x00), data),
-                       _mm_clmulepi64_si128(acc, k, 0x11));
-}
-}  // namespace fold128
-#include "hash/crc32c_fold.inc.h"
-#undef FOLD_NAMESPACE
-#undef FOLD_TARGET
-#undef FOLD_WIDTH
-
 #define FOLD_NAMESPACE fold256
 #define FOLD_TARGET __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2")))
 #define FOLD_WIDTH 32
+#define FOLD_NAME "vpclmul256"
 namespace fold256 {
 using V = __m256i;
 FOLD_TARGET KVSTRATA_INLINE V load(const char* p) {
@@ -380,11 +343,13 @@ FOLD_TARGET KVSTRATA_INLINE V fold(V acc, V k, V data) {
 #undef FOLD_NAMESPACE
 #undef FOLD_TARGET
 #undef FOLD_WIDTH
+#undef FOLD_NAME
 
 #define FOLD_NAMESPACE fold512
 #define FOLD_TARGET \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,vpclmulqdq,pclmul,sse4.2")))
 #define FOLD_WIDTH 64
+#define FOLD_NAME "vpclmul512"
 namespace fold512 {
 using V = __m512i;
 FOLD_TARGET KVSTRATA_INLINE V load(const char* p) {
@@ -415,95 +380,51 @@ FOLD_TARGET KVSTRATA_INLINE V fold(V acc, V k, V data) {
 #undef FOLD_NAMESPACE
 #undef FOLD_TARGET
 #undef FOLD_WIDTH
+#undef FOLD_NAME
 
 #endif  // __x86_64__
 
 // --------------------------------------------------------------------------------------- dispatch
 
-// nullptr if this CPU or build lacks the path.
-const Kernel* kernel_of(Crc32cPath path) noexcept {
-  [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
-  switch (path) {
-    case Crc32cPath::kTable:
-      return &table::kKernel;
+const Kernel& best_kernel() noexcept {
+  static const Kernel& best = []() -> const Kernel& {
+    [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
 #if defined(__aarch64__)
-    case Crc32cPath::kArmCrc:
-      return cpu.arm_crc32 ? &instruction::kKernel : nullptr;
+    if (cpu.arm_crc32) return instruction::kKernel;
+#elif defined(__x86_64__)
+    if (cpu.sse42 && cpu.pclmul && cpu.vpclmulqdq) {
+      if (cpu.avx512) return fold512::kKernel;
+      if (cpu.avx2) return fold256::kKernel;
+    }
+    if (cpu.sse42) return instruction::kKernel;
 #endif
-#if defined(__x86_64__)
-    case Crc32cPath::kSse42:
-      return cpu.sse42 ? &instruction::kKernel : nullptr;
-    case Crc32cPath::kPclmul:
-      return cpu.sse42 && cpu.pclmul ? &fold128::kKernel : nullptr;
-    case Crc32cPath::kVpclmul256:
-      return cpu.sse42 && cpu.pclmul && cpu.avx2 && cpu.vpclmulqdq ? &fold256::kKernel : nullptr;
-    case Crc32cPath::kVpclmul512:
-      return cpu.sse42 && cpu.pclmul && cpu.avx512 && cpu.vpclmulqdq ? &fold512::kKernel : nullptr;
-#endif
-    default:
-      return nullptr;
-  }
+    return table::kKernel;
+  }();
+  return best;
 }
-
-using Paths = Dispatch<Crc32cPath, kCrc32cPathCount, kernel_of>;
 
 }  // namespace
 
-const char* crc32c_path_name(Crc32cPath path) noexcept {
-  switch (path) {
-    case Crc32cPath::kTable:
-      return "table";
-    case Crc32cPath::kArmCrc:
-      return "armcrc";
-    case Crc32cPath::kSse42:
-      return "sse42";
-    case Crc32cPath::kPclmul:
-      return "pclmul";
-    case Crc32cPath::kVpclmul256:
-      return "vpclmul256";
-    case Crc32cPath::kVpclmul512:
-      return "vpclmul512";
-  }
-  return "unknown";
-}
-
-bool crc32c_path_supported(Crc32cPath path) noexcept {
-  return Paths::supported(path);
-}
-
-Crc32cPath crc32c_path() noexcept {
-  return Paths::path();
-}
-
-Status crc32c_set_path(Crc32cPath path) noexcept {
-  return Paths::set(path, "path: this CPU does not support that CRC32C path");
-}
-
-void crc32c_reset_path() noexcept {
-  Paths::reset();
+const char* crc32c_path() noexcept {
+  return best_kernel().name;
 }
 
 std::uint32_t crc32c(const void* data, std::size_t n, std::uint32_t crc) noexcept {
-  return ~Paths::implementation()->checksum(static_cast<const char*>(data), n, ~crc);
+  return ~best_kernel().checksum(static_cast<const char*>(data), n, ~crc);
 }
 
 std::uint32_t copy_crc32c_runs(const CopyRun* runs, std::size_t count, std::size_t run_bytes,
-                               std::uint32_t crc, StoreHint hint) noexcept {
+                               std::uint32_t crc) noexcept {
   if (count == 0 || run_bytes == 0) {
     return crc;
   }
-  const Kernel* kernel = Paths::implementation();
-  return ~(hint == StoreHint::kStream ? kernel->copy_stream : kernel->copy_cached)(
-      RunList{runs, count, run_bytes}, ~crc);
+  return ~best_kernel().copy(RunList{runs, count, run_bytes}, ~crc);
 }
 
-std::uint32_t copy_crc32c(void* dst, const void* src, std::size_t n, std::uint32_t crc,
-                          StoreHint hint) noexcept {
+std::uint32_t copy_crc32c(void* dst, const void* src, std::size_t n, std::uint32_t crc) noexcept {
   const CopyRun run{dst, src};
-  const std::uint32_t result = copy_crc32c_runs(&run, 1, n, crc, hint);
-  if (hint == StoreHint::kStream) {
-    copy_fence();
-  }
+  const std::uint32_t result = copy_crc32c_runs(&run, 1, n, crc);
+  copy_fence();
   return result;
 }
 

@@ -4,7 +4,8 @@
 // function's target attribute must not depend on a template parameter.) The including file defines:
 //   FOLD_NAMESPACE    the namespace that receives kKernel
 //   FOLD_TARGET       the target attribute
-//   FOLD_WIDTH        the bytes of a vector: 16, 32 or 64
+//   FOLD_WIDTH        the bytes of a vector: 32 or 64
+//   FOLD_NAME         the name of the implementation
 // and, in that namespace, the vector type V and the always-inline functions load(p), store(p, v),
 // stream(p, v), set_crc(c) (c in the lowest 32 bits, the others 0), exclusive_or(a, b),
 // fold_constants(hi, lo) (the pair in every 128-bit lane) and fold(acc, constants, data).
@@ -20,14 +21,10 @@ namespace FOLD_NAMESPACE {
 
 inline constexpr std::size_t kStep = 4 * FOLD_WIDTH;
 
-template <bool kCopy, bool kStreamStores>
+template <bool kCopy>
 FOLD_TARGET inline void put(char* dst, V v) noexcept {
   if constexpr (kCopy) {
-    if constexpr (kStreamStores) {
-      stream(dst, v);
-    } else {
-      store(dst, v);
-    }
+    stream(dst, v);
   }
 }
 
@@ -37,7 +34,7 @@ struct Lanes {
 };
 
 // Folds bytes [from, to) of one run in steps of kStep, and prefetches `ahead` bytes further on.
-template <bool kCopy, bool kStreamStores, bool kLongRuns>
+template <bool kCopy, bool kLongRuns>
 FOLD_TARGET KVSTRATA_INLINE void fold_steps(char* dst, const char* src, std::size_t from,
                                             std::size_t to, std::uintptr_t ahead, V far,
                                             Lanes& lanes) noexcept {
@@ -47,10 +44,10 @@ FOLD_TARGET KVSTRATA_INLINE void fold_steps(char* dst, const char* src, std::siz
     const V d1 = load(src + at + FOLD_WIDTH);
     const V d2 = load(src + at + 2 * FOLD_WIDTH);
     const V d3 = load(src + at + 3 * FOLD_WIDTH);
-    put<kCopy, kStreamStores>(dst + at, d0);
-    put<kCopy, kStreamStores>(dst + at + FOLD_WIDTH, d1);
-    put<kCopy, kStreamStores>(dst + at + 2 * FOLD_WIDTH, d2);
-    put<kCopy, kStreamStores>(dst + at + 3 * FOLD_WIDTH, d3);
+    put<kCopy>(dst + at, d0);
+    put<kCopy>(dst + at + FOLD_WIDTH, d1);
+    put<kCopy>(dst + at + 2 * FOLD_WIDTH, d2);
+    put<kCopy>(dst + at + 3 * FOLD_WIDTH, d3);
     lanes.a0 = fold(lanes.a0, far, d0);
     lanes.a1 = fold(lanes.a1, far, d1);
     lanes.a2 = fold(lanes.a2, far, d2);
@@ -59,8 +56,8 @@ FOLD_TARGET KVSTRATA_INLINE void fold_steps(char* dst, const char* src, std::siz
 }
 
 // REQUIRES: run_bytes is at least kStep and a multiple of FOLD_WIDTH, for several runs a multiple
-// of kStep; if kStreamStores, every dst is aligned to FOLD_WIDTH.
-template <bool kCopy, bool kStreamStores, bool kLongRuns>
+// of kStep; if kCopy, every dst is aligned to FOLD_WIDTH.
+template <bool kCopy, bool kLongRuns>
 FOLD_TARGET std::uint32_t fold_runs(const RunList& list, std::uint32_t state) noexcept {
   const V far = fold_constants(fold_constant(kStep * 8 - 32), fold_constant(kStep * 8 + 32));
   const V near =
@@ -70,10 +67,10 @@ FOLD_TARGET std::uint32_t fold_runs(const RunList& list, std::uint32_t state) no
 
   Lanes lanes{load(src), load(src + FOLD_WIDTH), load(src + 2 * FOLD_WIDTH),
               load(src + 3 * FOLD_WIDTH)};
-  put<kCopy, kStreamStores>(dst, lanes.a0);
-  put<kCopy, kStreamStores>(dst + FOLD_WIDTH, lanes.a1);
-  put<kCopy, kStreamStores>(dst + 2 * FOLD_WIDTH, lanes.a2);
-  put<kCopy, kStreamStores>(dst + 3 * FOLD_WIDTH, lanes.a3);
+  put<kCopy>(dst, lanes.a0);
+  put<kCopy>(dst + FOLD_WIDTH, lanes.a1);
+  put<kCopy>(dst + 2 * FOLD_WIDTH, lanes.a2);
+  put<kCopy>(dst + 3 * FOLD_WIDTH, lanes.a3);
   lanes.a0 = exclusive_or(lanes.a0, set_crc(state));
 
   const std::size_t whole = list.run_bytes / kStep * kStep;
@@ -85,13 +82,13 @@ FOLD_TARGET std::uint32_t fold_runs(const RunList& list, std::uint32_t state) no
   std::size_t at = kStep;
   for (std::size_t i = 0;;) {
     if (at < inner) {
-      fold_steps<kCopy, kStreamStores, kLongRuns>(dst, src, at, inner, whole - inner, far, lanes);
+      fold_steps<kCopy, kLongRuns>(dst, src, at, inner, whole - inner, far, lanes);
       at = inner;
     }
     const char* later = i + runs_ahead < list.count
                             ? static_cast<const char*>(list.runs[i + runs_ahead].src)
                             : src + inner;  // no run follows: prefetch bytes of this one again
-    fold_steps<kCopy, kStreamStores, kLongRuns>(
+    fold_steps<kCopy, kLongRuns>(
         dst, src, at, whole,
         reinterpret_cast<std::uintptr_t>(later) - reinterpret_cast<std::uintptr_t>(src) - inner,
         far, lanes);
@@ -109,7 +106,7 @@ FOLD_TARGET std::uint32_t fold_runs(const RunList& list, std::uint32_t state) no
   last = fold(last, near, lanes.a3);
   for (; at < list.run_bytes; at += FOLD_WIDTH) {  // only if the list has a single run
     const V d = load(src + at);
-    put<kCopy, kStreamStores>(dst + at, d);
+    put<kCopy>(dst + at, d);
     last = fold(last, near, d);
   }
   alignas(64) char rest[FOLD_WIDTH];
@@ -118,7 +115,7 @@ FOLD_TARGET std::uint32_t fold_runs(const RunList& list, std::uint32_t state) no
 }
 
 // Processes one run of any length and alignment.
-template <bool kCopy, bool kStreamStores>
+template <bool kCopy>
 FOLD_TARGET std::uint32_t fold_run(char* dst, const char* src, std::size_t n,
                                    std::uint32_t state) noexcept {
   if (n < 2 * kStep) {
@@ -134,40 +131,30 @@ FOLD_TARGET std::uint32_t fold_run(char* dst, const char* src, std::size_t n,
   const std::size_t body = n & ~static_cast<std::size_t>(FOLD_WIDTH - 1);
   const CopyRun run{dst, src};
   const RunList list{&run, 1, body};
-  state = body >= kLongRunBytes ? fold_runs<kCopy, kStreamStores, true>(list, state)
-                                : fold_runs<kCopy, kStreamStores, false>(list, state);
+  state = body >= kLongRunBytes ? fold_runs<kCopy, true>(list, state)
+                                : fold_runs<kCopy, false>(list, state);
   return small_run<kCopy>(kCopy ? dst + body : nullptr, src + body, n - body, state);
 }
 
-template <bool kStreamStores>
 FOLD_TARGET std::uint32_t copy(const RunList& list, std::uint32_t state) noexcept {
   std::uintptr_t bits = 0;
-  if constexpr (kStreamStores) {
-    for (std::size_t i = 0; i < list.count; ++i) {
-      bits |= reinterpret_cast<std::uintptr_t>(list.runs[i].dst);
-    }
+  for (std::size_t i = 0; i < list.count; ++i) {
+    bits |= reinterpret_cast<std::uintptr_t>(list.runs[i].dst);
   }
   if (list.run_bytes % kStep == 0 && bits % FOLD_WIDTH == 0) {
-    return list.run_bytes >= kLongRunBytes ? fold_runs<true, kStreamStores, true>(list, state)
-                                           : fold_runs<true, kStreamStores, false>(list, state);
+    return list.run_bytes >= kLongRunBytes ? fold_runs<true, true>(list, state)
+                                           : fold_runs<true, false>(list, state);
   }
   for (std::size_t i = 0; i < list.count; ++i) {
-    state = fold_run<true, kStreamStores>(static_cast<char*>(list.runs[i].dst),
-                                          static_cast<const char*>(list.runs[i].src),
-                                          list.run_bytes, state);
+    state = fold_run<true>(static_cast<char*>(list.runs[i].dst),
+                           static_cast<const char*>(list.runs[i].src), list.run_bytes, state);
   }
   return state;
 }
 
 FOLD_TARGET std::uint32_t checksum(const char* src, std::size_t n, std::uint32_t state) noexcept {
-  return fold_run<false, false>(nullptr, src, n, state);
+  return fold_run<false>(nullptr, src, n, state);
 }
-FOLD_TARGET std::uint32_t copy_stream(const RunList& list, std::uint32_t state) noexcept {
-  return copy<true>(list, state);
-}
-FOLD_TARGET std::uint32_t copy_cached(const RunList& list, std::uint32_t state) noexcept {
-  return copy<false>(list, state);
-}
-constexpr Kernel kKernel = {checksum, copy_stream, copy_cached};
+constexpr Kernel kKernel = {FOLD_NAME, checksum, copy};
 
 }  // namespace FOLD_NAMESPACE

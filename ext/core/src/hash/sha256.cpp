@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "base/cpu.h"
-#include "base/dispatch.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,13 +24,10 @@ using State = std::array<std::uint32_t, 8>;
 constexpr std::size_t kBlock = 64;
 // Hashes `blocks` blocks of 64 bytes into the state.
 using Compress = void (*)(State& state, const unsigned char* data, std::size_t blocks) noexcept;
-// Hashes a message of exactly one block, and its padding, into each of two states.
-using HashPair = void (*)(State& first, const unsigned char* first_data, State& second,
-                          const unsigned char* second_data) noexcept;
 
 struct Implementation {
+  const char* name;
   Compress compress;
-  HashPair hash_pair;
 };
 
 // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
@@ -63,21 +59,6 @@ constexpr std::uint32_t next_word(std::uint32_t before_16, std::uint32_t before_
   return before_16 + (std::rotr(before_15, 7) ^ std::rotr(before_15, 18) ^ (before_15 >> 3)) +
          before_7 + (std::rotr(before_2, 17) ^ std::rotr(before_2, 19) ^ (before_2 >> 10));
 }
-
-// kRound plus the schedule of kPadding, which is the same for all such messages.
-alignas(64) constexpr std::array<std::uint32_t, 64> kPaddingRound = [] {
-  std::array<std::uint32_t, 64> w{};
-  for (std::size_t i = 0; i < kBlock; ++i) {
-    w[i / 4] |= std::uint32_t{kPadding[i]} << (24 - 8 * (i % 4));
-  }
-  for (std::size_t i = 16; i < 64; ++i) {
-    w[i] = next_word(w[i - 16], w[i - 15], w[i - 7], w[i - 2]);
-  }
-  for (std::size_t i = 0; i < 64; ++i) {
-    w[i] += kRound[i];
-  }
-  return w;
-}();
 
 void compress_scalar(State& state, const unsigned char* data, std::size_t blocks) noexcept {
   for (; blocks > 0; --blocks, data += kBlock) {
@@ -115,106 +96,47 @@ void compress_scalar(State& state, const unsigned char* data, std::size_t blocks
 #if defined(__x86_64__)
 
 // The instructions keep the state as (a b e f) and (c d g h), highest word first, and do two rounds
-// at a time with the two lowest words of message + constants. Each instruction waits for the result
-// of the previous one, so hashing kStreams independent messages at a time takes hardly longer than
-// hashing one. With kPadded, each message is one block, and its padding is hashed too.
-template <int kStreams, bool kPadded>
-__attribute__((target("sha,sse4.1,ssse3"), always_inline)) inline void rounds_sha_ni(
-    State* const* states, const unsigned char* const* data, std::size_t blocks) noexcept {
-  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
-  __m128i abef[kStreams];
-  __m128i cdgh[kStreams];
-  for (int s = 0; s < kStreams; ++s) {
-    const __m128i dcba = _mm_shuffle_epi32(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(states[s]->data())), 0xb1);  // c d a b
-    const __m128i hgfe =
-        _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(states[s]->data() + 4)),
-                          0x1b);  // e f g h
-    abef[s] = _mm_alignr_epi8(dcba, hgfe, 8);
-    cdgh[s] = _mm_blend_epi16(hgfe, dcba, 0xf0);
-  }
-  for (std::size_t block = 0; block < blocks; ++block) {
-    __m128i abef_before[kStreams];
-    __m128i cdgh_before[kStreams];
-    // w[i % 4] holds message words 4i .. 4i+3; only the last four groups are kept.
-    __m128i w[kStreams][4];
-    for (int s = 0; s < kStreams; ++s) {
-      abef_before[s] = abef[s];
-      cdgh_before[s] = cdgh[s];
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const __m128i constants = _mm_load_si128(reinterpret_cast<const __m128i*>(kRound.data()) + i);
-#pragma GCC unroll 2
-      for (int s = 0; s < kStreams; ++s) {
-        __m128i& now = w[s][i % 4];
-        if (i < 4) {
-          const unsigned char* const bytes = data[s] + block * kBlock;
-          now = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes) + i),
-                                 big_endian);
-        } else {
-          const __m128i& w1 = w[s][(i + 1) % 4];  // 12 words ago
-          const __m128i& w2 = w[s][(i + 2) % 4];  // 8 words ago
-          const __m128i& w3 = w[s][(i + 3) % 4];  // 4 words ago
-          now = _mm_sha256msg2_epu32(
-              _mm_add_epi32(_mm_sha256msg1_epu32(now, w1), _mm_alignr_epi8(w3, w2, 4)), w3);
-        }
-        const __m128i sum = _mm_add_epi32(now, constants);
-        cdgh[s] = _mm_sha256rnds2_epu32(cdgh[s], abef[s], sum);
-        abef[s] = _mm_sha256rnds2_epu32(abef[s], cdgh[s], _mm_shuffle_epi32(sum, 0x0e));
-      }
-    }
-    for (int s = 0; s < kStreams; ++s) {
-      abef[s] = _mm_add_epi32(abef[s], abef_before[s]);
-      cdgh[s] = _mm_add_epi32(cdgh[s], cdgh_before[s]);
-    }
-  }
-  if constexpr (kPadded) {
-    __m128i abef_before[kStreams];
-    __m128i cdgh_before[kStreams];
-    for (int s = 0; s < kStreams; ++s) {
-      abef_before[s] = abef[s];
-      cdgh_before[s] = cdgh[s];
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const __m128i sum =
-          _mm_load_si128(reinterpret_cast<const __m128i*>(kPaddingRound.data()) + i);
-      const __m128i next = _mm_shuffle_epi32(sum, 0x0e);
-#pragma GCC unroll 2
-      for (int s = 0; s < kStreams; ++s) {
-        cdgh[s] = _mm_sha256rnds2_epu32(cdgh[s], abef[s], sum);
-        abef[s] = _mm_sha256rnds2_epu32(abef[s], cdgh[s], next);
-      }
-    }
-    for (int s = 0; s < kStreams; ++s) {
-      abef[s] = _mm_add_epi32(abef[s], abef_before[s]);
-      cdgh[s] = _mm_add_epi32(cdgh[s], cdgh_before[s]);
-    }
-  }
-  for (int s = 0; s < kStreams; ++s) {
-    const __m128i feba = _mm_shuffle_epi32(abef[s], 0x1b);  // a b e f, lowest word first
-    const __m128i dchg = _mm_shuffle_epi32(cdgh[s], 0xb1);  // g h c d
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(states[s]->data()),
-                     _mm_blend_epi16(feba, dchg, 0xf0));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(states[s]->data() + 4),
-                     _mm_alignr_epi8(dchg, feba, 8));
-  }
-}
-
+// at a time with the two lowest words of message + constants.
 __attribute__((target("sha,sse4.1,ssse3"))) void compress_sha_ni(State& state,
                                                                  const unsigned char* data,
                                                                  std::size_t blocks) noexcept {
-  State* const states[] = {&state};
-  rounds_sha_ni<1, false>(states, &data, blocks);
-}
-
-__attribute__((target("sha,sse4.1,ssse3"))) void hash_pair_sha_ni(
-    State& first, const unsigned char* first_data, State& second,
-    const unsigned char* second_data) noexcept {
-  State* const states[] = {&first, &second};
-  const unsigned char* const data[] = {first_data, second_data};
-  rounds_sha_ni<2, true>(states, data, 1);
+  const __m128i big_endian = _mm_set_epi64x(0x0c0d0e0f08090a0b, 0x0405060700010203);
+  const __m128i dcba = _mm_shuffle_epi32(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state.data())), 0xb1);  // c d a b
+  const __m128i hgfe = _mm_shuffle_epi32(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(state.data() + 4)), 0x1b);  // e f g h
+  __m128i abef = _mm_alignr_epi8(dcba, hgfe, 8);
+  __m128i cdgh = _mm_blend_epi16(hgfe, dcba, 0xf0);
+  for (; blocks > 0; --blocks, data += kBlock) {
+    const __m128i abef_before = abef;
+    const __m128i cdgh_before = cdgh;
+    // w[i % 4] holds message words 4i .. 4i+3; only the last four groups are kept.
+    __m128i w[4];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      __m128i& now = w[i % 4];
+      if (i < 4) {
+        now = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i),
+                               big_endian);
+      } else {
+        const __m128i& w1 = w[(i + 1) % 4];  // 12 words ago
+        const __m128i& w2 = w[(i + 2) % 4];  // 8 words ago
+        const __m128i& w3 = w[(i + 3) % 4];  // 4 words ago
+        now = _mm_sha256msg2_epu32(
+            _mm_add_epi32(_mm_sha256msg1_epu32(now, w1), _mm_alignr_epi8(w3, w2, 4)), w3);
+      }
+      const __m128i sum =
+          _mm_add_epi32(now, _mm_load_si128(reinterpret_cast<const __m128i*>(kRound.data()) + i));
+      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
+      abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(sum, 0x0e));
+    }
+    abef = _mm_add_epi32(abef, abef_before);
+    cdgh = _mm_add_epi32(cdgh, cdgh_before);
+  }
+  const __m128i feba = _mm_shuffle_epi32(abef, 0x1b);  // a b e f, lowest word first
+  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xb1);  // g h c d
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(state.data()), _mm_blend_epi16(feba, dchg, 0xf0));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(state.data() + 4), _mm_alignr_epi8(dchg, feba, 8));
 }
 
 #elif defined(__aarch64__)
@@ -256,41 +178,18 @@ void compress_arm(State& state, const unsigned char* data, std::size_t blocks) n
 
 // --------------------------------------------------------------------------------------- dispatch
 
-template <Compress kCompress>
-void hash_one_by_one(State& first, const unsigned char* first_data, State& second,
-                     const unsigned char* second_data) noexcept {
-  kCompress(first, first_data, 1);
-  kCompress(first, kPadding.data(), 1);
-  kCompress(second, second_data, 1);
-  kCompress(second, kPadding.data(), 1);
-}
-
-constexpr Implementation kScalar = {compress_scalar, hash_one_by_one<compress_scalar>};
+const Implementation& best() noexcept {
+  static const Implementation implementation = []() -> Implementation {
+    [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
 #if defined(__aarch64__)
-constexpr Implementation kArmSha2 = {compress_arm, hash_one_by_one<compress_arm>};
+    if (cpu.arm_sha2) return {"armsha2", compress_arm};
 #elif defined(__x86_64__)
-constexpr Implementation kShaNi = {compress_sha_ni, hash_pair_sha_ni};
+    if (cpu.sha_ni && cpu.sse42) return {"shani", compress_sha_ni};
 #endif
-
-const Implementation* implementation_of(Sha256Path path) noexcept {
-  [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
-  switch (path) {
-    case Sha256Path::kScalar:
-      return &kScalar;
-#if defined(__aarch64__)
-    case Sha256Path::kArmSha2:
-      return cpu.arm_sha2 ? &kArmSha2 : nullptr;
-#endif
-#if defined(__x86_64__)
-    case Sha256Path::kShaNi:
-      return cpu.sha_ni && cpu.sse42 ? &kShaNi : nullptr;
-#endif
-    default:
-      return nullptr;
-  }
+    return {"scalar", compress_scalar};
+  }();
+  return implementation;
 }
-
-using Paths = Dispatch<Sha256Path, kSha256PathCount, implementation_of>;
 
 // ------------------------------------------------------------------------------------ one message
 
@@ -359,36 +258,12 @@ class Hasher {
 
 }  // namespace
 
-const char* sha256_path_name(Sha256Path path) noexcept {
-  switch (path) {
-    case Sha256Path::kScalar:
-      return "scalar";
-    case Sha256Path::kArmSha2:
-      return "armsha2";
-    case Sha256Path::kShaNi:
-      return "shani";
-  }
-  return "unknown";
-}
-
-bool sha256_path_supported(Sha256Path path) noexcept {
-  return Paths::supported(path);
-}
-
-Sha256Path sha256_path() noexcept {
-  return Paths::path();
-}
-
-Status sha256_set_path(Sha256Path path) noexcept {
-  return Paths::set(path, "path: this CPU does not support that SHA-256 path");
-}
-
-void sha256_reset_path() noexcept {
-  Paths::reset();
+const char* sha256_path() noexcept {
+  return best().name;
 }
 
 Digest sha256(const void* data, std::size_t n) noexcept {
-  Hasher hasher(Paths::implementation()->compress);
+  Hasher hasher(best().compress);
   hasher.update(data, n);
   return hasher.finish();
 }
@@ -396,7 +271,7 @@ Digest sha256(const void* data, std::size_t n) noexcept {
 void chain_keys(const Digest& start, std::span<const std::uint32_t> tokens,
                 std::size_t chunk_tokens, std::span<const ChunkExtra> extras,
                 Digest* out) noexcept {
-  const Compress compress = Paths::implementation()->compress;
+  const Compress compress = best().compress;
   const std::size_t chunks = tokens.size() / chunk_tokens;
   const Digest* previous = &start;
   std::size_t next_extra = 0;
@@ -418,25 +293,18 @@ namespace {
 // Writes SHA-256(first | second) of every pair to out[f * stride + s].
 void hash_pairs(std::span<const Digest> firsts, std::span<const Digest> seconds, std::size_t stride,
                 Digest* out) noexcept {
-  const HashPair hash_pair = Paths::implementation()->hash_pair;
-  // A message (two digests) fills one block. The last message of an odd number is hashed twice.
-  std::array<unsigned char, kBlock> messages[2];
-  Digest* places[2];
-  const std::size_t n = firsts.size() * seconds.size();
-  for (std::size_t i = 0; i < n; i += 2) {
-    for (std::size_t k = 0; k < 2; ++k) {
-      const std::size_t message = std::min(i + k, n - 1);
-      const std::size_t f = message / seconds.size();
-      const std::size_t s = message % seconds.size();
-      std::memcpy(messages[k].data(), firsts[f].data(), firsts[f].size());
-      std::memcpy(messages[k].data() + firsts[f].size(), seconds[s].data(), seconds[s].size());
-      places[k] = out + f * stride + s;
+  const Compress compress = best().compress;
+  // A message (two digests) fills one block.
+  std::array<unsigned char, 2 * kBlock> message;
+  std::memcpy(message.data() + kBlock, kPadding.data(), kBlock);
+  for (std::size_t f = 0; f < firsts.size(); ++f) {
+    std::memcpy(message.data(), firsts[f].data(), firsts[f].size());
+    for (std::size_t s = 0; s < seconds.size(); ++s) {
+      std::memcpy(message.data() + firsts[f].size(), seconds[s].data(), seconds[s].size());
+      State state = kInitial;
+      compress(state, message.data(), 2);
+      out[f * stride + s] = digest_of(state);
     }
-    State first = kInitial;
-    State second = kInitial;
-    hash_pair(first, messages[0].data(), second, messages[1].data());
-    *places[0] = digest_of(first);
-    if (i + 1 < n) *places[1] = digest_of(second);
   }
 }
 

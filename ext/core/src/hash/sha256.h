@@ -13,26 +13,12 @@
 #include <cstdint>
 #include <span>
 
-#include "base/status.h"
 #include "kvstrata/digest.h"
 
 namespace kvstrata {
 
-enum class Sha256Path : std::uint8_t {
-  kScalar = 0,  // every CPU
-  kArmSha2 = 1,
-  kShaNi = 2,
-};
-inline constexpr int kSha256PathCount = 3;
-
-const char* sha256_path_name(Sha256Path path) noexcept;
-bool sha256_path_supported(Sha256Path path) noexcept;
-Sha256Path sha256_path() noexcept;
-// For tests and `doctor`; affects calls that begin afterwards. kUnsupported: this CPU cannot run
-// `path`; nothing changes.
-Status sha256_set_path(Sha256Path path) noexcept;
-// Chooses the best path of this CPU again.
-void sha256_reset_path() noexcept;
+// The name of the implementation in use: scalar, armsha2 or shani.
+const char* sha256_path() noexcept;
 
 // The digest of `n` bytes.
 Digest sha256(const void* data, std::size_t n) noexcept;

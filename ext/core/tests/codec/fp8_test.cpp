@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "hash/crc32c.h"
 #include "support/check.h"
 
 using namespace kvstrata;
@@ -42,31 +43,23 @@ Coded encode(const Fp8Shape& shape, Fp8Source type, const Numbers& numbers) {
 
 }  // namespace
 
-TEST(every_path_makes_the_same_bits) {
+// The Makefile runs this program with each value of KVSTRATA_SIMD, and each makes these bits.
+TEST(every_implementation_makes_the_same_bits) {
   const Fp8Shape shapes[] = {
       {2, 3, 16, 1, 17}, {1, 2, 4, 3, 33}, {3, 1, 1, 1, 100}, {1, 1, 1, 1, 16}};
+  std::uint32_t crc = 0;
   for (const Fp8Source type : {Fp8Source::kBfloat16, Fp8Source::kFloat16}) {
     for (const Fp8Shape& shape : shapes) {
       CHECK_OK(shape.check());
-      const Numbers numbers = finite(shape.numbers(), type, 7);
-      CHECK_OK(fp8_set_path(Fp8Path::kScalar));
-      const Coded first = encode(shape, type, numbers);
+      const Coded coded = encode(shape, type, finite(shape.numbers(), type, 7));
       Numbers back(shape.numbers());
-      fp8_decode(shape, type, first.codes.data(), first.scales.data(), back.data());
-      for (int number = 1; number < kFp8PathCount; ++number) {
-        const auto path = static_cast<Fp8Path>(number);
-        if (!fp8_path_supported(path)) continue;
-        CHECK_OK(fp8_set_path(path));
-        const Coded other = encode(shape, type, numbers);
-        CHECK(other.codes == first.codes);
-        CHECK(other.scales == first.scales);
-        Numbers again(shape.numbers());
-        fp8_decode(shape, type, other.codes.data(), other.scales.data(), again.data());
-        CHECK(again == back);
-      }
-      fp8_reset_path();
+      fp8_decode(shape, type, coded.codes.data(), coded.scales.data(), back.data());
+      crc = crc32c(coded.codes.data(), coded.codes.size(), crc);
+      crc = crc32c(coded.scales.data(), coded.scales.size(), crc);
+      crc = crc32c(back.data(), back.size() * sizeof back[0], crc);
     }
   }
+  CHECK_EQ(crc, 1928307636u);
 }
 
 TEST(numbers_that_are_none_are_refused) {

@@ -133,9 +133,7 @@ class Chain:
         at = buffer_address(target, writable=True)
         stored_bytes = body_bytes
         if seal != AES_GCM and ZSTD not in codecs:
-            copying.copy_at(
-                buffer_address(target) + body_at, buffer_address(payload), body_bytes, cached=True
-            )
+            copying.libc_copy_at(buffer_address(target) + body_at, buffer_address(payload), body_bytes)
         if seal:
             codecs += bytes([seal])
             stored_bytes += SEAL_BYTES
@@ -200,9 +198,7 @@ class Chain:
         if ZSTD in header.codecs:
             self._decompress(body, target[start:], PLANES2 in header.codecs)
         elif len(body) == n:
-            copying.copy_at(
-                buffer_address(target, writable=True) + start, buffer_address(body), n, cached=True
-            )
+            copying.libc_copy_at(buffer_address(target, writable=True) + start, buffer_address(body), n)
         else:
             raise BadRecord(f"{len(body)} bytes decoded instead of {n}")
         target_at = buffer_address(target, writable=True)
