@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import random
 import time
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.common import NotHere
+from kvstrata.connectors.device import DMA_RUN_BYTES
 from kvstrata.native.cuda import CudaCopyPlan, CudaError, DeviceFacts, device_facts, driver_facts
 from tests.harness.cuda_driver import Gpu
 from tests.harness.gpu_kv import PagedKv, Shape
@@ -43,6 +44,11 @@ def require_cupy() -> None:
         raise NotHere(
             f"needs CuPy, which computes beside the copies: pip install '.[gpu]' ({error})"
         ) from error
+
+
+def way_of(plan: CudaCopyPlan) -> Literal["dma", "kernel"]:
+    """The way that `gpu_copy_engine: auto` takes."""
+    return "dma" if plan.run_bytes >= DMA_RUN_BYTES else "kernel"
 
 
 def random_matrix(rows: int, columns: int) -> Any:

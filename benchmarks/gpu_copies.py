@@ -34,6 +34,7 @@ from benchmarks.gpu import (
     random_matrix,
     require_cupy,
     require_gpu,
+    way_of,
 )
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.native.copying import buffer_address, crc32c_at
@@ -63,9 +64,7 @@ GEMM_TARGETS = {"dma": 0.03, "kernel": 0.08}
 class Copies:
     """A cache on the device, as many records in pinned host memory, and a copy engine between them."""
 
-    def __init__(
-        self, gpu: Gpu, shape: Shape, block_tokens: int, n_chunks: int, engine: str = "auto"
-    ) -> None:
+    def __init__(self, gpu: Gpu, shape: Shape, block_tokens: int, n_chunks: int, engine: str = "") -> None:
         self.paged = PagedGpu(gpu, shape, block_tokens, n_chunks)
         page = mmap.PAGESIZE
         self._step = (self.paged.record_bytes + page - 1) // page * page
@@ -76,12 +75,11 @@ class Copies:
         self._region = HostRegion(0, self._host, length)
         self.engine = CudaCopyEngine(
             0,
-            engine=engine,  # type: ignore[arg-type]
+            engine=engine or way_of(self.paged.plan),  # type: ignore[arg-type]
             threads=ClientSettings().gpu_checksum_threads,
             max_sms=ClientSettings().gpu_copy_max_sms,
         )
         self.engine.pin(self._region)
-        self.engine.choose(self.paged.plan.host_plan, 0, 0, self.paged.blocks[0])
         self.bare = BareCopies(gpu, self.paged.base, self._host)
         self._job = 0
 
@@ -179,7 +177,7 @@ def measure(
             for key, rate in ours.items():
                 rates.setdefault(key, []).append(rate / 1e9)
                 ratios.setdefault(key, []).append(rate / bare[key[0]])
-        engine, reason, measured = copies.engine.engine, copies.engine.reason, copies.engine.measured
+        engine = copies.engine.engine
     finally:
         copies.close()
     figures = []
@@ -202,8 +200,6 @@ def measure(
                 ratio_by_chunks=by_chunks,
                 checksums_gb_per_s=median_spread(checksums)[0],
                 engine=engine,
-                reason=reason,
-                measured=measured,
                 **more,
             )
         )

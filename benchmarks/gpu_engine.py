@@ -139,7 +139,7 @@ def run_traffic(
     checks: bool = False,
 ) -> tuple[Run, dict[str, Any]]:
     """Run the traffic on an engine of its own, with a cache if `settings` is given; also return how KV was copied."""
-    more: dict[str, Any] = {"mover": WatchedMover, "measure": True} if settings is not None else {}
+    more: dict[str, Any] = {"mover": WatchedMover} if settings is not None else {}
     engine = GpuEngine(
         settings,
         shape=shape,
@@ -176,7 +176,7 @@ def run_traffic(
             if "stored" in job.outcomes
         ]
         copies = cache.engine
-        copied = {"engine": copies.engine, "reason": copies.reason, "measured": copies.measured}
+        copied = {"engine": copies.engine}
         return Run(requests, engine.steps, seconds, lags_s), copied
     finally:
         engine.close()

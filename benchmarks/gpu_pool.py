@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.common import figure, median_spread, scratch, wait_until
 from benchmarks.copy_path import Path8B
-from benchmarks.gpu import RETRIEVE, STORE, BareCopies, PagedGpu, on_gpu, require_gpu
+from benchmarks.gpu import RETRIEVE, STORE, BareCopies, PagedGpu, on_gpu, require_gpu, way_of
 from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
@@ -60,8 +60,7 @@ def measure(
         start_faulted(server)
         pool_bytes = status(server)["pool"]["extents_bytes"]
         settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port)
-        engine = CudaCopyEngine(0, threads=settings.gpu_checksum_threads)
-        engine.choose(paged.plan.host_plan, 0, 0, paged.blocks[0])
+        engine = CudaCopyEngine(0, engine=way_of(paged.plan), threads=settings.gpu_checksum_threads)
         client = CacheClient(
             settings,
             role=Role.CLIENT,

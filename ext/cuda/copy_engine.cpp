@@ -30,31 +30,32 @@ Failure CudaCopyEngine::Impl::create(std::shared_ptr<Device> device, const Engin
   if (options.max_sms == 0 || options.max_sms > 1024) {
     return limit("max_sms: must be between 1 and 1024", options.max_sms, 1024);
   }
-  Choice choice;
-  if (Failure failure = first_choice(*device, options, &choice)) return failure;
+  const std::string& no_kernels = device->no_kernels();
+  if (options.rounds && options.way == Way::kDma) {
+    return Failure{-1, "", "engine: 'dma' cannot round KV; use 'kernel'"};
+  }
+  if (options.rounds && !no_kernels.empty()) {
+    return Failure{-1, "", "kernels: needed to round KV, and " + no_kernels};
+  }
   std::unique_ptr<Impl> engine(new Impl);
   engine->owner_ = getpid();
   engine->device_ = device;
   engine->options_ = options;
+  if (options.way == Way::kKernel && !no_kernels.empty()) {
+    engine->options_.way = Way::kDma;
+    engine->reason_ = "not kernel: " + no_kernels;
+  }
   const CurrentContext current(*device);
   if (Failure failure = current.failure()) return failure;
   for (const CopyKind kind : {CopyKind::kGather, CopyKind::kScatter}) {
     auto& direction = engine->directions_[static_cast<std::size_t>(kind)];
     direction = std::make_unique<Direction>(device, options.max_sms);
     if (Failure failure = direction->mover.open(kind == CopyKind::kScatter)) return failure;
-    if (choice.way != Way::kStaged && !options.rounds) continue;
+    if (!options.rounds) continue;
     if (const Failure failure = direction->mover.reserve(options.staging_bytes)) {
-      if (options.rounds) {
-        return Failure{-1, "", "staging_bytes: " + device->driver().explain(failure)};
-      }
-      choice.way = Way::kDma;
-      choice.reason = "not staged: " + device->driver().explain(failure);
-      for (const auto& other : engine->directions_) {
-        if (other != nullptr) other->mover.give_back();
-      }
+      return Failure{-1, "", "staging_bytes: " + device->driver().explain(failure)};
     }
   }
-  engine->choice_ = std::move(choice);
   *status = engine->ledger_.open(options.queue);
   if (!status->ok()) return Failure{};
   const auto thread = [&](const char* name, auto work) {
@@ -122,7 +123,7 @@ Status CudaCopyEngine::Impl::check_rounding(const CopyPlan& plan,
                   0, 0, -1);
   }
   for (std::size_t i = 0; i < items.size(); ++i) {
-    if (!directions_[0]->mover.cannot_round(plan, items[i].blocks.size()).empty()) {
+    if (!directions_[0]->mover.can_round(plan, items[i].blocks.size())) {
       return Status(StatusCode::kBadArgument,
                     "block_ids: a rounded section is larger than the staging buffer",
                     static_cast<std::int64_t>(items[i].blocks.size()), 0,
@@ -251,44 +252,6 @@ Failure CudaCopyEngine::Impl::moment(Stream stream, std::shared_ptr<Moment>* out
   return Failure{};
 }
 
-Failure CudaCopyEngine::Impl::choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
-                                     std::uint64_t host, std::uint64_t host_bytes) {
-  const std::lock_guard choosing(choose_mutex_);
-  Measured measured;
-  if (Failure failure =
-          measure(device_, plan, blocks, host, host_bytes, pinned_, options_, &measured)) {
-    if (is_sticky(failure.number)) {
-      const Lock lock(mutex_);
-      fail(failure);
-    }
-    return failure;
-  }
-  Choice choice;
-  if (Failure failure = best_choice(measured, options_.rounds, &choice)) return failure;
-  Failure no_room;
-  if (options_.choose && !options_.rounds && choice.way == Way::kStaged &&
-      choice_.way != Way::kStaged) {
-    // The movers' own threads may be queueing, but none uses the staging buffer before the choice
-    // below says staged.
-    const CurrentContext current(*device_);
-    for (const auto& direction : directions_) {
-      if (!no_room) no_room = direction->mover.reserve(options_.staging_bytes);
-    }
-    if (no_room) {
-      for (const auto& direction : directions_)
-        direction->mover.give_back();
-      choose_without_staging(device_->driver().explain(no_room), &choice);
-    }
-  }
-  const Lock lock(mutex_);
-  if (!options_.choose) {
-    std::copy_n(measured.gb_per_s, 3, choice_.gb_per_s);
-  } else {
-    choice_ = std::move(choice);
-  }
-  return Failure{};
-}
-
 CudaCopyEngine::CudaCopyEngine(std::unique_ptr<Impl> impl) noexcept : impl_(std::move(impl)) {}
 
 CudaCopyEngine::~CudaCopyEngine() {
@@ -341,13 +304,12 @@ void CudaCopyEngine::close() {
   if (impl_->owned()) impl_->close();
 }
 
-Choice CudaCopyEngine::choice() const {
-  return impl_->choice();
+Way CudaCopyEngine::way() const noexcept {
+  return impl_->way();
 }
 
-Failure CudaCopyEngine::choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks,
-                               std::uint64_t host, std::uint64_t host_bytes) {
-  return impl_->choose(plan, blocks, host, host_bytes);
+const std::string& CudaCopyEngine::reason() const noexcept {
+  return impl_->reason();
 }
 
 Failure CudaCopyEngine::moment(Stream stream, std::shared_ptr<Moment>* out) {

@@ -36,17 +36,28 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "choice.h"
+#include "mover.h"
 
 namespace kvstrata::cuda {
+
+struct EngineOptions {
+  Way way = Way::kDma;
+  int threads = 8;       // threads that compute checksums
+  unsigned max_sms = 4;  // most thread blocks of a kernel; each runs on one multiprocessor
+  std::uint64_t staging_bytes = 64 << 20;  // for each direction, if `rounds`
+  std::size_t queue = 256;                 // jobs
+  bool rounds = false;  // takes plans with a rounding; then never by dma, and always with staging
+};
 
 class CudaCopyEngine {
  public:
   // Starts the threads. Sets `*status` to kBadArgument if an option is out of range, or to another
-  // error that is not one of CUDA; returns a failure of CUDA or of first_choice(), or of the
-  // staging buffer if options.rounds. `*out` is set only if both are ok.
+  // error that is not one of CUDA; returns a failure of CUDA, or says why records cannot be
+  // rounded.
+  // `*out` is set only if both are ok.
   static Failure create(std::shared_ptr<Device> device, const EngineOptions& options,
                         Status* status, std::unique_ptr<CudaCopyEngine>* out);
   ~CudaCopyEngine();
@@ -64,11 +75,10 @@ class CudaCopyEngine {
   void drain();
   void close();
 
-  [[nodiscard]] Choice choice() const;
-  // Measures the ways that this copy engine may take (see measure()) and chooses one. If the
-  // options name a way, only measures.
-  Failure choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
-                 std::uint64_t host_bytes);
+  // The way that copies take: dma if the options name the kernel and the device has none.
+  [[nodiscard]] Way way() const noexcept;
+  // Why it is another way than the options name; "" if it is that way.
+  [[nodiscard]] const std::string& reason() const noexcept;
 
   // The moment after all work that the caller has queued on its `stream` so far.
   Failure moment(Stream stream, std::shared_ptr<Moment>* out);

@@ -115,11 +115,9 @@ void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job
     begun.items.push_back(i);
     begun.bytes += job->payload_bytes(i);
   }
-  Way way = Way::kDma;
   Failure failure;
   {
     Lock lock(mutex_);
-    way = choice_.way;
     failure = failed_;
     for (const std::size_t i : begun.items) {
       job->progress[i].parts_left = 1;  // the device's last copies
@@ -129,7 +127,7 @@ void CudaCopyEngine::Impl::begin(Direction& direction, const std::shared_ptr<Job
       end_item(job, i);
     }
   }
-  if (!failure) failure = queue_copies(direction, job, way, begun.items, &begun);
+  if (!failure) failure = queue_copies(direction, job, begun.items, &begun);
   // Copies that were queued before a failure still run, so the items end with an event in any case.
   Failure unsettled = device_->take_event(&begun.moment);
   if (!unsettled) unsettled = begun.moment->record(direction.mover.stream());
@@ -165,8 +163,7 @@ void CudaCopyEngine::Impl::add_begun(Direction& direction, Begun begun) {
 // Of the gather of one item, each part but the last becomes a Begun of its own, and `last` keeps
 // what is left.
 Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, const std::shared_ptr<Job>& owner,
-                                           Way way, const std::vector<std::size_t>& items,
-                                           Begun* last) {
+                                           const std::vector<std::size_t>& items, Begun* last) {
   Job& job = *owner;
   Mover& mover = direction.mover;
   const CopyPlan& plan = *job.plan.copy;
@@ -183,7 +180,7 @@ Failure CudaCopyEngine::Impl::queue_copies(Direction& direction, const std::shar
   const auto queue = [&](std::size_t begin, std::size_t end) -> Failure {
     for (std::size_t n = 0; n < items.size(); ++n) {
       const std::size_t i = items[n];
-      if (Failure failure = mover.queue(way, job.kind, plan, job.items[i].blocks,
+      if (Failure failure = mover.queue(options_.way, job.kind, plan, job.items[i].blocks,
                                         reinterpret_cast<std::uint64_t>(job.payload(i)),
                                         pinnings[n], begin, end)) {
         mover.forget();

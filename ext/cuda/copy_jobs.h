@@ -6,7 +6,7 @@
 //
 // One mutex guards all state. It is never held during a call of the driver that may wait, during a
 // checksum or while a header is written. PinnedMemory and Device have mutexes of their own, inside
-// which no other is taken; close_mutex_ and choose_mutex_ are taken before the main mutex.
+// which no other is taken; close_mutex_ is taken before the main mutex.
 #pragma once
 
 #include <unistd.h>
@@ -18,6 +18,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -116,16 +117,12 @@ class CudaCopyEngine::Impl {
   bool cancel(std::uint64_t job_id);
   void drain();
   void close();
-  Failure choose(const CopyPlan& plan, std::span<const std::uint32_t> blocks, std::uint64_t host,
-                 std::uint64_t host_bytes);
   Failure moment(Stream stream, std::shared_ptr<Moment>* out);
   Failure await_section(std::uint64_t job_id, std::size_t section, Stream stream,
                         std::chrono::nanoseconds timeout, bool* queued);
 
-  [[nodiscard]] Choice choice() const {
-    const std::lock_guard lock(mutex_);
-    return choice_;
-  }
+  [[nodiscard]] Way way() const noexcept { return options_.way; }
+  [[nodiscard]] const std::string& reason() const noexcept { return reason_; }
   [[nodiscard]] Failure failed() const {
     const std::lock_guard lock(mutex_);
     return failed_;
@@ -145,7 +142,7 @@ class CudaCopyEngine::Impl {
   // mutex.
   void begin(Direction& direction, const std::shared_ptr<Job>& job, std::size_t first,
              std::size_t last);
-  Failure queue_copies(Direction& direction, const std::shared_ptr<Job>& job, Way way,
+  Failure queue_copies(Direction& direction, const std::shared_ptr<Job>& job,
                        const std::vector<std::size_t>& items, Begun* last);
   void compute(const Unit& unit);
   // REQUIRES, for all below: mutex_ is held.
@@ -169,10 +166,9 @@ class CudaCopyEngine::Impl {
   std::condition_variable progress_;  // a job ended, a section was queued
   std::deque<Unit> units_;
   JobLedger<Job> ledger_;
-  Choice choice_;
+  std::string reason_;
   Failure failed_;
   std::mutex close_mutex_;
-  std::mutex choose_mutex_;
   std::vector<std::thread> threads_;
   pid_t owner_ = 0;
 };

@@ -113,21 +113,14 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
     enum class Way(uint8_t):
         kDma
         kKernel
-        kStaged
 
     cdef cppclass EngineOptions:
-        cbool choose
         Way way
         int threads
         unsigned max_sms
         uint64_t staging_bytes
         size_t queue
         cbool rounds
-
-    cdef cppclass Choice:
-        Way way
-        string reason
-        double* gb_per_s
 
     cdef cppclass CEngine "kvstrata::cuda::CudaCopyEngine":
         @staticmethod
@@ -142,8 +135,8 @@ cdef extern from "copy_engine.h" namespace "kvstrata::cuda" nogil:
         cbool cancel(uint64_t job_id) except +
         void drain() except +
         void close() except +
-        Choice choice() except +
-        Failure choose(const CCopyPlan& plan, BlockSpan blocks, uint64_t host, uint64_t host_bytes) except +
+        Way way()
+        const string& reason()
         Failure moment(Stream stream, shared_ptr[CMoment]* out) except +
         Failure await_section(
             uint64_t job_id, size_t section, Stream stream, nanoseconds timeout, cbool* queued
@@ -173,7 +166,7 @@ DeviceFacts = namedtuple(
     module=__name__,
 )
 
-WAYS = ("dma", "kernel", "staged")
+WAYS = ("dma", "kernel")
 FATBIN = Path(__file__).with_name("kvstrata_cuda.fatbin")
 NO_FATBIN = "the kernels were left out when kvstrata was built: there was no nvcc (docs/gpu.md)"
 
@@ -346,6 +339,14 @@ cdef class CudaCopyPlan:
         self.host_plan.section_bytes(section, n_blocks)  # checks both
         return self.plan.copy.get().section_bytes(section, n_blocks)
 
+    @property
+    def run_bytes(self):
+        cdef uint64_t shortest = 1 << 62
+        cdef size_t i
+        for i in range(self.plan.copy.get().shapes().size()):
+            shortest = min(shortest, self.plan.copy.get().shapes()[i].run_bytes())
+        return shortest
+
     def payload_bytes(self, n_blocks):
         cdef uint64_t result = 0
         raise_for(self.plan.copy.get().payload_bytes(whole(n_blocks, "n_blocks"), &result), CALL)
@@ -372,16 +373,14 @@ cdef class CudaCopyEngine:
     cdef readonly int event_fd
     cdef readonly int threads
 
-    def __cinit__(self, device, *, engine="auto", threads=8, max_sms=4, staging_bytes=64 << 20, queue=256, fp8=False):
+    def __cinit__(self, device, *, engine="kernel", threads=8, max_sms=4, staging_bytes=64 << 20, queue=256, fp8=False):
         cdef EngineOptions options
         cdef shared_ptr[Device] on
         cdef Status status
         cdef Failure failure
-        if engine != "auto" and engine not in WAYS:
-            raise ValueError(f"engine: must be 'auto', 'dma', 'kernel' or 'staged', not {engine!r}")
-        options.choose = engine == "auto"
-        if engine != "auto":
-            options.way = <Way><uint8_t>WAYS.index(engine)
+        if engine not in WAYS:
+            raise ValueError(f"engine: must be 'dma' or 'kernel', not {engine!r}")
+        options.way = <Way><uint8_t>WAYS.index(engine)
         self.threads = <int>min(whole(threads, "threads"), <uint64_t>1000)  # create() refuses over 64
         options.threads = self.threads
         options.max_sms = <unsigned>min(whole(max_sms, "max_sms"), <uint64_t>100_000)
@@ -403,38 +402,16 @@ cdef class CudaCopyEngine:
 
     @property
     def engine(self):
-        return WAYS[<uint8_t>self.native.get().choice().way]
+        return WAYS[<uint8_t>self.native.get().way()]
 
     @property
     def reason(self):
-        return self.native.get().choice().reason.decode(errors="replace")
-
-    @property
-    def measured(self):
-        cdef Choice choice = self.native.get().choice()
-        return {name: choice.gb_per_s[i] for i, name in enumerate(WAYS) if choice.gb_per_s[i] > 0}
+        return self.native.get().reason().decode(errors="replace")
 
     @property
     def failed(self):
         cdef Failure failure = self.native.get().failed()
         return error_of(failure) if failure.number != 0 else None
-
-    def choose(self, plan, host_address, length, blocks):
-        cdef shared_ptr[const CCopyPlan] shape
-        cdef uint64_t host = whole(host_address, "host_address")
-        cdef uint64_t count = whole(length, "length")
-        cdef vector[uint32_t] ids
-        cdef Failure failure
-        if isinstance(plan, CudaCopyPlan):
-            shape = (<CudaCopyPlan>plan).plan.copy
-        else:
-            shape = (<CopyPlan?>plan).plan
-        set_blocks(ids, blocks, True)
-        with nogil:
-            failure = self.native.get().choose(
-                shape.get()[0], BlockSpan(ids.data(), ids.size()), host, count
-            )
-        check_cuda(failure)
 
     def moment(self, stream):
         cdef Stream on = <Stream><size_t>whole(stream, "stream")

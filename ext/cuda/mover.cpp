@@ -35,7 +35,7 @@ static_assert(kSkippedBlock == kSkipBlock);
 Mover::~Mover() {
   if (!device_->owned()) return;
   const CurrentContext current(*device_);
-  give_back();
+  if (staging_bytes_ != 0) static_cast<void>(device_->driver().memory_free(staging_));
   if (words_ != 0) static_cast<void>(device_->driver().memory_free(words_));
   if (stream_ != nullptr) static_cast<void>(device_->driver().stream_destroy(stream_));
 }
@@ -59,11 +59,6 @@ Failure Mover::reserve(std::uint64_t staging_bytes) {
   return failure;
 }
 
-void Mover::give_back() noexcept {
-  if (staging_bytes_ != 0) static_cast<void>(device_->driver().memory_free(staging_));
-  staging_bytes_ = 0;
-}
-
 Failure Mover::queue(Way way, CopyKind kind, const CopyPlan& plan,
                      std::span<const std::uint32_t> blocks, std::uint64_t payload,
                      const Pinning& pinning, std::size_t begin, std::size_t end) {
@@ -71,23 +66,15 @@ Failure Mover::queue(Way way, CopyKind kind, const CopyPlan& plan,
     return launch(kind, plan, blocks,
                   pinning.device_address + plan.section_offset(begin, blocks.size()), begin, end);
   }
-  if (plan.rounding() ||
-      (way == Way::kStaged && blocks.size() * plan.largest_block_bytes() <= staging_bytes_)) {
+  if (plan.rounding()) {
     return queue_staged(kind, plan, blocks, payload, pinning, begin, end);
   }
   return queue_dma(kind, plan, blocks, payload, pinning, begin, end);
 }
 
-std::string Mover::cannot_round(const CopyPlan& plan, std::size_t n_blocks) const {
-  const std::uint64_t bytes = plan.section_bytes(0, n_blocks);
-  if (plan.scale_bytes() > sizeof(std::uint32_t) * kFp8Words) {
-    return "rounding: a section has more than " + std::to_string(kFp8Words) + " scales";
-  }
-  if (bytes > staging_bytes_) {
-    return "staging_bytes: " + std::to_string(staging_bytes_) + ", a rounded section has " +
-           std::to_string(bytes);
-  }
-  return "";
+bool Mover::can_round(const CopyPlan& plan, std::size_t n_blocks) const noexcept {
+  return plan.scale_bytes() <= sizeof(std::uint32_t) * kFp8Words &&
+         plan.section_bytes(0, n_blocks) <= staging_bytes_;
 }
 
 Failure Mover::copy(CopyKind kind, DeviceAddress device, std::uint64_t host, std::uint64_t bytes) {

@@ -1,25 +1,22 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// The three ways to move a record's sections between a device's blocks and host memory. All of them
-// only queue work on a stream and never wait for it.
+// The two ways to move a record's sections between a device's blocks and host memory. Both only
+// queue work on a stream and never wait for it.
 //
 //   dma     the device's copy engines copy one contiguous run at a time. If the driver has
 //           cuMemcpyBatchAsync and the whole record is registered, one call takes many runs. Uses
 //           no multiprocessor. Takes any host memory, but a copy from or to memory that is not
 //           registered blocks the calling thread.
-//   kernel  a few thread blocks read and write registered host memory directly.
-//   staged  the kernel packs into (or unpacks from) a buffer on the device, and one large DMA does
-//           the rest. Takes any host memory.
+//   kernel  a few thread blocks read and write registered host memory directly. A record in other
+//           memory goes by dma.
 //
-// A record that the chosen way cannot take (memory that is not registered, a section larger than
-// the staging buffer) goes by dma. A plan with a rounding uses the kernels of fp8_kernel_body.h:
-// directly if the way is kernel and the memory is registered, else staged, never by dma.
+// A plan with a rounding uses the kernels of fp8_kernel_body.h: on registered host memory directly,
+// on other memory through a buffer on the device and one large DMA.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "copy/engine.h"
@@ -29,8 +26,7 @@ namespace kvstrata::cuda {
 
 struct LaunchSection;
 
-enum class Way : std::uint8_t { kDma = 0, kKernel = 1, kStaged = 2 };
-inline constexpr const char* kWayNames[] = {"dma", "kernel", "staged"};
+enum class Way : std::uint8_t { kDma = 0, kKernel = 1 };
 
 // A stream of its own, and the device memory that copies on it need. Used by one thread at a time.
 class Mover {
@@ -44,22 +40,19 @@ class Mover {
   // REQUIRES, for all: the device's context is current.
   // Creates the stream. `urgent`: with the highest priority that the device has, else the lowest.
   Failure open(bool urgent);
-  // Allocates the staging buffer, which kStaged and every plan with a rounding need. After a
-  // failure there is none.
+  // Allocates the staging buffer, which every plan with a rounding needs.
   Failure reserve(std::uint64_t staging_bytes);
-  // Frees the staging buffer, if there is one.
-  void give_back() noexcept;
 
   [[nodiscard]] Stream stream() const noexcept { return stream_; }
 
   // Queues the copies of sections [begin, end) of one record whose payload lies at `payload` and is
   // registered as `pinning` says. flush() must follow, after one record or after many, whose copies
   // then share calls of the driver. After a failure some of the copies may be queued. REQUIRES, if
-  // the plan has a rounding: cannot_round() returns "".
+  // the plan has a rounding: can_round().
   Failure queue(Way way, CopyKind kind, const CopyPlan& plan, std::span<const std::uint32_t> blocks,
                 std::uint64_t payload, const Pinning& pinning, std::size_t begin, std::size_t end);
-  // "", or why the staging buffer cannot take a section of this plan with a rounding.
-  [[nodiscard]] std::string cannot_round(const CopyPlan& plan, std::size_t n_blocks) const;
+  // Whether the staging buffer can take a section of this plan with a rounding.
+  [[nodiscard]] bool can_round(const CopyPlan& plan, std::size_t n_blocks) const noexcept;
   // Hands the copies that queue() has collected to the driver; after a failure they are dropped.
   Failure flush();
   // Drops the copies that flush() would hand to the driver.

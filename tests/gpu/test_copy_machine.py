@@ -254,7 +254,7 @@ class Copies(RuleBasedStateMachine):
 @simulated(delay_us=300)
 def test_jobs_cancels_pins_and_errors_in_any_order_keep_every_promise() -> None:
     Copies.device = Device()
-    for Copies.way in ("dma", "kernel", "staged"):
+    for Copies.way in ("dma", "kernel"):
         run_state_machine_as_test(
             Copies,
             settings=settings(

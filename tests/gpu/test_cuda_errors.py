@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from tests.gpu.device_blocks import (
     WAIT_S,
     WANTED,
     Host,
-    codes,
     needs_kernels,
     record_of_cpu,
     small,
@@ -47,39 +44,6 @@ def test_a_copy_that_fails_costs_its_item_and_the_engine_goes_on() -> None:
     assert copies.run("scatter", plan, loads) == [OK, OK, OK]
     assert gpu.read(base, shape.length) == content
     assert copies.failed is None
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    "engine", ["dma", *(pytest.param(way, marks=pytest.mark.long) for way in ("kernel", "staged"))]
-)
-@simulated(delay_us=200)
-def test_after_a_sticky_error_every_job_fails_at_once_and_the_engine_says_why(engine: str) -> None:
-    gpu = SimulatedGpu()
-    _, plan, _, _ = small(gpu)
-    length = plan.record_bytes(2)
-    host = Host(64 * length)
-    copies = cuda.CudaCopyEngine(0, engine=engine)  # type: ignore[arg-type]
-    host.pin(copies)
-    gpu.set("fail", "kernel:3:719" if engine == "kernel" else "copy:40:719")
-    for job in range(8):
-        place = host.address + 8 * job * length
-        items = [([i, 15 - i], place + i * length, length, spec()) for i in range(7)]
-        assert copies.submit(job, "gather", plan, items)
-    copies.drain()
-    outcomes = [code for _, result in copies.completions() for code in result]
-    assert len(outcomes) == 56
-    assert set(outcomes) <= {OK, FAILED}
-    assert outcomes[-1] == FAILED
-    failed = copies.failed
-    assert failed is not None
-    assert (failed.number, failed.name, failed.sticky) == (719, "CUDA_ERROR_LAUNCH_FAILED", True)
-    assert "restart the process" in failed.message
-    assert copies.submit(99, "scatter", plan, [([1, 2], host.address, length, WANTED)])
-    assert codes(copies, 99) == [FAILED]
-    with pytest.raises(cuda.CudaError, match="cuCtxPushCurrent: CUDA_ERROR_LAUNCH_FAILED"):
-        copies.moment(0)
-    copies.close()
 
 
 @simulated()
@@ -146,7 +110,7 @@ def test_a_refused_registration_says_which_limit_to_raise_and_copies_go_on_unpin
         assert (refused.value.number, refused.value.sticky) == (number, False)
     length = plan.record_bytes(3)
     for engine in ENGINES:
-        copies = cuda.CudaCopyEngine(0, engine=engine)  # type: ignore[arg-type]
+        copies = cuda.CudaCopyEngine(0, engine=engine)
         before = gpu.calls("pageable")
         assert copies.run("gather", plan, [([3, 1, 2], host.address, length, spec())]) == [OK]
         assert gpu.calls("pageable") > before
@@ -154,26 +118,11 @@ def test_a_refused_registration_says_which_limit_to_raise_and_copies_go_on_unpin
 
 
 @needs_kernels
-@simulated(memory=1 << 20)
-def test_without_room_for_staging_the_engine_is_dma_and_says_so() -> None:
-    gpu = SimulatedGpu()
-    shape, plan, _, content = small(gpu)
-    copies = cuda.CudaCopyEngine(0, engine="staged")
-    assert copies.engine == "dma"
-    assert copies.reason.startswith("not staged: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY")
-    host = Host(plan.record_bytes(1))
-    assert copies.run("gather", plan, [([9], host.address, host.length, spec())]) == [OK]
-    assert host.read(0, plan.record_bytes(1)) == record_of_cpu(shape, content, [9])
-
-
-@needs_kernels
 @simulated(version=12_040)
-def test_a_driver_without_batched_copies_copies_run_by_run_and_the_choice_prefers_the_kernel() -> None:
+def test_a_driver_without_batched_copies_copies_run_by_run() -> None:
     gpu = SimulatedGpu()
     shape, plan, _, content = small(gpu)
     assert not cuda.driver_facts().batched_copies
-    copies = cuda.CudaCopyEngine(0)
-    assert (copies.engine, "no batched copies" in copies.reason) == ("kernel", True)
     dma = cuda.CudaCopyEngine(0, engine="dma")
     host = Host(plan.record_bytes(4))
     host.pin(dma)
@@ -194,46 +143,12 @@ def test_kernels_that_the_driver_cannot_load_leave_dma_with_the_reason() -> None
     assert "rebuild with this machine's nvcc" in copies.reason
 
 
-@simulated()
-def test_a_forked_child_is_told_that_cuda_does_not_survive_a_fork_and_the_parent_goes_on() -> None:
-    gpu = SimulatedGpu()
-    shape, plan, _, content = small(gpu)
-    copies = cuda.CudaCopyEngine(0, engine="dma")
-    host = Host(plan.record_bytes(1))
-    region = host.pin(copies)[0]
-    items = [([9], host.address, host.length, spec())]
-    for job in range(20):  # some while threads of the engine and of the driver have locks
-        copies.submit(job, "gather", plan, items)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)
-            with pytest.raises(cuda.CudaError, match=r"NOT_INITIALIZED.*does not survive a fork"):
-                cuda.HostRegion(0, host.address, 4096)
-            region.unregister()
-            copies.close()
-            del copies, region, plan
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert copies.wait(job, WAIT_S)
-    assert region.registered
-    copies.completions()
-    assert copies.run("gather", plan, items) == [OK]
-    assert host.read(0, host.length) == record_of_cpu(shape, content, [9])
-
-
 @pytest.mark.long
 @simulated(devices=0)
 def test_a_machine_without_a_gpu_is_told_what_is_missing() -> None:
     for call in (cuda.driver_facts, lambda: cuda.device_facts(0), lambda: cuda.CudaCopyEngine(0)):
         with pytest.raises(cuda.CudaUnavailable, match="finds no GPU"):
             call()
-
-
-@pytest.mark.long
-@simulated(version=11_080)
-def test_a_driver_that_is_too_old_is_told_to_be_updated() -> None:
-    with pytest.raises(cuda.CudaUnavailable, match=r"supports CUDA 11\.8; update it to CUDA 12\.0"):
-        cuda.driver_facts()
 
 
 def test_without_a_driver_the_module_loads_and_says_what_is_missing() -> None:

@@ -54,7 +54,6 @@ std::shared_ptr<Device> open_device() {
 std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& device, Way way,
                                             std::size_t queue = 256, bool rounds = false) {
   EngineOptions options;
-  options.choose = false;
   options.rounds = rounds;
   options.way = way;
   options.staging_bytes = 32 << 10;
@@ -63,7 +62,7 @@ std::unique_ptr<CudaCopyEngine> open_engine(const std::shared_ptr<Device>& devic
   std::unique_ptr<CudaCopyEngine> engine;
   check_cuda(CudaCopyEngine::create(device, options, &status, &engine));
   CHECK_OK(status);
-  CHECK(engine->choice().way == way);
+  CHECK(engine->way() == way);
   return engine;
 }
 
@@ -383,23 +382,15 @@ TEST(copies_of_both_directions_at_once_are_what_the_cpu_says_by_kernel) {
     storm(Way::kKernel, true, seed);
 }
 
-TEST(copies_of_both_directions_at_once_are_what_the_cpu_says_staged) {
-  for (const std::uint64_t seed : {7, 8, 9}) {
-    storm(Way::kStaged, true, seed);
-    storm(Way::kStaged, false, seed);
-  }
-}
-
 TEST(copies_that_round_are_what_the_codec_of_the_cpu_says) {
   for (const std::uint64_t seed : {10, 11, 12}) {
     storm(Way::kKernel, true, seed, true);
-    storm(Way::kStaged, true, seed, true);
-    storm(Way::kStaged, false, seed, true);
+    storm(Way::kKernel, false, seed, true);
   }
 }
 
 TEST(an_engine_that_is_closed_with_jobs_in_flight_ends_them_all_and_touches_nothing_afterwards) {
-  for (const Way way : {Way::kDma, Way::kKernel, Way::kStaged}) {
+  for (const Way way : {Way::kDma, Way::kKernel}) {
     calm();
     World world;
     std::mt19937_64 random(5);

@@ -345,8 +345,7 @@ class CacheClient:
         device = self._device
         if device is None:
             return {}
-        measured = {f"copy_{way}_gb_per_s": round(rate, 3) for way, rate in device.measured.items()}
-        return {"copy_engine": device.engine, "copy_reason": device.reason, **measured}
+        return {"copy_engine": device.engine, "copy_reason": device.reason}
 
     def _end_copies(self, timeout_s: float) -> None:
         self._ledger.close()

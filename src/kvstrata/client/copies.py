@@ -63,14 +63,12 @@ class BlockCopyEngine(Protocol):
 
 @runtime_checkable
 class DeviceCopyEngine(BlockCopyEngine, Protocol):
-    """A copy engine for blocks on a device (`native.cuda.CudaCopyEngine`), and which way of copying it has chosen."""
+    """A copy engine for blocks on a device (`native.cuda.CudaCopyEngine`), and its way of copying."""
 
     @property
     def engine(self) -> str: ...
     @property
     def reason(self) -> str: ...
-    @property
-    def measured(self) -> dict[str, float]: ...
 
 
 class Mapping:
@@ -116,8 +114,6 @@ def device_copies(device: DeviceCopyEngine, pages: Pages) -> DeviceCopies:
     told = pages.stats()
     return DeviceCopies(
         device.engine,
-        device.reason[:MAX_SHORT_TEXT],
-        {way: round(1000 * rate) for way, rate in device.measured.items()},
         int(told.get("pinned_bytes", 0)),
         str(told.get("pin_refusal", ""))[:MAX_SHORT_TEXT],
     )

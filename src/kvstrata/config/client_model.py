@@ -93,11 +93,10 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = "lossless"
     gpu_copy_engine: Annotated[
-        Literal["auto", "dma", "kernel", "staged"],
+        Literal["auto", "dma", "kernel"],
         Meta(
             description="How KV is copied between a GPU and the pool: `dma`: batched copies that use no SM; `kernel`: "
-            "a kernel that accesses host memory; `staged`: a kernel into a buffer on the GPU, and one large copy; "
-            "`auto`: the fastest of them, as measured at the start."
+            "a kernel that accesses host memory; `auto`: `dma` for contiguous runs of at least 32 KB, else `kernel`."
         ),
     ] = "auto"
     gpu_checksum_threads: Annotated[
@@ -113,12 +112,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
     ] = 4
     gpu_staging_mb: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=65_536,
-            description="MB of GPU memory for the copy engine `staged`, and for `fidelity: fp8`.",
-        ),
+        int, Meta(ge=1, le=65_536, description="MB of GPU memory that `fidelity: fp8` takes for each direction.")
     ] = 64
     gpu_pin: Annotated[
         bool,

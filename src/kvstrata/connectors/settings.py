@@ -83,7 +83,7 @@ def load_settings(
     settings = convert(ClientSettings, with_patience(ClientSettings, merged, environment), "settings")
     if settings.fidelity == "fp8" and settings.gpu_copy_engine == "dma":
         raise ConfigError(
-            "fidelity: the gpu_copy_engine 'dma' cannot round; set it to 'auto', 'kernel' or 'staged', or fidelity "
+            "fidelity: the gpu_copy_engine 'dma' cannot round; set it to 'auto' or 'kernel', or fidelity "
             "to 'lossless'",
             field="fidelity",
         )

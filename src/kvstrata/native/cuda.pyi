@@ -103,6 +103,10 @@ class CudaCopyPlan:
     def section_count(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
+    @property
+    def run_bytes(self) -> int:
+        """The shortest contiguous run of a block."""
+
     def section_bytes(self, section: int, n_blocks: int) -> int: ...
     def payload_bytes(self, n_blocks: int) -> int: ...
     def record_bytes(self, n_blocks: int) -> int: ...
@@ -128,19 +132,18 @@ class CudaCopyEngine:
         cls,
         device: int,
         *,
-        engine: Literal["auto", "dma", "kernel", "staged"] = "auto",
+        engine: Literal["dma", "kernel"] = "kernel",
         threads: int = 8,
         max_sms: int = 4,
         staging_bytes: int = 64 << 20,
         queue: int = 256,
         fp8: bool = False,
     ) -> CudaCopyEngine:
-        """`engine`: how copies are made; "auto" lets `choose` decide. `threads` (1 to 64) compute checksums; a kernel
-        fills at most `max_sms` multiprocessors.
+        """`engine`: how copies are made. `threads` (1 to 64) compute checksums; a kernel fills at most `max_sms`
+        multiprocessors.
 
-        A "staged" copy engine takes `staging_bytes` of device memory for each direction; the others take none.  If the
-        wanted engine is not possible (no kernels, no room for staging), "dma" takes its place, and `reason` says why.
-        With `fp8` the object also takes plans that round: it always has its staging, is never "dma", and raises
+        Without kernels, "dma" takes the place of "kernel", and `reason` says why.  With `fp8` the object also takes
+        plans that round: it takes `staging_bytes` of device memory for each direction, is never "dma", and raises
         CudaError if that is not possible.  Raises CudaUnavailable, CudaError, ValueError.
         """
 
@@ -152,29 +155,15 @@ class CudaCopyEngine:
     def threads(self) -> int: ...
     @property
     def engine(self) -> str:
-        """How copies are made now: "dma", "kernel" or "staged"; single records may still fall back to "dma"."""
+        """How copies are made: "dma" or "kernel", by which records in memory that is not registered go by "dma"."""
 
     @property
     def reason(self) -> str:
-        """Why copies are made that way, in a sentence for a log."""
-
-    @property
-    def measured(self) -> dict[str, float]:
-        """GB/s of the copy engines that `choose` tried, by name."""
+        """Why copies are made in another way than was asked for, for a log; otherwise empty."""
 
     @property
     def failed(self) -> CudaError | None:
         """The sticky error that ended this object's use of the GPU, or None; every item after the error ends FAILED."""
-
-    def choose(
-        self, plan: CopyPlan | CudaCopyPlan, host_address: int, length: int, blocks: Sequence[int]
-    ) -> None:
-        """Measures the copy engines with records of these blocks and, if "auto" was asked for, takes the fastest.
-
-        Only the plan's shapes matter, and whether it rounds: the measurement uses device memory of its own and `length`
-        bytes at `host_address`, which nobody else may use meanwhile (length 0: pinned memory of its own).  It takes
-        some 10 ms without the GIL; copies under way go on.  Raises CudaError, and then nothing changes.
-        """
 
     def moment(self, stream: int) -> Moment:
         """The end of all work that was queued on the caller's `stream` until now. Never waits. Raises CudaError."""

@@ -18,11 +18,7 @@ class DeviceCopies(msgspec.Struct, array_like=True, frozen=True):
     """How a process whose blocks are on a device copies between them and L1; a list."""
 
     engine: Annotated[str, Meta(max_length=32)]
-    """The way of copying: `dma`, `kernel` or `staged`."""
-    reason: ShortText
-    """Why this way was chosen."""
-    mb_per_s: Annotated[dict[Annotated[str, Meta(max_length=32)], Count], Meta(max_length=16)]
-    """Measured speed of each way, in 10^6 bytes per second."""
+    """The way of copying: `dma` or `kernel`."""
     pinned_bytes: Count
     """Bytes of L1 that are registered with the device's driver."""
     pin_refusal: ShortText

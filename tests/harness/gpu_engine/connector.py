@@ -14,7 +14,7 @@ from kvstrata.client import CacheClient, LoadItem
 from kvstrata.client.pinning import Pinner
 from kvstrata.client.warmup import PageWarmer
 from kvstrata.config.client_model import ClientSettings
-from kvstrata.connectors.device import DeviceMover, choose_way, open_engine
+from kvstrata.connectors.device import DeviceMover, open_engine
 from kvstrata.connectors.vllm.identity import fidelity_of
 from kvstrata.connectors.vllm.metadata import StepPlan, WorkerReport
 from kvstrata.connectors.vllm.scheduler import SYNC_LOAD_BYTES, SchedulerSide
@@ -153,14 +153,11 @@ class Cache(NoCache):
         kv: DeviceKv,
         *,
         pin: bool = True,
-        measure: bool = False,
         sync_load_bytes: int = SYNC_LOAD_BYTES,
         mover: type[DeviceMover] = DeviceMover,
     ) -> None:
         group = secrets.token_bytes(16)
         self.engine, plan = open_engine(settings, kv.view, "GPU 0", 0)
-        if measure:
-            choose_way(self.engine, "GPU 0", plan, kv.view.group.record_blocks)
         pages = Pinner(self.engine, 0) if pin else PageWarmer()
         self.client = client_of(
             settings,

@@ -38,7 +38,7 @@ def test_a_frame_without_a_proof_or_with_half_of_one_proves_nothing(secret: byte
 def longest_requests() -> list[wire.Request]:
     keys = bytes(wire.MAX_CHUNKS * KEY_BYTES)
     name = "😀" * 4096
-    copies = DeviceCopies("kernel", "r" * 512, {str(n): n for n in range(16)}, 1, "p" * 512)
+    copies = DeviceCopies("kernel", 1, "p" * 512)
     return [
         wire.Ping(
             SESSION,

@@ -402,11 +402,10 @@ def _on_device(
     # Engines on the CPU must never load the driver.
     from kvstrata.client.pinning import Pinner
     from kvstrata.client.warmup import PageWarmer
-    from kvstrata.connectors.device import DeviceMover, choose_way, open_engine
+    from kvstrata.connectors.device import DeviceMover, open_engine
 
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     engine, plan = open_engine(settings, view, device, ordinal)
-    choose_way(engine, device, plan, view.group.record_blocks)
     pages = Pinner(engine, ordinal) if settings.gpu_pin else PageWarmer()
     client = make_client(engine=engine, pages=pages, registers_memory=True)
     section_at = {layer.base: section for section, layer in enumerate(view.layers.values())}

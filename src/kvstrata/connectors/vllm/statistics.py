@@ -26,7 +26,6 @@ COUNTERS = {
     "stores_preempted": "Stores given up because their request was preempted.",
     "copy_dma_workers": "Workers since the start whose KV is copied by the GPU's copy engines.",
     "copy_kernel_workers": "Workers since the start whose KV is copied by a kernel straight on host memory.",
-    "copy_staged_workers": "Workers since the start whose KV is copied by a kernel through a buffer on the GPU.",
     "pinned_bytes": "Bytes registered with a GPU's driver since the start, summed over all pools.",
     "pin_refusals": "Pools that the driver did not register whole.",
     "errors": "Calls of vLLM that failed inside the connector and were answered as without a cache; see its log.",
