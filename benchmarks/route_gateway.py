@@ -138,7 +138,7 @@ class Run:
         self.outside = policy if isinstance(policy, Outside) else None
         inside: Any = LeastLoaded() if isinstance(policy, Outside) else policy
         self.choosing = Choosing(inside, self.fleet, Heard(self.index), Meters({}, self.clock), self.clock)
-        self._coming: list[tuple[float, int, str, KVEventBatch, bool]] = []
+        self._coming: list[tuple[float, int, str, Any, bool]] = []
         """Events under way, as (time, number, engine, batch, whether it is lost)."""
         self._missing: dict[str, list[bytes]] = {}
         """Lost batches by engine, until the next one comes."""
@@ -254,7 +254,7 @@ class Run:
         self._apply_events(until_s)
         self.now_s = max(self.now_s, until_s)
 
-    def _push(self, at_s: float, name: str, batch: KVEventBatch, lost: bool) -> None:
+    def _push(self, at_s: float, name: str, batch: Any, lost: bool = False) -> None:
         heapq.heappush(self._coming, (at_s, next(self._numbers), name, batch, lost))
 
     def _apply_events(self, until_s: float) -> None:

@@ -35,7 +35,6 @@ from kvstrata.gateway.sharing.messages import FRAMES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FLUSH_S
 from kvstrata.gateway.sharing.telling import Teller
-from kvstrata.gateway.stored_responses import StoredResponses
 from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
@@ -83,9 +82,7 @@ class Gateways(Run):
         choosing = Choosing(POLICIES["ttft"](), fleet, Heard(index), Meters({}, self.clock), self.clock)
         teller = Teller(lambda: self._push(self.now_s + FRAME_S, TOLD, teller))
         choosing.teller = teller if shares else None
-        return Gateway(
-            choosing, index, Others(fleet, choosing.prefixes, StoredResponses(), self.clock), teller
-        )
+        return Gateway(choosing, index, Others(fleet, choosing.prefixes, self.clock), teller)
 
     def choose(self, wanted: Wanted) -> Choice | None:
         """By the gateway at which the request arrives."""
@@ -110,7 +107,7 @@ class Gateways(Run):
 
     def _apply_events(self, until_s: float) -> None:
         while self._coming and self._coming[0][0] <= until_s:
-            at_s, _, name, what = heapq.heappop(self._coming)
+            at_s, _, name, what, _ = heapq.heappop(self._coming)
             self.now_s = max(self.now_s, at_s)
             if name != TOLD:
                 self.caches[name].apply(decoded(msgspec.msgpack.encode(what)))

@@ -270,10 +270,10 @@ def test_a_worker_whose_staging_buffer_is_too_small_to_round_a_chunk_does_not_st
     kv = gpu_kv.DeviceKv(
         gpu_kv.Device(), shape, block_tokens=16, num_blocks=128, chunk_tokens=1024, rounded=True
     )
-    enough = ClientSettings(chunk_size=1024, fidelity="fp8", gpu_fp8=True, gpu_staging_mb=3)
+    enough = ClientSettings(chunk_size=1024, fidelity="fp8", gpu_staging_mb=3)
     open_engine(enough, kv.view, "cuda:0", 0)
     with pytest.raises(
-        ConfigError, match=r"gpu_staging_mb: 2 is too small: gpu_fp8 needs .*; set it to 3 or more"
+        ConfigError, match=r"gpu_staging_mb: 2 is too small: .* needs .*; set it to 3 or more"
     ):
         open_engine(msgspec.structs.replace(enough, gpu_staging_mb=2), kv.view, "cuda:0", 0)
 

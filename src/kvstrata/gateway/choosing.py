@@ -295,6 +295,7 @@ class Choosing:
                 wanted.keys,
                 ready_in_s,
                 streams=wanted.streams,
+                loads=way is not None and way.load_tokens > 0,
             )
 
     def first_token(self, choice: Choice) -> None:
@@ -346,8 +347,6 @@ class Choosing:
         )
         if lacking is not None:
             self._meters.mistaken[engine.name] += 1
-            if self.teller is not None:
-                self.teller.lacks(engine.name, lacking)
 
     def _time(self, choice: Choice, cached: int, share: float, first_s: float) -> None:
         """How long computing and loading took."""
@@ -357,8 +356,6 @@ class Choosing:
         # In our own count of tokens, so that no engine can make itself look fast by reporting many.
         computed = round(choice.wanted.tokens * (1.0 - share))
         tier, loaded = _loaded(choice, cached)
-        if self.teller is not None:
-            self.teller.computed(choice.wanted.number, computed, timed=loaded <= 0 and timed.tells)
         if loaded > 0:
             timed.spoil()
             if loaded > computed and timed.alone:

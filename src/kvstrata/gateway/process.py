@@ -35,7 +35,6 @@ from kvstrata.gateway.plan import TTFT, Plan, plan
 from kvstrata.gateway.probing import Probing
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.gateway.sharing.catching_up import slices
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
 from kvstrata.gateway.splicing import Splices
@@ -192,14 +191,12 @@ class Gateway(Process):
             shared = SharedKey(FIELD)
             self.supervisor.spawn(shared.keep(), "cluster-key")
             keys = shared.keys
-        prefixes, responses = choosing.prefixes, reader.responses
-        others = Others(fleet, prefixes, responses, time.monotonic)
-        sharing = Sharing(wanted, keys, others, lambda: slices(prefixes, fleet, responses, time.monotonic()))
+        others = Others(fleet, choosing.prefixes, time.monotonic)
+        sharing = Sharing(wanted, keys, others)
         self.closers.append(soon(sharing.close))
         sharing.start()
         reader.secret = piece_secret(keys)
         choosing.teller = sharing.teller
-        responses.made = sharing.teller.made
         await sharing.set(wanted)
         self.supervisor.spawn(sharing.keep(), "sharing")
         return sharing

@@ -24,8 +24,6 @@ from tests.harness.waiting import eventually_async
 from tests.integration.gateway.test_faults import at_rest
 from tests.integration.gateway.test_proxy import CHAT, ask
 
-RESPONSES = "/v1/responses"
-
 pytestmark = pytest.mark.integration
 
 
@@ -135,22 +133,6 @@ async def test_a_gateway_knows_the_queues_of_the_other_and_they_come_to_zero(
         await at_rest(gateway, session)
 
 
-@pytest.mark.long
-@pytest.mark.silence
-async def test_requests_of_a_killed_gateway_end_and_delay_nobody(
-    scene: Scene, session: aiohttp.ClientSession
-) -> None:
-    first, second = scene.gateways
-    lost = [asyncio.create_task(asks(first, session)) for _ in range(4)]
-    await in_flight(second, session, 4)
-    first.kill()
-    await asyncio.gather(*lost, return_exceptions=True)
-    await in_flight(second, session, 0)
-    scene.go.set()
-    assert await asks(second, session) == 200
-    await at_rest(second, session)
-
-
 @pytest.mark.silence
 async def test_a_frozen_gateway_is_forgotten_delays_nobody_and_is_known_again(
     scene: Scene, session: aiohttp.ClientSession
@@ -181,7 +163,7 @@ async def test_only_holders_of_the_secret_are_heard_and_garbage_of_theirs_change
 ) -> None:
     gateway, port = scene.gateways[0], scene.ports[0]
     engine = scene.engines[0].name
-    lie = encode(Frame(PROTOCOL, "f" * 16, [Sent(1, engine, 9, 9, b"", 0.0, True)]))
+    lie = encode(Frame(PROTOCOL, "f" * 16, [Sent(1, engine, 9, 9, b"", 0.0, True, False)]))
     garbage = [b"", b"\xff" * 99, encode(Frame(99, "f" * 16, [])), encode(Frame(PROTOCOL, "no", []))]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -231,65 +213,3 @@ def test_wrong_settings_name_what_to_change(tmp_path: Path) -> None:
     file.chmod(0o600)
     with pytest.raises(ConfigError, match=r"sharing\.curve_file: .* keys of several members"):
         sharing_keys(str(file))
-
-
-async def test_a_gateway_that_joins_late_knows_prefixes_and_stored_responses_of_before(
-    tmp_path: Path, session: aiohttp.ClientSession
-) -> None:
-    scene = Scene(tmp_path, 3, policy="ttft")
-    scene.go.set()
-    try:
-        await scene.start(2)
-        await hear_each_other(scene.gateways, session)
-        first, second = scene.gateways
-        messages = [{"role": "user", "content": "x" * 40_000}]
-        async with session.post(first.url + CHAT, json=ask(messages=messages)) as response:
-            assert response.status == 200
-        [asked] = [engine for engine in scene.engines if engine.got]
-
-        async def stored(got: Got, line: Line) -> None:
-            await line.answer({"id": "resp_before", "status": "completed"})
-
-        for engine in scene.engines:
-            engine.behaviour = stored
-        async with session.post(first.url + RESPONSES, json={"model": "m", "input": "x"}) as response:
-            assert response.status == 200
-        [maker] = [engine for engine in scene.engines if engine.got and engine.got[-1].target == RESPONSES]
-
-        async def pieces(gateway: GatewayProcess) -> int:
-            return int((await gateway.status(session))["gateway"]["prefix_pieces"])
-
-        known = await pieces(first)
-        assert known >= 39
-
-        async def same() -> bool:
-            return await pieces(third) == known == await pieces(second)
-
-        third = scene.add()
-        await asyncio.to_thread(third.start)
-        await eventually_async("the gateway that joined knows the prefixes", same)
-        for engine in scene.engines:
-            engine.got.clear()
-        for gateway in (second, third):
-            body = {"model": "m", "input": "y", "previous_response_id": "resp_before"}
-
-            async def goes_there(gateway: GatewayProcess = gateway, body: dict[str, str] = body) -> bool:
-                maker.got.clear()
-                async with session.post(gateway.url + RESPONSES, json=body) as response:
-                    assert response.status == 200
-                return bool(maker.got)
-
-            await eventually_async("the engine that made it goes on with it", goes_there)
-        for engine in scene.engines:
-            engine.behaviour = scene.answer
-        turns = [*messages, {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-        asked.got.clear()
-        async with session.post(third.url + CHAT, json=ask(messages=turns)) as response:
-            assert response.status == 200
-        assert len(asked.got) == 1, "the conversation goes where its beginning is"
-    finally:
-        for gateway in scene.gateways:
-            with contextlib.suppress(ProcessLookupError):
-                gateway.kill()
-        for engine in scene.engines:
-            await engine.stop()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvstrata.gateway.choosing import Choosing, Wanted
 from kvstrata.gateway.controllers.asking import _At, copies_of
 from kvstrata.gateway.controllers.directory import Directory
-from kvstrata.gateway.controllers.link import AGAIN_MAX_S, LIMIT, Breaker
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
@@ -167,35 +166,6 @@ def test_one_copy_stands_for_all_if_every_engine_reads_peers() -> None:
     for n_targets in (0, 4):
         each = [one for one in copies_of(at, holdings, 16, 8, directory, n_targets) if one.tier == "peer"]
         assert [one.engine for one in each] == [at[1].engine.name, at[2].engine.name]
-
-
-def test_a_controller_that_fails_is_tried_now_and_then_until_it_answers() -> None:
-    now_s = [0.0]
-    breaker = Breaker(lambda: now_s[0])
-    for _ in range(LIMIT):
-        assert breaker.due and not breaker.open
-        breaker.asked()
-        breaker.failed()
-    waits = []
-    for _ in range(8):
-        assert breaker.open and not breaker.due
-        began_s = now_s[0]
-        while not breaker.due:
-            now_s[0] += 0.25
-        waits.append(now_s[0] - began_s)
-        breaker.asked()
-        assert not breaker.due, "only one question is let through"
-        breaker.failed()
-    assert waits == sorted(waits) and waits[0] <= 1.5 and waits[-1] == AGAIN_MAX_S
-    now_s[0] += AGAIN_MAX_S
-    breaker.asked()
-    breaker.answered()
-    assert breaker.due and not breaker.open
-    for _ in range(LIMIT - 1):
-        breaker.failed()
-    breaker.answered()
-    breaker.failed()
-    assert not breaker.open, "only failures in a row count"
 
 
 @pytest.mark.parametrize("tier", ["l1", "l2", "peer"])

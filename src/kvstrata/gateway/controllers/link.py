@@ -12,6 +12,7 @@ from kvstrata.gateway.controllers.directory import Directory
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import Histogram
 from kvstrata.patience import patience
+from kvstrata.policy.breaker import Breaker, BreakerState
 from kvstrata.rpc.cluster_wire import Done
 from kvstrata.rpc.gateway_wire import GatewayBeat, GatewayHeard, Holding, Holdings, HoldingsReply, Replicate
 from kvstrata.rpc.zmq_curve import ClusterKeys
@@ -23,53 +24,9 @@ ANSWER_S = 2.0
 """Time for the answer to a heartbeat."""
 STALE_BEATS = 5
 """Heartbeats after which what was told counts no more, unless one of them was answered."""
+FAILURES, AGAIN_S, AGAIN_MAX_S = 4, 1.0, 30.0
+"""Late or wrong answers in a row after which a controller is asked only now and then, and how often."""
 BOUNDS = (0.000_25, 0.000_5, 0.001, 0.001_5, 0.002, 0.003, 0.005, 0.01, 0.03, 0.1)
-
-LIMIT = 4
-AGAIN_S, AGAIN_MAX_S = 1.0, 30.0
-"""See Breaker."""
-
-
-class Breaker:
-    """Stops asking a controller that does not answer in time.
-
-    closed ── LIMIT failures in a row ──▶ open ── one question each AGAIN_S, doubling to AGAIN_MAX_S ──▶ open
-       ▲                                                      │ answered in time
-       └──────────────────────────────────────────────────────┘
-    """
-
-    def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s = now_s
-        self._failures = 0
-        self._again_s = AGAIN_S
-        self._next_s = 0.0
-
-    @property
-    def open(self) -> bool:
-        """Whether only a question now and then is let through."""
-        return self._failures >= LIMIT
-
-    @property
-    def due(self) -> bool:
-        """Whether a question may be asked now."""
-        return not self.open or self._now_s() >= self._next_s
-
-    def asked(self) -> None:
-        """A question is asked: while the breaker is open, the next one waits."""
-        if self.open:
-            self._next_s = self._now_s() + self._again_s
-            self._again_s = min(2 * self._again_s, AGAIN_MAX_S)
-
-    def answered(self) -> None:
-        """A question was answered in time."""
-        self._failures = 0
-        self._again_s = AGAIN_S
-
-    def failed(self) -> None:
-        """A question was not answered in time, or wrongly."""
-        self._failures += 1
-        if self._failures == LIMIT:
-            self.asked()
 
 
 class ControllerLink:
@@ -81,7 +38,7 @@ class ControllerLink:
         self._now_s = now_s
         self._beat_s = ANSWER_S
         self._wake = asyncio.Event()
-        self._breaker = Breaker(now_s)
+        self._breaker = Breaker(FAILURES, AGAIN_S, AGAIN_MAX_S)
         self._log = EventLog("controllers")
         self.up = False
         """Whether there is a connection."""
@@ -96,12 +53,12 @@ class ControllerLink:
     @property
     def usable(self) -> bool:
         """Whether a question may be asked now."""
-        return self.up and self.known is not None and self._breaker.due
+        return self.up and self.known is not None and self._breaker.would_admit(self._now_s())
 
     @property
     def asks(self) -> bool:
         """Whether prompts are asked about as they come."""
-        return self.up and self.known is not None and not self._breaker.open
+        return self.up and self.known is not None and self._breaker.state is BreakerState.CLOSED
 
     @property
     def known(self) -> Directory | None:
@@ -113,13 +70,18 @@ class ControllerLink:
 
     async def holdings(self, questions: list[Holdings], deadline_s: float) -> list[list[Holding]] | None:
         """The answers to questions that are asked at once; None if they do not all come within `deadline_s`."""
-        self._breaker.asked()
-        self.counts["asked"] += 1
         began_s = self._now_s()
+        if not self._breaker.admit(began_s):
+            return None
+        self.counts["asked"] += 1
         try:
             async with asyncio.timeout(deadline_s):
                 # One after the other: nearly always there is one.
                 replies = [await self._link.ask(one, HoldingsReply, ANSWER_S) for one in questions]
+        except asyncio.CancelledError:
+            if self._breaker.state is BreakerState.PROBING:
+                self._breaker.ended(False, self._now_s())
+            raise
         except TimeoutError:
             self._failed("late")
             return None
@@ -131,7 +93,7 @@ class ControllerLink:
             return None
         self.counts["answered"] += 1
         self.seconds.add(self._now_s() - began_s)
-        self._breaker.answered()
+        self._breaker.ended(True, self._now_s())
         if self.directory is not None and replies and replies[0].epoch != self.directory.epoch:
             self._wake.set()
         return [reply.holdings for reply in replies]
@@ -191,10 +153,10 @@ class ControllerLink:
         self._link.close()
 
     def _failed(self, how: str) -> None:
-        was_open = self._breaker.open
+        was_closed = self._breaker.state is BreakerState.CLOSED
         self.counts[how] += 1
-        self._breaker.failed()
-        if self._breaker.open and not was_open:
+        self._breaker.ended(False, self._now_s())
+        if was_closed and self._breaker.state is BreakerState.OPEN:
             self._log.repeated(
                 logging.WARNING, f"{self.url} slow", "controller_not_asked", url=self.url,
                 why="it has not answered several questions in a row in time; it is tried again now and then",

@@ -4,11 +4,8 @@ A frame names the life of the gateway that sent it and has events in their order
 their pieces (prefixes.py), which say nothing to somebody without the gateways' secret; no text, token, tenant or client
 is in it.
 
-    Sent ─▶ First ─▶ Ended ─▶ Computed        Ended may come first; Computed is told if the engine told its hits
-    Made                                      an engine has made a stored response
-    Held                                      what engines had before a gateway joined (catching_up.py)
-    Lacks                                     an engine reported that it has less than was expected
-    UnderWay                                  every request of a range of numbers: what was lost before is mended by it
+    Sent ─▶ First ─▶ Ended        Ended may come first
+    UnderWay                      every request of a range of numbers: what was lost before is mended by it
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from msgspec import Meta
 
 from kvstrata.gateway.prefixes import KEY_BYTES, MAX_PIECES
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 20
 MAX_EVENTS = 8_192
 MAX_STATED = 1_024
@@ -51,6 +48,8 @@ class Sent(Event, frozen=True, tag="sent"):
     """Expected time to its first token."""
     streams: bool
     """Whether its answer does not come whole."""
+    loads: bool
+    """Whether a part of its prompt is loaded, so that its time tells nothing of how fast the engine computes."""
 
 
 class First(Event, frozen=True, tag="first"):
@@ -64,38 +63,6 @@ class Ended(Event, frozen=True, tag="ended"):
 
     number: Number
     answered: bool
-
-
-class Computed(Event, frozen=True, tag="computed"):
-    """How many tokens of an ended request's prompt its engine computed."""
-
-    number: Number
-    tokens: Tokens
-    timed: bool
-    """Whether its time says how fast the engine computes."""
-
-
-class Lacks(Event, frozen=True, tag="lacks"):
-    """An engine does not have these pieces."""
-
-    engine: Engine
-    keys: Keys
-
-
-class Made(Event, frozen=True, tag="made"):
-    """An engine has made a stored response, which only it can continue."""
-
-    response: Annotated[str, Meta(min_length=1, max_length=1_024)]
-    engine: Engine
-
-
-class Held(Event, frozen=True, tag="held"):
-    """Pieces that an engine has computed, for a gateway that was not there."""
-
-    engine: Engine
-    keys: Keys
-    age_s: Annotated[float, Meta(ge=0, le=1e9)]
-    """Since the oldest of them was used."""
 
 
 class Flight(msgspec.Struct, array_like=True, frozen=True):
@@ -119,7 +86,7 @@ class UnderWay(Event, frozen=True, tag="under_way"):
     flights: Annotated[list[Flight], Meta(max_length=MAX_STATED)]
 
 
-AnyEvent = Sent | First | Ended | Computed | Lacks | UnderWay | Made | Held
+AnyEvent = Sent | First | Ended | UnderWay
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True):

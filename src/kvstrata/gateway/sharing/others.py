@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 
 from kvstrata.gateway.busy_periods import TimedPrompt
@@ -19,24 +18,17 @@ from kvstrata.gateway.fleet import Fleet, ServingEngine
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.sharing.messages import (
     AnyEvent,
-    Computed,
     Ended,
     First,
     Flight,
     Frame,
-    Held,
-    Lacks,
-    Made,
     Sent,
     UnderWay,
     split,
 )
-from kvstrata.gateway.stored_responses import StoredResponses
 
 MAX_GATEWAYS = 64
 MAX_FLIGHTS = 1 << 16
-MAX_REPORTS = 4_096
-"""Ended requests of one gateway whose Computed is still awaited."""
 
 
 class Foreign:
@@ -58,30 +50,18 @@ class Other:
     def __init__(self) -> None:
         self.heard_s = 0.0
         self.flights: dict[int, Foreign] = {}
-        self.ended: collections.OrderedDict[int, TimedPrompt] = collections.OrderedDict()
-        """The timing of ended requests whose Computed is still awaited."""
 
 
 class Others:
     """See the module. Belongs to the event loop."""
 
-    def __init__(
-        self, fleet: Fleet, prefixes: Prefixes, responses: StoredResponses, now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, fleet: Fleet, prefixes: Prefixes, now_s: Callable[[], float]) -> None:
         self._fleet = fleet
-        self._responses = responses
-        self.joined: Callable[[str], None] = lambda name: None
-        """Called with the name of a gateway that is heard for the first time."""
         self._prefixes = prefixes
         self._now_s = now_s
         self._others: dict[str, Other] = {}
         self.ignored = 0
         """Events and frames that exceed a bound, or name an engine that is not known here."""
-
-    @property
-    def names(self) -> list[str]:
-        """Of the gateways that are heard."""
-        return list(self._others)
 
     def __len__(self) -> int:
         """Gateways that are heard."""
@@ -100,7 +80,6 @@ class Others:
                 self.ignored += 1
                 return
             other = self._others[frame.gateway] = Other()
-            self.joined(frame.gateway)
         other.heard_s = self._now_s()
         for event in frame.events:
             self._apply(frame.gateway, other, event)
@@ -122,40 +101,30 @@ class Others:
         other = self._others.pop(name)
         for number in list(other.flights):
             self._end(name, other, number, answered=False)
-        for timed in other.ended.values():
-            timed.spoil()
 
     def _apply(self, name: str, other: Other, event: AnyEvent) -> None:
         match event:
             case Sent():
-                keys = split(event.keys)
-                self._begin(name, other, event, keys)
+                self._begin(name, other, event, split(event.keys), timed=not event.loads)
                 self._note(other, event.number, ready_at_s=self._now_s() + event.ready_in_s)
             case First():
                 self._first(name, other, event.number)
             case Ended():
                 self._end(name, other, event.number, answered=event.answered)
-            case Computed():
-                self._computed(other, event)
-            case Made():
-                if self._fleet.target(event.engine) is not None:
-                    self._responses.note(event.response, event.engine, ours=False)
-            case Held():
-                self._catch_up(event)
-            case Lacks():
-                self._prefixes.forget(split(event.keys), event.engine)
             case UnderWay():
                 self._mend(name, other, event)
 
-    def _begin(self, name: str, other: Other, sent: Sent | Flight, keys: list[bytes]) -> None:
+    def _begin(self, name: str, other: Other, sent: Sent | Flight, keys: list[bytes], *, timed: bool) -> None:
         self._end(name, other, sent.number, answered=False)
         known = self._fleet.target(sent.engine)
         if known is None or len(other.flights) >= MAX_FLIGHTS:
             self.ignored += 1
             return
         word = f"{name}/{sent.number}"
-        timed = self._fleet.began(known, word, sent.uncached, sent.tokens, streams=sent.streams, ours=False)
-        other.flights[sent.number] = Foreign(known, timed, keys)
+        prompt = self._fleet.began(known, word, sent.uncached, sent.tokens, streams=sent.streams, ours=False)
+        if not timed:
+            prompt.spoil()
+        other.flights[sent.number] = Foreign(known, prompt, keys)
 
     def _note(self, other: Other, number: int, *, ready_at_s: float = 0.0, computed: bool = False) -> None:
         flight = other.flights.get(number)
@@ -185,29 +154,6 @@ class Others:
         self._fleet.ended(flight.engine, f"{name}/{number}", ours=False)
         if not answered:
             self._prefixes.take_back(flight.keys, flight.engine.name)
-            return
-        other.ended[number] = flight.timed
-        if len(other.ended) > MAX_REPORTS:
-            other.ended.popitem(last=False)
-
-    def _computed(self, other: Other, event: Computed) -> None:
-        timed = other.ended.pop(event.number, None)
-        if timed is None:
-            return
-        if not event.timed:
-            timed.spoil()
-        timed.report(event.tokens)
-
-    def _catch_up(self, event: Held) -> None:
-        """Note what an engine has, but for what is known of it already."""
-        engine = self._fleet.target(event.engine)
-        if engine is None:
-            self.ignored += 1
-            return
-        generations = {engine.name: engine.generation}
-        fresh = [key for key in split(event.keys) if not self._prefixes.computed_by(key, generations)]
-        at_s = self._now_s() - event.age_s
-        self._prefixes.note(fresh, engine.name, engine.generation, at_s, computed=True)
 
     def _mend(self, name: str, other: Other, event: UnderWay) -> None:
         stated = {one.number for one in event.flights if event.first <= one.number < event.end}
@@ -217,8 +163,6 @@ class Others:
             if one.number not in stated:
                 continue
             if one.number not in other.flights:
-                self._begin(name, other, one, [])
-                if one.number in other.flights:
-                    other.flights[one.number].timed.spoil()
+                self._begin(name, other, one, [], timed=False)
             if one.running:
                 self._first(name, other, one.number)

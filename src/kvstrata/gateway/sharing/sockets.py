@@ -14,15 +14,14 @@ import asyncio
 import hashlib
 import logging
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 
 from kvstrata.config.gateway_model import SharingSettings
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.gateway.fleet import DNS
-from kvstrata.gateway.sharing.catching_up import PAUSE_S, tells
-from kvstrata.gateway.sharing.messages import FRAMES, MAX_FRAME_BYTES, PROTOCOL, AnyEvent
+from kvstrata.gateway.sharing.messages import FRAMES, MAX_FRAME_BYTES, PROTOCOL
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.telling import EVENT_BYTES, Teller
 from kvstrata.observability.logging import EventLog
@@ -33,8 +32,6 @@ from kvstrata.rpc.zmq_server import Address, ZmqServer
 FLUSH_S = 0.01
 """Longest time for which an event waits for others to be told with it."""
 TURN_S = 0.5
-JOIN_S = 1.0
-"""Time from the first word of a gateway until it is told what it has missed: the link to it may have to be made."""
 RESOLVE_TURNS = 10
 """Turns after which names are resolved again."""
 MAX_LINKS = 256
@@ -44,23 +41,11 @@ FIELD = "sharing.curve_file"
 class Sharing:
     """See the module. Belongs to the event loop."""
 
-    def __init__(
-        self,
-        settings: SharingSettings,
-        keys: ClusterKeys,
-        others: Others,
-        known: Callable[[], Iterator[list[AnyEvent]]],
-    ) -> None:
-        """`known`: all that a gateway which joins is told, see catching_up.py."""
+    def __init__(self, settings: SharingSettings, keys: ClusterKeys, others: Others) -> None:
         self._loop = asyncio.get_running_loop()
         self._settings = settings
         self._keys = keys
         self.others = others
-        others.joined = self._joined
-        self._known = known
-        self._telling: Iterator[list[AnyEvent]] | None = None
-        """What is being told to gateways that have joined."""
-        self._next_slice: asyncio.TimerHandle | None = None
         self.teller = Teller(self._begin_flush)
         self._server = ZmqServer(
             self._loop, receive_only=True, max_message_bytes=MAX_FRAME_BYTES + 64 * EVENT_BYTES
@@ -126,8 +111,6 @@ class Sharing:
         """Close all sockets."""
         if self._flush is not None:
             self._flush.cancel()
-        if self._next_slice is not None:
-            self._next_slice.cancel()
         self.others.clear()
         self._server.close()
         self._links.close()
@@ -146,22 +129,6 @@ class Sharing:
     def counts(self) -> dict[str, int]:
         """Frames and events by what became of them."""
         return {**self.frames, "untold": self.teller.dropped, "ignored": self.others.ignored}
-
-    def _joined(self, name: str) -> None:
-        if tells(self.teller.name, self.others.names, name):
-            self._telling = self._known()
-            if self._next_slice is None:
-                self._next_slice = self._loop.call_later(JOIN_S, self._tell_slice)
-
-    def _tell_slice(self) -> None:
-        """Tell a part of what is known, and the next part after a pause."""
-        self._next_slice = None
-        events = next(self._telling, None) if self._telling is not None else None
-        if events is None:
-            self._telling = None
-            return
-        self._send(self.teller.told(events))
-        self._next_slice = self._loop.call_later(PAUSE_S, self._tell_slice)
 
     def _begin_flush(self) -> None:
         self._flush = self._loop.call_later(FLUSH_S, self.flush)

@@ -18,13 +18,10 @@ from kvstrata.gateway.sharing.messages import (
     MAX_STATED,
     PROTOCOL,
     AnyEvent,
-    Computed,
     Ended,
     First,
     Flight,
     Frame,
-    Lacks,
-    Made,
     Sent,
     UnderWay,
     encode,
@@ -58,10 +55,12 @@ class Teller:
         ready_in_s: float,
         *,
         streams: bool,
+        loads: bool,
     ) -> None:
         """A request is sent to an engine: see messages.Sent."""
         self._flights[number] = Flight(number, engine, uncached, tokens, False, streams)
-        self._tell(Sent(number, engine, uncached, tokens, b"".join(keys), max(0.0, ready_in_s), streams))
+        joined = b"".join(keys)
+        self._tell(Sent(number, engine, uncached, tokens, joined, max(0.0, ready_in_s), streams, loads))
 
     def first(self, number: int) -> None:
         """Its first token has come."""
@@ -75,30 +74,13 @@ class Teller:
         if self._flights.pop(number, None) is not None:
             self._tell(Ended(number, answered))
 
-    def computed(self, number: int, tokens: int, *, timed: bool) -> None:
-        """Its engine computed so many tokens of its prompt."""
-        self._tell(Computed(number, tokens, timed))
-
-    def lacks(self, engine: str, keys: Sequence[bytes]) -> None:
-        """An engine does not have these pieces."""
-        if keys:
-            self._tell(Lacks(engine, b"".join(keys)))
-
-    def made(self, response: str, engine: str) -> None:
-        """An engine has made a stored response."""
-        self._tell(Made(response, engine))
-
-    def told(self, events: list[AnyEvent]) -> bytes:
-        """A frame of a few other events, which overtakes those that were not taken."""
-        return self._frame(events)
-
     def take(self) -> Iterator[bytes]:
         """Frames of all that was not taken yet."""
         events, self._events = self._events, []
         part: list[AnyEvent] = []
         size = 0
         for event in events:
-            more = EVENT_BYTES + (len(event.keys) if isinstance(event, Sent | Lacks) else 0)
+            more = EVENT_BYTES + (len(event.keys) if isinstance(event, Sent) else 0)
             if part and size + more > MAX_FRAME_BYTES:
                 yield self._frame(part)
                 part, size = [], 0
