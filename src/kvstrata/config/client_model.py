@@ -112,7 +112,8 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
     ] = 4
     gpu_staging_mb: Annotated[
-        int, Meta(ge=1, le=65_536, description="MB of GPU memory that `fidelity: fp8` takes for each direction.")
+        int,
+        Meta(ge=1, le=65_536, description="MB of GPU memory that `fidelity: fp8` takes for each direction."),
     ] = 64
     gpu_pin: Annotated[
         bool,

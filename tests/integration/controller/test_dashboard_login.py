@@ -90,6 +90,7 @@ async def test_foreign_pages_cannot_act_with_the_session_of_the_browser(tmp_path
             page.on("response", lambda answer: answers.append((answer.request.url, answer.status)))
             await page.goto(controller.dashboard_link())
             await expect(page.locator("#connection.live")).to_be_visible()
+            assert "login" not in page.url  # the code is gone from the address
             kept, key = await secrets(page)
             drain = f"{controller.url}/v1/instances/a/drain"
             # The first site is of the same host, to which browsers do send the cookie; the others are not.

@@ -174,6 +174,8 @@ def test_credentials_that_cannot_be_used_are_refused_by_name(tmp_path) -> None:
             {"endpoints": ["127.0.0.1:1"], "ca_file": "FOLDER/ca.crt"},
             r"etcd.endpoints: '127.0.0.1:1': .*https://",
         ),
+        ({}, r"etcd.user: is missing"),
+        ({"endpoints": ["127.0.0.1:1"]}, r"etcd.user: is missing"),
         ({"user": "kv"}, r"etcd.password_file: is missing"),
         ({"password_file": "FOLDER/server.key"}, r"etcd.user: is missing"),
         ({"user": "kv", "password_file": "FOLDER/none"}, r"etcd.password_file: .*cannot be read"),

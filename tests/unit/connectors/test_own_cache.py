@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvstrata.connectors.vllm import own_cache
 from kvstrata.connectors.vllm.own_cache import EngineView, OwnCache, Told
-from kvstrata.gateway.residency.caches import Caches
+from kvstrata.gateway.residency.cache import Cache
 from kvstrata.gateway.residency.feed import Feed
 from kvstrata.native.registry import Registry
 from kvstrata.testing.engine_sim.kv_events import BlockRemoved, BlockStored, Event, KVEventBatch
@@ -103,7 +103,7 @@ class Engine:
 
 def late(engine: Engine) -> Feed:
     """A gateway that begins to listen now."""
-    feed = Feed(Caches(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
+    feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
     feed.ask()
     for number, payload in engine.batches:
         assert feed.again(number, payload)
@@ -127,7 +127,7 @@ def test_who_listens_late_learns_every_block(seed: int, blocks: int, kept: int) 
         engine.step()
     feed = late(engine)
     assert feed.malformed == 0
-    assert set(feed.caches.own._keys) == set(engine.pool)
+    assert set(feed.cache._keys) == set(engine.pool)
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,7 +135,7 @@ def test_who_listens_late_learns_every_block(seed: int, blocks: int, kept: int) 
 def test_what_is_told_again_is_not_one_more_copy(seed: int) -> None:
     draw = random.Random(seed)
     engine = Engine(12, 6)
-    feed = Feed(Caches(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
+    feed = Feed(Cache(Registry(max_bytes=1 << 26), 0, lambda: 0.0), replays=True)
     feed.ask()
     feed.asked(answered=True)
     published = 0
@@ -147,8 +147,8 @@ def test_what_is_told_again_is_not_one_more_copy(seed: int) -> None:
             if number >= published:
                 assert not feed.published(number, payload)
         published = engine.number
-        assert set(feed.caches.own._keys) == set(engine.pool)
-        assert not feed.caches.own._more
+        assert set(feed.cache._keys) == set(engine.pool)
+        assert not feed.cache._more
 
 
 def test_no_step_tells_more_than_its_share_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_names_without_effect_are_logged():
         (
             {},
             {"LMCACHE_LOCAL_CPU": "True"},
-            "environment: LMCACHE_LOCAL_CPU has no effect: it is a setting of the server",
+            "environment: LMCACHE_LOCAL_CPU has no effect: the server has a setting for it",
         ),
         ({}, {"LMCACHE_CHUNKSIZE": "1"}, "unknown variable .did you mean 'LMCACHE_CHUNK_SIZE'"),
     ):

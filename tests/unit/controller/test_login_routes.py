@@ -27,7 +27,7 @@ def client(url: str = "http://localhost:9000", token: str = TOKEN) -> httpx.Asyn
     settings = ControllerHttpSettings(allowed_hosts=["cache.example.net"])
     logins = Logins(9000)
     access = Access(settings, token, public=[LOGIN], logins=logins)
-    app, guarded = make_base("test", lambda: (True, ""), {})
+    app, guarded = make_base("test", lambda: (True, ""))
     app.include_router(login.router(Door(access, logins, url), guarded))
     transport = httpx.ASGITransport(guard(sized(app, access), access))
     return httpx.AsyncClient(transport=transport, base_url="http://localhost:9000")

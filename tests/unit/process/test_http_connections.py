@@ -32,7 +32,7 @@ class Port:
         self.held = asyncio.Semaphore(0)
 
     async def start(self) -> None:
-        app, _ = make_base("test", lambda: (True, ""), {})
+        app, _ = make_base("test", lambda: (True, ""))
 
         @app.get("/hold")
         async def hold() -> dict[str, bool]:

@@ -45,7 +45,7 @@ class Process:
         self.task = asyncio.create_task(self.port.serve(Listener(self.listener, 0)))
 
     def _app(self) -> FastAPI:
-        app, _ = make_base("test", lambda: (True, ""), {})
+        app, _ = make_base("test", lambda: (True, ""))
 
         @app.get("/file")
         async def file() -> Response:
