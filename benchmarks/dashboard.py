@@ -5,7 +5,7 @@ evenly spread, with new numbers each time, and a batch of changed chunks every s
 
 `dashboard_NAME` is the share of the time in which the main thread of the page's process is busy (TaskDuration of the
 DevTools protocol), in a real Chromium.  The figure also has the thread's CPU time, and the growth of the heap of the
-page's scripts, measured after garbage collections.  `dashboard_readers` is the CPU time that 16 readers of /v1/live
+page's scripts, measured after garbage collections.  `dashboard_readers` is the CPU time that 16 readers of /v1/state
 add to the controller's own; its ratio compares the two.  The ratio of a page compares with the target, since no other
 program shows the same pages.
 """
@@ -26,6 +26,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import httpx
 from playwright.async_api import Browser, CDPSession, Page
 
 from benchmarks.common import NotHere, cpu_seconds, figure, scratch, sized, wait_until
@@ -50,6 +51,7 @@ CHUNKS = sized(2_000, 50)
 CHANGED = 8
 """Chunks in each batch of changes."""
 READERS = sized(16, 2)
+POLL_S = 2.0
 SETTLE_S = sized(4.0, 0.5)
 SECONDS = sized(12.0, 1.0)
 GIB = 1 << 30
@@ -252,19 +254,14 @@ def cluster(folder: Path) -> Iterator[ControllerProcess]:
 
 
 async def read(controller: ControllerProcess, ready: asyncio.Event, counts: list[int]) -> None:
-    """Read the stream until cancelled; `counts` gets the length of each part."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", controller.http_port)
-    head = {"Host": "localhost", "Accept": "text/event-stream", **controller.bearer()}
-    lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    writer.write(f"GET /v1/live HTTP/1.1\r\n{lines}\r\n".encode())
-    if b" 200 " not in await reader.readline():
-        raise RuntimeError("the controller refuses a reader")
-    try:
-        while piece := await reader.read(1 << 20):
-            counts.append(len(piece))
+    """Ask for the state as the page does until cancelled; `counts` gets the length of each answer."""
+    async with httpx.AsyncClient(base_url=controller.url, headers=controller.bearer()) as client:
+        while True:
+            answer = await client.get("/v1/state")
+            answer.raise_for_status()
+            counts.append(len(answer.content))
             ready.set()
-    finally:
-        writer.close()
+            await asyncio.sleep(POLL_S)
 
 
 async def cores(controller: ControllerProcess, readers: int) -> tuple[float, float]:

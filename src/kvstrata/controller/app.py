@@ -26,7 +26,7 @@ def make_app(
 
     app.include_router(look.router(cluster, operations, around, guarded))
     app.include_router(act.router(cluster, operations, guarded))
-    app.include_router(live.router(cluster, around, door.access, guarded))
+    app.include_router(live.router(cluster, around, guarded))
     app.include_router(http_log_level.router(EventLog("controller"), guarded))
     app.include_router(login.router(door, guarded))
     add_dashboard(app)

@@ -66,8 +66,6 @@ NO_SNAPSHOT = "none"
 DRAIN_S = 10.0
 LIVE = ("log_level",)
 HTTP_TOKEN = "http.token_file"
-STREAMS = frozenset({"/v1/live"})
-"""Paths of the API that bound the number of their readers themselves."""
 DASHBOARD = frozenset({"/", "/dashboard/"})
 """Where the dashboard's files are: they are the same for all users, and hold no data."""
 PUBLIC = DASHBOARD | {LOGIN}
@@ -251,7 +249,7 @@ class Controller(Process):
         door = Door(access, logins, url if listener.path is None else "")
         operations = Operations(cluster, self.supervisor)
         make_app = functools.partial(self._make_app, cluster, operations, around, door)
-        self._http_port = port = await make_port(make_app, access, streams=STREAMS, here=LOGINS)
+        self._http_port = port = await make_port(make_app, access, here=LOGINS)
         self._http_token = ServedToken(port.set_token, settings.http, listener, token, "controller", self.log)
         self.closers.append(soon(self._http_token.close))
         self.supervisor.spawn(self._http_token.keep(), "token")

@@ -5,10 +5,10 @@
 2. A request must arrive within REQUEST_S of its connection's start, or of its own first byte.  A client that reads
    nothing of its answer for STALLED_S is cut.  `timeout_keep_alive` of uvicorn bounds the time between requests.
 3. At most MAX_REQUESTS whole requests are under way; further ones get 503 at once.  Probes and `/metrics` do not
-   count, nor do streams, which their routes bound.  A request that still arrives does not count.
+   count, nor does a request that still arrives.
 4. A connection over a unix socket of a process of another user, root excepted, is cut (process/http_unix.py).
-5. Since whole requests under way and streams together are fewer than the connections allowed, there is always an idle
-   connection to close, and a probe always gets through.
+5. Since whole requests under way are fewer than the connections allowed, there is always an idle connection to close,
+   and a probe always gets through.
 6. A request that has not ended when its answer has ends its connection, and so does a body of more than MAX_PARTS
    parts that are shorter than PART_BYTES on average: each part costs as much as a long one.
 """
@@ -114,9 +114,9 @@ class Bounds:
         )
         connection.transport.abort()
 
-    def limited(self, app: ASGIApp, streams: frozenset[str]) -> ASGIApp:
-        """`app` with bounded requests; `streams`: paths that bound their requests themselves."""
-        free = {*PROBES, METRICS, *streams}
+    def limited(self, app: ASGIApp) -> ASGIApp:
+        """`app` with bounded requests."""
+        free = {*PROBES, METRICS}
 
         async def bounded(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in free:

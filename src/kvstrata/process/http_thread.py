@@ -46,11 +46,9 @@ class Port:
         access: Access,
         loop: asyncio.AbstractEventLoop,
         *,
-        streams: frozenset[str] = frozenset(),
         here: frozenset[str] = frozenset(),
     ) -> None:
-        """`loop`: the process's. `streams`: paths that bound their requests themselves. `here`: paths of rule 2, beside
-        those that need no token."""
+        """`loop`: the process's. `here`: paths of rule 2, beside those that need no token."""
         import uvicorn
 
         from kvstrata.process.http_connections import Bounds, protocol_of
@@ -76,7 +74,7 @@ class Port:
         self.stats = bounds.stats
         """Counts of the port's bounds, for status and metrics."""
         config = uvicorn.Config(
-            guard(sized(bounds.limited(self._answer, streams), access), access),
+            guard(sized(bounds.limited(self._answer), access), access),
             ws="none",
             http=protocol_of(bounds),  # type: ignore[arg-type]  # a factory, which uvicorn calls as it would a class
             log_config=None,  # uvicorn's lines go where ours go, by the root logger
@@ -202,12 +200,11 @@ async def make_port(
     make_app: Callable[[], FastAPI],
     access: Access,
     *,
-    streams: frozenset[str] = frozenset(),
     here: frozenset[str] = frozenset(),
 ) -> Port:
     """A port of this process, which `Port.serve` serves; for the arguments see `Port`. `make_app` runs on a thread."""
     loop = asyncio.get_running_loop()
-    port = await loop.run_in_executor(None, lambda: Port(make_app, access, loop, streams=streams, here=here))
+    port = await loop.run_in_executor(None, lambda: Port(make_app, access, loop, here=here))
     from anyio import to_thread
 
     to_thread.current_default_thread_limiter()  # imports the rest of anyio now, not in the first request

@@ -87,7 +87,6 @@ def test_pin_replicate_move_and_evict_ask_the_right_instances(controller, instan
     (pin,) = a.heartbeat()
     assert pin.argument == {
         "keys": bytes.fromhex("".join(keys[:2])),
-        "tenant": "",
         "ttl_ms": 60_000,
         "claim": pinned["claim"],
     }

@@ -98,7 +98,7 @@ def test_another_user_gets_the_probes_the_metrics_and_an_empty_page_from_a_contr
     controller: ControllerProcess,
 ) -> None:
     opened = ["GET /healthz", "GET /readyz", "GET /metrics", "GET /", "GET /dashboard/main.js"]
-    asked = ["GET /v1/cluster", "GET /v1/instances", "GET /v1/live", "GET /v1/events", "GET /v1/login", "GET /docs",
+    asked = ["GET /v1/cluster", "GET /v1/instances", "GET /v1/state", "GET /v1/events", "GET /v1/login", "GET /docs",
              "GET /openapi.json", "POST /v1/clear", "POST /v1/dashboard-link", "POST /v1/logout",
              "POST /v1/instances/a/drain", "DELETE /v1/instances/a", "GET /nowhere"]  # fmt: skip
     expected = [200] * len(opened) + [405 if each == "GET /v1/login" else 401 for each in asked]

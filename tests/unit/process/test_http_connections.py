@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from fastapi import Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from kvstrata.config.common_model import ListenSettings
 from kvstrata.process import http_connections
@@ -23,7 +23,7 @@ GET = "GET {} HTTP/1.1\r\nhost: localhost\r\n{}\r\n"
 
 
 class Port:
-    """A served port. `/hold`, and `/stream` after its first line, wait for `release`; `/large` answers 64 MiB."""
+    """A served port. `/hold` waits for `release`; `/large` answers 64 MiB."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -40,14 +40,6 @@ class Port:
             await self.release.wait()
             return {"held": True}
 
-        @app.get("/stream")
-        async def stream() -> StreamingResponse:
-            async def lines() -> AsyncIterator[str]:
-                yield "first\n"
-                await self.release.wait()
-
-            return StreamingResponse(lines())
-
         @app.get("/large")
         async def large() -> Response:
             return Response(bytes(64 << 20))
@@ -60,9 +52,7 @@ class Port:
         async def echo(request: Request) -> Response:
             return Response(await request.body())
 
-        self.served = await make_port(
-            lambda: app, Access(ListenSettings(), ""), streams=frozenset({"/stream"})
-        )
+        self.served = await make_port(lambda: app, Access(ListenSettings(), ""))
         self.task = asyncio.create_task(self.served.serve(Listener(self.listener, 0)))
 
     async def connect(self, text: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -126,9 +116,6 @@ async def test_requests_under_way_are_bounded_and_probes_are_not(
     assert await port.ask("/hold") == 503
     for path in ("/healthz", "/readyz", "/metrics"):
         assert await port.ask(path) == 200
-    reader, stream = await port.connect(GET.format("/stream", ""))
-    assert b"200 OK" in await reader.readuntil(b"first\n")
-    stream.close()
     assert (port.served.stats()["requests"], port.served.stats()["refused"]) == (3, 1)
     port.release.set()
     for reader, writer in holding:

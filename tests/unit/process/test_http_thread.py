@@ -41,7 +41,7 @@ class Process:
 
     async def start(self) -> None:
         access = Access(ListenSettings(), TOKEN, public=["/file"])
-        self.port: Port = await make_port(self._app, access, streams=frozenset({"/stream"}))
+        self.port: Port = await make_port(self._app, access)
         self.task = asyncio.create_task(self.port.serve(Listener(self.listener, 0)))
 
     def _app(self) -> FastAPI:

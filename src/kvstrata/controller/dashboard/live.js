@@ -1,18 +1,15 @@
-// The live state of the cluster, from one stream of changes; if a proxy holds streams back, the page asks for the same
-// changes every two seconds.
+// The live state of the cluster, asked for every two seconds.
 //
-// States of the connection: connecting, live (the stream), polling, lost. `sinceMs` is the time when the state began; for
-// lost, the time of the last message, whose state the page goes on showing.
+// States of the connection: connecting, live, lost. `sinceMs` is the time when the state began; for lost, the time of the
+// last answer, whose state the page goes on showing.
 
-import { get, open } from "./api.js";
+import { get } from "./api.js";
 import { announce } from "./dom.js";
 import { named, words } from "./format.js";
-import { NOTHING, applied, factsText, remember } from "./model.js";
+import { factsText, remember, sameRows } from "./model.js";
 
-const SILENCE_MS = 6_000; // the stream sends something every second
 const ANSWER_MS = 4_000;
 const POLL_MS = 2_000;
-const STREAM_AGAIN_MS = 30_000;
 const RETRY_MS = 1_000;
 export const MAX_EVENTS = 1_000;
 const TOLD = new Set(["joined", "left", "died", "removed", "superseded", "came_back", "directory_full"]);
@@ -28,7 +25,6 @@ export const live = {
   nowMs: () => live.cluster.unix_ms + (live.connection.state === "lost" ? 0 : Date.now() - heardMs),
 };
 let changed = () => {};
-let known = NOTHING;
 let lastCursor = null;
 let heardMs = Date.now();
 
@@ -43,23 +39,15 @@ function connection(state, sinceMs = Date.now()) {
   changed();
 }
 
-/** Applies a change. Returns false if it does not follow the known state; then the whole state is needed. */
-async function tell(change) {
-  const next = applied(known, change);
-  if (next === null) {
-    known = NOTHING;
-    return false;
-  }
-  if (live.cluster && live.cluster.epoch !== next.cluster.epoch) lastCursor = null; // another run of the controller numbers its events anew
-  known = next;
-  live.cluster = next.cluster;
-  live.instances = [...next.instances.values()];
-  live.removed = next.removed;
+/** Takes over a state. */
+async function tell({ cluster, instances, removed }) {
+  const restarted = live.cluster !== null && live.cluster.epoch !== cluster.epoch;
+  if (restarted) lastCursor = null; // another run of the controller numbers its events anew
+  live.cluster = cluster;
+  live.instances = sameRows(live.instances ?? [], instances);
+  live.removed = removed;
   remember(live.instances, live.nowMs());
-  // A whole state has no events, and a change has only the newest ones: fetch the others.
-  if (change.after === null || lastCursor === null || change.events[0]?.number > lastCursor + 1) await catchUp();
-  else tellEvents(change.events, true);
-  return true;
+  if (lastCursor === null || cluster.last_event > lastCursor) await catchUp();
 }
 
 function tellEvents(events, aloud) {
@@ -78,69 +66,21 @@ async function catchUp() {
   lastCursor = Math.max(lastCursor ?? 0, cursor);
 }
 
-/** Reads the stream until it ends. Returns whether a change arrived. */
-async function stream() {
-  const abort = new AbortController();
-  let watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
-  let came = false;
-  try {
-    const response = await open("GET", `/v1/live?after=${known.look}`, { signal: abort.signal });
-    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return came;
-      heardMs = Date.now();
-      clearTimeout(watchdog);
-      watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
-      let searched = Math.max(0, rest.length - 1);
-      rest += value;
-      for (let end; (end = rest.indexOf("\n\n", searched)) >= 0; searched = 0) {
-        const data = rest.slice(0, end).split("\n").find((line) => line.startsWith("data: "));
-        rest = rest.slice(end + 2);
-        if (!data) continue;
-        if (!await tell(JSON.parse(data.slice(6)))) return came;
-        came = true;
-        connection("live");
-        changed();
-      }
-    }
-  } catch (error) {
-    if (error.name !== "AbortError" && !("status" in error) && !(error instanceof TypeError)) console.warn(error);
-    return came;
-  } finally {
-    clearTimeout(watchdog);
-    abort.abort();
-  }
-}
-
-async function poll() {
-  const { changes } = await get(`/v1/changes?after=${known.look}`, { timeoutMs: ANSWER_MS });
-  heardMs = Date.now();
-  for (const change of changes) if (!await tell(change)) return;
-}
-
-/** Follows the controller for as long as the page lives; calls `onChange` after each change. */
+/** Follows the controller for as long as the page lives; calls `onChange` after each answer. */
 export async function listen(onChange) {
   changed = onChange;
-  let streamAt = 0;
   for (;;) {
     try {
-      await poll();
-    } catch {
-      connection("lost", heardMs);
-      streamAt = 0;
-      await pause(RETRY_MS);
-      continue;
-    }
-    if (Date.now() < streamAt) {
-      connection("polling");
+      const state = await get("/v1/state", { timeoutMs: ANSWER_MS });
+      heardMs = Date.now();
+      await tell(state);
+      connection("live");
       changed();
       await pause(POLL_MS);
-      continue;
+    } catch (error) {
+      if (!("status" in error) && error.name !== "TimeoutError") console.warn(error);
+      connection("lost", heardMs);
+      await pause(RETRY_MS);
     }
-    changed();
-    streamAt = (await stream()) ? 0 : Date.now() + STREAM_AGAIN_MS;
-    await pause(RETRY_MS / 4);
   }
 }

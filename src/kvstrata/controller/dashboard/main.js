@@ -26,8 +26,7 @@ await run({
   ],
   says: {
     connecting: "Asking the controller.",
-    live: "Updates come as they happen.",
-    polling: "The stream of updates does not get through; the page asks every two seconds.",
+    live: "The page asks every two seconds.",
     lost: "The controller does not answer.",
   },
   source: live,

@@ -1,7 +1,5 @@
 // Reads the API's documents for the pages.
 
-import { inOrder } from "./rows.js";
-
 /** The state of an instance in one word. */
 export function stateOf(one) {
   if (one.state === "dead") return "dead";
@@ -30,19 +28,10 @@ export function hitShare(counts) {
   return all > 0 ? (all - (counts.miss ?? 0)) / all : null;
 }
 
-/** The state before anything is known. */
-export const NOTHING = { look: "", cluster: null, instances: null, removed: [] };
-
-/** The state after a change, by feed.py's rules; null if the change does not follow the known state. */
-export function applied(known, change) {
-  if (change.after !== null && change.after !== known.look) return null;
-  const { cluster, instances: rows, removed } = change.after === null ? { ...NOTHING, instances: new Map() } : known;
-  let instances = new Map(rows);
-  for (const id of change.gone) instances.delete(id);
-  const before = instances.size;
-  for (const [id, fields] of Object.entries(change.instances)) instances.set(id, { ...instances.get(id), ...fields });
-  if (instances.size > before) instances = new Map([...instances].sort(([one], [other]) => inOrder(one, other)));
-  return { look: change.look, cluster: { ...cluster, ...change.cluster }, instances, removed: change.removed ?? removed };
+/** `rows` with the objects of `before` where nothing has changed, so that only changed rows are drawn. */
+export function sameRows(before, rows) {
+  const known = new Map(before.map((row) => [row.id, row]));
+  return rows.map((row) => (JSON.stringify(known.get(row.id)) === JSON.stringify(row) ? known.get(row.id) : row));
 }
 
 const RECENT_MS = 60_000;

@@ -294,28 +294,13 @@ class EventsBody(BaseModel):
     lost: bool = Field(description="Some events after `after` are no longer kept.")
 
 
-class ChangeBody(BaseModel):
-    """The change from one look at the cluster to the next, or a whole state."""
+class StateBody(BaseModel):
+    """The whole cluster."""
 
-    look: str = Field(description="Name of the state after this change, for `after`.")
-    after: str | None = Field(description="The look before this change; null: this is a whole state.")
-    cluster: dict[str, Any] = Field(description="Fields of ClusterBody that have changed.")
-    instances: dict[str, dict[str, Any]] = Field(
-        description="By id: fields of InstanceRow that have changed, all fields for a new instance. Times "
-        "are `heard_unix_ms`, `joined_unix_ms` and, in `sync`, `last_ended_unix_ms` instead of seconds ago."
-    )
-    gone: list[str] = Field(description="Instances that were dropped.")
-    drained: list[str] | None = Field(None, description="As in InstancesBody; left out when unchanged.")
-    removed: list[str] | None = Field(None, description="As in InstancesBody; left out when unchanged.")
-    events: list[EventRow] = Field(
-        description="Events since the previous look, at most the newest 1,000; none in a whole state."
-    )
-
-
-class ChangesBody(BaseModel):
-    """The changes that the client lacks, in order."""
-
-    changes: list[ChangeBody]
+    cluster: ClusterBody
+    instances: list[LiveRow]
+    drained: list[str] = Field(description="As in InstancesBody.")
+    removed: list[str] = Field(description="As in InstancesBody.")
 
 
 class CommandRow(BaseModel):

@@ -1,27 +1,22 @@
-"""Routes that follow the cluster: events by cursor, the live feed, and numbers over time."""
+"""Routes that follow the cluster: events by cursor, its whole state for dashboards, and numbers over time."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
+import msgspec
+from fastapi import APIRouter, Query, Response
 
 from kvstrata.clock import Clock
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.feed import MAX_EVENTS, Feed, State
 from kvstrata.controller.history import SAMPLE_S, Happened
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.surroundings import Surroundings
-from kvstrata.errors import Refused
-from kvstrata.process.http_gate import Access
 
-MAX_STREAMS = 16
-"""Most readers of streams at a time; each holds a connection."""
-
-STREAMED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+MAX_EVENTS = 1_000
+"""Maximum number of events in one answer."""
+FRESH_S = 1.0
+"""Age up to which a state is given to further readers."""
 
 After = Annotated[
     int | None,
@@ -32,9 +27,6 @@ After = Annotated[
 ]
 
 
-Look = Annotated[
-    str, Query(max_length=64, description="Name of the last look that the client knows (`look` of a change).")
-]
 CLOCK_SET_MS = 1_000
 """A greater difference between the clocks is no inaccuracy: the clock was set."""
 
@@ -63,21 +55,11 @@ def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.Eve
     return bodies.EventsBody(events=rows, next_after=next_after, lost=lost)
 
 
-def router(cluster: Cluster, around: Surroundings, access: Access, guarded: list[Any]) -> APIRouter:
-    """The routes of this module. A stream ends with the session of the browser that reads it."""
+def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRouter:
+    """The routes of this module."""
     routes = APIRouter(dependencies=guarded, tags=["events"])
-    streams = 0
     clock = Steady(cluster.clock)
-
-    def happened(number: int) -> list[dict[str, Any]]:
-        found, _ = cluster.journal.tail.after(number, cluster.journal.tail.last - number)
-        return [views.event_row(event).model_dump(mode="json") for event in found[-MAX_EVENTS:]]
-
-    def see() -> State:
-        clock.look()
-        return views.state(cluster, around, clock.unix_ms)
-
-    feed = Feed(cluster.epoch, cluster.clock.monotonic_s, see, happened)
+    made_s, made = float("-inf"), b""
 
     @routes.get("/v1/events")
     async def events(
@@ -101,43 +83,15 @@ def router(cluster: Cluster, around: Surroundings, access: Access, guarded: list
             found, lost = tail.after(after, limit)
         return tail_body(found, found[-1].number if found else after, lost)
 
-    @routes.get("/v1/live", response_class=StreamingResponse)
-    async def watch(request: Request, after: Look = "") -> StreamingResponse:
-        """The cluster every second (server-sent events): each `change` is a ChangeBody, its `id` the name of its look.
-        The first change is a whole state; a reader that is too slow for the kept changes gets a whole state again.
-        A reader that reconnects names its last look as `Last-Event-ID` or `after`."""
-        room()
-        number = feed.number_of(request.headers.get("last-event-id", "") or after)
-        return StreamingResponse(seen(number, request), media_type="text/event-stream", headers=STREAMED)
-
-    @routes.get("/v1/changes", response_model=bodies.ChangesBody)
-    async def changes(after: Look = "") -> Response:
-        """The changes since `after`, or a whole state, as in `/v1/live`; for clients that cannot read a stream."""
-        feed.look()
-        number, found = feed.number_of(after), list[bytes]()
-        while change := feed.after(number):
-            number = change.number
-            found.append(change.body)
-        return Response(b'{"changes":[%b]}' % b",".join(found), media_type="application/json")
-
-    def room() -> None:
-        if streams >= MAX_STREAMS:
-            raise Refused(f"{MAX_STREAMS} readers already have a stream; use /v1/events with wait_s")
-
-    async def seen(number: int, request: Request) -> AsyncIterator[bytes]:
-        nonlocal streams
-        headers = dict(request.headers.raw)
-        streams += 1
-        try:
-            while access.proven(headers):
-                feed.look()
-                # One change at a time: while the reader does not read, no changes pile up here.
-                while change := feed.after(number):
-                    number = change.number
-                    yield b"id: %b\nevent: change\ndata: %b\n\n" % (feed.name(number).encode(), change.body)
-                await asyncio.sleep(feed.due_s())
-        finally:
-            streams -= 1
+    @routes.get("/v1/state", response_model=bodies.StateBody)
+    async def state() -> Response:
+        """The whole cluster, as the dashboard shows it; made anew once a second at most, for all readers."""
+        nonlocal made_s, made
+        now_s = cluster.clock.monotonic_s()
+        if now_s - made_s >= FRESH_S:
+            clock.look()
+            made_s, made = now_s, msgspec.json.encode(views.state(cluster, around, clock.unix_ms))
+        return Response(made, media_type="application/json")
 
     @routes.get("/v1/series")
     async def series(

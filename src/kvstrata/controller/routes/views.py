@@ -10,7 +10,6 @@ import msgspec
 from kvstrata import __version__
 from kvstrata.controller import prompts
 from kvstrata.controller.cluster import Cluster
-from kvstrata.controller.feed import State
 from kvstrata.controller.gateways import Gateway
 from kvstrata.controller.history import Happened
 from kvstrata.controller.lookups import Place
@@ -219,13 +218,16 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
     )
 
 
-def state(cluster: Cluster, around: Surroundings, unix_ms: Callable[[float], int]) -> State:
-    """The state for readers of the live feed; `unix_ms` converts monotonic seconds to times of day."""
+def state(cluster: Cluster, around: Surroundings, unix_ms: Callable[[float], int]) -> dict[str, Any]:
+    """The fields of a bodies.StateBody; `unix_ms` converts monotonic seconds to times of day."""
     keys = keys_of(cluster)
-    rows = {member.id: live_row(member, keys.get(member.group, {}), unix_ms) for member in cluster.members}
-    whole = cluster_body(cluster, around, keys).model_dump(mode="json")
-    orders = {"drained": list(cluster.orders.drained), "removed": list(cluster.orders.removed)}
-    return State(whole, rows, orders, cluster.journal.tail.last)
+    rows = [live_row(member, keys.get(member.group, {}), unix_ms) for member in cluster.members]
+    return {
+        "cluster": cluster_body(cluster, around, keys).model_dump(mode="json"),
+        "instances": sorted(rows, key=lambda row: row["id"]),
+        "drained": list(cluster.orders.drained),
+        "removed": list(cluster.orders.removed),
+    }
 
 
 def _gateway(known: Gateway, now_s: float) -> bodies.GatewayBody:

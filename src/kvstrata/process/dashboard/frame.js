@@ -6,7 +6,7 @@ import { announce, h, morphChildren } from "./dom.js";
 import { ago, clock } from "./format.js";
 import { logInByAddress, logOut, pageKey } from "./login.js";
 
-const CONNECTIONS = { connecting: "Connecting", live: "Live", polling: "Every 2 s", lost: "Disconnected" };
+const CONNECTIONS = { connecting: "Connecting", live: "Live", lost: "Disconnected" };
 const TICK_MS = 900;
 const THEMES = { "": "System", light: "Light", dark: "Dark" };
 
