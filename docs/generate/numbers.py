@@ -69,11 +69,9 @@ def metrics() -> str:
             GENERATED.format(
                 "`COUNTED` in `src/kvstrata/observability/families.py` and `STATUS_NUMBERS` in `numbers.py` beside it"
             ),
-            "\n`/metrics` on the admin port, in Prometheus' text format, or in OpenMetrics for a reader whose `Accept` "
-            "names it (Prometheus does). A page is at most 0.25 s old. Counters start at 0 with the server, durations "
-            "are in seconds, ratios between 0 and 1. No label names requests or keys, and every label has a closed "
-            "set of values. With `metrics.exemplars`, OpenMetrics readers get the id of a request with each bucket of "
-            "`kvstrata_lookup_seconds`.\n\n"
+            "\n`/metrics` on the admin port, in Prometheus' text format. A page is at most 0.25 s old. Counters start "
+            "at 0 with the server, durations are in seconds, ratios between 0 and 1. No label names requests or "
+            "keys, and every label has a closed set of values.\n\n"
             "## Counted as it happens\n\n",
             table(["metric", "type", "labels", "meaning"], _family_rows(COUNTED)),
             "\n### Labels\n\n",

@@ -2,14 +2,13 @@
 
 1. No command ends with a traceback, wherever its output goes and whatever limits it runs under.
 2. The line says what is wrong and what to change. After a defect of ours it names the place instead.
-3. Characters that the output's encoding lacks are spelled in ASCII.
+3. Characters that the output's encoding lacks are escaped.
 4. Standard output is flushed here, so that output that could not be written is an error and never lost in silence.
 5. No request to this machine goes through a proxy: it would carry tokens and passwords to another machine.
 """
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import enum
 import errno
@@ -20,24 +19,17 @@ import resource
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.process.keeper import EXIT_CONFIG, EXIT_LATER, open_standard_descriptors
 from kvstrata.text import one_line
 
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
-
-SPELLING = "kvstrata.ascii"
-"""Name of our handler of characters that an encoding lacks."""
-_SPELLED = {
-    "→": "->", "≤": "<=", "≥": ">=", "×": "x", "µ": "u", "…": "...", "–": "-", "·": "-",
-    "─": "-", "━": "-", "│": "|", "█": "#", "░": ".",
-}  # fmt: skip
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 _THIS_MACHINE = "localhost,127.0.0.1,::1"
 """What httpx, gRPC and obstore's client leave alone when `no_proxy` names it."""
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EBADF, errno.EIO)
+"""Errors of standard output, where an error names no file."""
 MOST_PLACES = 6
 """Innermost calls that the line about a defect names."""
 
@@ -94,21 +86,24 @@ def _run(name: str, main: Callable[[], int]) -> int:
     _bypass_proxies()
     try:
         status = main()
+        sys.stdout.flush()
     except SystemExit as ended:  # argparse has said why
         status = ended.code if isinstance(ended.code, int) else Exit.DONE
     except KeyboardInterrupt:
         _tell(f"{name}: interrupted")
-        status = Exit.INTERRUPTED
+        return Exit.INTERRUPTED
     except KvstrataError as error:
         _tell(f"{name}: {error.message}")
         status = Exit.CONFIG if isinstance(error, ConfigError) else Exit.FAILED
     except Exception as error:  # the boundary of commands, beyond which there is only the interpreter
-        output = _flush()
-        if output is not None:
-            return _lost_output(name, output)
+        if isinstance(error, OSError) and error.filename is None and error.errno in _OF_OUTPUT:
+            return _lost_output(name, error)
         status = _unexpected(name, error)
-    output = _flush()
-    return status if output is None else _lost_output(name, output)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _lost_output(name, error)
+    return status
 
 
 def _unexpected(name: str, error: Exception) -> int:
@@ -144,65 +139,19 @@ def _lost_output(name: str, error: OSError) -> int:
     return Exit.OUTPUT
 
 
-def _flush() -> OSError | None:
-    """Flush standard output; returns why it could not be written, once."""
-    error: OSError | None = None
-    try:
-        sys.stdout.flush()
-    except OSError as failed:
-        error = failed
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw, _Recorded):
-        error, raw.failed = error or raw.failed, None
-    return error
-
-
 def _tell(line: str) -> None:
     """Write a line to standard error, if there is one; at once, so that no other thread's line comes before its end."""
     with contextlib.suppress(OSError):
         print(f"{line}\n", end="", file=sys.stderr, flush=True)
 
 
-class _Closed(io.StringIO):
-    """Standard output that was closed before the start. It fails, like a full disk, once text was written."""
-
-    lost = False
-
-    def write(self, text: str) -> int:
-        self.lost = True
-        return len(text)
-
-    def flush(self) -> None:
-        if self.lost:
-            self.lost = False
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-
-
-class _Recorded(io.FileIO):
-    """Standard output that remembers its first error, so that errors of sockets and files are not taken for its own."""
-
-    failed: OSError | None = None
-
-    def write(self, data: ReadableBuffer, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failed = self.failed or error
-            raise
-
-
 def _prepare_streams() -> None:
-    codecs.register_error(SPELLING, _spell)
     open_standard_descriptors()
-    if sys.stdout is None:
-        sys.stdout = _Closed()
-    elif sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
-        out = sys.stdout
-        buffer = io.BufferedWriter(_Recorded(out.fileno(), "wb", closefd=False))
-        sys.stdout = io.TextIOWrapper(buffer, out.encoding, line_buffering=out.line_buffering)
+    if sys.stdout is None:  # it was closed before the start: output is an error, as on a full disk
+        sys.stdout = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process lives)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=SPELLING)
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _bypass_proxies() -> None:
@@ -212,11 +161,3 @@ def _bypass_proxies() -> None:
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     if given != "*":
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{given},{_THIS_MACHINE}".strip(",")
-
-
-def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Spell the characters that an encoding lacks: as in `_SPELLED`, else escaped."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    lacking = error.object[error.start : error.end]
-    return "".join(_SPELLED.get(one) or one.encode("unicode_escape").decode() for one in lacking), error.end

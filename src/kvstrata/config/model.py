@@ -15,7 +15,6 @@ from msgspec import Meta
 from kvstrata.config.common_model import LIMIT, NAME, ListenSettings, PortSecuritySettings
 from kvstrata.config.l2_model import L2Settings
 from kvstrata.config.log_model import LogFormat, LogLevel
-from kvstrata.config.metrics_model import MetricsSettings
 from kvstrata.types import MAX_L2_ADAPTERS
 
 
@@ -271,7 +270,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = None
     http: HttpSettings = HttpSettings()
-    metrics: MetricsSettings = MetricsSettings()
     security: SecuritySettings = SecuritySettings()
     controller: ControllerLinkSettings = ControllerLinkSettings()
     p2p: P2pSettings = P2pSettings()

@@ -6,46 +6,21 @@ of ours.  Name and value together tell them apart: KVSTRATA_PORT=8080 is a setti
 
 from __future__ import annotations
 
-import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-PREFIXES = ("KVSTRATA_", "LMCACHE_")
-
-_NUMBERED = r".*_PORT_\d{1,5}_(?:TCP|UDP|SCTP)"
-_URL = re.compile(r"(?:tcp|udp|sctp)://(\[[0-9A-Fa-f:.]+\]|[^\s/\[\]]+):\d{1,5}")
-
-
-def _is_address(value: str) -> bool:
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_number(value: str) -> bool:
-    return re.fullmatch(r"\d{1,5}", value) is not None
-
-
-def _is_url(value: str) -> bool:
-    return _URL.fullmatch(value) is not None
-
-
-_FORMS: tuple[tuple[re.Pattern[str], Callable[[str], bool]], ...] = (
-    (re.compile(r".*_SERVICE_HOST"), _is_address),
-    (re.compile(r".*_SERVICE_PORT(?:_[A-Z0-9_]+)?"), _is_number),
-    (re.compile(rf".*_PORT|{_NUMBERED}"), _is_url),
-    (re.compile(rf"{_NUMBERED}_PROTO"), ("tcp", "udp", "sctp").__contains__),
-    (re.compile(rf"{_NUMBERED}_PORT"), _is_number),
-    (re.compile(rf"{_NUMBERED}_ADDR"), _is_address),
+_LINK = re.compile(
+    r"(?:KVSTRATA|LMCACHE)_.*?(?:"
+    r"_?PORT(?:_\d+_(?:TCP|UDP|SCTP))?=(?:tcp|udp|sctp)://\S+:\d+"
+    r"|_?PORT_\d+_(?:TCP|UDP|SCTP)_(?:PROTO|PORT|ADDR)=\S+"
+    r"|_?SERVICE_HOST=[0-9A-Fa-f:.]+"
+    r"|_?SERVICE_PORT(?:_[A-Z0-9_]+)?=\d{1,5})"
 )
-"""Forms of the names, each with what its values look like."""
 
 
 def is_pod_link(name: str, value: str) -> bool:
     """Whether Kubernetes or Docker has set this variable for a service whose name begins like ours."""
-    return name.startswith(PREFIXES) and any(form.fullmatch(name) and fits(value) for form, fits in _FORMS)
+    return _LINK.fullmatch(f"{name}={value}") is not None
 
 
 def pod_link_notes(environment: Mapping[str, str]) -> list[str]:

@@ -326,12 +326,6 @@ class Controller(Process):
         set_level(found.in_force.log_level)
         return found.shown()
 
-    def page(self) -> dict[str, object]:
-        """The cluster at a glance, as /v1/cluster has it."""
-        from kvstrata.controller.routes import views  # imports FastAPI
-
-        return views.cluster_body(self._cluster, self._around).model_dump()
-
     async def drain(self, drain_s: float) -> None:
         """Write the last snapshot."""
         self._cluster.set_ready("stopping")

@@ -25,7 +25,7 @@ from kvstrata.observability.logging import EventLog
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from kvstrata.observability.exposition import Pages
+    from kvstrata.observability.exposition import MEDIA_TYPE, Pages
 
 PROBES = frozenset(("/healthz", "/health", "/ping", "/readyz"))
 STATUS = "/gateway/status"
@@ -107,8 +107,7 @@ class App:
                 says = f"request: the decision for {word!a:.200} is not among the last that were kept"
                 await answer_failure(send, Failure(404, "unknown_request", says, "request"), path)
         else:
-            page = self._pages.page(headers.get(b"accept", b"").decode("latin-1"))
-            await _answer(send, 200, page.media_type, page.text)
+            await _answer(send, 200, MEDIA_TYPE, self._pages.page())
 
     async def _models(self, path: str, send: Send) -> None:
         models = self._parts.fleet.models()

@@ -1,4 +1,4 @@
-"""The page /metrics of the server: its families as prometheus_client's objects, and both text formats.
+"""The page /metrics of the server: its families as prometheus_client's objects, and as text.
 
 The page is made anew at most every FRESH_S, however many readers it has; under test for each reader.
 """
@@ -8,19 +8,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstrata.failpoints import is_testing
 from kvstrata.observability.families import COUNTED, FAMILIES, Family, place_of
-from kvstrata.observability.metrics import Histogram, ServerCounters
+from kvstrata.observability.metrics import ServerCounters
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 FRESH_S = 0.25
 """Age up to which a page is given to further readers."""
-PLAIN_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_OPEN_METRICS = "application/openmetrics-text"
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_PLACES = 4_096
 
 Values = list[tuple[list[str], Any]]
@@ -35,54 +34,33 @@ class Collects(Protocol):
         ...
 
 
-class Page(NamedTuple):
-    """A page for one reader."""
-
-    text: bytes
-    media_type: str
-
-
 class Pages:
-    """Makes /metrics in the format that a reader asks for."""
+    """Makes /metrics, of MEDIA_TYPE."""
 
     def __init__(self, collector: Collects, now_s: Callable[[], float] = time.monotonic) -> None:
         # Imported here, since the apps are made on a thread; a page is made on the event loop.
         from prometheus_client import CollectorRegistry, generate_latest
-        from prometheus_client.openmetrics import exposition
 
-        self._plain, self._open = generate_latest, exposition
+        self._generate = generate_latest
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
         self._now_s = now_s
         self._fresh_s = 0.0 if is_testing(os.environ) else FRESH_S
-        self._made: dict[bool, tuple[float, Page]] = {}
-        """By whether the format is OpenMetrics: when a page was made, and the page."""
+        self._made_s, self._page = float("-inf"), b""
 
-    def page(self, accept: str) -> Page:
-        """The page for a request with this `Accept`: OpenMetrics if it names that, else the plain format."""
-        is_open = _OPEN_METRICS in accept
+    def page(self) -> bytes:
+        """The page."""
         now_s = self._now_s()
-        made_s, page = self._made.get(is_open, (float("-inf"), Page(b"", "")))
-        if now_s - made_s >= self._fresh_s:
-            page = self._make(is_open=is_open)
-            self._made[is_open] = now_s, page
-        return page
-
-    def _make(self, *, is_open: bool) -> Page:
-        if is_open:
-            text: bytes = self._open.generate_latest(self._registry)  # type: ignore[no-untyped-call]
-            return Page(text, self._open.CONTENT_TYPE_LATEST)
-        return Page(self._plain(self._registry), PLAIN_TYPE)
+        if now_s - self._made_s >= self._fresh_s:
+            self._page, self._made_s = self._generate(self._registry), now_s
+        return self._page
 
 
 class ServerCollector:
     """A collector for a prometheus_client CollectorRegistry: reads counters and status document at each scrape."""
 
     def __init__(
-        self,
-        instance_id: str,
-        counters: ServerCounters,
-        numbers: Callable[[], Mapping[str, Any]],
+        self, instance_id: str, counters: ServerCounters, numbers: Callable[[], Mapping[str, Any]]
     ) -> None:
         """`numbers` returns sections of the status document. A number in them is served if `FAMILIES` has its path."""
         self._instance_id = instance_id
@@ -117,24 +95,13 @@ def metric_of(name: str, family: Family, values: Iterable[tuple[list[str], Any]]
     if family.kind == "histogram":
         histogram = HistogramMetricFamily(name, family.meaning, labels=family.labels)
         for labels, times in values:
-            histogram.add_metric(labels, buckets=_buckets(times), sum_value=times.sum_s)
+            histogram.add_metric(labels, buckets=times.buckets(), sum_value=times.sum_s)
         return histogram
     kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
     metric = kind(name, family.meaning, labels=family.labels)
     for labels, count in values:
         metric.add_metric(labels, count)
     return metric
-
-
-def _buckets(times: Histogram) -> list[Any]:
-    from prometheus_client.core import Exemplar
-
-    return [
-        (bound, count, Exemplar({"request_id": seen.request_id}, seen.seconds, seen.unix_s))
-        if seen
-        else (bound, count)
-        for bound, count, seen in times.buckets()
-    ]
 
 
 def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, Any]) -> dict[str, Values]:

@@ -1,10 +1,8 @@
 """Writes log lines to a descriptor on a thread of its own, so that nobody who logs waits for the reader of the log.
 
-    emit (any thread) ─▶ waiting lines, at most MAX_BYTES ─▶ thread ─▶ descriptor
-
 1. Lines keep their order.
-2. A line for which there is no room is dropped and counted, and so is a line that cannot be written because the reader
-   has closed its end or the disk is full.  The next line that is written is preceded by the number of dropped ones.
+2. A line is dropped and counted if MAX_LINES wait already, or if it cannot be written because the reader has closed its
+   end or the disk is full.  The next line that is written is preceded by the number of dropped ones.
 3. `flush_within` waits for the reader for a bounded time only.
 """
 
@@ -12,115 +10,87 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from logging.handlers import QueueHandler
 
 from kvstrata.naming import name_thread
 from kvstrata.text import one_line
 
 FLUSH_S = 1.0
 """Longest wait for the reader of the log, at the end of a process."""
-MAX_BYTES = 4 << 20
-"""Most bytes of lines that wait for the reader of the log."""
+MAX_LINES = 4_096
+"""Maximum number of lines that wait for the reader of the log."""
 
 
-class _Waiting(NamedTuple):
-    dropped_before: int
-    line: bytes
-
-
-class LogWriter(logging.Handler):
+class LogWriter(QueueHandler):
     """A handler for `logging`, see the module. The descriptor `fd` must stay open for as long as the process runs.
 
     Its thread is a daemon, since it may wait for the reader for ever.
     """
 
     def __init__(
-        self, fd: int, max_bytes: int = MAX_BYTES, written: Callable[[], None] | None = None
+        self, fd: int, max_lines: int = MAX_LINES, written: Callable[[], None] | None = None
     ) -> None:
         """The thread calls `written` after each line. If it is given, for tests, `emit` waits for the thread."""
-        super().__init__()
+        # A SimpleQueue: a finalizer that runs while a line is queued may log, too.
+        self._lines: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
+        super().__init__(self._lines)
         self._fd = fd
+        self._max_lines = max_lines
         self._written = written
-        self._max_bytes = max_bytes
-        # Reentrant, as a Condition's lock is by default: a finalizer that runs under the lock may log, too.
-        self._changed = threading.Condition()
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
-        self._untold = 0
-        """Lines that were dropped after the last waiting line."""
-        self._dropped = 0
-        self._writing = False
         self._thread: threading.Thread | None = None
+        self.dropped_lines = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record's line, or drop it. Returns at once."""
+    def prepare(self, record: logging.LogRecord) -> bytes:
+        """The line of a record."""
         try:
             text = self.format(record)
         except Exception as error:  # the plugin boundary: an adapter that logs with wrong arguments goes on
             text = one_line(f"{record.name}: log line cannot be formatted: {error!r}: {record.msg!r}")
-        line = f"{text}\n".encode(errors="backslashreplace")
-        with self._changed:
-            if self._waiting_bytes + len(line) > self._max_bytes:
-                self._untold += 1
-                self._dropped += 1
-                return
-            self._waiting.append(_Waiting(self._untold, line))
-            self._waiting_bytes += len(line)
-            self._untold = 0
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, name="kv-log", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        return f"{text}\n".encode(errors="backslashreplace")
+
+    def enqueue(self, line: bytes) -> None:  # type: ignore[override]
+        """Queue a line, or drop it. Returns at once."""
+        if self._lines.qsize() >= self._max_lines:
+            self.dropped_lines += 1
+            return
+        self._lines.put(line)
+        if self._thread is None:  # the caller holds the handler's lock
+            self._thread = threading.Thread(target=self._write_all, name="kv-log", daemon=True)
+            self._thread.start()
         if self._written is not None:
             self.flush_within(FLUSH_S)
 
-    def stats(self) -> dict[str, int]:
-        """Numbers for status and metrics."""
-        return {"dropped_lines": self._dropped, "waiting_bytes": self._waiting_bytes}
-
     def flush_within(self, wait_s: float) -> bool:
         """Wait for up to `wait_s` until every line is written or dropped. Returns whether that is so."""
-        ends_s = time.monotonic() + wait_s
-        with self._changed:
-            while self._waiting or self._untold or self._writing:
-                left_s = ends_s - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-        return True
+        if self._thread is None:
+            return True
+        ended = threading.Event()
+        self._lines.put(ended)
+        return ended.wait(wait_s)
 
     def _write_all(self) -> None:
         """Body of the thread."""
         name_thread()
-        untold = 0
+        said = 0
         while True:
-            with self._changed:
-                self._writing = False
-                self._changed.notify_all()
-                while not self._waiting and not self._untold:
-                    self._changed.wait()
-                self._writing = True
-                if self._waiting:
-                    dropped_before, line = self._waiting.popleft()
-                    self._waiting_bytes -= len(line)
-                else:
-                    dropped_before, line, self._untold = self._untold, b"", 0
-            untold += dropped_before
+            item = self._lines.get()
+            dropped = self.dropped_lines
+            line = item if isinstance(item, bytes) else b""
             try:
-                self._write(self._notice(untold) + line if untold else line)
-                untold = 0
-                if self._written is not None:
-                    self._written()
+                if dropped != said:
+                    self._write(self._notice(dropped - said))
+                    said = dropped
+                self._write(line)
             except OSError:
-                if line:
-                    untold += 1
-                    with self._changed:
-                        self._dropped += 1
+                self.dropped_lines += bool(line)
+            if isinstance(item, threading.Event):
+                item.set()
+            elif self._written is not None:
+                self._written()
 
     def _notice(self, dropped: int) -> bytes:
         fields = {"name": "kvstrata.log", "levelno": logging.WARNING, "levelname": "WARNING"}
@@ -132,9 +102,7 @@ class LogWriter(logging.Handler):
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except (
-                BlockingIOError
-            ):  # another process has made the descriptor non-blocking for all who share it
+            except BlockingIOError:  # another process made the descriptor non-blocking for all who share it
                 poller = select.poll()
                 poller.register(self._fd, select.POLLOUT)
                 poller.poll()

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from kvstrata.observability.log_writer import FLUSH_S, LogWriter
@@ -85,7 +85,7 @@ def flush_log() -> None:
 
 def log_stats() -> dict[str, int]:
     """Numbers of this process's log, for status and metrics."""
-    return _writer.stats() if _writer is not None else {"dropped_lines": 0, "waiting_bytes": 0}
+    return {"dropped_lines": _writer.dropped_lines if _writer is not None else 0}
 
 
 class _Formatter(logging.Formatter):
@@ -179,11 +179,6 @@ class EventLog:
     def error(self, event: str, **fields: object) -> None:
         """Write that a part of the server ends, or that a promise to users may be broken."""
         self._write(logging.ERROR, event, fields)
-
-    def sections(self, event: str, sections: Mapping[str, object]) -> None:
-        """Write one line for each section, with its content as JSON, of which MAX_MESSAGE_CHARS are written."""
-        for name, content in sections.items():
-            self._logger.info("%s section=%s %s", event, name, json.dumps(content, default=str))
 
     def repeated(self, level: int, kind: str, event: str, **fields: object) -> None:
         """Write an event of level `level`, but at most one line per `kind` in each `WINDOW_S`."""

@@ -7,11 +7,11 @@ configuration, and so do the tenants that have a label.  No label carries a requ
 
 from __future__ import annotations
 
+import itertools
 import re
-import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstrata.observability.load_line import LoadLine
 
@@ -25,8 +25,6 @@ LONG_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
 """Upper bounds for full syncs and snapshots."""
-MAX_TRACE_CHARS = 100
-"""An exemplar has at most 128 characters, names of labels included (OpenMetrics 1.0)."""
 MAX_OUTCOME_WORDS = 32
 """Most outcomes of an adapter's operation that get a label of their own; plugins may invent any number of outcomes."""
 OUTCOME_WORD = re.compile(r"[A-Za-z0-9_.:/-]{1,64}")
@@ -43,51 +41,31 @@ class TenantChunks:
         self.asked = self.in_l1 = self.in_l2 = 0
 
 
-class Exemplar(NamedTuple):
-    """One observation and the request that it belongs to."""
-
-    request_id: str
-    seconds: float
-    unix_s: float
-
-
 class Histogram:
     """Durations in fixed buckets."""
 
-    __slots__ = ("bounds", "counts", "exemplars", "sum_s")
+    __slots__ = ("bounds", "counts", "sum_s")
 
-    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS, *, exemplars: bool = False) -> None:
+    def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
         """`bounds` are the upper bounds of the buckets, in seconds."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum_s = 0.0
-        self.exemplars: dict[int, Exemplar] | None = {} if exemplars else None
-        """The last observation in each bucket, by the bucket's number; None: none are kept."""
 
-    def add(self, seconds: float, request_id: str = "") -> None:
-        """Count one duration. Where exemplars are kept, `request_id` becomes the one of its bucket."""
-        bucket = bisect_left(self.bounds, seconds)
-        self.counts[bucket] += 1
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
         self.sum_s += seconds
-        if self.exemplars is not None and request_id:
-            self.exemplars[bucket] = Exemplar(request_id[:MAX_TRACE_CHARS], seconds, time.time())
 
     def add_counts(self, counts: Sequence[int], sum_s: float) -> None:
         """Count durations that were put into these buckets elsewhere. REQUIRES: the same bounds."""
         self.counts = [mine + more for mine, more in zip(self.counts, counts, strict=True)]
         self.sum_s += sum_s
 
-    def buckets(self) -> list[tuple[str, float, Exemplar | None]]:
-        """Upper bound, cumulative count and exemplar of each bucket, as Prometheus expects them."""
-        total = 0
-        result = []
-        exemplars = self.exemplars or {}
-        for number, (bound, count) in enumerate(
-            zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True)
-        ):
-            total += count
-            result.append((bound, float(total), exemplars.get(number)))
-        return result
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound and cumulative count of each bucket, as Prometheus expects them."""
+        bounds = (*map(str, self.bounds), "+Inf")
+        return list(zip(bounds, map(float, itertools.accumulate(self.counts)), strict=True))
 
 
 def count_word(counts: dict[str, int], word: str, count: int = 1) -> None:
@@ -111,8 +89,7 @@ class L2Operation:
 class ServerCounters:
     """Counters and histograms of requests, L2 operations and the cluster."""
 
-    def __init__(self, *, exemplars: bool = False) -> None:
-        """With `exemplars`, the histogram of lookups names a request for each of its buckets."""
+    def __init__(self) -> None:
         self.requests: dict[str, int] = {}
         self.request_times: dict[str, Histogram] = {}
         """By operation."""
@@ -132,7 +109,7 @@ class ServerCounters:
         self.bad_records = 0
         self.put_skipped: dict[str, int] = {}
         self.retrieved_bytes = 0
-        self.lookup = Histogram(exemplars=exemplars)
+        self.lookup = Histogram()
         self.store = Histogram()
         self.prefetch = Histogram()
         self.heartbeat = Histogram()

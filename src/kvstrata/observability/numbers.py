@@ -255,9 +255,6 @@ STATUS_NUMBERS: dict[str, Number] = {
         "log_dropped_lines_total",
         "Log lines dropped, because the reader of the log had stopped reading or was gone.",
     ),
-    "log.waiting_bytes": Number(
-        "log_waiting_bytes", "Bytes of log lines that wait for the reader of the log."
-    ),
     "attach.pending": Number("attach_pending", "Handshakes in progress."),
     "attach.attached": Number("attach_attached", "Sessions with an open attach connection."),
     "attach.detached": Number(

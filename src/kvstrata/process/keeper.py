@@ -6,8 +6,8 @@
 
 Rules:
 
-1. The keeper forks before anything heavy is imported and listens nowhere: about 10 MB.  Only the standard library's
-   fcntl, os, select, signal, sys and time are used here.
+1. The keeper forks before anything heavy is imported and listens nowhere: about 10 MB.  Only small modules of the
+   standard library are used here.
 2. Every signal of FORWARDED goes on to the child, except a signal that the terminal sent, since the terminal sent it to
    the child too, and SIGHUP where it is ignored (nohup).  A child that ends after it was told to end is not started
    again.  SIGHUP tells it to end only if the terminal sent it, because it is gone.
@@ -17,12 +17,10 @@ Rules:
    the first start only: after a crash the same settings may fail for a while, since a port or the pool is not free
    yet.
 5. As process 1 of a container it reaps every orphan.
-6. A reader of the log that stops reading does not delay it: a line that stderr has no room for is dropped, and the next
-   line that is written says how many were.
+6. A reader of the log that stops reading does not delay it: a line that stderr has no room for is dropped.
 7. The first restart comes after FIRST_PAUSE_S, each further one after twice the pause before, at most LONGEST_PAUSE_S.
    A child that lived for STEADY_S begins the series anew.
-8. A child that is told how often it was killed for lack of memory comes back with less of it (server/process.py).
-9. The child names the files of its pool to the keeper (`hold_pool`), which shares a lock on the pool as long as it
+8. The child names the files of its pool to the keeper (`hold_pool`), which shares a lock on the pool as long as it
    lives: while no child runs, the pool is not taken for one that nobody needs (memory/pools.py).  If the files have no
    names in a folder (memfds, or files that somebody removed), the keeper keeps them open, and the next child gets them
    (`Restarts.pool_fds`).
@@ -30,6 +28,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -54,9 +53,7 @@ EXIT_CONFIG, EXIT_LATER = 2, 75
 """A start failed: again with the same settings; perhaps not next time."""
 ENDING: frozenset[int] = frozenset({signal.SIGTERM, signal.SIGINT})
 """Signals that tell a process to end."""
-ASKING: frozenset[int] = frozenset({signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that ask a process that serves for something (process/lifecycle.py)."""
-FORWARDED = ENDING | ASKING
+FORWARDED = ENDING | {signal.SIGHUP}
 POOL_BYTE = (1 << 20) + 1
 """Byte of a pool's sessions.lock on which the keeper of its server shares a lock."""
 _POOL_NAMED = signal.SIGRTMIN
@@ -70,8 +67,6 @@ class Restarts(NamedTuple):
 
     times: int = 0
     cause: str = ""
-    out_of_memory: int = 0
-    """How often the kernel has killed it for lack of memory, by the counts of its control group."""
     keeper_fd: int = -1
     """Where the child names its pool to the keeper; -1: it has no keeper."""
     pool_fds: tuple[int, ...] = ()
@@ -94,9 +89,8 @@ def keep(name: str, arguments: Sequence[str], serve: Serve) -> int:
     if not _ENDS_BY_ITSELF.isdisjoint(arguments):
         return serve(arguments, NOT_RESTARTED)
     name_process(name if NO_SUPERVISE in arguments else KEEPER)
-    for number in ASKING:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _pass_over)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _pass_over)
     if NO_SUPERVISE in arguments:
         return serve(arguments, NOT_RESTARTED)
     return _Keeper(name, arguments, serve).run()
@@ -164,7 +158,6 @@ class _Keeper:
         self._restarts = NOT_RESTARTED
         self._child = 0
         self._told_to_end = False
-        self._dropped_lines = 0
         self._named_pools, self._pool_writer = os.pipe()
         os.set_blocking(self._named_pools, False)
         self._pool_fds: list[int] = []
@@ -187,10 +180,10 @@ class _Keeper:
             if self._is_over(ended):
                 return exit_status(ended)
             pause_before_s = pause_s(pause_before_s, time.monotonic() - started_s)
-            cause, times = cause_of(ended), self._restarts.out_of_memory
+            cause = cause_of(ended)
             if cause == "SIGKILL" and oom_kills() > killed:
-                cause, times = "SIGKILL of the kernel's OOM killer", times + 1
-            self._restarts = Restarts(self._restarts.times + 1, cause, times)
+                cause = "SIGKILL of the kernel's OOM killer"
+            self._restarts = Restarts(self._restarts.times + 1, cause)
             self._log(
                 f"process_ended pid={self._child} cause={_quoted(self._restarts.cause)} "
                 f"restart={self._restarts.times} pause_s={pause_before_s:g}"
@@ -283,18 +276,11 @@ class _Keeper:
         now_s = time.time()
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s))
         head = f"{stamp}.{int(now_s * 1000) % 1000:03d}Z ERROR kvstrata.keeper {self._name}"
-        lost = f"{head} {self._dropped_lines} log lines were dropped\n" if self._dropped_lines else ""
         poller = select.poll()
         poller.register(2, select.POLLOUT)
-        try:
-            if not poller.poll(0):
-                raise BlockingIOError
-            os.write(
-                2, f"{lost}{head} {line}\n".encode()
-            )  # a pipe that polls writable takes 4096 bytes at once
-            self._dropped_lines = 0
-        except OSError:
-            self._dropped_lines += 1  # nobody reads the log, and serving is more important
+        with contextlib.suppress(OSError):  # nobody reads the log, and serving is more important
+            if poller.poll(0):  # then a pipe takes 4096 bytes at once
+                os.write(2, f"{head} {line}\n".encode())
 
 
 def _ends(told: signal.struct_siginfo) -> bool:

@@ -8,8 +8,8 @@
    says what was given up.  If something cannot be closed in time, the process ends without closing the rest, which is
    left as after SIGKILL.
 4. systemd is told of readiness, reloads and the stop (process/sd_notify.py), and its watchdog hears the event loop.
-5. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process), SIGUSR1 logs a
-   status page, SIGUSR2 does nothing.  Those that come before the process serves wait until it does.
+5. SIGHUP reads settings and token files again (SIGHUP of a terminal that is gone stops the process).  One that comes
+   before the process serves waits until it does.
 6. A background task that crashes ends the process with the reason and exit status 70.  Disk and shared memory are left
    as they are, exactly as after SIGKILL.  The keeper starts the process again (process/keeper.py).
 """
@@ -46,10 +46,7 @@ GUARD_S = 1.0
 WAIT_SAID_S = 1.0
 FEWEST_FILES = 128
 """Descriptors that a process needs before the first client comes."""
-MAX_ASKED = 8
-"""Signals that wait for their answer; further ones ask for nothing new."""
 M_TRIM_THRESHOLD, TRIM_BYTES = -1, 1 << 20
-ASKING = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def set_up() -> None:
@@ -126,10 +123,6 @@ class Process(ABC):
         Raises KvstrataError; then nothing has changed.
         """
 
-    @abstractmethod
-    def page(self) -> dict[str, object]:
-        """The sections of the status page that SIGUSR1 asks for."""
-
     def standing(self) -> str:
         """One line for `systemctl status` while the process serves."""
         return "serving"
@@ -149,15 +142,14 @@ class Process(ABC):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number, stop)
         self._had_terminal = _has_terminal()
-        self._asked: asyncio.Queue[signal.Signals] = asyncio.Queue(MAX_ASKED)
-        for number in ASKING:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, self._asks, number, stop)
+        self._asked = asyncio.Event()
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._asks, stop)
         try:
             self._systemd.status("starting")
             await self.start()
             self._systemd.ready(self.standing())
-            self.supervisor.spawn(self._answer(), "signals")
+            self.supervisor.spawn(self._reload_when_asked(), "reload")
             if self._systemd.watchdog_s is not None:
                 self.supervisor.spawn(self._feed_watchdog(self._systemd.watchdog_s / 2), "watchdog")
             stopping = loop.create_task(stop.wait(), name="stop-signal")
@@ -223,27 +215,22 @@ class Process(ABC):
         self._stopping_s = self.loop.time()
         stop.set()
 
-    def _asks(self, number: signal.Signals, stop: asyncio.Event) -> None:
-        if number == signal.SIGHUP and self._had_terminal and not _has_terminal():
-            self._signalled(number, stop)
-        elif not self._asked.full():
-            self._asked.put_nowait(number)
+    def _asks(self, stop: asyncio.Event) -> None:
+        if self._had_terminal and not _has_terminal():
+            self._signalled(signal.SIGHUP, stop)
+        else:
+            self._asked.set()
 
-    async def _answer(self) -> None:
-        """Answer the signals that ask for something, one after the other."""
+    async def _reload_when_asked(self) -> None:
         while True:
-            number = await self._asked.get()
-            if number == signal.SIGHUP:
-                self._systemd.reloading()
-                try:
-                    self.log.info("reloaded", **await self.reload())
-                except KvstrataError as error:
-                    self.log.error("reload_failed", reason=error.message, note="everything stays as it was")
-                self._systemd.ready(self.standing())
-            elif number == signal.SIGUSR1:
-                self.log.sections("status", self.page())
-            else:
-                self.log.info("signal_ignored", signal=signal.Signals(number).name)
+            await self._asked.wait()
+            self._asked.clear()
+            self._systemd.reloading()
+            try:
+                self.log.info("reloaded", **await self.reload())
+            except KvstrataError as error:
+                self.log.error("reload_failed", reason=error.message, note="everything stays as it was")
+            self._systemd.ready(self.standing())
 
     async def _feed_watchdog(self, pause_s: float) -> None:
         while True:

@@ -149,11 +149,7 @@ def lay_ground(
     """Make the parts that refer to no other part, and set the quotas of tenants."""
     for tenant, gigabytes in settings.quotas_gb.items():
         pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
-    counters, readiness, board = (
-        ServerCounters(exemplars=settings.metrics.exemplars),
-        Readiness(),
-        StatusBoard(),
-    )
+    counters, readiness, board = ServerCounters(), Readiness(), StatusBoard()
     board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
     board.put("pool", functools.partial(pool_section, pool))
     board.put("counters", counters.as_dict, metrics=False)

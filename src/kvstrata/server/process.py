@@ -35,7 +35,7 @@ from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.l2.media import MediaWatch
 from kvstrata.server.own_files import OwnFiles
-from kvstrata.server.plan import Plan, after_out_of_memory, plan
+from kvstrata.server.plan import Plan, plan
 from kvstrata.server.reload import Reload
 from kvstrata.types import GB
 
@@ -57,16 +57,6 @@ def run(
     set_up()
     checked = plan(settings, os.environ)
     log = EventLog("server")
-    if (
-        restarts.out_of_memory
-        and (smaller := after_out_of_memory(checked, restarts.out_of_memory)) != checked
-    ):
-        advice = "lower --l1-size-gb or raise the memory limit; L1 has its whole size again when it is started anew"
-        log.error(
-            "l1_smaller", out_of_memory=restarts.out_of_memory, l1_bytes=smaller.extents_bytes,
-            was_bytes=checked.extents_bytes, advice=advice,
-        )  # fmt: skip
-        checked = smaller
     for note in notes:
         log.warning("setting_noted", note=note)
     for field in exposed:
@@ -172,10 +162,6 @@ class Server(Process):
         """See server/reload.py. Raises ConfigError."""
         newer = await self.loop.run_in_executor(None, self._reload.read)
         return self._reload.apply(newer).shown()
-
-    def page(self) -> dict[str, object]:
-        """The status document, as `kvstrata ctl status` has it."""
-        return self._instance.ground.board.document()
 
     def _in_use(self) -> dict[str, object]:
         tables = self._instance.tables

@@ -165,7 +165,7 @@ def test_hits_of_a_round_count_though_a_cache_server_shows_a_page_for_a_while(
             return await super().completions(request)
 
     cache = FastAPI()
-    cache.get("/metrics")(lambda: Response(pages.page("").text))
+    cache.get("/metrics")(lambda: Response(pages.page()))
     with served(Caching().app) as url, served(cache) as server:
         arguments = ["--documents", "2", "--document-tokens", "80", "--output-tokens", "1"]
         report = report_of(capsys, "long-doc-qa", "--url", url, "--cache-server", server, *arguments)

@@ -1,128 +1,29 @@
-"""Every command, wherever its output goes and whatever its limits: a clear line, a documented status, no traceback."""
+"""Commands whose output goes nowhere or that may open few files: a clear line, a documented status, no traceback."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from kvstrata.cli.boundary import Exit
-from tests.harness import own_commands
 from tests.harness.daemon import free_port
 
 pytestmark = pytest.mark.integration
 
 FEW_FILES = 20
-DOCUMENTED = {*(int(status) for status in Exit)}
-UNANSWERED = ["--url", "http://127.0.0.1:9"]
-SERVE = ["kvstrata", "bench", "serve", "long-doc-qa", "--url", "http://127.0.0.1:9"]
-COMMANDS: dict[str, list[str]] = {
-    "lmcache-server --check": ["kvstrata.cli.server", "--check"],
-    "lmcache-server --help": ["kvstrata.cli.server", "--help"],
-    "lmcache-server": ["kvstrata.cli.server", "--l1-size-gb", "nonsense"],
-    "lmcache-controller --check": ["kvstrata.cli.controller", "--check"],
-    "lmcache-controller": ["kvstrata.cli.controller", "--port", "nonsense"],
-    "lmcache-gateway": ["kvstrata.cli.gateway", "--port", "nonsense"],
-    "kvstrata": ["kvstrata"],
-    "kvstrata --version": ["kvstrata", "--version"],
-    "kvstrata nonsense": ["kvstrata", "nonsense"],
-    "kvstrata server": ["kvstrata", "server", "--check"],
-    "kvstrata controller": ["kvstrata", "controller", "--check"],
-    "ctl --help": ["kvstrata", "ctl", "--help"],
-    "ctl --url foo": ["kvstrata", "ctl", "--url", "foo", "status"],
-    "ctl": ["kvstrata", "ctl", *UNANSWERED, "status"],
-    "ctl cluster": ["kvstrata", "ctl", *UNANSWERED, "cluster", "status"],
-    "ctl pool": ["kvstrata", "ctl", "pool", "free", "/nonexistent/pö→l"],
-    "cluster": ["kvstrata", "cluster", "add", "/nonexistent/pö→l", "a"],
-    "bench": ["kvstrata", "bench", "--socket-dir", "/nonexistent/sockets"],
-    "bench l2": [
-        "kvstrata",
-        "bench",
-        "l2",
-        "--l2-adapter",
-        "FOLDER",
-        "--chunk-mb",
-        "1",
-        "--count",
-        "1",
-        "--rounds",
-        "1",
-    ],
-    "bench serve": SERVE,
-    "doctor": ["kvstrata", "doctor"],
-    "doctor --json": ["kvstrata", "doctor", "--json"],
-}
-"""Module and arguments of `python -m`. FOLDER stands for an adapter in a folder of the test."""
-PRINTS = (
-    *("--check", "--help", "--version", "kvstrata server", "kvstrata controller"),
-    *("doctor", "bench l2"),
-)
-"""Commands of these names print something in this test."""
-
-
-STARTED = ("kvstrata --version", "lmcache-server --check")
-"""Commands that a real interpreter runs too; all are run by forks of one that has imported them."""
-GATE = ("lmcache-server", "lmcache-gateway", "ctl --help", "ctl", "bench", "bench l2", "doctor")
-"""Commands whose forks run in the gate: each way in which a command prints, asks and fails."""
-STRICT = {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": ""}
-POSIX = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": "1"}
-
-
-class Case(NamedTuple):
-    """Where a command's output goes, and in what surroundings it runs."""
-
-    output: str = os.devnull
-    """A file, or "gone": a pipe that nobody reads, or "closed": none."""
-    few_files: bool = False
-    environment: Mapping[str, str] = {}
-
-
-CASES = {
-    "reader gone": Case("gone"),
-    "reader gone, unbuffered": Case("gone", environment={"PYTHONUNBUFFERED": "1"}),
-    "/dev/full": Case("/dev/full"),
-    "/dev/full, unbuffered": Case("/dev/full", environment={"PYTHONUNBUFFERED": "1"}),
-    "closed": Case("closed"),
-    "few files": Case(few_files=True),
-    "ascii": Case(environment=STRICT),
-    "C": Case(environment=POSIX),
-    "all at once": Case("/dev/full", few_files=True, environment=STRICT),
-}
-
-
-@contextlib.contextmanager
-def output_of(case: Case) -> Iterator[int]:
-    """A descriptor for its standard output."""
-    if case.output == "gone":
-        reader, output = os.pipe()
-        os.close(reader)
-    else:
-        output = os.open(os.devnull if case.output == "closed" else case.output, os.O_WRONLY)
-    try:
-        yield output
-    finally:
-        os.close(output)
 
 
 def limit_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, FEW_FILES))
-
-
-def words_of(name: str, folder: Path) -> list[str]:
-    """The arguments of a command, whose files lie in the folder."""
-    entry = json.dumps({"type": "fs", "base_path": str(folder / "records"), "capacity_gb": 1})
-    return [entry if word == "FOLDER" else word for word in COMMANDS[name]]
 
 
 def started(words: list[str], **more: Any) -> subprocess.Popen[bytes]:
@@ -137,64 +38,44 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return process.returncode, error.decode()
 
 
-def of_interpreter(name: str, case: Case, folder: Path) -> tuple[int, str]:
-    """Exit status and standard error of a command that a new interpreter runs."""
-
-    def prepare() -> None:
-        if case.output == "closed":
-            os.close(1)
-        if case.few_files:
-            limit_files()
-
-    variables = {**os.environ, "XDG_CACHE_HOME": str(folder), **case.environment}
-    with output_of(case) as output:
-        return ended(started(words_of(name, folder), stdout=output, env=variables, preexec_fn=prepare))
+@contextlib.contextmanager
+def output(kind: str) -> Iterator[int]:
+    """A descriptor for standard output that takes nothing."""
+    if kind == "gone":
+        reader, fd = os.pipe()
+        os.close(reader)
+    else:
+        fd = os.open(kind, os.O_WRONLY)
+    yield fd
+    os.close(fd)
 
 
-def of_fork(name: str, case: Case, folder: Path) -> tuple[int, str]:
-    """Exit status and standard error of a forked command."""
-    assert own_commands.forks is not None
-    module, *arguments = words_of(name, folder)
-    variables = {**os.environ, "XDG_CACHE_HOME": str(folder), **case.environment}
-    with output_of(case) as output, tempfile.TemporaryFile("w+") as error:
-        process = own_commands.forks.start(
-            module,
-            arguments,
-            variables,
-            (output, error.fileno()),
-            open_files=FEW_FILES if case.few_files else 0,
-            closed_output=case.output == "closed",
-        )
-        status = process.wait(120)
-        error.seek(0)
-        return status, error.read()
-
-
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["", "unbuffered"])
 @pytest.mark.parametrize(
-    ("run", "name"),
+    ("kind", "status", "says"),
     [
-        *((of_interpreter, name) for name in STARTED),
-        *(pytest.param(of_fork, name, marks=() if name in GATE else pytest.mark.long) for name in COMMANDS),
+        ("gone", Exit.READER_GONE, ""),
+        ("/dev/full", Exit.OUTPUT, "standard output cannot be written: No space left on device"),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_no_command_ends_with_a_traceback(
-    run: Callable[[str, Case, Path], tuple[int, str]], name: str, tmp_path: Path
-) -> None:
-    found = {title: run(name, case, tmp_path / title.replace("/", "")) for title, case in CASES.items()}
-    for case, (status, error) in found.items():
-        assert status in DOCUMENTED - {Exit.CRASHED}, (case, status, error)
-        for word in ("Traceback", "Exception ignored", "Error:", "defect"):
-            assert word not in error, (case, error)
-        assert status in (Exit.DONE, Exit.READER_GONE) or error, (case, status)
-    assert found["ascii"][1].isascii() and (run is of_fork or found["C"][1].isascii()), found
-    if any(word in name for word in PRINTS):
-        for case in ("reader gone", "reader gone, unbuffered"):
-            assert found[case][0] == Exit.READER_GONE, found[case]
-        for case in ("/dev/full", "/dev/full, unbuffered", "closed"):
-            assert found[case][0] == Exit.OUTPUT, found[case]
-            why = "Bad file descriptor" if case == "closed" else "No space left on device"
-            assert f"standard output cannot be written: {why}" in found[case][1]
+def test_output_that_is_lost_has_a_status(kind: str, status: int, says: str, unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with output(kind) as fd:
+        found, error = ended(started(["kvstrata", "--help"], stdout=fd, env=environment))
+    assert found == status and says in error and "Traceback" not in error, error
+    assert len(error.splitlines()) == bool(says)
+
+
+def test_a_closed_output_is_lost_output() -> None:
+    found, error = ended(started(["kvstrata", "--help"], preexec_fn=lambda: os.close(1)))
+    assert found == Exit.OUTPUT and "Traceback" not in error, error
+
+
+def test_an_output_without_our_characters_gets_them_escaped() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    process = started(["kvstrata", "ctl", "pool", "free", "/nonexistent/pö→l"], env=environment)
+    found, error = ended(process)
+    assert found in (Exit.FAILED, Exit.CONFIG) and error.isascii() and "Traceback" not in error, error
 
 
 @pytest.mark.parametrize(
@@ -210,30 +91,12 @@ def test_a_server_that_may_open_too_few_files_does_not_start_and_says_so(
     assert len(error.splitlines()) == 1
 
 
-@contextlib.contextmanager
-def silent_port() -> Iterator[socket.socket]:
-    """A port that takes connections and never answers."""
+def test_ctrl_c_while_a_command_waits_is_one_line_and_status_130() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
-        yield listener
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["kvstrata", "ctl", "--url", "http://PORT", "status"],
-        ["kvstrata", "bench", "serve", "shared-prefix", "--url", "http://PORT", "--users", "1"],
-        ["kvstrata", "bench", "cluster", "--controller", "tcp://PORT"],
-    ],
-    ids=" ".join,
-)
-def test_ctrl_c_while_a_command_waits_is_one_line_and_status_130(words: list[str]) -> None:
-    with silent_port() as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        process = started([word.replace("PORT", address) for word in words], stdout=subprocess.DEVNULL)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        process = started(["kvstrata", "ctl", "--url", url, "status"], stdout=subprocess.DEVNULL)
         connection, _ = listener.accept()
         with connection:
             process.send_signal(signal.SIGINT)
-            status, error = ended(process)
-    assert (status, error.splitlines()[-1].rpartition(": ")[2]) == (Exit.INTERRUPTED, "interrupted"), error
-    assert len(error.splitlines()) == 1
+            assert ended(process) == (Exit.INTERRUPTED, "kvstrata ctl: interrupted\n")

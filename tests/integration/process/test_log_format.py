@@ -25,8 +25,8 @@ def test_each_line_is_an_object(tmp_path: Path, kind: str) -> None:
     else:
         process = ControllerProcess(tmp_path, flags=flags)
     with process:
-        process.signal(signal.SIGUSR1)
-        eventually("the status in the log", lambda: '"message": "status' in process.log.read_text())
+        process.signal(signal.SIGHUP)
+        eventually("the reload in the log", lambda: '"message": "reloaded' in process.log.read_text())
         assert process.stop() == 0
         lines = [json.loads(line) for line in process.log.read_text().splitlines()]
     assert all(set(line) == {"time", "level", "component", "message", "fields"} for line in lines)

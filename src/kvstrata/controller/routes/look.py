@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, HTTPException, Path, Response
+from fastapi import APIRouter, HTTPException, Path, Response
 
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.metrics import ControllerCollector
 from kvstrata.controller.operations import Asked, Operations
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.surroundings import Surroundings
-from kvstrata.observability.exposition import Pages
+from kvstrata.observability.exposition import MEDIA_TYPE, Pages
 from kvstrata.types import RequestIdentity
 
 Name = Annotated[str, Path(description="Id of an instance.", max_length=64)]
@@ -34,10 +34,9 @@ def router(
     pages = Pages(ControllerCollector(cluster, around))
 
     @routes.get("/metrics", tags=["metrics"], response_class=Response)
-    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
-        """Metrics in Prometheus' text format, or in OpenMetrics if `Accept` names it; at most 0.25 s old."""
-        page = pages.page(accept)
-        return Response(page.text, media_type=page.media_type)
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format; at most 0.25 s old."""
+        return Response(pages.page(), media_type=MEDIA_TYPE)
 
     @routes.get("/v1/cluster", tags=["cluster"])
     async def at_a_glance() -> bodies.ClusterBody:

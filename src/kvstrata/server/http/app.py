@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Header, HTTPException, Path, Response
+from fastapi import FastAPI, HTTPException, Path, Response
 from fastapi.responses import JSONResponse
 
-from kvstrata.observability.exposition import Pages
+from kvstrata.observability.exposition import MEDIA_TYPE, Pages
 from kvstrata.observability.logging import EventLog
 from kvstrata.process import http_log_level
 from kvstrata.process.http import make_base
@@ -37,10 +37,9 @@ def make_app(admin: Admin) -> FastAPI:
         return JSONResponse({"status": "unhealthy", "reason": why}, 503)
 
     @app.get("/metrics", tags=["metrics"], dependencies=guarded, response_class=Response)
-    async def metrics(accept: Annotated[str, Header()] = "") -> Response:
-        """Prometheus text format, or OpenMetrics if `Accept` names it; at most 0.25 s old."""
-        page = pages.page(accept)
-        return Response(page.text, media_type=page.media_type)
+    async def metrics() -> Response:
+        """Prometheus text format; at most 0.25 s old."""
+        return Response(pages.page(), media_type=MEDIA_TYPE)
 
     @app.get("/v1/status", dependencies=guarded)
     async def status() -> dict[str, Any]:

@@ -504,7 +504,7 @@ class Lookups:
     def _note(self, answered: Answered) -> None:
         asked, n, tail_tokens, l1_chunks, reason, detail, missing_key, now_s = answered
         request, keys, identity = asked.request, asked.keys, asked.identity
-        self._counters.lookup.add(now_s - asked.started_s, request.request_id)
+        self._counters.lookup.add(now_s - asked.started_s)
         misses = n < asked.n_chunks and keys.n_slices > 0
         last_key = keys.nth((asked.n_chunks - 1) * keys.n_slices) if misses else b""
         self._remember(
