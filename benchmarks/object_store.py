@@ -2,22 +2,19 @@
 
 Bare obstore is called from as many threads as the adapter's lanes have, with the same calls and the same work for a
 record: a `put` from the extent that creates the object; a `get` whose bytes are copied into the extent; a `head`.
-The adapter also verifies loaded records; `verified_ratio` compares with bare obstore that does so too.  For figures
-with `_directory` the store is a local directory; for the others it is moto's server, a Python process on this
-machine.  Neither has the costs of S3 over a network.
+The adapter also verifies loaded records; `verified_ratio` compares with bare obstore that does so too.  The store is
+moto's server, a Python process on this machine, which does not have the costs of S3 over a network.
 
-Sketch: a put of 64 MiB into a directory is a copy into the page cache (30 ms), a load is two copies.  Moto takes
-milliseconds a request, in one process whose threads take turns, for both sides.
+Sketch: moto takes milliseconds a request, in one process whose threads take turns, for both sides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import obstore
@@ -147,24 +144,22 @@ def _throughput(
     )
 
 
-def _figures(ending: str, times: dict[str, list[float]]) -> list[dict[str, Any]]:
+def _figures(times: dict[str, list[float]]) -> list[dict[str, Any]]:
     value_ms, spread = median_spread([s * 1e3 for s in times["exists"]])
     raw_ms, raw_spread = median_spread([s * 1e3 for s in times["raw exists"]])
     ratio = median_spread([a / b for a, b in zip(times["exists"], times["raw exists"], strict=True)])[0]
     put_words = f"obstore.put from {DEFAULT_WORKERS[Lane.PUT]} threads"
     load_words = f"obstore.get from {DEFAULT_WORKERS[Lane.LOAD]} threads, not verified"
     return [
-        _throughput(f"object_store_put{ending}", put_words, PUT_TARGET, times["put"], times["raw put"]),
+        _throughput("object_store_put", put_words, PUT_TARGET, times["put"], times["raw put"]),
         {
-            **_throughput(
-                f"object_store_load{ending}", load_words, LOAD_TARGET, times["load"], times["raw load"]
-            ),
+            **_throughput("object_store_load", load_words, LOAD_TARGET, times["load"], times["raw load"]),
             "verified_ratio": median_spread(
                 [b / a for a, b in zip(times["load"], times["verified load"], strict=True)]
             )[0],
         },
         figure(
-            f"object_store_exists{ending}",
+            "object_store_exists",
             value=value_ms,
             unit="ms",
             ratio=ratio,
@@ -178,20 +173,7 @@ def _figures(ending: str, times: dict[str, list[float]]) -> list[dict[str, Any]]
     ]
 
 
-@contextlib.contextmanager
-def _entries() -> Iterator[dict[str, dict[str, Any]]]:
-    with scratch("object-store") as folder, S3Server(folder) as server:
-        yield {
-            "": server.entry(),
-            "_directory": {"type": "object_store", "url": f"file://{folder}/objects"},
-        }
-
-
 def run() -> list[dict[str, Any]]:
     """Measure the figures."""
-    with _entries() as entries:
-        return [
-            each
-            for ending, entry in entries.items()
-            for each in _figures(ending, asyncio.run(_rounds(entry)))
-        ]
+    with scratch("object-store") as folder, S3Server(folder) as server:
+        return _figures(asyncio.run(_rounds(server.entry())))

@@ -33,7 +33,6 @@ FULL = "full"
 LENGTH = "length"
 MEDIUM_GONE = "medium_gone"
 MISMATCH = "mismatch"
-NOT_A_FILE = "not_a_file"
 PAUSED = "paused"
 QUEUE_FULL = "queue_full"
 RAISED = "adapter_error"
@@ -113,7 +112,6 @@ MEANINGS: dict[str, Meaning] = {
     "wrong_key": _NOT_THE_MEDIUM,
     NO_HEAD: _NOT_THE_MEDIUM,
     UNAUTHENTICATED: Meaning(MissReason.CORRUPT, blames_medium=False),
-    NOT_A_FILE: _NOT_THE_MEDIUM,
     READ_ONLY: _NOT_THE_MEDIUM,
     BAD_ITEM: OTHER,
     "io": OTHER,

@@ -97,7 +97,7 @@ class Server(Process):
         self.supervisor.spawn(heartbeat(pool, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.ground.trend.run(), "trend")
-        self.supervisor.spawn(MediaWatch(instance.l2.tiers, instance.l2.store).run(), "media")
+        self.supervisor.spawn(MediaWatch(instance.l2.tiers).run(), "media")
         folder, segment = instance.facts.socket_dir, instance.segment
         own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach, instance.rpc)
         self.supervisor.spawn(own_files.run(), "own-files")

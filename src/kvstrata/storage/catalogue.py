@@ -29,7 +29,6 @@ from kvstrata.errors import AllWrong, ConfigError
 from kvstrata.storage import structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.common import COMMON
-from kvstrata.storage.folder import Folder
 from kvstrata.storage.structs import Place
 
 if typing.TYPE_CHECKING:
@@ -53,8 +52,8 @@ def _nothing() -> str:
     return ""
 
 
-def _no_folder(config: Any) -> Folder | None:
-    return None
+def _no_folder(config: Any) -> str:
+    return ""
 
 
 class Medium(NamedTuple):
@@ -78,7 +77,7 @@ class Medium(NamedTuple):
     """The field of `config` that takes all fields whose names `config` does not have; empty: they are errors."""
     look: Callable[[Any, str], None] | None = None
     """Looks for what entries need of this machine, for (config, name of the adapter). Raises StorageError."""
-    folder: Callable[[Any], Folder | None] = _no_folder
+    folder: Callable[[Any], str] = _no_folder
     """The directory of this host that keeps the records of an entry with these fields; None if there is none.
 
     The server probes it while the tier is in service (server/l2/media.py).

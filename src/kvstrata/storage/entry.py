@@ -21,7 +21,6 @@ from kvstrata.storage import catalogue, structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.catalogue import FoundType
 from kvstrata.storage.common import COMMON, CommonFields
-from kvstrata.storage.folder import Folder
 from kvstrata.storage.recipe import CodecConfig, Recipe
 from kvstrata.storage.structs import Place
 from kvstrata.storage.wrap.codec_fields import ChainSettings, read_chain
@@ -49,8 +48,8 @@ class TierConfig(NamedTuple):
     """The tier's medium runs in a process of its own."""
     kill_ms: int | None = None
     """None: KILL_DEADLINES deadlines (stack.py)."""
-    folder: Folder | None = None
-    """The directory of this host that has the records; None: there is none."""
+    folder: str = ""
+    """The directory of this host that has the records; empty: there is none."""
 
 
 def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-from typing import NamedTuple
 
 
 class FolderState(enum.StrEnum):
@@ -27,24 +26,16 @@ class FolderState(enum.StrEnum):
     """Unknown: the file system does not answer, or answers with an error."""
 
 
-class Folder(NamedTuple):
-    """The directory of a medium."""
-
-    path: str
-    """Absolute."""
-    may_be_replaced: bool = False
-    """Whether the medium goes on in another directory at this path; otherwise it keeps using the one that it opened."""
-
-
 class WatchedFolder:
     """A directory as it was when its medium was opened.
 
-    `mark` and `look` block for as long as the file system does.  A directory that its medium keeps using is kept open,
-    so that no other directory gets its inode number.
+    `mark` and `look` block for as long as the file system does.  The directory is kept open, so that no other one gets
+    its inode number.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self.folder = folder
+    def __init__(self, path: str) -> None:
+        """`path` is absolute."""
+        self.path = path
         self.state = FolderState.WELL
         """The last answer of a probe (server/l2/media.py)."""
         self._fd = -1
@@ -52,29 +43,22 @@ class WatchedFolder:
 
     def mark(self) -> None:
         """Remember the directory's device and inode. Raises OSError."""
-        fd = os.open(self.folder.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        found = os.fstat(fd)
+        self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        found = os.fstat(self._fd)
         self._marked = found.st_dev, found.st_ino
-        if self.folder.may_be_replaced:
-            os.close(fd)
-        else:
-            self._fd = fd
 
     def look(self) -> FolderState:
-        """What lies at the path now. A directory that may be replaced and was is the marked one from now on."""
-        path = self.folder.path
+        """What lies at the path now."""
         try:
-            found = os.stat(path)
+            found = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return FolderState.GONE
         except OSError:
             return FolderState.UNREACHABLE
         if (found.st_dev, found.st_ino) != self._marked:
-            if not self.folder.may_be_replaced:
-                return FolderState.REPLACED
-            self._marked = found.st_dev, found.st_ino
+            return FolderState.REPLACED
         # This sees what a mode forbids, and file systems that are mounted or have become read-only, for root too.
-        if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+        if not os.access(self.path, os.W_OK | os.X_OK, effective_ids=True):
             return FolderState.READ_ONLY
         return FolderState.WELL
 

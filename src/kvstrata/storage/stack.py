@@ -19,7 +19,7 @@ from kvstrata.policy.store import StorePolicy
 from kvstrata.process.threads import on_a_thread
 from kvstrata.storage.base import AdapterContext, StorageAdapter
 from kvstrata.storage.entry import TierConfig
-from kvstrata.storage.folder import Folder, FolderState, WatchedFolder
+from kvstrata.storage.folder import FolderState, WatchedFolder
 from kvstrata.storage.host.parent import HostedAdapter
 from kvstrata.storage.peers import ReadsPeers
 from kvstrata.storage.wrap.codec import CodecAdapter
@@ -63,14 +63,12 @@ class Layer(NamedTuple):
 class Stack:
     """A tier as the server uses it; not open yet."""
 
-    def __init__(
-        self, name: str, policy: StorePolicy, layers: Sequence[Layer], folder: Folder | None = None
-    ) -> None:
+    def __init__(self, name: str, policy: StorePolicy, layers: Sequence[Layer], folder: str = "") -> None:
         """`layers` from the storage outwards; the last one is in this process."""
         self.name = name
         self.policy = policy
         self.layers = tuple(layers)
-        self.folder = None if folder is None else WatchedFolder(folder)
+        self.folder = WatchedFolder(folder) if folder else None
         """The directory of the medium; None: it has none."""
         outermost = layers[-1].adapter
         assert outermost is not None

@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     adapter = {"type": "fs", "base_path": str(folder / "l2"), "isolation": "process"}
     log = {"type": "disk", "base_path": str(folder / "log"), "capacity_gb": 0.1}
-    shared = {"type": "object_store", "url": f"file://{folder}/shared"}
+    shared = {"type": "fs", "base_path": str(folder / "shared"), "shared": True}
     flags = tuple(word for entry in (adapter, log, shared) for word in ("--l2-adapter", json.dumps(entry)))
     flags += ("--controller-url", f"tcp://127.0.0.1:{free_port()}")
     with ServerProcess(folder, l1_mb=16, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags) as server:

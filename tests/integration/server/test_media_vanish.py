@@ -24,8 +24,6 @@ pytestmark = pytest.mark.integration
 
 
 def entry(kind: str, folder: Path) -> dict[str, Any]:
-    if kind == "object_store":
-        return {"type": kind, "url": f"file://{folder}"}
     return {"type": kind, "base_path": str(folder), "capacity_gb": 0.125 if kind == "disk" else 1}
 
 
@@ -57,9 +55,7 @@ def tier(server: ServerProcess, name: str) -> dict[str, Any]:
     return json.loads(read(f"{server.url}/v1/status"))["l2_adapters"][name]
 
 
-@pytest.mark.parametrize(
-    "kind", ["disk", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fs", "object_store"))]
-)
+@pytest.mark.parametrize("kind", ["disk", pytest.param("fs", marks=pytest.mark.long)])
 def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
     start: Callable[..., ServerProcess], folder: Path, kind: str
 ) -> None:
@@ -80,14 +76,7 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
         more(client, 2)
         until(client, lambda status: status["counters"]["put_skipped"].get("medium_gone") == 2)
         folder.mkdir()
-        if kind == "object_store":
-            said(server, "medium_back")
-        else:
-            assert "restart the server" in said(server, "medium_replaced")
-            return
-        more(client, 3)
-        until(client, lambda status: status["l2_store"]["adapters"][name]["outcomes"].get("stored", 0) >= 3)
-        assert tier(server, name)["medium_well"]
+        assert "restart the server" in said(server, "medium_replaced")
 
 
 @pytest.mark.long
@@ -95,7 +84,7 @@ def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
     os.geteuid() != 0 or shutil.which("nsenter") is None,
     reason="only root can mount, with util-linux's nsenter",
 )
-@pytest.mark.parametrize("kind", ["disk", "fs", "object_store"])
+@pytest.mark.parametrize("kind", ["disk", "fs"])
 def test_a_directory_that_is_read_only_or_hidden_comes_back_by_itself(
     start: Callable[..., ServerProcess], folder: Path, kind: str
 ) -> None:
@@ -121,9 +110,8 @@ def test_a_directory_that_is_read_only_or_hidden_comes_back_by_itself(
         said(server, "medium_back")
         more(client, 3)
         until(client, lambda status: status["l2_store"]["adapters"][name]["outcomes"]["stored"] == 7)
-        if kind != "object_store":  # to which it would be a directory as good as the other
-            inside("mount", "-t", "tmpfs", "tmpfs")
-            said(server, "medium_replaced")
-            assert tier(server, name)["medium"] == "replaced"
-            inside("umount")
-            eventually("the tier is back", lambda: tier(server, name)["medium_well"])
+        inside("mount", "-t", "tmpfs", "tmpfs")
+        said(server, "medium_replaced")
+        assert tier(server, name)["medium"] == "replaced"
+        inside("umount")
+        eventually("the tier is back", lambda: tier(server, name)["medium_well"])

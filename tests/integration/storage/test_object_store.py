@@ -63,21 +63,15 @@ def until_found(client: RpcClient, identity: wire.IdentifyReply, chain: bytes, n
     "kind",
     [
         "s3 in a process of its own",
-        *(
-            pytest.param(kind, marks=pytest.mark.long)
-            for kind in ("directory", "s3", "s3 without conditional puts")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("s3", "s3 without conditional puts")),
     ],
 )
 def test_chunks_that_one_server_stored_are_served_by_another(
-    bucket: S3Server, start: Starter, tmp_path: Path, kind: str
+    bucket: S3Server, start: Starter, kind: str
 ) -> None:
-    if kind == "directory":
-        entry = {"type": "object_store", "url": f"file://{tmp_path}/shared"}
-    else:
-        entry = bucket.entry(isolation="process" if kind.endswith("own") else "in_process")
-        if "without" in kind:
-            entry["conditional_put"] = "disabled"
+    entry = bucket.entry(isolation="process" if kind.endswith("own") else "in_process")
+    if "without" in kind:
+        entry["conditional_put"] = "disabled"
     one, other = start(entry, "--no-http"), start(entry)
     with RpcClient(one.socket_dir) as writer, RpcClient(other.socket_dir) as reader:
         _, chain = stored(writer, 6)

@@ -9,11 +9,12 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import obstore
 import pytest
 from obstore import exceptions
+from obstore.store import MemoryStore
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.policy.reasons import blames_medium
@@ -28,9 +29,11 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.entry import configure_tier, make_adapter
 from kvstrata.storage.lanes import Lane
+from kvstrata.storage.media.object_store import listing
 from kvstrata.storage.media.object_store.adapter import ObjectStoreAdapter
 from kvstrata.storage.media.object_store.failures import advice
 from kvstrata.storage.media.object_store.names import MARKER, MARKER_TEXT, path_of
+from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
 SECRET = "a-secret-that-nobody-may-see"
@@ -251,46 +254,52 @@ async def test_wrong_credentials_stop_the_start(endpoint: str, monkeypatch: pyte
         await adapter_at(endpoint).open(lent_context(lambda key: None))
 
 
-async def test_a_prefix_of_another_version_stops_the_start(tmp_path: Path) -> None:
-    await asyncio.to_thread((tmp_path / MARKER).write_text, "kvstrata records, format 7\n")
-    adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
+MB = 1 << 20
+
+
+def in_memory(store: MemoryStore, **more: Any) -> ObjectStoreAdapter:
+    """An adapter on a store in this process, not open."""
+    return ObjectStoreAdapter(ObjectStoreSettings(url="memory://kv", connect=lambda: store, **more))
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+async def test_a_prefix_of_another_version_stops_the_start(store: MemoryStore) -> None:
+    obstore.put(store, MARKER, b"kvstrata records, format 7\n")
     with pytest.raises(ConfigError, match=r"records of another version.*choose another prefix"):
-        await adapter.open(lent_context(lambda key: None))
+        await in_memory(store).open(lent_context(lambda key: None))
 
 
-def damage_the_one_record(folder: Path) -> Path:
-    [file] = folder.glob("??/*.kvc")
-    with open(file, "r+b") as damaged:
-        damaged.seek(12 << 20)
-        damaged.write(b"something else")
-    return file
-
-
-async def test_large_records_go_in_parts_and_come_back_whole(tmp_path: Path) -> None:
-    entry = {"type": "object_store", "url": f"file://{tmp_path}", "multipart_mb": 5, "part_mb": 5}
-    adapter = make_adapter(entry, 0)
+async def test_large_records_go_in_parts_and_come_back_whole(store: MemoryStore) -> None:
+    adapter = in_memory(store, multipart_bytes=5 * MB, part_bytes=5 * MB)
     await adapter.open(lent_context(lambda key: None))
-    size = 17 << 20
+    size = 17 * MB
     assert await adapter.put([put_item(key_of(1), size)]) == [PutOutcome(PutStatus.STORED)]
     assert await adapter.put([put_item(key_of(1), size)]) == [PutOutcome(PutStatus.EXISTS)]
     [loaded] = await adapter.load([load_item(key_of(1), size)])
     assert loaded.status is LoadStatus.LOADED
-    file = damage_the_one_record(tmp_path)
+    path = path_of(key_of(1))
+    damaged = bytearray(obstore.get(store, path).bytes())
+    damaged[12 * MB : 12 * MB + 4] = b"else"
+    obstore.put(store, path, bytes(damaged))
     [loaded] = await adapter.load([load_item(key_of(1), size)])
     assert loaded.status is LoadStatus.CORRUPT
-    assert not await asyncio.to_thread(file.exists)
+    with pytest.raises(FileNotFoundError):
+        obstore.head(store, path)
     await adapter.close()
 
 
-@pytest.mark.parametrize("size", [1000, 17 << 20])
+@pytest.mark.parametrize("size", [1000, 17 * MB])
 async def test_an_unexpected_exception_ends_the_hold_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    entry = {"type": "object_store", "url": f"file://{tmp_path}", "part_mb": 5}
-    adapter = make_adapter(entry, 0)
+    adapter = in_memory(store, part_bytes=5 * MB)
     await adapter.open(lent_context(lambda key: None))
     await adapter.put([put_item(key_of(1), size)])
-    monkeypatch.setattr("os.preadv", lambda *given: 1 // 0)
+    monkeypatch.setattr("obstore.get", lambda *given, **options: 1 // 0)
     item = load_item(key_of(1), size)
     with pytest.raises(ZeroDivisionError):
         await adapter.load([item])
@@ -298,27 +307,21 @@ async def test_an_unexpected_exception_ends_the_hold_too(
     await adapter.close()
 
 
-def lay(path: Path, length: int) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "wb") as file:
-        file.truncate(length)
-
-
-@pytest.mark.parametrize("length", [0, 511, 5 << 30])
-async def test_an_object_of_an_impossible_length_is_absent_and_replaced(tmp_path: Path, length: int) -> None:
-    adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
+@pytest.mark.parametrize("length", [0, 511])
+async def test_an_object_of_an_impossible_length_is_absent_and_replaced(
+    store: MemoryStore, length: int
+) -> None:
+    adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
-    await asyncio.to_thread(lay, tmp_path / path_of(key_of(1)), length)
+    obstore.put(store, path_of(key_of(1)), bytes(length))
     assert await adapter.exists([key_of(1)]) == [Found(Presence.ABSENT)]
     assert await adapter.put([put_item(key_of(1), 1000)]) == [PutOutcome(PutStatus.STORED)]
     assert await adapter.load([load_item(key_of(1), 1000)]) == [LoadOutcome(LoadStatus.LOADED)]
     await adapter.close()
 
 
-async def test_simultaneous_questions_for_usage_share_one_listing(tmp_path: Path) -> None:
-    entry = {"type": "object_store", "url": f"file://{tmp_path}", "per_op_workers": {"delete": 1}}
-    adapter = make_adapter(entry, 0)
-    assert isinstance(adapter, ObjectStoreAdapter)
+async def test_simultaneous_questions_for_usage_share_one_listing(store: MemoryStore) -> None:
+    adapter = in_memory(store, per_op_workers={Lane.DELETE: 1})
     await adapter.open(lent_context(lambda key: None))
     await adapter.put([put_item(key_of(1), 1000)])
     go_on = threading.Event()
@@ -336,33 +339,37 @@ async def test_simultaneous_questions_for_usage_share_one_listing(tmp_path: Path
     await adapter.close()
 
 
-def somebody_elses(folder: Path) -> Path:
-    foreign = folder / "ab" / "somebody-elses.kvc"
-    foreign.parent.mkdir()
-    foreign.write_bytes(b"precious")
-    return foreign
-
-
-async def test_foreign_objects_below_the_prefix_are_left_alone(tmp_path: Path) -> None:
-    foreign = somebody_elses(tmp_path)
-    adapter = make_adapter({"type": "object_store", "url": f"file://{tmp_path}"}, 0)
+async def test_foreign_objects_below_the_prefix_are_left_alone(store: MemoryStore) -> None:
+    obstore.put(store, "ab/somebody-elses.kvc", b"precious")
+    adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
     await adapter.put([put_item(key_of(1), 1000)])
     assert (await adapter.usage()).records == 1
     assert await adapter.clear() == 1
-    assert await asyncio.to_thread(foreign.read_bytes) == b"precious"
+    assert bytes(obstore.get(store, "ab/somebody-elses.kvc").bytes()) == b"precious"
+    await adapter.close()
+
+
+async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a listing is over after its first page."""
+    monkeypatch.setattr(listing, "LIST_S", -1.0)
+    adapter = in_memory(store)
+    await adapter.open(lent_context(lambda key: None))
+    await adapter.put([put_item(key_of(1), 1000)])
+    with pytest.raises(StorageError, match="cannot be cleared: incomplete: the listing did not end"):
+        await adapter.clear()
     await adapter.close()
 
 
 async def test_operations_refused_by_a_full_lane_fail_with_the_reason_and_drop_their_holds(
-    tmp_path: Path,
+    store: MemoryStore,
 ) -> None:
-    entry = {
-        "type": "object_store", "url": f"file://{tmp_path}", "part_mb": 5, "multipart_mb": 5,
-        "per_op_workers": {"lookup": 1, "retrieve": 1, "store": 1},
-    }  # fmt: skip
-    adapter = make_adapter(entry, 0)
-    assert isinstance(adapter, ObjectStoreAdapter)
+    adapter = in_memory(
+        store, part_bytes=5 * MB, multipart_bytes=5 * MB,
+        per_op_workers={Lane.LOOKUP: 1, Lane.LOAD: 1, Lane.PUT: 1},
+    )  # fmt: skip
     await adapter.open(lent_context(lambda key: None))
     large = 17 << 20
     for number, size in enumerate((1000, large)):

@@ -16,7 +16,6 @@ from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 from kvstrata.policy.reasons import MEDIUM_GONE, READ_ONLY
 from kvstrata.process.threads import on_a_thread
-from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import Tier, TierSet
 from kvstrata.storage.folder import FolderState, WatchedFolder
 from kvstrata.storage.stack import Stack
@@ -40,9 +39,8 @@ _MEANS = {FolderState.READ_ONLY: "its records are served, and it gets no new one
 class MediaWatch:
     """The probes of all tiers that have a directory. Belongs to the event loop."""
 
-    def __init__(self, tiers: TierSet, store: StoreController, *, probe_s: float = PROBE_S) -> None:
+    def __init__(self, tiers: TierSet, *, probe_s: float = PROBE_S) -> None:
         self._tiers = tiers
-        self._store = store
         self._probe_s = probe_s
         self._probes: dict[WatchedFolder, asyncio.Future[FolderState]] = {}
         """Probes that have not ended."""
@@ -77,11 +75,9 @@ class MediaWatch:
         before, folder.state = folder.state, now
         if now is before:
             return
-        guard, name, path = tier.configured.guard, tier.name, folder.folder.path
+        guard, name, path = tier.configured.guard, tier.name, folder.path
         if now is FolderState.WELL:
             guard.open_again()
-            if folder.folder.may_be_replaced and before is not FolderState.READ_ONLY:
-                self._store.dropped(name, None)  # it may be another directory
             stays = _stays_read_only(tier.configured)
             level = logging.WARNING if stays else logging.INFO
             note = f"the medium takes no more records after a failed write; {_RENEW}" if stays else ""
@@ -92,22 +88,20 @@ class MediaWatch:
         )
         self._say(
             logging.ERROR, f"medium_{now}", tier, path=path, what=_WHAT[now], meaning=_MEANS.get(now, _NOT_USED),
-            advice=_advice(now, folder),
+            advice=_advice(now),
         )  # fmt: skip
 
     def _say(self, level: int, event: str, tier: Tier, **fields: object) -> None:
         self._log.repeated(level, f"{event} {tier.name}", event, adapter=tier.name, **fields)
 
 
-def _advice(now: FolderState, folder: WatchedFolder) -> str:
+def _advice(now: FolderState) -> str:
     if now is FolderState.READ_ONLY:
         return "make it writable, or mount its file system read-write; the tier is then used again by itself"
     if now is FolderState.UNREACHABLE:
         return (
             "look at the file system and its disk or server; the tier is used again by itself when it answers"
         )
-    if folder.folder.may_be_replaced:
-        return "mount the file system, or make the directory; the tier is then used again by itself"
     if now is FolderState.GONE:
         return (
             f"mount the file system again, and the tier is used again by itself; if it was deleted, {_RENEW}"

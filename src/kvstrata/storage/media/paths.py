@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 
-from kvstrata.storage.folder import Folder
 from kvstrata.storage.structs import Place
 
 
-def folder_at(base_path: str) -> Folder:
-    """The directory of an adapter that keeps using the one that it opened. `base_path` was checked by `absolute`."""
-    return Folder(os.path.abspath(os.path.expanduser(base_path)))
+def folder_at(base_path: str) -> str:
+    """The directory of an adapter. `base_path` was checked by `absolute`."""
+    return os.path.abspath(os.path.expanduser(base_path))
 
 
 def absolute(path: str, place: Place, name: str) -> str:

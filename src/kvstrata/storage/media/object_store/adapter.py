@@ -1,10 +1,10 @@
-"""The `object_store` adapter: records as objects in S3, GCS, Azure or a directory; the same URL means shared records.
+"""The `object_store` adapter: records as objects in S3, GCS or Azure; the same URL means shared records.
 
     <url>/<first two hex digits>/<64 hex digits of the key>.kvc  ->  the record, byte for byte as it lies in L1
     <url>/kvstrata-format                                        ->  the version of the records
 
-The library (obstore) makes the transfers on threads of its own, except loads from a directory (local.py).  Each
-transfer occupies a thread of a lane, which waits with the GIL dropped, so the lanes bound the number of transfers.
+The library (obstore) makes the transfers on threads of its own.  Each transfer occupies a thread of a lane, which waits
+with the GIL dropped, so the lanes bound the number of transfers.
 
 Invariants
 1. Only objects with exactly these names are read, written or removed.
@@ -17,7 +17,6 @@ Invariants
    If another server puts a good record between this check and the removal, the good one is removed and must be put
    again.
 5. The library repeats failed requests; the adapter does not repeat them once more.
-6. If the URL is a directory, only regular files in real folders, not links, are read, replaced or removed (local.py).
 
 The adapter has no cap (a bucket's lifecycle rules can limit it), and no request that serves users lists the bucket.
 """
@@ -54,12 +53,10 @@ from kvstrata.storage.base import (
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
 from kvstrata.storage.media.object_store.listing import pages
-from kvstrata.storage.media.object_store.local import Inside
 from kvstrata.storage.media.object_store.names import (
     MARKER,
     MARKER_TEXT,
     MOST_MARKER_BYTES,
-    NAME,
     path_of,
 )
 from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
@@ -93,17 +90,12 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def __init__(self, settings: ObjectStoreSettings, *, name: str = "object_store") -> None:
         self.name = name
-        # The library does not sync the files that it writes into a directory.
-        durable = not settings.url.startswith("file:")
         self.capabilities = Capabilities(
-            persistent=durable, shared=True, medium=settings.medium, max_batch=64, has_heads=True
+            persistent=True, shared=True, medium=settings.medium, max_batch=64, has_heads=True
         )
         self.settings = settings
-        self._inside = Inside(settings.url)
         self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
-        lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
-        # A question to a directory takes so little that more threads would mostly wait for the GIL.
-        self._lookups = min(2, lookups) if self._inside.is_directory else lookups
+        self._lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
         self._store: Any = None
         self._creates = True
         """Whether the store can refuse to replace an object."""
@@ -137,7 +129,7 @@ class ObjectStoreAdapter(StorageAdapter):
     def _reach(self) -> None:
         self._store = self.settings.connect()
         try:
-            marker = obstore.get(self._store, self._inside.checked(MARKER))
+            marker = obstore.get(self._store, MARKER)
             found = bytes(marker.bytes()) if marker.meta["size"] <= MOST_MARKER_BYTES else b"too many bytes"
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
@@ -280,9 +272,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     # -- in the lanes' threads -----------------------------------------------------------------------------
 
-    def _is_ours(self, name: str) -> bool:
-        return NAME.fullmatch(name) is not None and self._inside.has(name)
-
     def _find(self, key: bytes) -> Found:
         if len(key) != KEY_BYTES:
             return Found(Presence.UNKNOWN, 0, BAD_ITEM)
@@ -296,9 +285,7 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _read_head(self, key: bytes) -> bytes:
         try:
-            return bytes(
-                obstore.get_range(self._store, self._inside.checked(path_of(key)), start=0, end=HEAD_BYTES)
-            )
+            return bytes(obstore.get_range(self._store, path_of(key), start=0, end=HEAD_BYTES))
         except _ERRORS:
             return b""
 
@@ -311,7 +298,6 @@ class ObjectStoreAdapter(StorageAdapter):
         large = length > self.settings.multipart_bytes
         create = self._creates and not large
         try:
-            self._inside.checked(path)
             if not create and self._size(path) == length:
                 return PutOutcome(PutStatus.EXISTS)
             try:
@@ -343,8 +329,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _head(self, path: str) -> tuple[int, str | None]:
         """Bytes and ETag of an object. Raises FileNotFoundError or another error of `_ERRORS`."""
-        if self._inside.is_directory:
-            return self._inside.head(path)
         found = obstore.head(self._store, path)
         return int(found["size"]), found["e_tag"]
 
@@ -356,8 +340,6 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _fetch(self, path: str, begin: int, target: memoryview, length: int) -> tuple[int, str | None]:
         """Read a part of an object that has `length` bytes. Returns and raises what `_head` does, or ValueError."""
-        if self._inside.is_directory:
-            return self._inside.read(path, begin, target, length)
         whole = len(target) == length
         options = None if whole else {"range": (begin, begin + len(target))}
         found = obstore.get(self._store, path, options=options)
@@ -434,8 +416,7 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _delete(self, paths: list[str]) -> int:
         try:
-            ours = [path for path in paths if self._inside.has(path)]
-            sizes = {path: size for path in ours if (size := self._size(path)) is not None}
+            sizes = {path: size for path in paths if (size := self._size(path)) is not None}
             if sizes:
                 self._remove(list(sizes))
         except _ERRORS as error:
@@ -446,7 +427,7 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _clear(self) -> int:
         removed = 0
-        for ours in pages(self._store, self._is_ours):
+        for ours in pages(self._store):
             if ours:
                 self._remove([meta["path"] for meta in ours])
                 removed += len(ours)
@@ -460,7 +441,7 @@ class ObjectStoreAdapter(StorageAdapter):
                 return self._usage
         used_bytes = records = 0
         try:
-            for ours in pages(self._store, self._is_ours):
+            for ours in pages(self._store):
                 used_bytes, records = used_bytes + sum(meta["size"] for meta in ours), records + len(ours)
                 if records >= MAX_COUNTED:
                     break

@@ -9,9 +9,8 @@ import datetime
 import functools
 import importlib.util
 import logging
-import os
 from typing import Annotated, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +21,6 @@ from kvstrata.errors import AllWrong, ConfigError, install
 from kvstrata.patience import patience
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.common import COMMON
-from kvstrata.storage.folder import Folder
 from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.media.workers import PerOpWorkers
 from kvstrata.storage.structs import Place
@@ -30,7 +28,7 @@ from kvstrata.storage.structs import Place
 log = logging.getLogger(__name__)
 
 MB = 1 << 20
-SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 KNOWN_TO_THE_LIBRARY = (
     "region", "endpoint", "access_key_id", "secret_access_key", "session_token", "skip_signature",
     "virtual_hosted_style_request", "allow_http", "timeout", "connect_timeout", "service_account",
@@ -43,13 +41,13 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0
 
 
 class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A bucket of S3, Google Cloud Storage or Azure, or a directory."""
+    """A bucket of S3, Google Cloud Storage or Azure."""
 
     url: Annotated[
         str,
         Meta(
             min_length=1,
-            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs`, `adl` and `file`. It must hold no credentials.",
+            description="`s3://BUCKET/PREFIX`; also `gs`, `az`, `abfs` and `adl`. It must hold no credentials.",
         ),
     ]
     options: Annotated[
@@ -93,6 +91,7 @@ def _missing() -> str:
 
 def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     from obstore.exceptions import BaseError
+    from obstore.store import from_url
 
     from kvstrata.storage.media.object_store.adapter import (
         DEFAULT_WORKERS,
@@ -114,8 +113,7 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
         if str(endpoint).startswith("http://") and "allow_http" not in options:
             raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
     wrong.tell()
-    if not url.startswith("file:"):
-        client = {"timeout": f"{patience(10):g}s", "connect_timeout": f"{patience(2):g}s", **client}
+    client = {"timeout": f"{patience(10):g}s", "connect_timeout": f"{patience(2):g}s", **client}
     retry = {
         "max_retries": config.max_retries,
         "retry_timeout": datetime.timedelta(milliseconds=config.retry_timeout_ms),
@@ -125,21 +123,20 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
             "base": 2,
         },
     }
-    connect = functools.partial(_connect, url, store_options, client, retry)
-    if not url.startswith("file:"):  # `connect` would create the directory
-        try:
-            connect()
-        except (BaseError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{place.path}: obstore refuses these options: {plain(error)}", field=place.path
-            ) from None
+    connect = functools.partial(
+        from_url, url, config=store_options, client_options=client, retry_config=retry
+    )
+    try:
+        connect()
+    except (BaseError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{place.path}: obstore refuses these options: {plain(error)}", field=place.path
+        ) from None
     told = config.num_workers is not None or bool(config.per_op_workers)
     settings = ObjectStoreSettings(
         url=url,
         connect=connect,
-        medium=medium_word(
-            "object_store", url, hosts=() if url.startswith("file:") else (str(endpoint or "the provider's"),)
-        ),
+        medium=medium_word("object_store", url, hosts=(str(endpoint or "the provider's"),)),
         multipart_bytes=int(config.multipart_mb * MB),
         part_bytes=int(config.part_mb * MB),
         num_workers=config.num_workers or 4,
@@ -148,25 +145,16 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     return lambda: ObjectStoreAdapter(settings, name=name)
 
 
-def _connect(url: str, config: dict[str, Any], client: dict[str, Any], retry: dict[str, Any]) -> Any:
-    from obstore.store import from_url
-
-    if url.startswith("file:"):
-        return from_url(url, mkdir=True)
-    return from_url(url, config=config, client_options=client, retry_config=retry)
-
-
 def _url(url: str, place: Place) -> str:
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise place.hidden("url", "must not hold credentials or options; write them as fields")
+    if parts.scheme == "file":
+        raise place.refused("url", url, 'a directory is an adapter of type "fs", with its path as base_path')
     if parts.scheme not in SCHEMES:
         hint = nearest(parts.scheme, SCHEMES, cutoff=0.5)
         raise place.wrong("url", url, f"must begin with one of {', '.join(s + '://' for s in SCHEMES)}{hint}")
-    if parts.scheme == "file":
-        if parts.netloc or not os.path.isabs(parts.path) or parts.path == "/":
-            raise place.wrong("url", url, "must be file:// and an absolute path of a directory")
-    elif not parts.netloc:
+    if not parts.netloc:
         raise place.wrong("url", url, "must name a bucket, as in s3://BUCKET/PREFIX")
     return url.rstrip("/")
 
@@ -211,9 +199,6 @@ def _sorted(place: Place, url: str, options: dict[str, Any]) -> tuple[dict[str, 
             wrong.add(place.hidden(name, must))
             continue
         value = value if isinstance(value, str | bool) else str(value)
-        if url.startswith("file:"):
-            wrong.add(_unknown(place, name))
-            continue
         try:
             HTTPStore.from_url("http://localhost", client_options={name: value})
         except ValueError:  # not an option of the client
@@ -238,16 +223,11 @@ def _unknown(place: Place, name: str) -> ConfigError:
     return place.hidden(name, f"unknown field, and not an option of obstore for this url{hint}")
 
 
-def _folder(config: ObjectStoreConfig) -> Folder | None:
-    if not config.url.startswith("file:"):
-        return None
-    return Folder(unquote(urlsplit(config.url).path), may_be_replaced=True)
 
 
 MEDIUM = Medium(
     ObjectStoreConfig,
     _prepare,
     rest="options",
-    folder=_folder,
     refusal=_missing,
 )

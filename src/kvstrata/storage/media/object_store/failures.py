@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from kvstrata.config.secrets import scrubbed
-from kvstrata.policy.reasons import FULL, NOT_A_FILE, READ_ONLY
-from kvstrata.storage.media.object_store.local import NotAFile
+from kvstrata.policy.reasons import FULL
 
 try:
     from obstore import exceptions
@@ -18,7 +17,6 @@ LATER = (SLOW_DOWN, FULL)
 """Reasons for which a later try may succeed."""
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 RANGE = re.compile(r"non-2xx status code: 416|InvalidRange|range was invalid", re.IGNORECASE)
 _BY_CODE = {
     "RequestTimeTooSkewed": "clock",
@@ -39,8 +37,6 @@ _USER = re.compile(r"(?<=://)[^/@\s]*@")
 def reason_of(error: Exception) -> str:
     """The short reason for an exception of the library."""
     text = str(error)
-    if isinstance(error, NotAFile):
-        return NOT_A_FILE
     code = _CODE.search(text)
     if code and code[1] in _BY_CODE:
         return _BY_CODE[code[1]]
@@ -54,9 +50,6 @@ def reason_of(error: Exception) -> str:
         if status[1] == "507" or _FULL.search(text):
             return FULL
         return {"503": SLOW_DOWN, "429": SLOW_DOWN}.get(status[1], "io")
-    if system := _OS_ERROR.search(text):
-        words = {"28": FULL, "122": FULL, "30": READ_ONLY, "13": "denied", "111": "unreachable"}
-        return words.get(system[1], "io")
     for kind, word in (("Timeout", "timeout"), ("Connect", "unreachable")):
         if f"kind: {kind}" in text:
             return word
@@ -68,7 +61,7 @@ def is_wrong(error: Exception) -> bool:
     status = _STATUS.search(str(error))
     return (
         isinstance(error, ValueError)
-        or reason_of(error) in ("denied", "no_bucket", NOT_A_FILE)
+        or reason_of(error) in ("denied", "no_bucket")
         or (status is not None and status[1][0] == "4" and status[1] not in ("408", "429"))
     )
 
@@ -96,10 +89,8 @@ _ADVICE = {
     "certificate": "has a certificate that this machine does not trust; name the file of its CA in SSL_CERT_FILE in "
     "the server's environment",
     "conditional_put": 'cannot put only what is not there; set "conditional_put": "disabled" in this entry',
-    NOT_A_FILE: "has a link, or something else that is no file, in the place of one of this adapter's files",
     "unreachable": "cannot be reached; is the address right and the server up?",
     "timeout": "does not answer in time; is the address right?",
-    READ_ONLY: "cannot be written",
     FULL: "is full",
     SLOW_DOWN: "asks for fewer requests",
 }

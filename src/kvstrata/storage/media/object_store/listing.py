@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+from kvstrata.storage.media.object_store.names import NAME
 
 PAGE = 1000
 LIST_S = 600.0
@@ -13,7 +15,7 @@ WALK_S = 3600.0
 """Longest time of a listing whose reader reads the head of each record meanwhile."""
 
 
-def pages(store: Any, is_ours: Callable[[str], bool], most_s: float | None = None) -> Iterator[list[Any]]:
+def pages(store: Any, most_s: float | None = None) -> Iterator[list[Any]]:
     """The pages of a listing, of each the objects whose names are ours.
 
     Raises TimeoutError after `most_s` (LIST_S), and the library's errors.
@@ -23,6 +25,6 @@ def pages(store: Any, is_ours: Callable[[str], bool], most_s: float | None = Non
     most_s = LIST_S if most_s is None else most_s
     until_s = time.monotonic() + most_s
     for page in obstore.list(store, chunk_size=PAGE):
-        yield [meta for meta in page if is_ours(meta["path"])]
+        yield [meta for meta in page if NAME.fullmatch(meta["path"])]
         if time.monotonic() > until_s:
             raise TimeoutError(f"incomplete: the listing did not end within {most_s:g} s")
