@@ -34,7 +34,6 @@ COMMANDS = (
     "bench",
     "sim",
     "cluster",
-    "l2",
     "doctor",
     "migrate",
     "names",

@@ -223,8 +223,6 @@ def _unknown(place: Place, name: str) -> ConfigError:
     return place.hidden(name, f"unknown field, and not an option of obstore for this url{hint}")
 
 
-
-
 MEDIUM = Medium(
     ObjectStoreConfig,
     _prepare,
