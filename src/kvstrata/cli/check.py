@@ -32,7 +32,7 @@ def small_folders(tiers: list[TierConfig]) -> Iterator[str]:
         capacity_gb = tier.entry.get("capacity_gb")
         if tier.folder is None or not isinstance(capacity_gb, int | float):
             continue
-        folder = Path(tier.folder.path)
+        folder = Path(tier.folder)
         existing_folder = existing(folder.absolute())
         free_gb = shutil.disk_usage(existing_folder).free / GB
         if not folder.exists() and capacity_gb > free_gb:
@@ -59,9 +59,9 @@ def _tier(tier: TierConfig) -> Iterator[str]:
         except KvstrataError as error:
             yield f"{place.path}: {error.message}"
     if tier.folder is not None:
-        folder = existing(Path(tier.folder.path).absolute())
+        folder = existing(Path(tier.folder).absolute())
         if not os.access(folder, os.W_OK | os.X_OK):
-            yield f"{place.path}: {tier.folder.path!r}: {str(folder)!r} cannot be written to by uid {os.geteuid()}"
+            yield f"{place.path}: {tier.folder!r}: {str(folder)!r} cannot be written to by uid {os.geteuid()}"
 
 
 def taken(ports: list[Listening]) -> Iterator[str]:

@@ -234,7 +234,7 @@ def _folders(planned: Plan) -> Iterator[Finding]:
     for tier in planned.adapters:
         if tier.folder is None:
             continue
-        folder, name = Path(tier.folder.path), f"{tier.name} folder"
+        folder, name = Path(tier.folder), f"{tier.name} folder"
         there = existing(folder.absolute())
         usage, kind = shutil.disk_usage(there), _file_system(there)
         found = f"{folder} on {kind}, {usage.free / GB:.1f} GB free"

@@ -75,7 +75,7 @@ class MediaWatch:
         before, folder.state = folder.state, now
         if now is before:
             return
-        guard, name, path = tier.configured.guard, tier.name, folder.path
+        guard, path = tier.configured.guard, folder.path
         if now is FolderState.WELL:
             guard.open_again()
             stays = _stays_read_only(tier.configured)
