@@ -67,18 +67,6 @@ async def test_chunks_that_the_full_backlog_skipped_are_put_once_it_is_empty(l1:
     await puts.controller.stop(0)
 
 
-async def test_a_chunk_that_was_skipped_twice_is_put_once(l1: L1, tier: OpenTier) -> None:
-    one = await tier()
-    puts = Puts(l1, one)
-    keys = l1.store(chain("a", 40))
-    puts.controller.committed([*keys, *keys[20:]])
-    await puts.controller.idle()
-    assert one.records == set(keys)
-    assert set(one.faults.stored.values()) == {1}
-    assert puts.backlog_bytes == 0
-    await puts.controller.stop(0)
-
-
 async def test_no_turn_of_the_loop_looks_at_all_skipped_chunks(l1: L1, tier: OpenTier) -> None:
     """Tens of thousands of skipped chunks may have left the pool since."""
     holds: collections.Counter[int] = collections.Counter()

@@ -106,17 +106,6 @@ async def result_of(
     return result
 
 
-async def test_a_clear_is_answered_with_counts_of_cleared_and_kept_chunks(server: InstanceInProcess) -> None:
-    done = await result_of(
-        server,
-        Clears(Cleared({"l1": 3, "l2": 4}, 1, 2, 5)),
-        CommandKind.CLEAR,
-        {"tier": "all", "tenant": None},
-    )
-    assert done.ok
-    assert done.body == {"count": 7, "l1": 3, "l2": 4, "pending": 3, "kept": 5}
-
-
 async def test_a_result_that_cannot_be_encoded_fails_its_command_alone(
     server: InstanceInProcess,
 ) -> None:
@@ -165,15 +154,3 @@ def test_a_wrong_argument_names_the_field_and_what_it_must_be(
         argument_of(Command(1, kind, argument))
     assert refused.value.message.startswith(says)
     assert refused.value.field == says.partition(":")[0]
-
-
-def test_the_argument_of_every_command_ignores_unknown_fields() -> None:
-    told = {
-        CommandKind.CLEAR: {"tier": "l1"},
-        CommandKind.EVICT: {"keys": KEY},
-        CommandKind.PIN: {"claim": "c", "keys": KEY},
-        CommandKind.UNPIN: {"claim": "c"},
-        CommandKind.PULL: {"keys": KEY, "identity": ROOT, "owner": OWNER},
-    }
-    for kind in CommandKind:
-        assert argument_of(Command(1, kind, {**told.get(kind, {}), "new": 1}))

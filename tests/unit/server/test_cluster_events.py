@@ -111,13 +111,3 @@ def test_the_pool_lists_the_tags_of_what_is_visible_in_slices() -> None:
         key[:TAG_BYTES] for key in keys[:15]
     )
     assert l1.pool.ready_tags(1 << 40, 1) == (b"", 0)
-
-
-def test_the_chunks_of_one_identity_can_be_cleared_alone() -> None:
-    l1 = L1()
-    other = hashlib.sha256(b"other").digest()
-    ours, theirs = l1.store(chain("a", 3)), l1.store(chain("b", 2), identity=other)
-    assert l1.pool.clear(-1, other) == (2, 0)
-    assert l1.has(*ours)
-    assert l1.read(theirs[0]) is None
-    l1.pool.validate()

@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.rpc.cluster_fields import TAG_BYTES
 from kvstrata.rpc.cluster_wire import Change, Events
-from kvstrata.server.cluster.events import MAX_QUEUED_TAGS, SyncEvent, SyncState, TierNews
+from kvstrata.server.cluster.events import SyncEvent, SyncState, TierNews
 from kvstrata.types import KEY_BYTES, PoolEvent
 
 
@@ -32,23 +32,6 @@ def told(news: TierNews) -> Events:
     return msgspec.msgpack.decode(frame, type=Events)
 
 
-def test_nothing_is_queued_before_a_full_sync_begins_and_after_it_has_failed(news: TierNews) -> None:
-    def happens() -> None:
-        news.pool_events([(PoolEvent.INSERTED, key(1), 0)])
-        news.tier_got("disk-0", key(2))
-        news.tier_lost("disk-0", [key(2)])
-        news.tier_emptied("disk-0")
-
-    happens()
-    assert news.next_frame("ours", 7) is None
-    news.begin_telling()
-    happens()
-    assert news.queued_tags == 3
-    news.stop_telling()
-    news.begin_telling()
-    assert news.next_frame("ours", 7) is None and news.queued_tags == 0
-
-
 def test_a_batch_that_the_socket_did_not_take_is_sent_again_under_its_number(news: TierNews) -> None:
     news.begin_telling()
     news.pool_events([(PoolEvent.INSERTED, key(1), 0), (PoolEvent.EVICTED, key(2), 0)])
@@ -63,20 +46,6 @@ def test_a_batch_that_the_socket_did_not_take_is_sent_again_under_its_number(new
     second = told(news)
     assert (second.seq, [run.tags for run in second.runs]) == (2, [key(3)[:TAG_BYTES]])
     assert news.n_events == 3
-
-
-def test_tags_are_remembered_only_of_known_tiers_that_do_not_list_what_they_have(news: TierNews) -> None:
-    for tier in ("disk-0", "resp-1", "unknown-2"):
-        news.tier_got(tier, key(1))
-    assert [news.tags.count(tier) for tier in ("disk-0", "resp-1", "unknown-2")] == [0, 1, 0]
-
-
-def test_a_changed_set_of_tiers_needs_a_full_sync(news: TierNews) -> None:
-    news.begin_telling()
-    news.set_tiers(["l1", "disk-0", "resp-1"])
-    assert news.telling
-    news.set_tiers(["l1", "disk-0"])
-    assert not news.telling
 
 
 def test_lost_events_call_for_a_full_sync_only_while_events_are_told(news: TierNews) -> None:
@@ -97,11 +66,3 @@ def test_a_full_sync_requested_during_another_follows_it(news: TierNews) -> None
     news.step(SyncEvent.BEGUN)
     news.step(SyncEvent.ENDED)
     assert news.sync is SyncState.IDLE
-
-
-def test_too_many_queued_events_are_an_overflow_until_the_next_full_sync(news: TierNews) -> None:
-    news.begin_telling()
-    news.tier_lost("disk-0", [key(1)] * (MAX_QUEUED_TAGS + 1))
-    assert news.overflowed and news.queued_tags == 0
-    news.begin_telling()
-    assert not news.overflowed

@@ -67,9 +67,3 @@ def test_what_is_older_than_a_window_is_not_in_it():
         section["minute"]["lookups"] == section["hour"]["lookups"] == 0 and section["start"]["lookups"] == 2
     )
     assert 3_600 <= section["hour"]["seconds"] < 3_600 + EVERY * SAMPLE_S
-
-
-def test_its_samples_are_few():
-    scene = Scene()
-    scene.passes(10_000)
-    assert len(scene.trend._minute) + len(scene.trend._hour) <= 75
