@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvstrata.cli.ctl_cluster import reachable
+from kvstrata.cli.ctl import reachable
 from kvstrata.process.http_token import find_token
 from tests.harness import own_commands
 from tests.harness.daemon import free_port

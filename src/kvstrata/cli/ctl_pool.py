@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.types import GB
 
 if TYPE_CHECKING:
     from kvstrata.memory.pools import FoundPool
-
-
-def add(pool: argparse.ArgumentParser) -> None:
-    """Add the actions to the parser of `pool`."""
-    actions = pool.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listed = actions.add_parser(
-        "list", help="the pools of this user: size, age, and which processes own them"
-    )
-    listed.add_argument(
-        "roots", metavar="DIR", type=Path, nargs="*", help="folders to look below, by default /dev/shm"
-    )
-    freed = actions.add_parser(
-        "free",
-        help="give the memory of a pool back; refused while any process owns it",
-        description="Removes a pool that no server, keeper, adapter host or engine owns. A server that starts "
-        "meanwhile makes a new pool.",
-    )
-    freed.add_argument("pool", metavar="POOL", type=Path, help="folder, as `list` prints it")
 
 
 def run(options: argparse.Namespace) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.cli import asking, ctl, ctl_explain
+from kvstrata.cli import asking, ctl
 from kvstrata.cli.table import table
 from kvstrata.errors import BadRequest, Unavailable
 from kvstrata.process.http_token import SocketFile
@@ -28,26 +27,6 @@ def test_cells_of_a_table_are_words_and_never_literals_of_python():
     assert table([row]).splitlines() == [
         "hits        miss  tenant  layers      none",
         "l1=3, l2=0  -     -       a, (b=yes)  -",
-    ]
-
-
-EVICTED = {"chunk": 3, "reason": "evicted", "detail": "by LRU at 7 (unix ms)", "storage_key": "ab" * 32}
-LOOKUP = {
-    "request_id": "cmpl-7-0-1f2e3d4c", "tenant": "", "identity": "cd" * 32, "unix_ms": 1_700_000_000_000,
-    "duration_ms": 0.25, "chunks": 5, "hits": {"l1": 2, "l2": 1, "served": 3}, "first_miss": EVICTED,
-}  # fmt: skip
-
-
-def test_an_explained_request_is_a_line_for_each_lookup():
-    whole = {**LOOKUP, "first_miss": None}
-    answer = {"request_id": LOOKUP["request_id"], "known": True, "lookups": [LOOKUP, whole]}
-    assert table(ctl_explain.of_server(answer)).splitlines() == [
-        "request_id  cmpl-7-0-1f2e3d4c",
-        "lookups",
-        "  at                    ms    tenant  chunks  l1  l2  served  first_miss",
-        "  2023-11-14T22:13:20Z  0.25  -       5       2   1   3"
-        "       chunk 3: evicted (by LRU at 7 (unix ms))",
-        "  2023-11-14T22:13:20Z  0.25  -       5       2   1   3       -",
     ]
 
 
@@ -70,52 +49,6 @@ def test_a_file_that_holds_no_token_is_named_and_its_secret_is_not_told(capsys, 
     assert ctl.main(["--url", "http://127.0.0.1:9", "--token-file", str(file), "status"]) == 2
     error = capsys.readouterr().err
     assert f"--token-file: {file} must hold the token alone" in error and "secret" not in error
-
-
-def test_a_file_of_tokens_that_is_not_json_is_refused(capsys, tmp_path):
-    file = tmp_path / "tokens"
-    file.write_text("nope")
-    assert ctl.main(["prefetch", str(file)]) == 2
-    assert str(file) in capsys.readouterr().err
-
-
-def test_a_quota_is_put_to_its_tenant_whatever_the_name():
-    options = ctl.parser().parse_args(["quota", "a/b c", "0.5"])
-    assert ctl._request(options) == asking.Ask("/v1/tenants/a%2Fb%20c/quota", {"quota_gb": 0.5}, "PUT")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asked"),
-    [
-        (["list"], asking.Ask("/v1/l2/adapters")),
-        (["show", "fs-0"], asking.Ask("/v1/l2/adapters")),
-        (["pause", "fs-0"], asking.Ask("/v1/l2/adapters/fs-0/pause", {})),
-        (["resume", "a/b"], asking.Ask("/v1/l2/adapters/a%2Fb/resume", {})),
-    ],
-)
-def test_l2_commands_send_these_requests(arguments, asked):
-    assert ctl._request(ctl.parser().parse_args(["l2", *arguments])) == asked
-
-
-@pytest.mark.parametrize(
-    ("held", "field"), [("[1, 2]", "tokens"), (f'["{"0" * 64}"]', "keys"), ("[]", "tokens")]
-)
-def test_a_file_of_chunks_holds_tokens_or_keys(tmp_path, held, field):
-    file = tmp_path / "chunks"
-    file.write_text(held)
-    for action in (["lookup"], ["pin"], ["move", "--to", "b"], ["replicate", "--to", "b"], ["evict"]):
-        asked = ctl._request(ctl.parser().parse_args(["cluster", *action, str(file)]))
-        assert asked.path == f"/v1/{action[0]}" and asked.body is not None
-        assert asked.body[field] == json.loads(held)
-
-
-def test_layers_of_one_adapter_or_of_all_are_shown():
-    medium, metrics = {"layer": "medium", "process": "host"}, {"layer": "metrics", "process": "server"}
-    rows = [{"name": "b-1", "layers": [medium, metrics]}, {"name": "a-0", "layers": [metrics]}]
-    assert ctl._layers(rows, "b-1") == [{"name": "b-1", **medium}, {"name": "b-1", **metrics}]
-    assert [row["name"] for row in ctl._layers(rows, "")] == ["b-1", "b-1", "a-0"]
-    with pytest.raises(BadRequest, match="no adapter 'c-2'; there are: b-1, a-0"):
-        ctl._layers(rows, "c-2")
 
 
 def test_no_text_of_an_engine_is_obeyed_by_the_terminal():
