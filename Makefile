@@ -29,7 +29,7 @@ endif
 export KVSTRATA_WERROR ?= 1
 endif
 
-.PHONY: help setup setup-packages setup-built demo test test-all test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos compat power-loss wheel wheel-check lock audit sbom clean
+.PHONY: help setup setup-packages setup-built demo test test-all test-fast test-sglang test-native test-vllm-env test-versions families lint format sanitize docs bench bench-isa bench-paired cuda gpu gpu-pack soak chaos power-loss wheel wheel-check lock clean
 
 ##@ First
 # Shows these lines of this file: `##@ heading`, `target: …  ## what it does`, and below a target `#+ its variables`.
@@ -66,7 +66,6 @@ demo: DEMO_VLLM := $(VENV_PYTHON) tests/harness/vllm_env.py --model $(or $(MODEL
 demo: setup-packages  ## show the main job end to end, with real vLLM where that is small to get
 #+ VLLM=1: with vLLM in any case
 #+ MODEL=gemma3, gpt-oss, mistral, llama4 or qwen3-next: a small model of that family
-#+ REMOTE=mooncake, redis or s3: two servers that share such a tier
 #+ CLUSTER=1: a controller and two instances that read from each other; KEEP=1 leaves it open
 #+ GATEWAY=1: a gateway before two engines; a killed engine's conversation goes on at the other one
 	@$(if $(VLLM),export KVSTRATA_VLLM=$(VLLM);) [ "$$KVSTRATA_VLLM" = 0 ] || $(DEMO_VLLM) & $(MAKE) setup; done=$$?; \
@@ -163,11 +162,6 @@ soak: setup  ## one server with clients that come and go; fails on a wrong byte 
 chaos: setup  ## a small cluster under SIGKILL and SIGSTOP; fails on a wrong or lost byte
 	@$(VENV_PYTHON) -m tests.tools.chaos --minutes $(or $(MINUTES),10) $(SEED:%=--seed %) $(ARGS)
 
-compat: setup  ## this checkout and another commit serve each other and adopt each other's pool and disk log
-#+ WITH=commit
-	@$(VENV_PYTHON) -m tests.tools.compat --commit $(or $(WITH),$(error make compat needs WITH=commit)) \
-	    $(SEED:%=--seed %) $(ARGS)
-
 power-loss:  ## power cuts at any step of a disk tier's life; fails on a lost or wrong record
 	@$(MAKE) -C ext/core --no-print-directory power-loss MINUTES=$(or $(MINUTES),10) \
 	    SEED=$(or $(SEED),$(shell date +%s))
@@ -180,14 +174,11 @@ wheel:  ## an sdist and a manylinux wheel for each Python 3.11 to 3.13 found, in
 wheel-check:  ## a server, stores and loads from each wheel in dist/, where no program is on PATH
 	@$(WHEEL_PYTHON) -m tests.tools.wheels check $(PYTHONS)
 
-# Any Python runs these: their tools have an environment of their own in the cache folder.
+# Any Python runs this: its tools have an environment of their own in the cache folder.
 lock:  ## pin what tests and image install, with hashes, in requirements/*.lock
 #+ ARGS=--upgrade: the newest versions; otherwise versions that still fit are kept
-audit:  ## look for published vulnerabilities of the packages in requirements/*.lock
-#+ ARGS="--vulnerability-service osv": ask api.osv.dev instead of pypi.org
-sbom:  ## list the packages in requirements/*.lock as CycloneDX files in build/sbom
-lock audit sbom:
-	@$(WHEEL_PYTHON) tests/tools/supply.py $@ $(ARGS)
+lock:
+	@$(WHEEL_PYTHON) tests/tools/supply.py $(ARGS)
 
 clean:  ## remove everything that was built here; the cache folder stays
 	@rm -rf .venv build dist src/*.egg-info

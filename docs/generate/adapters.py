@@ -1,9 +1,8 @@
-"""docs/adapters.md and its JSON schema, docs/l2-adapter.schema.json."""
+"""docs/adapters.md."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable
 
 import msgspec
@@ -20,8 +19,7 @@ An entry of `l2_adapters`, and the JSON of `--l2-adapter`, has the fields of its
 wrong field stops the start with an error that names it; a field that is `null` counts as not set. So do refused
 credentials, and records of another version. A storage that cannot be reached stops no start: the server serves without
 it, and tries again after 0.5 s, then twice the pause, up to 30 s.
-[l2-adapter.schema.json](l2-adapter.schema.json) says the same as a JSON schema. Types of installed packages (see
-[Writing an adapter](writing-an-adapter.md)) are in neither.
+Types of installed packages (see [Writing an adapter](writing-an-adapter.md)) are not here.
 """
 NOT_FOR_USERS = ("peer", "fault_inject")
 """`peer` is made by the server itself, `fault_inject` is for tests."""
@@ -60,31 +58,3 @@ def adapters() -> str:
             parts.append(" It runs in a process of its own unless `isolation` says otherwise.")
         parts.append(f"\n\n{fields_of(medium.config, medium.rest, ('deadline_ms',))}")
     return "".join(parts)
-
-
-def adapter_schema() -> str:
-    """docs/l2-adapter.schema.json"""
-    structs = [CommonFields, *(medium.config for medium, _ in media().values())]
-    _, parts = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
-    common = parts.pop("CommonFields")["properties"]
-    kinds_ = []
-    for medium, names in media().values():
-        own = parts.pop(medium.config.__name__)
-        properties = {name: says for name, says in own["properties"].items() if name != medium.rest}
-        kinds_.append(
-            {
-                "title": names[0],
-                "description": inspect.getdoc(medium.config),
-                "type": "object",
-                "properties": {**common, **properties, "type": {"enum": names}},
-                "required": ["type", *(name for name in own.get("required", ()) if name != medium.rest)],
-                "additionalProperties": bool(medium.rest),
-            }
-        )
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "An entry of l2_adapters",
-        "oneOf": kinds_,
-        "$defs": parts,
-    }
-    return json.dumps(schema, indent=1) + "\n"

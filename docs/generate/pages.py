@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from docs.generate.adapters import adapter_schema, adapters
+from docs.generate.adapters import adapters
 from docs.generate.configuration import reference as configuration
 from docs.generate.dashboard import dashboard
 from docs.generate.lmcache import coming_from_lmcache
@@ -21,7 +21,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "../configs/grafana/kvstrata.json": dashboard,
     "../configs/kubernetes/prometheus.yaml": for_kubernetes,
     "adapters.md": adapters,
-    "l2-adapter.schema.json": adapter_schema,
     "coming-from-lmcache.md": coming_from_lmcache,
     "configuration.md": configuration,
     "metrics.md": metrics,

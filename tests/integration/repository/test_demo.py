@@ -1,4 +1,4 @@
-"""`make demo` without vLLM: two at once do not meet, remote tiers are shared, and Ctrl-C leaves nothing behind."""
+"""`make demo` without vLLM: two at once do not meet, and Ctrl-C leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -60,21 +60,6 @@ def test_two_demos_at_once_give_the_same_table_and_leave_nothing() -> None:
         assert left_by(demo.pid) == []
     assert len(cases(outputs[0])) == 3
     assert cases(outputs[0]) == cases(outputs[1])
-
-
-@pytest.mark.parametrize("remote", ["mooncake", "redis", "s3"])
-def test_a_second_server_hits_what_the_first_put_to_a_remote_tier(
-    remote: str, request: pytest.FixtureRequest
-) -> None:
-    fixture = {"mooncake": "mooncake_environment", "redis": "redis_folder"}.get(remote)
-    if fixture is not None:  # skips the test where the remote tier is not available
-        request.getfixturevalue(fixture)
-    demo = subprocess.run(
-        [sys.executable, "-m", "tests.tools.demo", "--remote", remote, "--vllm", "0"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
-    )  # fmt: skip
-    assert demo.returncode == 0, demo.stdout
-    assert "second server, which never computed it" in demo.stdout and "all right" in demo.stdout
 
 
 def test_an_interrupted_demo_leaves_nothing() -> None:

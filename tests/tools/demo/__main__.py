@@ -3,10 +3,9 @@
 Act 1 needs only the clone's `.venv`: a server on embedded defaults, several client processes that store and retrieve KV
 of a Llama-8B shape, SIGKILL, restart; every retrieved byte is compared.
 Act 2 is real vLLM on the CPU with a small random-weight Llama, the engine in a process of its own.
-With `REMOTE=mooncake` another act takes their place: two servers that share a remote tier and nothing else, with real
-vLLM if act 2 would run.  With `CLUSTER=1` it is a controller, two servers and two vLLM processes, the second of which
-hits chunks that the first one computed; `KEEP=1` leaves all of it running, dashboard included, until Ctrl-C.  With
-`GATEWAY=1` a gateway stands before two vLLM processes with a server each, one of which is killed.
+With `CLUSTER=1` a controller, two servers and two vLLM processes take their place, the second of which hits chunks that
+the first one computed; `KEEP=1` leaves all of it running, dashboard included, until Ctrl-C.  With `GATEWAY=1` a gateway
+stands before two vLLM processes with a server each, one of which is killed.
 
 All state lies in a fresh folder under `build/`, the sockets under /tmp and the pool under /dev/shm, all named after
 this process; they are removed at the end, also after Ctrl-C.  If the demo was killed, the next start removes them.  The
@@ -35,11 +34,9 @@ from tests.harness.child import ChildEnded, ChildError
 from tests.harness.daemon import Unavailable
 from tests.harness.server_process import ServerFailed, sweep
 from tests.harness.vllm_run import VllmFailed
-from tests.tools import remotes
 from tests.tools.demo.act_clients import act_1
 from tests.tools.demo.act_cluster import act_4
 from tests.tools.demo.act_gateway import act_5
-from tests.tools.demo.act_remote import act_3
 from tests.tools.demo.act_vllm import CASES_2, act_2
 from tests.tools.demo.prompts import MODEL
 from tests.tools.demo.table import Table, Wrong, say, yes_no
@@ -106,8 +103,6 @@ def main() -> int:
     )
     wish = os.environ.get("VLLM", os.environ.get("KVSTRATA_VLLM", ""))
     parser.add_argument("--vllm", default=wish, choices=("", "0", "1"))
-    parser.add_argument("--remote", default=os.environ.get("REMOTE", ""), choices=("", *remotes.NAMES),
-                        help="only that: two servers with this remote tier")  # fmt: skip
     cluster = os.environ.get("CLUSTER", "") not in ("", "0")
     parser.add_argument("--cluster", action="store_true", default=cluster,
                         help="only that: a controller and two instances that read from each other")  # fmt: skip
@@ -142,16 +137,13 @@ def main() -> int:
                         ("tokens_equal", "tokens equal", yes_no),
                     ],
                 )
-            elif arguments.remote or arguments.cluster:
+            elif arguments.cluster:
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Without vLLM: {reason}")
-                if arguments.cluster:
-                    act_4(folder, table, arguments.model, with_vllm=not reason, keep=arguments.keep)
-                else:
-                    act_3(folder, table, arguments.model, arguments.remote, with_vllm=not reason)
+                act_4(folder, table, arguments.model, with_vllm=not reason, keep=arguments.keep)
                 table.print(
-                    4 if arguments.cluster else 3,
+                    4,
                     [
                         ("ttft_s", "first token, s", lambda s: f"{s:.3f}"),
                         ("cached_tokens", "cached tokens", str),
@@ -170,7 +162,7 @@ def main() -> int:
                     ],
                 )
                 say(f"  Act 1 took {time.monotonic() - begun_s:.0f} s")
-            if arguments.act != 1 and not (arguments.remote or arguments.cluster or arguments.gateway):
+            if arguments.act != 1 and not (arguments.cluster or arguments.gateway):
                 reason = vllm_wanted(arguments.vllm)
                 if reason:
                     say(f"Act 2 is not run: {reason}")

@@ -9,7 +9,6 @@ import yaml
 from kvstrata.config import load as loading
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.controller_model import ControllerSettings
-from kvstrata.config.demands import canonical
 from kvstrata.config.flags import parse_server_flags
 from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError
@@ -90,12 +89,6 @@ def test_values_of_the_environment_are_named_by_their_variables():
     assert second.startswith("environment: KVSTRATA_L1_EVICTION_POLICY: must be one of LRU, ")
 
 
-def test_one_error_is_no_list():
-    with pytest.raises(ConfigError) as caught:
-        loading.load(ServerSettings, environment={"KVSTRATA_PORT": "x"})
-    assert caught.value.lines == [caught.value.message] and caught.value.field == "port"
-
-
 @pytest.mark.parametrize(
     ("text", "struct", "found"),
     [
@@ -108,15 +101,6 @@ def test_one_error_is_no_list():
 )
 def test_words_of_a_list_are_understood_in_any_case(text, struct, found):
     assert found(loading.convert(struct, loading.parse_yaml(text), "file"))
-
-
-def test_the_documented_word_off_works_in_the_environment():
-    assert loading.load(ServerSettings, environment={"KVSTRATA_P2P_ENGINE": "off"}).p2p.engine == "off"
-
-
-def test_other_values_stay_as_they_are():
-    values = {"l1": {"size_gb": 1}, "quotas_gb": {"OFF": 1}, "unknown": ["OFF"], "port": True}
-    assert canonical(ServerSettings, values) == values
 
 
 @pytest.mark.parametrize("struct", STRUCTS)

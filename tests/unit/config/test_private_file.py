@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.client import CacheClient
-from kvstrata.config.client_model import ClientSettings
 from kvstrata.config.private_file import read_private_file
 from kvstrata.config.tokens import MAX_TOKEN_CHARS, read_bearer_token, read_token_file
 from kvstrata.connectors.settings import load_settings
@@ -100,12 +98,6 @@ def test_a_bad_file_of_a_bearer_token_is_named_and_its_secret_is_not_told(file, 
     assert TOKEN not in caught.value.message
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620])
-def test_a_bearer_token_that_others_can_read_or_write_is_refused(file, mode):
-    with pytest.raises(ConfigError, match=rf"^http\.token_file: .*mode {mode:o}\); chmod 600"):
-        read_bearer_token(file(TOKEN, mode), "http.token_file")
-
-
 def test_a_token_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, says in [
@@ -117,31 +109,6 @@ def test_a_token_path_that_is_not_a_regular_file_is_refused_without_blocking(tmp
             read_private_file(str(tmp_path / path), "x")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_private_file("a\0b", "x")
-
-
-def test_a_client_with_a_bad_token_file_does_not_start(tmp_path):
-    with pytest.raises(ConfigError, match=r"^token_file: .*nowhere: cannot be read"):
-        CacheClient(
-            ClientSettings(token_file=str(tmp_path / "nowhere")),
-            role=Role.SCHEDULER,
-            layout=layout_identity(16, "m"),
-            group=bytes(16),
-            engine_slices=1,
-        )
-
-
-def test_the_token_file_can_be_set_in_every_source_of_settings(file, tmp_path):
-    path = file()
-    config = tmp_path / "connector.yaml"
-    config.write_text(f"token_file: {path}\n")
-    for extra, environment in (
-        ({"kvstrata.token_file": path}, {}),
-        ({"token_file": path}, {}),
-        ({}, {"KVSTRATA_TOKEN_FILE": path}),
-        ({}, {"LMCACHE_CONFIG_FILE": str(config)}),
-    ):
-        settings, notes = load_settings(extra, environment)
-        assert (settings.token_file, notes) == (path, [])
 
 
 def test_a_token_in_the_settings_themselves_is_refused_and_not_repeated():

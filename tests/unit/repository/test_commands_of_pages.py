@@ -137,24 +137,6 @@ def test_every_command_of_a_page_is_accepted() -> None:
                     json.loads(words[words.index("--l2-adapter") + 1])
 
 
-@pytest.mark.parametrize(
-    ("text", "blocks", "inline"),
-    [
-        ("```console\n$ kvstrata ctl \\\n    status   # all\nready\n```", ["kvstrata ctl \nstatus"], []),
-        ("```bash\nmake demo\nls\n```", ["make demo"], []),
-        ("`kvstrata ctl l2 list`, `kvstrata ctl l2 …` and `kvstrata`", [], ["kvstrata ctl l2 list"]),
-        ("```\nlmcache-server --l2-adapter '{\n  }'\n```", ["lmcache-server --l2-adapter '{\n}'"], []),
-    ],
-)
-def test_commands_are_found(text: str, blocks: list[str], inline: list[str]) -> None:
-    assert commands_of(text) == (blocks, inline)
-
-
-@pytest.mark.parametrize("line", ["kvstrata ctl staus", "kvstrata stat", "lmcache-server --l1-sizes 1"])
-def test_a_wrong_command_is_refused(line: str) -> None:
-    assert refusal(line.split())
-
-
 def four_hosts() -> tuple[dict[str, list[str]], str]:
     """The section of four hosts: the arguments of each command, by its first words, and the gateway's file."""
     section = (ROOT / "docs/cluster.md").read_text().partition("## Four hosts\n")[2].partition("\n## ")[0]

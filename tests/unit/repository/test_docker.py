@@ -15,8 +15,6 @@ import redis
 import yaml
 
 from kvstrata.config.model import HttpSettings
-from kvstrata.gateway.metrics import GATEWAY_FAMILIES
-from kvstrata.observability.families import FAMILIES, sample_names
 from kvstrata.process.listen import read_token
 from tests.harness.daemon import Unavailable
 from tests.harness.redis_server import RedisServer
@@ -24,7 +22,6 @@ from tests.unit.repository.test_pages import ROOT
 
 DOCKER = ROOT / "docker"
 COMPOSE_FILES = sorted(DOCKER.glob("compose*.yaml"))
-DASHBOARD = ROOT / "configs/grafana/kvstrata.json"
 
 
 SECRETS = {"http-token", "redis-password", "redis.conf", "l2-key"}
@@ -151,30 +148,6 @@ def test_redis_asks_for_the_password_that_the_server_has(tmp_path: Path) -> None
         pytest.skip(str(error))
     with server, redis.Redis("127.0.0.1", server.port) as stranger, pytest.raises(redis.AuthenticationError):
         stranger.ping()
-
-
-def plotted() -> set[str]:
-    """The metrics that the dashboard's queries ask for."""
-    dashboard = json.loads(DASHBOARD.read_text())
-    return {
-        name
-        for panel in dashboard["panels"]
-        for target in panel.get("targets", [])
-        for name in re.findall(r"\bkvstrata_\w+", target["expr"])
-    }
-
-
-def test_the_dashboard_asks_only_for_existing_metrics() -> None:
-    asked = plotted()
-    assert len(asked) > 20
-    assert asked <= sample_names({**FAMILIES, **GATEWAY_FAMILIES})
-
-
-def test_the_dashboard_shows_every_number_of_a_tier() -> None:
-    asked = plotted()
-    of_tiers = [name for name, family in FAMILIES.items() if "adapter" in family.labels]
-    missing = [name for name in of_tiers if not asked & {name, f"{name}_total", f"{name}_bucket"}]
-    assert missing == ["kvstrata_l2_host_pid"], "a process id is nothing to plot; add panels for the others"
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])

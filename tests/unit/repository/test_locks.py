@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 import zipfile
 from pathlib import Path
 
@@ -87,42 +86,6 @@ def test_the_image_installs_files_of_the_locks_only() -> None:
     assert "--no-index" in installed
     (extras,) = re.findall(r'"kvstrata\[([a-z_,]+)\]"', installed)
     assert tuple(extras.split(",")) == supply.IMAGE_EXTRAS
-
-
-def fake_audit(folder: Path, output: str, status: int) -> Path:
-    """A folder with a `pip-audit` that gives this answer."""
-    program = folder / "pip-audit"
-    program.write_text(f"#!{sys.executable}\nprint({output!r})\nraise SystemExit({status})\n")
-    program.chmod(0o755)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("output", "status", "expected", "said"),
-    [
-        ("No known vulnerabilities found", 0, 0, ""),
-        ("Found 2 known vulnerabilities in 1 package", 1, 1, ""),
-        (
-            "zstandard  Dependency not found on PyPI and could not be audited: zstandard (0.25.0)",
-            0,
-            2,
-            "for 1 packages",
-        ),
-        ("ERROR:pip_audit._cli: connection refused", 1, 2, "gave no answer"),
-    ],
-)
-def test_an_audit_without_answers_is_no_clean_audit(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    output: str,
-    status: int,
-    expected: int,
-    said: str,
-) -> None:
-    monkeypatch.setattr(supply, "tools", lambda steps: fake_audit(tmp_path, output, status))
-    assert supply.audit([]) == expected
-    assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("with_uv", [True, False])

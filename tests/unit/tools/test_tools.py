@@ -7,13 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness import server_process, vllm_engine, vllm_env, vllm_model
+from tests.harness import server_process, vllm_env
 from tests.tools import contain, fetch_debian, provision, setup_env
 
 CONTAIN = Path(contain.__file__)
@@ -22,12 +20,6 @@ CONTAIN = Path(contain.__file__)
 @pytest.fixture
 def steps(tmp_path: Path) -> provision.Steps:
     return provision.Steps(tmp_path / "log" / "steps.log")
-
-
-def test_targets_without_compiled_modules_need_no_compiler(monkeypatch):
-    monkeypatch.setattr(setup_env, "compiler_works", lambda: False)
-    asked = set(setup_env.missing_packages(True)) - set(setup_env.missing_packages(False))
-    assert asked & {"g++", "gcc-c++"}
 
 
 def test_only_steps_with_changed_inputs_are_due_and_all_steps_in_another_environment():
@@ -49,66 +41,6 @@ def test_a_failing_download_is_tried_again_and_then_reported_with_its_output(
         steps.run(["sh", "-c", fail], attempts=3)
     assert counter.read_text().count("x") == 3
     assert waits == [2, 4]
-
-
-def test_a_download_that_succeeds_late_is_a_success(
-    steps: provision.Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provision, "pause", lambda _: None)
-    flag = tmp_path / "flag"
-    script = f"test -e '{flag}' && echo there || {{ touch '{flag}'; exit 1; }}"
-    assert steps.run(["sh", "-c", script], attempts=2) == "there\n"
-
-
-def test_a_missing_program_is_an_error_that_names_it(steps: provision.Steps) -> None:
-    with pytest.raises(provision.StepFailed, match="no-such-program"):
-        steps.run(["no-such-program"])
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTRATA_CACHE", "/somewhere/else")
-    assert provision.cache_root() == Path("/somewhere/else")
-    monkeypatch.delenv("KVSTRATA_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert provision.cache_root() == Path("/xdg/kvstrata")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert provision.cache_root() == Path("/home/somebody/.cache/kvstrata")
-    monkeypatch.delenv("HOME")
-    assert provision.cache_root() == provision.ROOT / "build" / "cache"
-
-
-def test_setup_depends_on_the_content_of_sources_not_on_their_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(setup_env, "ROOT", tmp_path)
-    source = tmp_path / "a.cpp"
-    source.write_text("int a;")
-    before = setup_env.digest_of([source])
-    os.utime(source, (1, 1))
-    assert setup_env.digest_of([source]) == before
-    source.write_text("int b;")
-    assert setup_env.digest_of([source]) != before
-
-
-def test_all_that_a_machine_lacks_is_installed_by_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "missing_packages", lambda compiles: ["g++", "python3.11-dev"])
-    monkeypatch.setattr(setup_env.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(
-        setup_env.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "apt-get" else None
-    )
-    assert setup_env.check_machine(True) == [
-        "sudo apt-get update && sudo apt-get install -y g++ python3.11-dev",
-    ]
-
-
-def test_too_little_disk_or_memory_stops_the_setup_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup_env, "missing_packages", lambda compiles: [])
-    monkeypatch.setattr(setup_env.provision, "free_disk_bytes", lambda _: 1 << 30)
-    monkeypatch.setattr(setup_env.provision, "available_memory_bytes", lambda: 1 << 29)
-    disk, memory = setup_env.check_machine(True)
-    assert "has 1.0 GiB" in disk
-    assert "0.5 GiB are available" in memory
 
 
 def test_an_unfinished_vllm_environment_does_not_count(
@@ -143,32 +75,10 @@ def test_a_large_download_is_made_only_when_asked_for_or_in_ci(
             vllm_env.ensure()
 
 
-def test_vllm_can_be_forbidden_even_in_ci(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path))
-    monkeypatch.setenv("KVSTRATA_VLLM", "0")
-    monkeypatch.setenv("CI", "true")
-    with pytest.raises(vllm_env.Unavailable, match="KVSTRATA_VLLM=0"):
-        vllm_env.ensure()
-
-
-def test_an_unknown_model_size_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="19m, 160m"):
-        vllm_model.ensure_model("7b")
-
-
 @pytest.mark.parametrize("name", ["", "-oAPT::x", "redis server", "../x"])
 def test_only_package_names_reach_apt(name: str) -> None:
     with pytest.raises(ValueError, match="not the name of a Debian package"):
         fetch_debian.ensure([name])
-
-
-def test_a_system_without_apt_is_told_which_line_installs_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTRATA_CACHE", str(tmp_path))
-    monkeypatch.setattr(fetch_debian.shutil, "which", lambda _: None)
-    with pytest.raises(fetch_debian.Unavailable, match="apt-get install -y redis-server"):
-        fetch_debian.ensure(["redis-server"])
 
 
 def script(path: Path, text: str) -> Path:
@@ -220,13 +130,6 @@ def test_a_fetched_program_counts_only_once_it_has_started(archive: list[str]) -
     assert fetch_debian.program("served", ["served"])[0] == program
 
 
-def test_a_complete_folder_whose_program_does_not_start_is_fetched_anew(archive: list[str]) -> None:
-    archive += ["", "exit 0"]
-    root = fetch_debian.ensure(["served"])  # without a look at its program, as earlier versions
-    fetch_debian.program("served", ["served"])
-    assert not archive and (root / "usr/bin/served").exists()
-
-
 def run_contained(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, CONTAIN, *command], capture_output=True, text=True, timeout=120, check=False
@@ -252,53 +155,6 @@ def test_a_process_that_lost_its_parent_and_ended_is_no_zombie_while_the_run_goe
     orphan = "number=$(sh -c 'setsid sleep 0.2 >/dev/null & echo $!')"
     until_gone = "for _ in $(seq 600); do kill -0 $number || exit 0; sleep 0.1; done; exit 1"
     assert run_contained("sh", "-c", f"{orphan}; {until_gone}").returncode == 0
-
-
-def test_a_call_is_charged_for_waits_and_not_for_the_time_that_it_takes() -> None:
-    calls = vllm_engine.Calls()
-    asked, answered = threading.Event(), threading.Condition()
-
-    def answer() -> None:
-        asked.wait()
-        with answered:
-            answered.notify()
-
-    server = threading.Thread(target=answer)
-    server.start()
-
-    class Connector:
-        def get_num_new_matched_tokens(self) -> None:
-            with answered:
-                asked.set()
-                assert answered.wait(60.0)
-            asked.wait(60.0)  # has come: no wait
-
-        def start_load_kv(self) -> None:
-            sum(range(100_000))
-
-        def wait_for_save(self) -> None:
-            time.sleep(0.0)
-
-        def get_finished(self) -> None:
-            with pytest.raises(TimeoutError):
-                concurrent.futures.Future[None]().result(0.001)
-
-    for name in {*calls.SCHEDULER, *calls.WORKER} - vars(Connector).keys():
-        setattr(Connector, name, lambda self: None)
-    calls.wrap(Connector)
-    with calls.watching():
-        for name in ("get_num_new_matched_tokens", "start_load_kv", "wait_for_save", "get_finished"):
-            getattr(Connector(), name)()
-        threading.Event().wait(0.001)  # of nobody's call
-    server.join()
-    taken = calls.take()["methods"]
-    assert {name: found["wait_s"] for name, found in taken.items()} == {
-        "get_num_new_matched_tokens": pytest.approx(60.0),
-        "start_load_kv": 0,
-        "wait_for_save": 0.0,
-        "get_finished": pytest.approx(0.001),
-    }
-    assert calls.take()["methods"] == {}
 
 
 def test_simultaneous_sweeps_remove_files_of_dead_runs_and_none_of_a_living_one(
