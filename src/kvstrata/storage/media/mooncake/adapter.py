@@ -52,7 +52,7 @@ from kvstrata.storage.base import (
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.medium import medium_word
 from kvstrata.storage.media.mooncake.known import KnownRecords
-from kvstrata.storage.media.mooncake.sdk import ask_master, check_nics, connect, import_store
+from kvstrata.storage.media.mooncake.sdk import check_answers, check_nics, import_store
 from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -163,19 +163,18 @@ class MooncakeAdapter(StorageAdapter):
         module = import_store(self.name)
         self._replicate = self._replicate_config(module)
         master = str(setup.get("master_server_addr") or DEFAULT_MASTER)
-        version = ""
         if "://" not in master:  # else an etcd, Redis or Kubernetes of the cluster names the master
-            version = ask_master(self.name, master)
+            check_answers(self.name, "master_server_addr", master)
         metadata_server = urlsplit(str(setup.get("metadata_server", "")))
         if metadata_server.scheme in ("http", "https"):
             port = metadata_server.port or (443 if metadata_server.scheme == "https" else 80)
-            connect(self.name, "metadata_server", f"{metadata_server.hostname}:{port}").close()
+            check_answers(self.name, "metadata_server", f"{metadata_server.hostname}:{port}")
         store = module.MooncakeDistributedStore()
         code = store.setup(dict(setup))
         if code:
             raise StorageError(
                 f"{self.name}: Mooncake's setup answered {code}; Mooncake's own lines say why. Its options are"
-                f" {dict(setup)}" + (f"; the master's version is {version}" if version else ""),
+                f" {dict(setup)}",
                 field=self.name,
             )
         if self.settings.preregister and (
@@ -187,7 +186,7 @@ class MooncakeAdapter(StorageAdapter):
                 f" answered {code}; raise the limit of locked memory (ulimit -l), or set preregister_l1_memory to false"
             )
         self._store = store
-        log.info("%s: connected to the master at %s, version %s", self.name, master, version or "unknown")
+        log.info("%s: connected to the master at %s", self.name, master)
 
     def _replicate_config(self, module: Any) -> Any:
         config = module.ReplicateConfig()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import re
 import socket
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,11 @@ from kvstrata.errors import ConfigError, StorageError, install
 from kvstrata.patience import patience
 
 PROBE_S = 1.5
-"""Longest wait for a connection, or for the answer on it, before the client is set up."""
+"""Longest wait for a connection before the client is set up."""
 _NICS = Path("/sys/class/infiniband")
 _APT = {"libibverbs": "libibverbs1", "libnuma": "libnuma1", "libcurl": "libcurl4", "libnl-3": "libnl-3-200"}
 _PACKAGE = "mooncake-transfer-engine-non-cuda"
 """The wheel without CUDA, of the extra `mooncake`."""
-
-# A request of Mooncake's RPC (coro_rpc): magic, version, serialisation, kind, sequence, function, lengths of body and
-# attachment. The function is ServiceReady, which has no arguments and answers with the store's version.
-_ASK_READY = struct.pack("<BBBBIIII", 21, 0, 0, 0, 1, 0x7B81BB56, 0, 0)
-_REPLY = struct.Struct("<BBBBIII")
-MOST_REPLY_BYTES = 4096
-_MAGIC = 21
 
 
 def import_store(name: str) -> Any:
@@ -70,45 +62,13 @@ def check_nics(name: str, protocol: str, rdma_devices: str) -> None:
         )
 
 
-def connect(name: str, field: str, address: str) -> socket.socket:
-    """A connection to `host:port`. Raises StorageError naming field and address, ConfigError if it is no address."""
+def check_answers(name: str, field: str, address: str) -> None:
+    """Raises StorageError if nothing listens at `host:port`, ConfigError if that is no address."""
     host, _, port = address.rpartition(":")
     try:
-        return socket.create_connection((host.strip("[]"), int(port)), timeout=patience(PROBE_S))
+        socket.create_connection((host.strip("[]"), int(port)), timeout=patience(PROBE_S)).close()
     except ValueError:
         raise ConfigError(f"{name}: {field}: must be host:port, found {address!r:.80}", field=name) from None
     except OSError as error:
         what = f"nothing answers at {address}: {error}; start the server or correct the address"
         raise StorageError(f"{name}: {field}: {what}", field=name) from None
-
-
-def ask_master(name: str, address: str) -> str:
-    """The version that the Mooncake master at an address reports.
-
-    Raises StorageError if nothing answers there, ConfigError if something else does.
-    """
-    field = "master_server_addr"
-    with connect(name, field, address) as connection:
-        try:
-            connection.sendall(_ASK_READY)
-            reply = b""
-            while not reply or (reply[0] == _MAGIC and len(reply) < _reply_bytes(reply)):
-                part = connection.recv(MOST_REPLY_BYTES)
-                if not part or len(reply) > MOST_REPLY_BYTES:
-                    break
-                reply += part
-        except TimeoutError:
-            what = "accepts connections and says nothing; it is frozen, overloaded or not a Mooncake master"
-            raise StorageError(f"{name}: {field}: {address} {what}", field=name) from None
-        except OSError as error:
-            raise StorageError(f"{name}: {field}: {address} hangs up: {error}", field=name) from None
-    if len(reply) < _REPLY.size or reply[0] != _MAGIC or _REPLY.unpack_from(reply)[2] != 0:
-        what = f"is not a Mooncake master: it answered {reply!r:.60}"
-        raise ConfigError(f"{name}: {field}: {address} {what}", field=name)
-    version = re.search(rb"\d+(\.\d+)+$", reply)
-    return version[0].decode() if version else ""
-
-
-def _reply_bytes(reply: bytes) -> int:
-    """Length of the whole reply; only that of its head until the head has arrived."""
-    return _REPLY.size + (_REPLY.unpack_from(reply)[5] if len(reply) >= _REPLY.size else 0)
