@@ -58,7 +58,7 @@ def _tier(tier: TierConfig) -> Iterator[str]:
             medium.look(tier.recipe.config, tier.name)
         except KvstrataError as error:
             yield f"{place.path}: {error.message}"
-    if tier.folder is not None:
+    if tier.folder:
         folder = existing(Path(tier.folder).absolute())
         if not os.access(folder, os.W_OK | os.X_OK):
             yield f"{place.path}: {tier.folder!r}: {str(folder)!r} cannot be written to by uid {os.geteuid()}"

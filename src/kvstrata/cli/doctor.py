@@ -232,7 +232,7 @@ def _folders(planned: Plan) -> Iterator[Finding]:
     from kvstrata.cli.check import existing
 
     for tier in planned.adapters:
-        if tier.folder is None:
+        if not tier.folder:
             continue
         folder, name = Path(tier.folder), f"{tier.name} folder"
         there = existing(folder.absolute())

@@ -11,20 +11,17 @@ from kvstrata.storage.media.object_store.names import NAME
 PAGE = 1000
 LIST_S = 600.0
 """Longest time of a listing; each of its requests has a time limit of its own."""
-WALK_S = 3600.0
-"""Longest time of a listing whose reader reads the head of each record meanwhile."""
 
 
-def pages(store: Any, most_s: float | None = None) -> Iterator[list[Any]]:
+def pages(store: Any) -> Iterator[list[Any]]:
     """The pages of a listing, of each the objects whose names are ours.
 
-    Raises TimeoutError after `most_s` (LIST_S), and the library's errors.
+    Raises TimeoutError after LIST_S, and the library's errors.
     """
     import obstore
 
-    most_s = LIST_S if most_s is None else most_s
-    until_s = time.monotonic() + most_s
+    until_s = time.monotonic() + LIST_S
     for page in obstore.list(store, chunk_size=PAGE):
         yield [meta for meta in page if NAME.fullmatch(meta["path"])]
         if time.monotonic() > until_s:
-            raise TimeoutError(f"incomplete: the listing did not end within {most_s:g} s")
+            raise TimeoutError(f"incomplete: the listing did not end within {LIST_S:g} s")

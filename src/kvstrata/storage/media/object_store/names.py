@@ -14,8 +14,3 @@ def path_of(key: bytes) -> str:
     """The name of a record's object below the URL."""
     name = key.hex()
     return f"{name[:2]}/{name}.kvc"
-
-
-def key_of(path: str) -> bytes:
-    """The key of a record's object; `path` matches NAME."""
-    return bytes.fromhex(path[3:-4])
