@@ -36,7 +36,7 @@ from benchmarks.gpu import (
     require_gpu,
     way_of,
 )
-from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.device import CHECKSUM_THREADS, MAX_SMS
 from kvstrata.native.copying import buffer_address, crc32c_at
 from kvstrata.native.cuda import CudaCopyEngine, CudaCopyPlan, HostRegion
 from kvstrata.native.record import CopyOutcome, RecordSpec
@@ -76,8 +76,8 @@ class Copies:
         self.engine = CudaCopyEngine(
             0,
             engine=engine or way_of(self.paged.plan),  # type: ignore[arg-type]
-            threads=ClientSettings().gpu_checksum_threads,
-            max_sms=ClientSettings().gpu_copy_max_sms,
+            threads=CHECKSUM_THREADS,
+            max_sms=MAX_SMS,
         )
         self.engine.pin(self._region)
         self.bare = BareCopies(gpu, self.paged.base, self._host)

@@ -22,6 +22,7 @@ from benchmarks.raw_session import start_faulted, status
 from kvstrata.client import CacheClient
 from kvstrata.client.pinning import Pinner
 from kvstrata.config.client_model import ClientSettings
+from kvstrata.connectors.device import CHECKSUM_THREADS
 from kvstrata.native.copying import buffer_address
 from kvstrata.native.cuda import CudaCopyEngine, HostRegion
 from kvstrata.types import LayoutIdentity, Role
@@ -60,7 +61,7 @@ def measure(
         start_faulted(server)
         pool_bytes = status(server)["pool"]["extents_bytes"]
         settings = ClientSettings(socket_dir=str(server.socket_dir), port=server.port)
-        engine = CudaCopyEngine(0, engine=way_of(paged.plan), threads=settings.gpu_checksum_threads)
+        engine = CudaCopyEngine(0, engine=way_of(paged.plan), threads=CHECKSUM_THREADS)
         client = CacheClient(
             settings,
             role=Role.CLIENT,

@@ -99,18 +99,6 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "a kernel that accesses host memory; `auto`: `dma` for contiguous runs of at least 32 KB, else `kernel`."
         ),
     ] = "auto"
-    gpu_checksum_threads: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=64,
-            description="Native threads that compute the checksums of KV on its way from and to a GPU, "
-            "in place of `copy_threads`.",
-        ),
-    ] = 8
-    gpu_copy_max_sms: Annotated[
-        int, Meta(ge=1, le=1024, description="Most SMs that one of our kernels takes from the model.")
-    ] = 4
     gpu_staging_mb: Annotated[
         int,
         Meta(ge=1, le=65_536, description="MB of GPU memory that `fidelity: fp8` takes for each direction."),

@@ -102,13 +102,6 @@ class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "kvstrata/controller-PORT in XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
         ),
     ] = ""
-    snapshot_s: Annotated[
-        float, Meta(ge=1, le=86_400, description="Time between two snapshots, in seconds.")
-    ] = 30.0
-    snapshot_max_age_s: Annotated[
-        float,
-        Meta(ge=1, le=31_536_000, description="Age above which a snapshot is not served, in seconds."),
-    ] = 3_600.0
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

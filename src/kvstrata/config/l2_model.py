@@ -16,9 +16,6 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     prefetch_max_in_flight: Annotated[
         int, Meta(ge=1, le=1024, description="Lookups that may load from one L2 adapter at the same time.")
     ] = 8
-    backlog_share: Annotated[
-        float, Meta(gt=0, le=0.5, description="Share of L1 that chunks waiting for a put may pin.")
-    ] = 0.25
     deadline_ms: Annotated[
         int,
         Meta(
@@ -28,15 +25,6 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             description="Milliseconds for one operation of an adapter without its own.",
         ),
     ] = 5_000
-    tails_after_s: Annotated[
-        float,
-        Meta(
-            ge=-1,
-            le=86_400,
-            description="Seconds after which the tail of a prompt (its unfinished last chunk) is put to L2, if nothing "
-            "has replaced it; -1: tails stay in L1.",
-        ),
-    ] = 60.0
     drain_s: Annotated[
         float,
         Meta(

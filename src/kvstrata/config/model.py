@@ -74,21 +74,6 @@ class L1Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "false, the next server adopts it; `kvstrata ctl pool free` frees it."
         ),
     ] = False
-    core_dump: Annotated[
-        bool,
-        Meta(
-            description="Let core dumps of the server contain L1, and with it users' prompts; if false, no process "
-            "that maps L1 has it in its core dumps."
-        ),
-    ] = False
-    prefault_threads: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=64,
-            description="Threads that fault in the pool at the start; 0: each page is faulted in at its first use.",
-        ),
-    ] = 2
 
 
 class HttpSettings(ListenSettings, frozen=True, kw_only=True):

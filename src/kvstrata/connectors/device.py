@@ -37,6 +37,9 @@ logger = logging.getLogger("kvstrata.connectors")
 DMA_RUN_BYTES = 32 << 10
 """The GPU's copy engines move runs of 4 KB at 10 GB/s and of 32 KB at 34 to 48 GB/s, and take no multiprocessor from
 the model; a kernel moves both at 41 to 48 GB/s."""
+CHECKSUM_THREADS = 8
+MAX_SMS = 4
+"""More thread blocks of our kernels take more time from the model than they save (docs/performance-gpu.md)."""
 
 
 class BlocksView(Protocol):
@@ -72,8 +75,8 @@ def open_engine(
         engine = CudaCopyEngine(
             ordinal,
             engine=way,
-            threads=settings.gpu_checksum_threads,
-            max_sms=settings.gpu_copy_max_sms,
+            threads=CHECKSUM_THREADS,
+            max_sms=MAX_SMS,
             staging_bytes=settings.gpu_staging_mb << 20,
             fp8=view.rounding is not None,
         )

@@ -1,4 +1,4 @@
-"""The snapshot of the directory on disk: written as a whole every `snapshot_s`, read once at the start.
+"""The snapshot of the directory on disk: written as a whole every SNAPSHOT_S, read once at the start.
 
 The orders of admins (orders.py) lie in the same folder.
 
@@ -30,7 +30,6 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from kvstrata.config.controller_model import DirectorySettings
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.directory import SlotsExhausted
@@ -47,6 +46,9 @@ from kvstrata.rpc.cluster_wire import Register
 MAGIC = b"KVSDIR\x00\x02"
 """First bytes of a snapshot; the last of them is the format's version."""
 FILE = "directory.snapshot"
+SNAPSHOT_S = 30.0
+MAX_AGE_S = 3_600.0
+"""An older snapshot is not served."""
 DUMP_CELLS = 65_536
 MAX_BLOCK = 1 << 20
 MAX_DOCUMENT_BYTES = 64 << 20
@@ -62,13 +64,10 @@ class BadSnapshot(Exception):
 class Snapshots:
     """Writes and reads the snapshot of one controller."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, cluster: Cluster, folder: Path, settings: DirectorySettings
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, cluster: Cluster, folder: Path) -> None:
         self._loop = loop
         self._cluster = cluster
         self._path = folder / FILE
-        self._settings = settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-snapshot", initializer=name_thread)
         self._log = EventLog("snapshot")
         self._writing: asyncio.Future[int] | None = None
@@ -115,11 +114,11 @@ class Snapshots:
             self._ignore(str(error))
 
     async def keep(self) -> None:
-        """Restore the placements, then write a snapshot every `snapshot_s`, until cancelled."""
+        """Restore the placements, then write a snapshot every SNAPSHOT_S, until cancelled."""
         if self._slot_of is not None:
             await self._restore_placements(self._slot_of)
         while True:
-            await asyncio.sleep(self._settings.snapshot_s)
+            await asyncio.sleep(SNAPSHOT_S)
             await self.write()
 
     async def write(self) -> None:
@@ -218,9 +217,8 @@ class Snapshots:
 
     def _check_age(self, document: dict[str, Any]) -> None:
         age_s = (self._cluster.clock.unix_ms() - document["unix_ms"]) / 1000
-        if age_s > self._settings.snapshot_max_age_s:
-            raise BadSnapshot(f"it is {age_s:.0f} s old, directory.snapshot_max_age_s is "
-                              f"{self._settings.snapshot_max_age_s:g}")  # fmt: skip
+        if age_s > MAX_AGE_S:
+            raise BadSnapshot(f"it is {age_s:.0f} s old, more than {MAX_AGE_S:g}")
 
     def _restore_members(self, document: dict[str, Any]) -> None:
         cluster = self._cluster

@@ -36,9 +36,6 @@ MSG_CMSG_CLOEXEC = 0x40000000
 SO_PEERPIDFD = 77
 PIDFD_THREAD = os.O_EXCL
 MPOL_PREFERRED, MPOL_INTERLEAVE = 1, 3
-MADV_DODUMP = 17
-DUMPS_SHARED = 0b1010
-"""Kinds of memory in /proc/PID/coredump_filter: shared memory without a file (a memfd), and with one."""
 MAX_NODES = 1024
 
 _FLOCK = struct.Struct("@hhqqi0q")  # l_type, l_whence, l_start, l_len, l_pid
@@ -46,7 +43,6 @@ _TIMEVAL = struct.Struct("@ll")
 _UCRED = struct.Struct("@iII")
 _SYSCALL_PIDFD_OPEN = 434
 _SYSCALL_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
-_SYSCALL_MADVISE = {"x86_64": 28, "aarch64": 233}
 _SYSCALL_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 
 
@@ -177,16 +173,6 @@ def set_memory_policy(policy: int, nodes: list[int]) -> None:
         mask[node // 64] |= 1 << node % 64
     number = _SYSCALL_SET_MEMPOLICY.get(platform.machine(), -1)
     _syscall(number, policy, mask.buffer_info()[0], MAX_NODES + 1)
-
-
-def dump_memory(address: int, length: int) -> None:
-    """Let core dumps of this process contain these shared pages, which its mapping excluded. Raises OSError."""
-    _syscall(_SYSCALL_MADVISE.get(platform.machine(), -1), address, length, MADV_DODUMP)
-    path = "/proc/self/coredump_filter"
-    with open(path, encoding="ascii") as file:
-        kinds = int(file.read(), 16)
-    with open(path, "w", encoding="ascii") as file:
-        file.write(f"0x{kinds | DUMPS_SHARED:x}")
 
 
 # --- processes --------------------------------------------------------------------------------------------

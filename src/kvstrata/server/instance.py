@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
 from kvstrata.config.model import ServerSettings
-from kvstrata.errors import ConfigError, SegmentError, StorageError
+from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.memory.linux import dump_memory
 from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.exposition import ServerCollector
@@ -284,14 +283,6 @@ def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
     forgotten = settings.l1.forget_on_exit or (settings.port == 0 and not settings.l1.segment_dir)
     segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm), shell.restarts)
     shell.closers.append(soon(segment.destroy if forgotten else segment.close))
-    if settings.l1.core_dump:
-        try:
-            dump_memory(segment.pool.extents_address, segment.pool.extents_bytes)
-        except OSError as error:
-            raise SegmentError(
-                f"l1.core_dump: L1 cannot be put into core dumps: {error.strerror}; leave the setting out",
-                field="l1.core_dump",
-            ) from error
     return segment, directory
 
 

@@ -74,7 +74,6 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
             lacking.extend(error.lines)
             return otherwise
 
-    _check_first_touch(settings)
     if settings.l1.numa != "default":
         here(lambda: bool(nodes_of(settings.l1.numa)), False)
     refuse_port_twice(tcp_ports(settings))
@@ -152,17 +151,6 @@ def tcp_ports(settings: ServerSettings) -> list[Listening]:
         host, _, port = settings.p2p.listen.rpartition(":")
         found.append(Listening("p2p.listen", host.strip("[]"), int(port)))
     return found
-
-
-def _check_first_touch(settings: ServerSettings) -> None:
-    """Raises ConfigError if engines, not `l1.numa`, would decide where pages lie, by touching them first."""
-    l1 = settings.l1
-    if l1.use_hugepages and l1.numa != "default" and not l1.prefault_threads:
-        raise ConfigError(
-            f"l1.prefault_threads: 0 with l1.use_hugepages and l1.numa {l1.numa!r}: unless the server touches huge "
-            "pages first, they do not lie on the nodes of l1.numa; set l1.prefault_threads to 1 or more",
-            field="l1.prefault_threads",
-        )
 
 
 def _p2p_engine(settings: ServerSettings, environment: Mapping[str, str]) -> str:

@@ -39,6 +39,9 @@ from kvstrata.server.plan import Plan, plan
 from kvstrata.server.reload import Reload
 from kvstrata.types import GB
 
+PREFAULT_THREADS = 2
+"""They fault in the pool at the start, beside the first requests."""
+
 
 def run(
     settings: ServerSettings,
@@ -87,7 +90,7 @@ class Server(Process):
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
         self._reload = Reload(self._plan, self._reread, instance)
-        pool, settings = instance.ground.pool, self._plan.settings
+        pool = instance.ground.pool
         if instance.peer_server is not None:
             instance.peer_server.start()
         instance.rpc.bind_ipc(instance.facts.socket_dir / RPC_SOCKET)
@@ -101,8 +104,7 @@ class Server(Process):
         folder, segment = instance.facts.socket_dir, instance.segment
         own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach, instance.rpc)
         self.supervisor.spawn(own_files.run(), "own-files")
-        if settings.l1.prefault_threads:
-            pool.prefault_start(settings.l1.prefault_threads)
+        pool.prefault_start(PREFAULT_THREADS)
         if instance.membership is not None:
             instance.membership.start()
         if instance.http is not None:

@@ -1,4 +1,4 @@
-"""Core dumps of servers, adapter hosts and engines' processes exclude the pool, unless a setting asks for it."""
+"""Core dumps of servers, adapter hosts and engines' processes exclude the pool."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ def of_pool(pid: int, server: ServerProcess) -> dict[str, set[str]]:
     return {Path(path).name: flags for path, _, flags in mappings(pid) if str(server.segment_dir) in path}
 
 
-def dumped_kinds(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16)
-
-
 def test_no_process_that_maps_the_pool_has_it_in_its_core_dump(tmp_path: Path) -> None:
     staging_mb = 7
     adapter = {
@@ -65,17 +61,3 @@ def test_no_process_that_maps_the_pool_has_it_in_its_core_dump(tmp_path: Path) -
             assert staging and all("dd" in flags for flags in staging), (
                 "decoded KV lies in the staging memory"
             )
-
-
-@pytest.mark.long
-def test_a_setting_puts_the_pool_into_the_servers_core_dump(tmp_path: Path) -> None:
-    environment = {**os.environ, "KVSTRATA_L1_CORE_DUMP": "true"}
-    with ServerProcess(
-        tmp_path / "server", l1_mb=16, chunk_tokens=CHUNK_TOKENS, environment=environment
-    ) as server:
-        server.start()
-        with CacheEngine(server.socket_dir) as engine:
-            engine.connect()
-            assert "dd" not in of_pool(server.pid, server)["extents"]
-            assert dumped_kinds(server.pid) & 0b1010 == 0b1010
-            assert "dd" in of_pool(os.getpid(), server)["extents"], "an engine's dump is its own"
