@@ -240,7 +240,7 @@ COMMANDS = (
     Command("l2 pause", f"POST {ADAPTERS}/{{name}}/pause", "ask an adapter's storage nothing, until it is resumed",
         (TIER_NAME,)),
     Command("l2 resume", f"POST {ADAPTERS}/{{name}}/resume", "use a paused adapter as before", (TIER_NAME,)),
-    Command("cluster status", "GET /v1/cluster", "the cluster at a glance; --all: all that is known"),
+    Command("cluster status", "GET /v1/cluster", "what needs attention, and all that is known"),
     Command("cluster ready", "GET /readyz", "whether requests are served"),
     Command("cluster dashboard-link", "POST /v1/dashboard-link",
         "a link that opens the dashboard and logs a browser in, once, within 5 minutes",
@@ -316,7 +316,7 @@ def parser() -> argparse.ArgumentParser:
                 *([flag] if flag else [options.get("dest", field)]),
                 **({key: value for key, value in options.items() if key != "dest"} | more),
             )
-        if name == "status":
+        if one.words == "status":
             pages.add_page_flags(made)
         elif name == "top":
             pages.add_top_flags(made)
@@ -380,7 +380,7 @@ def run(options: argparse.Namespace) -> Any:
     if options.command == "pool":
         return ctl_pool.run(options)
     asker = _asker(options)
-    if pages.is_status(options) and options.all and not options.json:
+    if options.row.words in ("status", "cluster status") and not options.json:
         return pages.everything(options, asker)
     answer = asker(request(options))
     if options.row.words == "cluster dashboard-link":

@@ -1,4 +1,4 @@
-"""The pages of `kvstrata ctl`: `status`, `top` and `cluster status`, once or again and again.
+"""The pages of `kvstrata ctl`: `status` and `top`, once or again and again, and what a cluster warns of.
 
 A page has at most LINES lines of COLUMNS columns, whatever the server holds; warnings come first.
 """
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
 
 
 def add_page_flags(status: argparse.ArgumentParser) -> None:
-    """Add the flags of a `status`."""
+    """Add the flags of `status`."""
     either = status.add_mutually_exclusive_group()
     either.add_argument("--all", action="store_true", help="print everything that is known, not a page")
     either.add_argument("--watch", nargs="?", type=interval, const=WATCH_S, metavar="SECONDS",
@@ -70,33 +70,21 @@ def interval(text: str) -> float:
     return seconds
 
 
-def is_status(options: argparse.Namespace) -> bool:
-    """Whether this is the `status` of a server or of a cluster."""
-    words = (
-        (options.command, options.action) if options.command == "cluster" else ("cluster", options.command)
-    )
-    return words == ("cluster", "status")
-
-
 def draws(options: argparse.Namespace) -> bool:
     """Whether this command draws a page, or is repeated."""
-    shows = is_status(options) and (options.watch is not None or not (options.all or options.json))
+    shows = options.command == "status" and (options.watch is not None or not (options.all or options.json))
     return options.command == "top" or shows
 
 
 def run(options: argparse.Namespace, ask: Asker) -> None:
-    """Draw the page, once or until Ctrl-C. `ask` asks the server or controller. Raises KvstrataError."""
-    look: Callable[[Asker], Any]
-    draw: Callable[[Any], list[str]]
-    if options.json:
-        path = "/v1/cluster" if options.command == "cluster" else "/v1/status"
-        look, draw = lambda ask: ask(Ask(path)), lambda answer: [json.dumps(answer)]
-    elif options.command == "cluster":
-        look, draw = see_cluster, cluster_page
-    else:
-        look, draw = see_server, Top().draw if options.command == "top" else server_page
+    """Draw the page, once or until Ctrl-C. `ask` asks the server. Raises KvstrataError."""
+    draw = Top().draw if options.command == "top" else server_page
+
+    def page_now() -> list[str]:
+        return [json.dumps(ask(Ask("/v1/status")))] if options.json else draw(see_server(ask))
+
     every_s = options.every if options.command == "top" else options.watch
-    page = draw(look(ask))
+    page = page_now()
     if every_s is None:
         print("\n".join(page))
         return
@@ -112,7 +100,7 @@ def run(options: argparse.Namespace, ask: Asker) -> None:
             )
             time.sleep(every_s)
             try:
-                page = draw(look(ask))
+                page = page_now()
             except Unavailable as error:
                 if not terminal:
                     raise
@@ -124,10 +112,11 @@ def run(options: argparse.Namespace, ask: Asker) -> None:
 
 
 def everything(options: argparse.Namespace, ask: Asker) -> dict[str, Any]:
-    """What `status --all` prints: first what needs attention, then the whole document. Raises KvstrataError."""
+    """First what needs attention in the server or the cluster, then all that is known. Raises KvstrataError."""
     if options.command == "cluster":
-        cluster = see_cluster(ask)
-        return {"needs_attention": cluster_warnings(cluster) or "nothing", **cluster.status}
+        cluster = ask(Ask("/v1/cluster"))
+        found = cluster_warnings(cluster, ask(Ask("/v1/instances"))["instances"])
+        return {"needs_attention": found or "nothing", **cluster}
     seen = see_server(ask)
     return {"needs_attention": warnings_of(seen) or "nothing", **seen.status}
 
@@ -135,11 +124,6 @@ def everything(options: argparse.Namespace, ask: Asker) -> dict[str, Any]:
 def see_server(ask: Asker) -> Seen:
     """What a server says of itself now."""
     return Seen(ask(Ask("/v1/status")), ask(Ask("/v1/l2/adapters"))["adapters"])
-
-
-def see_cluster(ask: Asker) -> Seen:
-    """What a controller says of its cluster now: `tiers` are its instances."""
-    return Seen(ask(Ask("/v1/cluster")), ask(Ask("/v1/instances"))["instances"])
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -404,52 +388,12 @@ def _busy_tiers(now: list[dict[str, Any]], past: list[dict[str, Any]], seconds: 
     return grid(heads, rows, "kvstrata ctl l2 list") if rows else ["no L2 tier"]
 
 
-# --- a cluster --------------------------------------------------------------------------------------------------------
+# --- a cluster -------------------------------------------------------------------------------------------------------
 
 
-def cluster_page(seen: Seen) -> list[str]:
-    """Warnings, hits, tiers, instances."""
-    cluster, instances = seen.status, seen.tiers
-    states = ", ".join(f"{number} {state}" for state, number in cluster["instances"].items() if number)
-    hits = cluster["hits_total"]
-    asked = sum(hits.values())
-    tiers = [
-        [
-            tier, size(used), size(capacity) if (capacity := cluster["capacity_bytes"].get(tier, 0)) else "-",
-            bar(used, capacity) if capacity else "", count(cluster["keys"].get(tier, 0)),
-        ]
-        for tier, used in cluster["used_bytes"].items()
-    ]  # fmt: skip
-    rows = [
-        [
-            row["id"], "draining" if row["draining"] else row["state"], row["host"],
-            size(row["used_bytes"].get("l1", 0)), size(row["l1_bytes"]), count(sum(row["keys"].values())),
-            str(row["sessions"]), f"{span(row['heard_ago_s'])} ago",
-        ]
-        for row in sorted(instances, key=lambda row: (row["state"] == "live", row["id"]))
-    ]  # fmt: skip
-    heads = "instance|state|host|L1 used>|of>|chunks>|processes>|heard>"
-    return [
-        cut(
-            f"{cluster['name']}  {'ready' if cluster['ready'] else 'NOT READY'}  up {span(cluster['up_s'])}  "
-            f"kvstrata {cluster['version']}"
-        ),
-        *_warnings(cluster_warnings(seen)),
-        cut(f"instances: {states or 'none'}; {count(cluster['directory']['placements'])} placements"),
-        cut(
-            f"chunks asked since the start: {count(asked)}, hits {share(asked - hits.get('miss', 0), asked)} "
-            + ", ".join(f"{source} {share(hits.get(source, 0), asked)}" for source in ("l1", "l2", "peer"))
-        ),
-        "",
-        *(grid("tier|used>|of>||chunks>", tiers, "kvstrata ctl cluster tiers") if tiers else ["no tier"]),
-        "",
-        *(grid(heads, rows, "kvstrata ctl cluster instances", 12) if rows else ["no instance"]),
-    ]
-
-
-def cluster_warnings(seen: Seen) -> list[str]:
+def cluster_warnings(cluster: dict[str, Any], instances: list[dict[str, Any]]) -> list[str]:
     """Everything that an operator should look at, the most urgent first."""
-    cluster, found = seen.status, []
+    found = []
     if not cluster["ready"]:
         found.append(f"not ready: {cluster['why_not_ready']}")
     election = cluster["election"]
@@ -457,7 +401,7 @@ def cluster_warnings(seen: Seen) -> list[str]:
         found.append(f"election: {election['problem']}")
     if not election["leader"]:
         found.append(f"no controller leads since {span(election['no_leader_s'])}")
-    for row in seen.tiers:
+    for row in instances:
         if row["state"] != "live":
             found.append(f"{row['id']}: {row['state']}, heard {span(row['heard_ago_s'])} ago")
         elif row["sync"]["state"] == "wanted":

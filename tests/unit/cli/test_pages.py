@@ -65,32 +65,11 @@ def troubled(rows: int) -> Seen:
     return found
 
 
-def cluster(rows: int, name: str = "a", *, dead: int = 0) -> Seen:
-    return Seen(
-        {
-            "name": name, "version": "0.1.0", "up_s": 90_000.0, "ready": True, "why_not_ready": "", "restarts": 0,
-            "last_end": "", "instances": {"live": rows - dead, "dead": dead}, "keys": {"l1": 5},
-            "hits_total": {"l1": 3},
-            "used_bytes": {f"t{number}": GB for number in range(rows)}, "capacity_bytes": {"t0": 2 * GB},
-            "directory": {"placements": 10**7, "refused_keys_total": 0},
-            "election": {"problem": name if dead else "", "leader": name, "no_leader_s": 0.0},
-        },
-        [
-            {"id": f"{name}{number}", "state": "dead" if number < dead else "live", "draining": False, "host": name,
-             "used_bytes": {"l1": GB}, "l1_bytes": 4 * GB, "keys": {"l1": 7}, "sessions": 2, "heard_ago_s": 1.5,
-             "sync": {"state": "exact"}}
-            for number in range(rows)
-        ],
-    )  # fmt: skip
-
-
 PAGES = {
     "quiet": lambda: pages.server_page(seen(0)),
     "usual": lambda: pages.server_page(seen(2)),
     "crowded": lambda: pages.server_page(troubled(50)),
     "top": lambda: pages.Top().draw(troubled(50)),
-    "cluster": lambda: pages.cluster_page(cluster(3)),
-    "crowded cluster": lambda: pages.cluster_page(cluster(50, HOSTILE, dead=20)),
 }
 
 
