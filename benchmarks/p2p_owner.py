@@ -45,7 +45,7 @@ class Owner:
         socket = ZmqServer(self.loop)
         port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         server = PeerServer(
-            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=1, share=1 / 4,
+            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=1,
             engine="ucx", metadata=lambda: metadata, mac=mac,
         )  # fmt: skip
         server.start()

@@ -182,14 +182,6 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "as nobody uses them."
         ),
     ] = True
-    max_leased_share: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=0.25,
-            description="Largest share of each pool that peers' leases and admins' pins may keep.",
-        ),
-    ] = 0.25
     lookup_timeout_ms: Annotated[
         int,
         Meta(
@@ -202,10 +194,6 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     load_timeout_ms: Annotated[
         int, Meta(extra=LIMIT, ge=1, le=60_000, description="Time for reading one batch from a peer.")
     ] = 5_000
-    max_read_mb_s: Annotated[
-        float,
-        Meta(ge=0, le=1 << 20, description="Most MB per second that are read from peers; 0: no bound."),
-    ] = 0.0
 
 
 DEFAULT_HOST, DEFAULT_PORT = "localhost", 5555

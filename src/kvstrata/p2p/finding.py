@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvstrata.errors import ClusterFailure, TransferError, Unavailable
 from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.leases import Lease
-from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Pacer, Question, ScatteredKeys, question_of
+from kvstrata.p2p.owners import DirectoryCache, NamedOwners, Question, ScatteredKeys, question_of
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
 from kvstrata.policy.breaker import Breaker
@@ -62,7 +62,6 @@ class Finder:
         returns: Returns,
         named: NamedOwners,
         controllers: Sequence[tuple[AskLink, Breaker]],
-        pacer: Pacer,
         scattered: ScatteredKeys,
     ) -> None:
         """`controllers` are asked in this order until one answers."""
@@ -71,7 +70,6 @@ class Finder:
         self._returns = returns
         self._named = named
         self._controllers = controllers
-        self._pacer = pacer
         self._scattered = scattered
         settings = shared.settings
         self._directory = DirectoryCache(
@@ -124,8 +122,6 @@ class Finder:
 
     async def _ask(self, question: Question, keys: list[bytes]) -> Asked:
         ends_s = self._shared.now_s() + self._shared.settings.lookup_timeout_ms / 1000
-        if self._pacer.delay_s(self._shared.now_s()) * 1000 > self._shared.settings.load_timeout_ms / 2:
-            return Asked(THROTTLED)
         named = self._named.of(keys[0])
         reason, n_lost = "", 0  # why an owner that has this many keys leases none of them
         if named is not None:
@@ -163,8 +159,6 @@ class Finder:
         """Lease single keys: at the owner that is named for them, and what it lacks at up to `ATTEMPTS` others."""
         shared = self._shared
         ends_s = shared.now_s() + shared.settings.lookup_timeout_ms / 1000
-        if self._pacer.delay_s(shared.now_s()) * 1000 > shared.settings.load_timeout_ms / 2:
-            return Asked(THROTTLED)
         named = self._named.of(keys[0])
         left, reason = keys, ""
         if named is not None:

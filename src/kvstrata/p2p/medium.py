@@ -44,7 +44,6 @@ def _shown(settings: PeerSettings) -> dict[str, Any]:
         "isolation": "process" if settings.engine == "nixl" else "in_process",
         "lookup_timeout_ms": settings.lookup_timeout_ms,
         "load_timeout_ms": settings.load_timeout_ms,
-        "max_mb_s": settings.max_bytes_per_s / (1 << 20),
         "mac": settings.mac,
         **({"curve_file": settings.curve_file} if settings.curve_file else {}),
     }

@@ -237,27 +237,3 @@ class ScatteredKeys:
         if len(self._keys) >= self._max_keys:
             self._older, self._keys = self._keys, set()
         self._keys.update(keys)
-
-
-class Pacer:
-    """Bounds bytes per second: each read begins when the reads before it have used up their time."""
-
-    BURST_S = 0.25
-    """A read may begin up to this long before the earlier reads have used up their time."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        """`bytes_per_s` 0: no bound."""
-        self._bytes_per_s = bytes_per_s
-        self._free_s = float("-inf")
-
-    def delay_s(self, now_s: float) -> float:
-        """How long a read would have to wait if it were counted now."""
-        return max(0.0, self._free_s - now_s - self.BURST_S) if self._bytes_per_s else 0.0
-
-    def take(self, n_bytes: int, now_s: float) -> float:
-        """Count a read; returns how long it has to wait."""
-        if not self._bytes_per_s:
-            return 0.0
-        delay_s = self.delay_s(now_s)
-        self._free_s = max(self._free_s, now_s) + n_bytes / self._bytes_per_s
-        return delay_s

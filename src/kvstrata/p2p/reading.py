@@ -19,7 +19,6 @@ from kvstrata.p2p.engines import base as transfer
 from kvstrata.p2p.engines.base import ReadItem
 from kvstrata.p2p.leases import Lease
 from kvstrata.p2p.mac import MAC_KEY_BYTES, TAG_BYTES, parts_of, tag_of
-from kvstrata.p2p.owners import Pacer
 from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.returns import Returns
 from kvstrata.p2p.shared import Shared
@@ -83,7 +82,6 @@ class Reader:
         connections: Connections,
         returns: Returns,
         engine: PeerEngine,
-        pacer: Pacer,
         verifier: Verifier,
         lanes: Lanes,
     ) -> None:
@@ -91,7 +89,6 @@ class Reader:
         self._connections = connections
         self._returns = returns
         self._engine = engine
-        self._pacer = pacer
         self._verifier = verifier
         self._lanes = lanes
 
@@ -146,9 +143,6 @@ class Reader:
     async def _transfer(self, lease: Lease, reads: list[ReadItem], landing: _Landing) -> str:
         """Read the bytes; returns "" or a short reason. Calls `landing.leave` when the transfer engine's read ends."""
         n_bytes = sum(read.length for read in reads)
-        delay_s = self._pacer.take(n_bytes, self._shared.now_s())
-        if delay_s:
-            await asyncio.sleep(delay_s)
         peer = self._connections.of(lease)
         if not reads or peer is None:
             landing.leave()

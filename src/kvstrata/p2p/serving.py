@@ -9,7 +9,7 @@ Invariants
 1. While a lease is in `PeerLeases`, the pool keeps its extents (as leases of row 0, the server itself).  After the
    lease has left `PeerLeases`, no release of it is answered with `stood`.  So `stood` is exact even after this process
    was frozen, since a frozen process releases no extent.
-2. Leases of peers and pins together are at most MAX_LEASES, and keep at most a share of L1.
+2. Leases of peers and pins together are at most MAX_LEASES, and keep at most LENT_SHARE of L1.
 3. Only verified records are leased: the pool's lease stops at a record that is not READY, such as one whose CRC is
    pending.
 4. Lease numbers begin at a random number, so that the numbers of an earlier process name no lease here.
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from kvstrata.native.pool import Pool
     from kvstrata.rpc.zmq_server import Address, ZmqServer
 
+LENT_SHARE = 1 / 4
 MAX_LEASES = 4_096
 MIN_TIMER_S = 0.001
 DRAINING = "draining"
@@ -71,9 +72,9 @@ class Leased(NamedTuple):
 class PeerLeases:
     """Leases of peers and pins of the controller on this L1. The caller passes the time; no I/O."""
 
-    def __init__(self, pool: Pool, share: float) -> None:
-        """At most `share` of the pool is lent."""
-        self._lent = LentPool(pool, share)
+    def __init__(self, pool: Pool) -> None:
+        """At most LENT_SHARE of the pool is lent."""
+        self._lent = LentPool(pool, LENT_SHARE)
         self._next = secrets.randbits(61) + 1
         self._leases: dict[int, LentRecords] = {}
         self._claims: dict[str, int] = {}
@@ -231,17 +232,16 @@ class PeerServer:
         *,
         instance_id: str,
         incarnation: int,
-        share: float,
         engine: str,
         metadata: Callable[[], bytes],
         mac: bool = False,
     ) -> None:
         """`server` is None if peers are not served and only controllers' pins are kept.
 
-        `share` as in PeerLeases.  `metadata()` returns the metadata of the transfer engine by which peers reach L1 now;
+        `metadata()` returns the metadata of the transfer engine by which peers reach L1 now;
         empty while there is no such engine.  `mac`: all readers get MACs, and must want them.
         """
-        self.leases = PeerLeases(pool, share)
+        self.leases = PeerLeases(pool)
         self._extents_bytes = pool.extents_bytes
         self._clock = clock
         self._server = server

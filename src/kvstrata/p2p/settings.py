@@ -30,6 +30,5 @@ class PeerSettings(msgspec.Struct, frozen=True):
     """How long the directory's answer is reused if it names owners."""
     remember_none_ms: int = 200
     """How long the directory's answer is reused if it says that nobody has the chunk."""
-    max_bytes_per_s: float = 0.0
     """0: no bound."""
     limits: OwnerLimits = OwnerLimits()

@@ -21,7 +21,7 @@ key has nothing for us.
 If an owner was named for keys (`prefer`), it is asked first, whatever the directory says.  Other owners are asked only
 if it leases none of the keys, which is counted and logged.
 
-An owner leases at most a share of its L1 (`p2p.max_leased_share`).  If a long prompt has more records than that,
+An owner leases at most a quarter of its L1.  If a long prompt has more records than that,
 `exists` answers the others as present too, with the length of the leased ones.  They are leased during the load, when
 our earlier leases at that owner have ended.
 
@@ -45,7 +45,7 @@ from kvstrata.p2p.connections import Connections
 from kvstrata.p2p.engines.base import Region, TransferEngine
 from kvstrata.p2p.finding import Finder
 from kvstrata.p2p.mac import THREADS
-from kvstrata.p2p.owners import NamedOwners, Pacer, ScatteredKeys
+from kvstrata.p2p.owners import NamedOwners, ScatteredKeys
 from kvstrata.p2p.peer_engine import PeerEngine
 from kvstrata.p2p.reading import Reader
 from kvstrata.p2p.returns import Returns
@@ -159,11 +159,10 @@ class PeerTier(StorageAdapter, ReadsPeers):
         controllers: list[tuple[AskLink, Breaker]],
     ) -> _Parts:
         shared = Shared(self.name, self._settings, context.clock, context.instance_id)
-        pacer = Pacer(self._settings.max_bytes_per_s)
         connections = Connections(shared, links, keys, self._engine)
         returns = Returns(shared, connections)
-        finder = Finder(shared, connections, returns, self._named, controllers, pacer, self._scattered)
-        reader = Reader(shared, connections, returns, self._engine, pacer, self._verifier, self._lanes)
+        finder = Finder(shared, connections, returns, self._named, controllers, self._scattered)
+        reader = Reader(shared, connections, returns, self._engine, self._verifier, self._lanes)
         return _Parts(shared, links, controllers, connections, returns, finder, reader)
 
     async def close(self) -> None:

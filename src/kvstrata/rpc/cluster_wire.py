@@ -401,7 +401,7 @@ class PeerLeased(ClusterReply, frozen=True, tag="peer_lease"):
     zero for a key that is not leased."""
     ttl_ms: int
     reason: str
-    """Why not all records are leased: `absent`, `limit` (`p2p.max_leased_share`), `draining`; empty if all are."""
+    """Why not all records are leased: `absent`, `limit` (a quarter of L1), `draining`; empty if all are."""
 
 
 class PeerRelease(ClusterRequest, frozen=True, tag="peer_release"):

@@ -27,7 +27,6 @@ from kvstrata.server.composition import L2, AdminParts, Ground, Tables
 from kvstrata.server.plan import Plan
 from kvstrata.storage.entry import TierConfig
 
-MB = 1 << 20
 _PORT = re.compile(r":\d{1,5}$")
 
 
@@ -47,7 +46,6 @@ def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
             lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
             load_timeout_ms=settings.p2p.load_timeout_ms,
             lease_ms=min(MAX_LEASE_MS, round(patience(LEASE_MS))),
-            max_bytes_per_s=settings.p2p.max_read_mb_s * MB,
         ),
         len(plan.adapters),
     )
@@ -114,7 +112,6 @@ def serve_peers(
         readers,
         instance_id=ground.facts.instance_id,
         incarnation=ground.facts.epoch,
-        share=p2p.max_leased_share,
         engine=plan.p2p_engine,
         metadata=l2.peer_reads.metadata,
         mac=p2p.mac,

@@ -81,7 +81,7 @@ class Scene:
         port = socket.bind_tcp("127.0.0.1", 0, curve=CurveKeys(secret, None), insecure=False)
         metadata = metadata_of(l1.pool.extents_address, l1.pool.extents_bytes)
         self.owner = PeerServer(
-            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=11, share=1 / 4,
+            l1.pool, SystemClock(), socket, instance_id="owner", incarnation=11,
             engine="copy", metadata=lambda: metadata, mac=owner,
         )  # fmt: skip
         self.owner.start()

@@ -289,9 +289,3 @@ async def test_after_close_nothing_is_asked_or_read(net) -> None:
     assert await one.load(items=items) == [failed("closed")]
     watched(items[0]).check()
     await one.adapter.close()
-
-
-async def test_a_bound_on_bytes_per_second_refuses_loads_that_would_end_too_late(net) -> None:
-    one = await net(max_bytes_per_s=RECORD / 10, load_timeout_ms=10_000)
-    assert await one.load(*KEYS) == [LOADED] * 8
-    assert await one.adapter.exists(KEYS) == [unknown("throttled")] * 8

@@ -70,7 +70,6 @@ class Pair:
             socket,
             instance_id="owner",
             incarnation=5,
-            share=1 / 4,
             engine="ucx",
             metadata=lambda: metadata,
             mac=self.mac,

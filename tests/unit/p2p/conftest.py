@@ -35,7 +35,7 @@ class Owner:
         self.clock = Clock()
         self.metadata = b"how to get there"
         self.peers = PeerServer(
-            l1.pool, self.clock, server, instance_id="owner", incarnation=7, share=1 / 4,
+            l1.pool, self.clock, server, instance_id="owner", incarnation=7,
             engine="ucx", metadata=lambda: self.metadata, mac=mac,
         )  # fmt: skip
         self.peers.start()

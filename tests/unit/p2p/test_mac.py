@@ -55,7 +55,7 @@ def test_a_record_of_another_generation_in_the_same_place_has_another_tag() -> N
 
 
 def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_ended(l1: L1) -> None:
-    leases = PeerLeases(l1.pool, 1 / 4)
+    leases = PeerLeases(l1.pool)
     keys = l1.store(chain("a", 3))
     leased = leases.lease(b"".join(keys), 1, 1.0, 0.0)
     found = leases.records(leased.number, split(leased.extents))
@@ -74,7 +74,7 @@ def test_the_pool_keeps_records_that_are_read_for_macs_after_their_lease_has_end
 
 
 def test_a_reader_gets_macs_of_its_own_leases_records_alone(l1: L1) -> None:
-    leases = PeerLeases(l1.pool, 1 / 4)
+    leases = PeerLeases(l1.pool)
     keys = l1.store(chain("a", 3))
     leased = leases.lease(b"".join(keys[:2]), 1, 1.0, 0.0)
     other = split(leases.lease(keys[2], 1, 1.0, 0.0).extents)

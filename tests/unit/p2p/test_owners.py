@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from kvstrata.p2p.owners import MB, DirectoryCache, OwnerBook, OwnerLimits, Pacer, question_of
+from kvstrata.p2p.owners import MB, DirectoryCache, OwnerBook, OwnerLimits, question_of
 from kvstrata.rpc.cluster_wire import Owner
 from kvstrata.testing.strategies import key_of
 
@@ -114,20 +111,3 @@ def test_the_memory_of_the_directorys_answers_is_bounded() -> None:
     known = [n for n in range(10) if cache.recall(question_of([key_of(n)]), 0.0)]
     nobody = [n for n in range(10) if cache.recall(question_of([key_of(100 + n)]), 0.0) == []]
     assert known == nobody == [6, 7, 8, 9]
-
-
-@given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 1000)), min_size=1))
-def test_reads_begin_no_faster_than_the_limit_of_bytes_per_second(reads: list[tuple[float, int]]) -> None:
-    pacer = Pacer(100.0)
-    now_s = begun_bytes = 0.0
-    for gap_s, n_bytes in reads:
-        now_s += gap_s
-        begins_s = now_s + pacer.take(n_bytes, now_s)
-        # All that began before this one has had its time, but for a short burst.
-        assert begun_bytes <= 100.0 * (begins_s + Pacer.BURST_S) + 1e-6
-        begun_bytes += n_bytes
-
-
-def test_without_a_limit_no_read_waits() -> None:
-    pacer = Pacer(0.0)
-    assert pacer.take(1 << 40, 0.0) == pacer.take(1 << 40, 0.0) == 0.0

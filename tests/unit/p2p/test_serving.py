@@ -39,7 +39,7 @@ QUARTER = L1_BYTES // 4
 
 @pytest.fixture
 def leases(l1: L1) -> PeerLeases:
-    return PeerLeases(l1.pool, 1 / 4)
+    return PeerLeases(l1.pool)
 
 
 def evicts(l1: L1, key: bytes) -> bool:
@@ -117,7 +117,7 @@ def test_peers_get_a_share_of_l1_and_records_that_several_read_count_once(l1: L1
 
 def test_numbers_of_another_process_name_nothing(l1: L1, leases: PeerLeases) -> None:
     [key] = l1.store(chain("a", 1))
-    before = PeerLeases(l1.pool, 1 / 4).lease(key, 1, 1.0, 0.0)
+    before = PeerLeases(l1.pool).lease(key, 1, 1.0, 0.0)
     leases.lease(key, 1, 1.0, 0.0)
     assert not leases.release(before.number, 0, 0.0)
 
@@ -271,7 +271,7 @@ def test_records_leased_to_peers_by_a_server_that_was_killed_are_free_for_the_ne
     first.pool = Pool.create(*fds, extents_bytes=L1_BYTES, entry_capacity=1024)
     first.row = first.pool.claim_row(b"s" * 16, b"g" * 16, os.getpid())
     [key] = first.store(chain("a", 1))
-    assert PeerLeases(first.pool, 1 / 4).lease(key, 1, 60.0, 0.0).number
+    assert PeerLeases(first.pool).lease(key, 1, 60.0, 0.0).number
     assert first.pool.remove(key) == 0
     second = Pool.adopt(*fds)
     assert second.verify(key) == (1, 0)
