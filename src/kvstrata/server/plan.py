@@ -22,7 +22,7 @@ from kvstrata.memory.linux import HUGE_PAGE_BYTES
 from kvstrata.memory.memory_limit import memory_limit
 from kvstrata.memory.numa import nodes_of
 from kvstrata.memory.paths import segment_dir, socket_dir
-from kvstrata.memory.segment_settings import SegmentSettings, check_size
+from kvstrata.memory.segment_settings import MIN_EXTENTS_BYTES, SegmentSettings, check_size
 from kvstrata.p2p import mac
 from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
@@ -212,6 +212,14 @@ def processes_bytes(adapters: list[TierConfig]) -> int:
     codecs = [config.recipe.codec for config in adapters]
     staging_bytes = sum(codec.staging_bytes for codec in codecs if codec.chain.encodes)
     return SERVER_BYTES + hosts * HOST_BYTES + staging_bytes
+
+
+def after_out_of_memory(planned: Plan, times: int) -> Plan:
+    """A plan with an L1 that is an eighth smaller for each of `times`, at most by half."""
+    alignment = HUGE_PAGE_BYTES if planned.settings.l1.use_hugepages else L1_ALIGNMENT
+    share = max(0.5, 0.875**times)
+    smaller = max(int(planned.extents_bytes * share) & ~(alignment - 1), MIN_EXTENTS_BYTES)
+    return planned._replace(extents_bytes=min(smaller, planned.extents_bytes))
 
 
 def embedded_adapter(port: int, environment: Mapping[str, str]) -> dict[str, Any]:

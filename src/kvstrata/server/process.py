@@ -35,7 +35,7 @@ from kvstrata.server.housekeeping import heartbeat
 from kvstrata.server.instance import Instance, Shell, open_instance
 from kvstrata.server.l2.media import MediaWatch
 from kvstrata.server.own_files import OwnFiles
-from kvstrata.server.plan import Plan, plan
+from kvstrata.server.plan import Plan, after_out_of_memory, plan
 from kvstrata.server.reload import Reload
 from kvstrata.types import GB
 
@@ -60,6 +60,16 @@ def run(
     set_up()
     checked = plan(settings, os.environ)
     log = EventLog("server")
+    if (
+        restarts.out_of_memory
+        and (smaller := after_out_of_memory(checked, restarts.out_of_memory)) != checked
+    ):
+        advice = "lower --l1-size-gb or raise the memory limit; L1 has its whole size again when it is started anew"
+        log.error(
+            "l1_smaller", out_of_memory=restarts.out_of_memory, l1_bytes=smaller.extents_bytes,
+            was_bytes=checked.extents_bytes, advice=advice,
+        )  # fmt: skip
+        checked = smaller
     for note in notes:
         log.warning("setting_noted", note=note)
     for field in exposed:
