@@ -35,14 +35,14 @@ def of_pool(pid: int, server: ServerProcess) -> dict[str, set[str]]:
 
 def test_no_process_that_maps_the_pool_has_it_in_its_core_dump(tmp_path: Path) -> None:
     staging_mb = 7
-    adapter = {
+    hosted = {"type": "fs", "base_path": str(tmp_path / "hosted"), "isolation": "process"}
+    encoded = {
         "type": "fs",
-        "base_path": str(tmp_path / "l2"),
-        "isolation": "process",
+        "base_path": str(tmp_path / "encoded"),
         "codec": "zstd",
         "codec_staging_mb": staging_mb,
     }
-    flags = ("--l2-adapter", json.dumps(adapter))
+    flags = ("--l2-adapter", json.dumps(hosted), "--l2-adapter", json.dumps(encoded))
     with ServerProcess(
         tmp_path / "server", l1_mb=16, l2="embedded", chunk_tokens=CHUNK_TOKENS, flags=flags
     ) as server:
@@ -56,8 +56,8 @@ def test_no_process_that_maps_the_pool_has_it_in_its_core_dump(tmp_path: Path) -
                 pool = of_pool(process, server)
                 assert "extents" in pool
                 assert all("dd" in flags for flags in pool.values()), (process, pool)
-            eventually("the record is encoded", lambda: list((tmp_path / "l2").rglob("*.kvc")))
-            staging = [flags for _, n_bytes, flags in mappings(host) if n_bytes == staging_mb << 20]
+            eventually("the record is encoded", lambda: list((tmp_path / "encoded").rglob("*.kvc")))
+            staging = [flags for _, n_bytes, flags in mappings(server.pid) if n_bytes == staging_mb << 20]
             assert staging and all("dd" in flags for flags in staging), (
                 "decoded KV lies in the staging memory"
             )
