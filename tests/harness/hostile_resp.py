@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
-INFO = b"redis_version:7.0.0\r\nredis_mode:standalone\r\nrole:master\r\nused_memory:1\r\nmaxmemory:0\r\n"
+INFO = b"used_memory:1\r\nmaxmemory:0\r\n"
 
 
 def bulk(value: bytes) -> bytes:

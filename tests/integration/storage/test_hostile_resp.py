@@ -129,7 +129,6 @@ async def test_numbers_that_a_server_makes_up_stay_within_64_bits(hostile: Hosti
 
 
 async def test_a_cluster_of_impossible_nodes_is_refused(hostile: Hostile) -> None:
-    hostile.answers[b"INFO"] = bulk(INFO + b"cluster_enabled:1\r\n")
     for row in (b":99999999", b":-1", b":0"):
         hostile.answers[b"CLUSTER"] = (
             b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n" + bulk(b"127.0.0.1") + row + b"\r\n"

@@ -27,8 +27,6 @@ from kvstrata.storage.media.resp.pipeline import _directed
 from kvstrata.storage.media.resp.servers import Address
 from kvstrata.testing.strategies import WAIT_S, key_of, lent_context, load_item, put_item, watched
 
-INFO = b"redis_version:7.0.0\r\nredis_mode:standalone\r\nrole:master\r\n"
-
 
 def bulk(value: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(value), value)
@@ -68,14 +66,7 @@ class Peer:
                     for _ in range(int(line[1:])):
                         length = int(stream.readline()[1:])
                         words.append(stream.read(length + 2)[:-2])
-                    match words[0]:
-                        case b"PING":
-                            reply = self.pong
-                        case b"INFO":
-                            reply = bulk(INFO)
-                        case _:
-                            reply = self.answer(words)
-                    stream.write(reply)
+                    stream.write(self.pong if words[0] == b"PING" else self.answer(words))
                     stream.flush()
             except OSError:
                 return

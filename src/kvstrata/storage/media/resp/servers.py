@@ -33,7 +33,7 @@ import msgspec
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.policy.reasons import CLOSED
 from kvstrata.storage.media.resp.connection import Link, LinkLost, Reply, ServerError, command
-from kvstrata.storage.media.resp.replies import fields_of, number_in, port_of, reason_of
+from kvstrata.storage.media.resp.replies import port_of, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ MOST_NODES = 1024
 """Beyond this many servers, those without connections are forgotten; redirections may name any number of servers."""
 _WRONG = ("denied", "protocol", "settings", "tls")
 """Reasons for which a server that answers cannot be used before somebody changes a setting."""
-LEAST_VERSION = (4, 0)
-"""The first server version with UNLINK."""
 
 
 class Address(NamedTuple):
@@ -194,9 +192,9 @@ class Servers:
                 with self.link(address, time.monotonic() + self._settings.connection_timeout_s) as link:
                     link.send([command(b"CLUSTER", b"SLOTS")])
                     reply = link.reply()
-                return _slots(reply, address)
+                return _slots(reply, address.host)
             except LinkLost as lost:
-                wrong = lost
+                wrong = LinkLost(lost.reason, f"{address}: {lost}")
         raise wrong
 
     def _ask_sentinels(self) -> Address:
@@ -210,7 +208,7 @@ class Servers:
                     )
                     reply = link.reply()
             except LinkLost as lost:
-                wrong = lost
+                wrong = LinkLost(lost.reason, f"{address}: {lost}")
                 continue
             match reply:
                 case [bytes() as host, bytes() as port] if port_of(port):
@@ -380,66 +378,18 @@ class Servers:
 
     # -- at the start --------------------------------------------------------------------------------------
 
-    def check(self) -> list[tuple[Address, dict[str, str]]]:
-        """Each server's INFO. Raises StorageError if a server cannot be reached, ConfigError if it cannot be used."""
+    def check(self) -> None:
+        """Log in to each server. Raises StorageError if one cannot be reached, ConfigError if one refuses us."""
         try:
-            described = [(address, self._describe(address)) for address in self._places_to_check()]
+            for address in self.masters():
+                try:
+                    with self.link(address, time.monotonic() + self._settings.connection_timeout_s):
+                        pass
+                except LinkLost as lost:
+                    raise LinkLost(lost.reason, f"{address}: {lost}") from None
         except LinkLost as lost:
             kind = ConfigError if lost.reason in _WRONG else StorageError
             raise kind(f"{self._name}: {lost}", field=self._name) from None
-        for address, server in described:
-            if wrong := self._wrong_with(server):
-                raise ConfigError(f"{self._name}: {address}: {wrong}", field=self._name)
-            if server.get("role") == "slave":  # it may be so during a failover only
-                master = f"{server.get('master_host')}:{server.get('master_port')}"
-                wrong = f"is a replica, which is read-only: give its master {master}, or sentinels"
-                raise StorageError(f"{self._name}: {address}: {wrong}", field=self._name)
-        return described
-
-    def _places_to_check(self) -> list[Address]:
-        if not self._settings.cluster:
-            return self.masters()
-        # INFO comes before CLUSTER SLOTS, so that the error for a server outside any cluster says so.
-        wrong: LinkLost | None = None
-        for address in self._settings.addresses:
-            try:
-                server = self._describe(address)
-            except LinkLost as lost:
-                wrong = lost
-                continue
-            if server.get("cluster_enabled") != "1":
-                raise LinkLost(
-                    "settings",
-                    f"{address} belongs to no cluster: set cluster_mode to false and give host and port",
-                )
-            return self.masters()
-        assert wrong is not None
-        raise wrong
-
-    def _describe(self, address: Address) -> dict[str, str]:
-        try:
-            with self.link(address, time.monotonic() + self._settings.connection_timeout_s) as link:
-                link.send([command(b"INFO")])
-                reply = link.reply()
-        except LinkLost as lost:
-            raise LinkLost(lost.reason, f"{address}: {lost}") from None
-        if not isinstance(reply, bytes):
-            raise LinkLost(reason_of(reply), f"{address}: INFO is answered with {reply!r:.80}")
-        return fields_of(reply)
-
-    def _wrong_with(self, server: dict[str, str]) -> str:
-        """Why this server cannot be used, and what to change; empty if it can."""
-        version = tuple(number_in({"": part}, "") for part in server.get("redis_version", "0").split(".")[:2])
-        if server.get("redis_mode", server.get("server_mode")) == "sentinel":
-            return "is a sentinel: give its address in sentinels, and sentinel_master"
-        if version < LEAST_VERSION:
-            least = ".".join(map(str, LEAST_VERSION))
-            return (
-                f"has server version {server.get('redis_version', 'unknown')}, but at least {least} is needed"
-            )
-        if server.get("cluster_enabled") == "1" and not self._settings.cluster:
-            return "is a node of a cluster: set cluster_mode to true"
-        return ""
 
 
 def _connected(address: Address, timeout_s: float) -> socket.socket:
@@ -461,10 +411,10 @@ def slot_of(name: bytes) -> int:
     return binascii.crc_hqx(name, 0) % SLOTS
 
 
-def _slots(reply: Reply, asked: Address) -> list[Address]:
+def _slots(reply: Reply, asked: str) -> list[Address]:
     """The master of each slot by CLUSTER SLOTS. Raises LinkLost for an invalid reply, or if a slot has no master."""
     if not isinstance(reply, list):
-        raise LinkLost(reason_of(reply), f"{asked}: CLUSTER SLOTS is answered with {reply!r:.80}")
+        raise LinkLost(reason_of(reply), f"CLUSTER SLOTS is answered with {reply!r:.80}")
     table: list[Address | None] = [None] * SLOTS
     for row in reply:
         match row:
@@ -472,15 +422,13 @@ def _slots(reply: Reply, asked: Address) -> list[Address]:
                 0 <= first <= last < SLOTS and isinstance(host, bytes | None) and 0 < port < 1 << 16
             ):
                 # An empty host, or "?", means the node that answered, at the address where it was asked.
-                where = host.decode(errors="replace") if host and host != b"?" else asked.host
+                where = host.decode(errors="replace") if host and host != b"?" else asked
                 table[first : last + 1] = [Address(where, port)] * (last + 1 - first)
             case _:
-                raise LinkLost("protocol", f"{asked}: CLUSTER SLOTS has a row {row!r:.80}")
+                raise LinkLost("protocol", f"CLUSTER SLOTS has a row {row!r:.80}")
     slots = [address for address in table if address is not None]
     if len(slots) < SLOTS:
-        raise LinkLost(
-            "cluster_down", f"{asked}: {SLOTS - len(slots)} slots of the cluster belong to no node"
-        )
+        raise LinkLost("cluster_down", f"{SLOTS - len(slots)} slots of the cluster belong to no node")
     return slots
 
 
