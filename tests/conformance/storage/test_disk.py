@@ -52,18 +52,13 @@ class Segments(Medium):
 class TestDisk(AdapterContract):
     waits_in_threads = False
     cap_scale = 20
-    use_odirect = True
 
     def make_medium(self, folder: Path) -> Segments:
         return Segments(folder / "a log with spaces")
 
     def make_adapter(self, medium: Medium, capacity_bytes: int = 0) -> StorageAdapter:
         assert isinstance(medium, Segments)
-        return disk_adapter(
-            base_path=str(medium.base),
-            capacity_bytes=capacity_bytes or 64 << 20,
-            use_odirect=self.use_odirect,
-        )
+        return disk_adapter(base_path=str(medium.base), capacity_bytes=capacity_bytes or 64 << 20)
 
     def damage(self, medium: Medium, damage: str) -> None:
         # The rest of a record's last block is no part of the record.
@@ -139,10 +134,3 @@ async def test_numbers_count_the_bytes_put_and_the_bytes_written_for_them(tmp_pa
     assert numbers["deleted_records"] == 1 and numbers["read_only"] == 0
     assert numbers["put_bytes"] == 10 * record_length(50_000)
     assert numbers["put_bytes"] < numbers["written_bytes"] < 1.2 * numbers["put_bytes"]
-
-
-@pytest.mark.long
-class TestDiskBuffered(TestDisk):
-    """Reads and writes through the page cache, as on file systems without O_DIRECT."""
-
-    use_odirect = False

@@ -166,19 +166,6 @@ async def test_directories_removed_behind_a_running_server_are_made_again(open_f
     assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
 
 
-async def test_a_link_in_place_of_a_record_is_not_followed(open_fs, tmp_path: Path) -> None:
-    adapter = await open_fs()
-    await adapter.put([put_item(key_of(1), SIZE)])
-    path = Folder(tmp_path / "kv").path(key_of(1))
-    moved = tmp_path / "elsewhere"
-    path.rename(moved)
-    path.symlink_to(moved)
-    item = load_item(key_of(1), SIZE)
-    [outcome] = await adapter.load([item])
-    assert outcome.status is not LoadStatus.LOADED
-    assert moved.exists()
-
-
 @pytest.mark.parametrize("use_odirect", [False, True], ids=["buffered", "direct"])
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "folder"])
 async def test_nothing_but_a_file_in_place_of_a_record_is_read_or_waited_for(
@@ -222,16 +209,6 @@ async def test_a_directory_that_cannot_be_written_is_a_named_error(open_fs, tmp_
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"base_path: .* cannot be used: .*kv/tmp: Not a directory"):
         await open_fs(base_path=str(tmp_path / "file" / "kv"))
-
-
-async def test_a_whole_record_of_another_length_is_not_thrown_away(open_fs) -> None:
-    adapter = await open_fs()
-    await adapter.put([put_item(key_of(1), SIZE)])
-    item = load_item(key_of(1), SIZE + 1)
-    [outcome] = await adapter.load([item])
-    assert (outcome.status, outcome.reason) == (LoadStatus.FAILED, "length")
-    watched(item).check()
-    assert await adapter.load([load_item(key_of(1), SIZE)]) == [LOADED]
 
 
 async def test_recency_survives_a_restart(open_fs, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The `resp` adapter keeps the storage contract on a real Redis: alone, behind TLS, in a cluster, and in a host."""
+"""The `resp` adapter keeps the storage contract on a real Redis, alone and in a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import redis
 
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.entry import make_adapter
-from kvstrata.testing.adapter_contract import SIZE, AdapterContract, HostedContract, Medium
+from kvstrata.testing.adapter_contract import SIZE, AdapterContract, Medium
 from kvstrata.testing.strategies import record_length
 from tests.harness import redis_server
 
@@ -79,16 +79,6 @@ def single(redis_folder: Path) -> Iterator[Values]:
 
 
 @pytest.fixture(scope="module")
-def behind_tls(redis_folder: Path) -> Iterator[Values]:
-    tls = redis_server.certificates(redis_folder / "certificates")
-    with (
-        redis_server.RedisServer(redis_folder / "tls", tls=tls, password="spelt-by-nobody") as server,
-        server.client() as client,
-    ):
-        yield Values(client, server.entry())
-
-
-@pytest.fixture(scope="module")
 def clustered(redis_folder: Path) -> Iterator[Values]:
     with (
         redis_server.cluster(redis_folder / "cluster") as nodes,
@@ -104,27 +94,7 @@ class TestResp(RespContract):
 
 
 @pytest.mark.long
-class TestRespTls(RespContract):
-    @pytest.fixture
-    def values(self, behind_tls: Values) -> Values:
-        return behind_tls
-
-
-@pytest.mark.long
 class TestRespCluster(RespContract):
     @pytest.fixture
     def values(self, clustered: Values) -> Values:
         return clustered
-
-
-@pytest.mark.long
-class TestRespHosted(HostedContract, RespContract):
-    waits_in_threads = False
-
-    @pytest.fixture
-    def values(self, single: Values) -> Values:
-        return single
-
-    def entry(self, medium: Medium, capacity_bytes: int = 0) -> dict[str, Any]:
-        assert isinstance(medium, Values)
-        return medium.entry

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from kvstrata.clock import SystemClock
-from kvstrata.storage.base import LoadStatus, PutStatus, StorageAdapter
+from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter
 from kvstrata.testing.adapter_contract import Medium
@@ -39,14 +39,3 @@ class TestSqliteGuarded(suite.TestSqlite):
         limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=600_000)
         guarded = DeadlineAdapter(super().make_adapter(medium, capacity_bytes), limits, clock)
         return MeteredAdapter(guarded, lambda report: None, clock)
-
-
-def test_the_page_names_the_examples_and_every_method() -> None:
-    page = (ROOT / "docs" / "writing-an-adapter.md").read_text()
-    for example in (ROOT / "examples").glob("external_*_adapter"):
-        assert f"examples/{example.name}" in page
-    for name in StorageAdapter.__abstractmethods__ | {"clear"}:
-        assert f"`{name}" in page, name
-    for words in (PutStatus, LoadStatus):
-        for word in words:
-            assert f"`{word.name}`" in page, word

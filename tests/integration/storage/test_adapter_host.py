@@ -288,15 +288,6 @@ def test_an_adapter_that_cannot_be_made_in_its_host_stops_the_start(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_a_module_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
-    with (
-        HostedServer(tmp_path, module_path="no_such_module_here") as server,
-        pytest.raises(ServerFailed, match=r"l2_adapters\[0\]: no_such_module_here.BadAdapter cannot be made"),
-    ):
-        server.start()
-
-
-@pytest.mark.long
 def test_what_the_host_logs_and_prints_is_in_the_servers_log(start: Callable[..., HostedServer]) -> None:
     server = start(deadline_ms=2_000, host_kill_ms=4_000)
     with RpcClient(server.socket_dir) as client:
@@ -329,17 +320,3 @@ def test_a_host_has_nothing_of_the_servers_but_the_extents_and_a_shared_lock(
         assert linux.byte_locker(fd, HOSTS_BYTE) == pid
     finally:
         os.close(fd)
-
-
-@pytest.mark.long
-def test_a_flood_of_prints_is_cut_and_says_so(start: Callable[..., HostedServer]) -> None:
-    server = start()
-    with RpcClient(server.socket_dir) as client:
-        server.order("exists", "flood")
-        identity = client.identify()
-        assert client.lookup(identity.identity_id, chain_of(identity.root, 1)).n_chunks == 0
-        server.no_orders()
-    assert server.stop() == 0
-    text = server.log.read_text()
-    assert text.count("host: a line") <= 200
-    assert "lines of its output were not logged" in text

@@ -61,11 +61,8 @@ def numbers(client: RpcClient) -> dict[str, int]:
     return dict(adapter["numbers"])
 
 
-@pytest.mark.parametrize("isolation", ["in_process", pytest.param("process", marks=pytest.mark.long)])
-def test_chunks_that_one_server_stored_are_served_by_another(
-    server: RedisServer, start: Starter, isolation: str
-) -> None:
-    entry = server.entry(isolation=isolation)
+def test_chunks_that_one_server_stored_are_served_by_another(server: RedisServer, start: Starter) -> None:
+    entry = server.entry()
     one, other = start(entry), start(entry)
     with RpcClient(one.socket_dir) as writer, RpcClient(other.socket_dir) as reader:
         _, chain = stored(writer, 6)

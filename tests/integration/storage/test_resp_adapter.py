@@ -133,17 +133,6 @@ async def test_keys_of_others_are_never_touched(server: RedisServer) -> None:
 
 
 @pytest.mark.long
-async def test_clear_finds_records_among_many_keys(server: RedisServer) -> None:
-    with server.client() as client:
-        client.mset({f"other{n}": b"" for n in range(5_000)})
-        async with opened(server.entry()) as adapter:
-            for first in range(0, 300, 50):
-                await put(adapter, *range(first, first + 50), size=10)
-            assert await adapter.clear() == 300
-        assert client.dbsize() == 5_000
-
-
-@pytest.mark.long
 async def test_records_expire_after_their_time(server: RedisServer) -> None:
     async with opened(server.entry(ttl_seconds=100)) as adapter:
         await put(adapter, 1)
@@ -173,18 +162,6 @@ async def test_nothing_is_put_above_the_configured_capacity(server: RedisServer)
         assert await put(adapter, 1, 2) == [PutOutcome(PutStatus.THROTTLED, "full")] * 2
         assert adapter.numbers()["full"] == 2
         assert (await adapter.usage()).capacity_bytes == 1073
-
-
-@pytest.mark.long
-async def test_a_full_server_throttles(server: RedisServer) -> None:
-    with server.client() as client:
-        async with opened(server.entry()) as adapter:
-            client.config_set("maxmemory", 1)
-            try:
-                assert await put(adapter, 1) == [PutOutcome(PutStatus.THROTTLED, "full")]
-            finally:
-                client.config_set("maxmemory", 0)
-            assert await put(adapter, 1) == [STORED]
 
 
 async def test_the_documented_rights_of_the_redis_user_are_enough(server: RedisServer) -> None:
@@ -354,27 +331,6 @@ async def test_a_server_that_is_gone_is_told_once_in_the_log_and_tried_with_paus
 
 
 # --- clusters ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-async def test_a_server_that_denies_the_login_is_not_reported_as_unreachable(
-    redis_folder: Path, tmp_path: Path
-) -> None:
-    with RedisServer(tmp_path, password=SECRET) as server:
-        async with opened(server.entry()) as adapter:
-            await put(adapter, 1)
-            server.kill()
-            server.password = SECRET + "!"
-            server.start()
-
-            async def is_denied() -> bool:
-                return (await adapter.exists([key_of(1)]))[0].reason == "denied"
-
-            await until(is_denied)
-            # The login is repeated after a pause; operations until then fail with the same reason.
-            for _ in range(20):
-                assert (await adapter.exists([key_of(1)]))[0].reason == "denied"
-                assert await put(adapter, 1) == [PutOutcome(PutStatus.FAILED, "denied")]
 
 
 async def test_records_are_found_while_their_slot_moves_and_after(redis_folder: Path, tmp_path: Path) -> None:

@@ -105,34 +105,6 @@ std::vector<Frame> frames_of(const std::string& bytes) {
   return frames;
 }
 
-TEST(a_damaged_frame_costs_its_record_and_none_behind_it) {
-  for (const bool closed : {false, true}) {
-    for (const bool table_too : {false, true}) {
-      if (table_too && !closed) continue;
-      Damaged disk;
-      disk.open();
-      disk.put(1, 9);
-      disk.remove({8});
-      disk.end(closed);
-      const std::string path = disk.segments().front();
-      const auto frames = frames_of(disk.read(path));
-      CHECK_EQ(number_of(frames[2].header.key), 3);
-      disk.flip(path, frames[2].begin + 50);
-      if (table_too) disk.flip(path, disk.read(path).size() - 60);
-      disk.open();
-      CHECK_EQ(disk.told(), closed && !table_too ? 0u : 1u);
-      for (int key = 1; key < 9; ++key)
-        CHECK((disk.load(key) == LoadStatus::kLoaded) == (key != 3 && key != 8));
-      CHECK_EQ(disk.told(), 1u);
-      disk.put({20, 21});
-      disk.reopen();
-      for (const int key : {1, 2, 4, 5, 6, 7, 20, 21})
-        CHECK(disk.load(key) == LoadStatus::kLoaded);
-      CHECK(!disk.present(3) && !disk.present(8));
-    }
-  }
-}
-
 TEST(a_damaged_header_costs_no_record_unless_its_segment_is_the_oldest) {
   for (const std::size_t at : {3, 8, 20, 45}) {
     Damaged disk;
@@ -179,27 +151,6 @@ TEST(frames_that_do_not_count_do_not_say_that_a_segment_is_the_oldest) {
     for (int key = 1; key <= last; ++key)
       CHECK(disk.load(key) == (key == last ? LoadStatus::kAbsent : LoadStatus::kLoaded));
     if (!again) disk.end(true);
-  }
-}
-
-TEST(a_file_that_lost_its_end_keeps_the_records_before_it) {
-  for (const std::size_t cut : {std::size_t{1}, std::size_t{4096}, std::size_t{98'000}}) {
-    Damaged disk;
-    disk.open();
-    disk.put(1, 9);
-    disk.end(true);
-    const std::string path = disk.segments().front();
-    const std::string bytes = disk.read(path);
-    disk.write(path, bytes.substr(0, bytes.size() - cut));
-    disk.open();
-    CHECK_EQ(disk.told(), cut == 98'000 ? 2u : 1u);
-    for (int key = 1; key < 9; ++key)
-      CHECK(disk.present(key) == (cut != 98'000 || key < 3));
-    for (int key = 100; key < 500; ++key)
-      CHECK(disk.put({key}) == std::vector({PutStatus::kStored}));
-    disk.reopen();
-    CHECK(disk.load(499) == LoadStatus::kLoaded);
-    CHECK(disk.told() == 0);
   }
 }
 

@@ -7,7 +7,6 @@
 #include <functional>
 #include <thread>
 
-#include "hash/crc32c.h"
 #include "support/check.h"
 #include "support/disk_log_fixture.h"
 
@@ -15,52 +14,6 @@ using namespace kvstrata;
 using namespace kvstrata::testing;
 
 namespace {
-
-TEST(what_was_put_is_loaded_with_its_bytes) {
-  Disk disk;
-  disk.open();
-  CHECK(disk.put({1, 2, 3}) == std::vector(3, PutStatus::kStored));
-  CHECK(disk.present(2));
-  CHECK(!disk.present(4));
-  CHECK(disk.load(2) == LoadStatus::kLoaded);
-  CHECK(disk.load(4) == LoadStatus::kAbsent);
-  CHECK(disk.put({2, 4}) == std::vector({PutStatus::kExists, PutStatus::kStored}));
-}
-
-TEST(a_reopened_log_has_what_the_last_one_had) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 40);
-  disk.remove({3, 17});
-  for (int round = 0; round < 3; ++round) {
-    disk.reopen();
-    for (int key = 1; key < 40; ++key)
-      CHECK(disk.load(key) == (key == 3 || key == 17 ? LoadStatus::kAbsent : LoadStatus::kLoaded));
-    CHECK_EQ(disk.log->usage().records, 37u);
-  }
-}
-
-TEST(a_key_put_again_after_its_removal_stays) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 10);
-  disk.remove({5});
-  CHECK(disk.put({5}) == std::vector({PutStatus::kStored}));
-  disk.reopen();
-  CHECK(disk.load(5) == LoadStatus::kLoaded);
-}
-
-TEST(a_cleared_log_stays_cleared) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 30);
-  CHECK_EQ(disk.log->clear(), 29u);
-  CHECK_EQ(disk.log->usage().used_bytes, 0u);
-  disk.put(28, 35);
-  disk.reopen();
-  for (int key = 1; key < 35; ++key)
-    CHECK(disk.present(key) == (key >= 28));
-}
 
 TEST(the_oldest_records_leave_when_the_log_is_full_and_are_reported) {
   Disk disk;
@@ -134,14 +87,6 @@ TEST(a_record_that_is_too_long_is_refused_and_nothing_else) {
   CHECK(disk.load(9, fits.length) == LoadStatus::kLoaded);
 }
 
-TEST(another_length_than_was_put_is_the_callers_mistake) {
-  Disk disk;
-  disk.open();
-  disk.put({1});
-  CHECK(disk.load(1, Extent(1).length + 4096) == LoadStatus::kFailed);
-  CHECK(disk.load(1) == LoadStatus::kLoaded);
-}
-
 TEST(a_log_belongs_to_one) {
   Disk disk;
   disk.open();
@@ -153,23 +98,6 @@ TEST(a_log_belongs_to_one) {
   CHECK(second.open({}).find("belongs to another running server") != std::string::npos);
   disk.put({1});
   CHECK(disk.load(1) == LoadStatus::kLoaded);
-}
-
-TEST(a_log_of_another_version_is_refused_and_not_touched) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 10);
-  disk.log.reset();
-  const std::string path = disk.options.folder + "/00000000.seg";
-  std::string before = read_file(path);
-  for (const int version : {1, 3}) {
-    before[8] = static_cast<char>(version);
-    const std::uint32_t crc = crc32c(before.data(), 44);
-    std::memcpy(before.data() + 44, &crc, sizeof(crc));
-    write_file(path, before);
-    CHECK(disk.try_open().find("another version") != std::string::npos);
-    CHECK(read_file(path) == before);
-  }
 }
 
 // A put that was cut short behind the frame's header leaves in place what lies there from an
@@ -248,27 +176,6 @@ TEST(records_in_a_segment_with_a_high_number_are_found) {
   CHECK(disk.bytes_on_medium() <= disk.options.capacity_bytes);
   disk.reopen();
   CHECK(disk.present(399));
-}
-
-TEST(flipped_bits_are_corrupt_and_their_removal_lasts) {
-  Disk disk;
-  disk.open();
-  disk.put(1, 4);
-  disk.log.reset();
-  const std::string path = disk.options.folder + "/00000000.seg";
-  std::string bytes = read_file(path);
-  const std::size_t at = bytes.find(std::string(Extent(2).payload(), kPayload));
-  CHECK(at != std::string::npos);
-  bytes[at + 5] ^= 1;
-  write_file(path, bytes);
-  disk.open();
-  CHECK(disk.load(2) == LoadStatus::kCorrupt);
-  CHECK(!disk.present(2));
-  CHECK(disk.load(1) == LoadStatus::kLoaded && disk.load(3) == LoadStatus::kLoaded);
-  disk.reopen();
-  CHECK(!disk.present(2));
-  CHECK(disk.put({2}) == std::vector({PutStatus::kStored}));
-  CHECK(disk.load(2) == LoadStatus::kLoaded);
 }
 
 TEST(the_scrubber_finds_flipped_bits_and_reports_them) {

@@ -230,40 +230,8 @@ TEST(a_read_that_fails_leaves_the_record_there) {
 }
 
 TEST(without_direct_files_it_says_so_once_and_works) {
-  struct Buffered final : FileLayer {
-    Status open(const std::string& path, FileMode mode, bool direct,
-                std::unique_ptr<File>* out) noexcept override {
-      if (direct) return Status(StatusCode::kUnsupported, "none");
-      return posix_files().open(path, mode, false, out);
-    }
-    Status rename(const std::string& a, const std::string& b) noexcept override {
-      return posix_files().rename(a, b);
-    }
-    Status unlink(const std::string& a) noexcept override { return posix_files().unlink(a); }
-    Status make_folder(const std::string& a) noexcept override {
-      return posix_files().make_folder(a);
-    }
-    Status sync_folder(const std::string& a) noexcept override {
-      return posix_files().sync_folder(a);
-    }
-    Status stat(const std::string& a, FileStat* out) noexcept override {
-      return posix_files().stat(a, out);
-    }
-    Status list(const std::string& a, std::vector<FolderEntry>* out) noexcept override {
-      return posix_files().list(a, out);
-    }
-    Status space(const std::string& a, FileSpace* out) noexcept override {
-      return posix_files().space(a, out);
-    }
-    Status lock(const std::string& a, std::unique_ptr<FileLock>* out,
-                std::string* holder) noexcept override {
-      return posix_files().lock(a, out, holder);
-    }
-    Status lock_folder(const std::string& a, std::unique_ptr<FileLock>* out,
-                       std::string* holder) noexcept override {
-      return posix_files().lock_folder(a, out, holder);
-    }
-  } files;
+  HookedFiles files;
+  files.buffered_only = true;
   const TestFolder folder;
   FsConnector connector(fs_options(folder.path), files);
   CHECK_EQ(connector.open({}), std::string());

@@ -49,6 +49,7 @@ class HookedFiles final : public FileLayer {
   After after = [](const std::string&, const std::string&) {};
   std::function<void(const std::string& path, FileStat* stat)> see_stat = [](const std::string&,
                                                                              FileStat*) {};
+  bool buffered_only = false;  // as a file system without O_DIRECT
 
   void fail_all(const std::string& call, int error) {
     const std::lock_guard lock(mutex_);
@@ -61,6 +62,7 @@ class HookedFiles final : public FileLayer {
 
   Status open(const std::string& path, FileMode mode, bool direct,
               std::unique_ptr<File>* out) noexcept override {
+    if (direct && buffered_only) return Status(StatusCode::kUnsupported, "none");
     return hooked(mode == FileMode::kCreate ? "create" : "open", path, [&] {
       std::unique_ptr<File> file;
       KVSTRATA_RETURN_IF_ERROR(inner_.open(path, mode, direct, &file));

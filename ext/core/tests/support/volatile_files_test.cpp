@@ -61,16 +61,6 @@ void for_each_cut(VolatileFiles& files, const std::function<void(VolatileFiles&)
   }
 }
 
-TEST(what_was_synced_survives_every_cut) {
-  VolatileFiles files;
-  make_durable(files, "/file", Bytes(3000, 1));
-  for_each_cut(files, [](VolatileFiles& after) {
-    CHECK(content(after, "/file") == Bytes(3000, 1));
-    for_each_cut(after,
-                 [](VolatileFiles& later) { CHECK(content(later, "/file") == Bytes(3000, 1)); });
-  });
-}
-
 TEST(unsynced_writes_are_torn_between_blocks_of_512_bytes_and_never_within) {
   VolatileFiles files;
   make_durable(files, "/file", Bytes(4096, 1));
@@ -118,36 +108,6 @@ TEST(lengths_after_a_cut_lie_between_the_synced_and_the_written_one) {
   CHECK(zeros);
 }
 
-TEST(a_name_that_was_not_synced_may_be_missing_though_its_bytes_were) {
-  VolatileFiles files;
-  const std::unique_ptr<File> file = open_file(files, "/file", FileMode::kCreate);
-  CHECK_OK(write(*file, 0, Bytes(10, 1)));
-  CHECK_OK(file->sync());
-  std::set<bool> seen;
-  for_each_cut(files, [&](VolatileFiles& after) {
-    seen.insert(is_there(after, "/file"));
-    if (is_there(after, "/file")) CHECK(content(after, "/file") == Bytes(10, 1));
-  });
-  CHECK_EQ(seen.size(), 2u);
-}
-
-TEST(a_removal_that_was_not_synced_may_be_undone) {
-  VolatileFiles files;
-  make_durable(files, "/file", Bytes(10, 1));
-  CHECK_OK(files.unlink("/file"));
-  std::set<bool> seen;
-  for_each_cut(files, [&](VolatileFiles& after) {
-    seen.insert(is_there(after, "/file"));
-    if (is_there(after, "/file")) CHECK(content(after, "/file") == Bytes(10, 1));
-  });
-  CHECK_EQ(seen.size(), 2u);
-  VolatileFiles other;
-  make_durable(other, "/file", Bytes(10, 1));
-  CHECK_OK(other.unlink("/file"));
-  CHECK_OK(other.sync_folder("/"));
-  for_each_cut(other, [&](VolatileFiles& after) { CHECK(!is_there(after, "/file")); });
-}
-
 // Which of the names are there, as bits; what is there has the bytes of the file.
 unsigned names_of(VolatileFiles& files, const std::vector<std::string>& names, const Bytes& bytes) {
   unsigned there = 0;
@@ -171,20 +131,6 @@ TEST(a_renamed_file_is_under_its_old_name_its_new_one_or_both_and_never_under_no
     });
     CHECK(seen == (std::set<unsigned>{1, 2, 3}));
   }
-}
-
-TEST(what_is_in_a_folder_goes_with_it_until_its_own_name_is_synced) {
-  VolatileFiles files;
-  CHECK_OK(files.make_folder("/folder"));
-  make_durable(files, "/folder/part", Bytes(10, 1));
-  CHECK_OK(files.rename("/folder/part", "/folder/file"));
-  CHECK_OK(files.sync_folder("/folder"));
-  std::set<bool> seen;
-  for_each_cut(files, [&](VolatileFiles& after) {
-    seen.insert(is_there(after, "/folder"));
-    CHECK_EQ(is_there(after, "/folder"), is_there(after, "/folder/file"));
-  });
-  CHECK_EQ(seen.size(), 2u);
 }
 
 TEST(a_process_that_dies_loses_nothing_and_makes_nothing_durable) {
@@ -266,38 +212,6 @@ TEST(a_sync_that_failed_is_not_healed_by_the_next) {
     first.insert(bytes[0]);
   });
   CHECK_EQ(first.size(), 2u);
-}
-
-TEST(each_place_that_syncs_can_be_made_to_do_nothing) {
-  const auto sites = std::make_shared<SyncSites>();
-  const auto story = [&] {
-    VolatileFiles files({}, sites);
-    const std::unique_ptr<File> file = open_file(files, "/file", FileMode::kCreate);
-    for (unsigned char i = 0; i < 3; ++i) {
-      CHECK_OK(write(*file, 0, Bytes(10, i)));
-      CHECK_OK(file->sync());
-    }
-    CHECK_OK(files.sync_folder("/"));
-    CHECK_OK(write(*file, 0, Bytes(10, 9)));
-    CHECK_OK(file->sync());
-    const std::unique_ptr<VolatileFiles> after = files.cut(Kept::kNothing, 0);
-    return is_there(*after, "/file") ? content(*after, "/file") : Bytes{};
-  };
-  CHECK(story() == Bytes(10, 9));
-  CHECK_EQ(sites->count(), 3u);
-  CHECK(story() == Bytes(10, 9));
-  CHECK_EQ(sites->count(), 3u);
-  sites->forget(0);
-  CHECK(story() == Bytes(10, 9));
-  CHECK_EQ(sites->forgotten_calls(), 3u);
-  sites->forget(1);
-  CHECK(story().empty());
-  sites->forget(2);
-  CHECK(story() == Bytes(10, 2));
-  sites->forget(std::nullopt);
-  CHECK(story() == Bytes(10, 9));
-  // Addresses at least; with the tools of the compiler, functions and lines.
-  CHECK(!sites->describe(0).empty());
 }
 
 }  // namespace
