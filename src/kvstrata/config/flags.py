@@ -88,8 +88,6 @@ def server_parser() -> argparse.ArgumentParser:
     add("--l2-adapter", dest="l2_adapters", action="append", metavar="JSON",
         help='an L2 adapter, nearest first, repeatable: \'{"type": "disk", "base_path": "/data/kv", '
         '"capacity_gb": 200}\'; `none` for no L2 (a disk tier in the cache folder)')  # fmt: skip
-    add("--l2-prefetch-max-in-flight", dest="l2.prefetch_max_in_flight", type=_number, metavar="COUNT",
-        help="lookups that may load from one L2 adapter at the same time (8)")  # fmt: skip
     add("--http-host", dest="http.host", help="address of the admin HTTP port (127.0.0.1), or unix:PATH")
     add("--http-port", dest="http.port", type=_number, help="admin HTTP port (8080)")
     add("--no-http", dest="http.enabled", action="store_false", help="no admin HTTP port")

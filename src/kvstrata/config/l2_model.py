@@ -13,9 +13,6 @@ from kvstrata.config.common_model import LIMIT
 class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of all L2 adapters together."""
 
-    prefetch_max_in_flight: Annotated[
-        int, Meta(ge=1, le=1024, description="Lookups that may load from one L2 adapter at the same time.")
-    ] = 8
     deadline_ms: Annotated[
         int,
         Meta(

@@ -92,12 +92,6 @@ class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
             "these tenants, any other process only the unnamed one. Empty: any local process may use any tenant."
         ),
     ] = ""
-    sessions_per_process: Annotated[
-        int, Meta(ge=1, le=1023, description="Most sessions that one process may have attached.")
-    ] = 64
-    sessions_per_token: Annotated[
-        int, Meta(ge=1, le=1023, description="Most sessions of one token, if there is a tenants file.")
-    ] = 512
 
 
 class ControllerLinkSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

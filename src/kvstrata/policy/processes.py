@@ -253,6 +253,9 @@ class SessionLimits(NamedTuple):
     per_token: int = 512
 
 
+LIMITS = SessionLimits()
+
+
 class ProcessTable:
     """All groups, members and identities of one instance. Single-threaded."""
 
@@ -280,7 +283,11 @@ class ProcessTable:
         return self._processes.get(session)
 
     def check_room(
-        self, session: bytes, pid: int, tenants: frozenset[str] | None, limits: SessionLimits
+        self,
+        session: bytes,
+        pid: int,
+        tenants: frozenset[str] | None,
+        limits: SessionLimits = LIMITS,
     ) -> None:
         """Raises Refused if a process, or a token, has as many sessions as it may have, and so no room for this one.
 
@@ -293,14 +300,14 @@ class ProcessTable:
         if of_process >= limits.per_process:
             raise Refused(
                 f"session: process {pid} has {of_process} sessions attached, and one process may have "
-                f"{limits.per_process}; close some, or raise security.sessions_per_process",
+                f"{limits.per_process}; close some",
                 field="session",
             )
         of_token = 0 if tenants is None else sum(one.tenants == tenants for one in self._processes.values())
         if of_token >= limits.per_token:
             raise Refused(
                 f"session: {of_token} sessions are attached with this token, and one token may have "
-                f"{limits.per_token}; end other engines of the tenant, or raise security.sessions_per_token",
+                f"{limits.per_token}; end other engines of the tenant, or give some another token",
                 field="session",
             )
 

@@ -21,7 +21,7 @@ from kvstrata.p2p.borrowed import Borrowed
 from kvstrata.p2p.peer_reads import PeerReads
 from kvstrata.patience import patience
 from kvstrata.policy.misses import Explainer
-from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens, tenant_number
+from kvstrata.policy.processes import ProcessTable, TenantTokens, tenant_number
 from kvstrata.policy.reserved import ReservedBytes
 from kvstrata.policy.savings import Savings
 from kvstrata.process.lane import PoolLane
@@ -237,7 +237,6 @@ def make_l2(ground: Ground, tiers: TierSet, news: Sequence[TierNews], *, peer_ti
     limits = PrefetchLimits(
         patience_s=patience(TIER_PATIENCE_S),
         in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
-        max_in_flight=settings.l2.prefetch_max_in_flight,
     )
     prefetch = PrefetchController(
         pool, tiers, limits, ground.clock, store.dropped, loaded, peer_reads.scatter
@@ -276,7 +275,6 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
         ground.recut_lane, ground.clock, l2.tiers, l2.prefetch, ground.pool, enabled=settings.l1.recut
     )
     ground.board.put("recuts", recuts.status)
-    security = ground.settings.security
     hooks = Processes(
         tables.processes,
         tables.payload_kinds,
@@ -284,7 +282,6 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
         effects,
         running,
         tokens,
-        SessionLimits(security.sessions_per_process, security.sessions_per_token),
         ground.readiness,
         recuts,
     )

@@ -140,8 +140,10 @@ def faulty(folder: Path, fault: str) -> tuple[str, ...]:
     return ("--l2-adapter", json.dumps(entry))
 
 
-def plain_fs(folder: Path) -> tuple[str, ...]:
-    return ("--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / "kv"), "capacity_gb": 1}))
+def too_small_fs(folder: Path) -> tuple[str, ...]:
+    """A tier that no record fits into."""
+    entry = {"type": "fs", "base_path": str(folder / "kv"), "capacity_gb": RECORD_BYTES / 2**31}
+    return ("--l2-adapter", json.dumps(entry))
 
 
 PROVOKED: dict[MissReason, tuple[str, Callable[[RpcClient], Asked], str]] = {
@@ -153,7 +155,7 @@ PROVOKED: dict[MissReason, tuple[str, Callable[[RpcClient], Asked], str]] = {
     MissReason.REFUSED: ("plain", refused, "session_limit"),
     MissReason.IDENTITY_DIFFERS: ("plain", identity_differs, "adapter: stored with"),
     MissReason.FORGOTTEN: ("forgetful", forgotten, "has overflowed"),
-    MissReason.PUT_SKIPPED: ("skips", put_skipped, "backlog"),
+    MissReason.PUT_SKIPPED: ("skips", put_skipped, "too_large"),
     MissReason.L2_FAILED: ("error", l2_failed, "injected"),
     MissReason.BREAKER_OPEN: ("error", breaker_open, "breaker_open"),
     MissReason.DEADLINE: ("hang", deadline, "deadline"),
@@ -172,8 +174,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             environment = dict(os.environ)
             flags = NO_L2 if name in ("plain", "forgetful") else faulty(folder, name)
             if name == "skips":
-                flags = plain_fs(folder)
-                environment["KVSTRATA_L2_BACKLOG_SHARE"] = "0.001"
+                flags = too_small_fs(folder)
             process = ServerProcess(folder, l1_mb=4, l2="embedded", flags=flags, environment=environment)
             running[name] = process
             process.start()

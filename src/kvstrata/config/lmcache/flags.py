@@ -25,7 +25,6 @@ SERVER_FLAGS: dict[str, Name] = {
         eviction_trigger_watermark="l1.eviction_trigger_watermark",
         eviction_ratio="l1.eviction_ratio",
         l2_adapter="l2_adapters",
-        l2_prefetch_max_in_flight="l2.prefetch_max_in_flight",
         l1_use_hugepages="l1.use_hugepages",
         no_l1_use_hugepages="l1.use_hugepages",
     ),
@@ -69,8 +68,9 @@ SERVER_FLAGS: dict[str, Name] = {
         ),
     ),
     "--l1-mlock": no_effect("L1 is faulted in, but not locked: memory.swap.max keeps it in memory"),
-    "--l2-prefetch-inflight-watermark": no_effect(
-        "--l2-prefetch-max-in-flight bounds what is loaded at a time"
+    **each(
+        "--l2-prefetch-max-in-flight --l2-prefetch-inflight-watermark",
+        no_effect("at most 8 lookups, and 1/8 of L1's bytes, are loaded from an adapter at a time"),
     ),
     "--disable-logging": no_effect("--log-level says what is logged"),
     **each(

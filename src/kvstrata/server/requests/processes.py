@@ -17,7 +17,7 @@ from kvstrata.errors import BadRequest, LayoutRefused, Unavailable
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.linux import SocketCredentials
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.processes import ProcessTable, SessionLimits, TenantTokens
+from kvstrata.policy.processes import ProcessTable, TenantTokens
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.session import Effect, Sessions
 from kvstrata.server.l2.payload_kinds import PayloadKinds, declared_record_bytes
@@ -40,7 +40,6 @@ class Processes:
         effects: Effects,
         running: Running,
         tokens: TenantTokens,
-        limits: SessionLimits,
         readiness: Readiness,
         recuts: Recuts,
     ) -> None:
@@ -50,7 +49,6 @@ class Processes:
         self._effects = effects
         self._running = running
         self._tokens = tokens
-        self._limits = limits
         self._readiness = readiness
         self._recuts = recuts
         self._log = EventLog("instance")
@@ -80,7 +78,7 @@ class Processes:
         """Tenants that a process with this token may use, None for any. Raises NotPermitted, or Refused if the process
         or the token has too many sessions."""
         tenants = self._tokens.allowed(request.token)
-        self._table.check_room(request.session, credentials.pid, tenants, self._limits)
+        self._table.check_room(request.session, credentials.pid, tenants)
         return tenants
 
     def on_attached(self, session: SessionRow) -> None:
