@@ -1,4 +1,4 @@
-"""Opens an instance. Only this file, composition.py and joining.py know all of its rooms.
+"""Opens an instance. Only this file and composition.py know all of its rooms.
 
     ports ─▶ segment and pool ─▶ ground ─▶ tables ─▶ news ─▶ L2 ─▶ tiers open ─▶ requests ─▶ attach ─▶ admin
           ─▶ membership ─▶ boundary ─▶ HTTP made
@@ -48,7 +48,13 @@ from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.events import TierNews
-from kvstrata.server.cluster.membership import Membership
+from kvstrata.server.cluster.membership import (
+    Membership,
+    make_membership,
+    other_hosts_out_of_reach,
+    peer_config,
+    serve_peers,
+)
 from kvstrata.server.cluster.own_key import member_keys
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.composition import (
@@ -64,7 +70,6 @@ from kvstrata.server.composition import (
 )
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
-from kvstrata.server.joining import make_membership, other_hosts_out_of_reach, peer_config, serve_peers
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet

@@ -14,12 +14,121 @@ One link: link.py; its full syncs: sync.py; its events: events.py; commands: com
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from kvstrata.config.model import ServerSettings
+from kvstrata.p2p.engines.ports import reaches_other_hosts
+from kvstrata.p2p.medium import peer_tier
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.server.cluster.link import ControllerLink
+from kvstrata.p2p.settings import LEASE_MS, PeerSettings
+from kvstrata.patience import patience
+from kvstrata.process.http_gate import is_loopback
+from kvstrata.process.lifecycle import soon
+from kvstrata.rpc.cluster_wire import MAX_LEASE_MS
+from kvstrata.rpc.zmq_server import ZmqServer
+from kvstrata.server.cluster.actions import Actions
+from kvstrata.server.cluster.condition import Condition
+from kvstrata.server.cluster.events import TierNews
+from kvstrata.server.cluster.link import Advertised, ControllerLink, Fence
+from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.told_tiers import ToldTiers
+from kvstrata.server.composition import L2, AdminParts, Ground, Tables
+from kvstrata.server.plan import Plan
+from kvstrata.storage.entry import TierConfig
+
+_PORT = re.compile(r":\d{1,5}$")
+
+
+def peer_config(plan: Plan, keys: MemberKeys | None) -> TierConfig | None:
+    """Configuration of the tier that reads other instances; None without a cluster or a transfer engine."""
+    settings = plan.settings
+    if keys is None or not plan.p2p_engine:
+        return None
+    return peer_tier(
+        PeerSettings(
+            tuple(dict.fromkeys(settings.controller.url.split(","))),
+            plan.p2p_engine,
+            tcp=settings.p2p.tcp,
+            this_host_only=_this_host_only(settings),
+            curve_file=keys.file,
+            mac=settings.p2p.mac,
+            lookup_timeout_ms=settings.p2p.lookup_timeout_ms,
+            load_timeout_ms=settings.p2p.load_timeout_ms,
+            lease_ms=min(MAX_LEASE_MS, round(patience(LEASE_MS))),
+        ),
+        len(plan.adapters),
+    )
+
+
+def other_hosts_out_of_reach(plan: Plan, environment: Mapping[str, str]) -> bool:
+    """Whether peers of other hosts ask this instance for leases, but none of its transports leads to them."""
+    settings = plan.settings
+    return (
+        bool(plan.p2p_engine)
+        and not _this_host_only(settings)
+        and not reaches_other_hosts(environment, tcp=settings.p2p.tcp)
+    )
+
+
+def _this_host_only(settings: ServerSettings) -> bool:
+    """Whether peers reach this instance from its own host only."""
+    return not settings.p2p.advertise and is_loopback(_host_of(settings.p2p.listen))
+
+
+class PeersServed(NamedTuple):
+    """The server of peers of one instance."""
+
+    server: PeerServer
+    endpoint: str
+    """Where peers ask for leases; empty: peers get none."""
+
+
+def serve_peers(
+    plan: Plan,
+    keys: MemberKeys,
+    ground: Ground,
+    l2: L2,
+    closers: list[Callable[[], Coroutine[Any, Any, None]]],
+) -> PeersServed:
+    """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError.
+
+    `closers` gets what closes it.
+    """
+    settings, p2p = plan.settings, plan.settings.p2p
+    readers, endpoint = None, ""
+    if l2.tiers.get(l2.peer_reads.name) is not None:
+        readers = ZmqServer(ground.loop)
+        closers.append(soon(readers.close))
+        host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
+        port = readers.bind_tcp(
+            host,
+            int(port_text),
+            curve=keys.listening,
+            clients=keys.clients,
+            insecure=settings.security.insecure,
+            host_setting="p2p.listen",
+            port_setting="p2p.listen",
+            flag="--p2p-listen",
+            keys_setting="controller.curve_file (--cluster-curve-file)",
+            refused_note=keys.refused_note,
+        )
+        shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
+        advertised = p2p.advertise or f"{shown}:{port}"
+        endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
+    server = PeerServer(
+        ground.pool,
+        ground.clock,
+        readers,
+        instance_id=ground.facts.instance_id,
+        incarnation=ground.facts.epoch,
+        engine=plan.p2p_engine,
+        metadata=l2.peer_reads.metadata,
+        mac=p2p.mac,
+    )
+    closers.append(server.close)
+    return PeersServed(server, endpoint)
 
 
 class Membership:
@@ -51,3 +160,59 @@ class Membership:
             elif isinstance(value, int):
                 numbers[name] = sum(row[name] for row in rows)
         return {**numbers, "controllers": rows}
+
+
+def make_membership(
+    plan: Plan,
+    keys: MemberKeys,
+    ground: Ground,
+    tables: Tables,
+    l2: L2,
+    admin: AdminParts,
+    told: ToldTiers,
+    news_of: dict[str, TierNews],
+    served: PeersServed,
+) -> Membership:
+    """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
+    facts, peer_server = ground.facts, served.server
+    actions = Actions(
+        pool=ground.pool,
+        lane=ground.own_lane,
+        clock=ground.clock,
+        processes=tables.processes,
+        prefetch=l2.prefetch,
+        borrowed=l2.borrowed,
+        peer_reads=l2.peer_reads,
+        peer_server=peer_server,
+        clearing=admin.clearing,
+        board=ground.board,
+    )
+    http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
+    advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
+    condition = Condition(ground.pool, tables.processes, told, peer_server, l2.peer_reads, ground.counters)
+    fence = Fence()
+    links = [
+        ControllerLink(
+            url,
+            keys=keys,
+            facts=facts,
+            advertised=advertised,
+            pool=ground.pool,
+            news=news,
+            told=told,
+            condition=condition,
+            actions=actions,
+            fence=fence,
+            freeze=ground.freeze,
+            readiness=ground.readiness,
+            supervisor=ground.supervisor,
+            counters=ground.counters,
+        )
+        for url, news in news_of.items()
+    ]
+    return Membership(links, told, peer_server)
+
+
+def _host_of(listen: str) -> str:
+    """The host of HOST:PORT or [HOST]:PORT."""
+    return listen.rpartition(":")[0].strip("[]")

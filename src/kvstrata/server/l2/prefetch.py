@@ -20,7 +20,7 @@ Invariants
 5. A tier that does not answer `exists` within its share of the time (`PrefetchLimits`) is passed over.
 6. A fetch asks the tiers that are active when it begins, in their order.
 
-questions.py asks L1 and the tiers, policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers,
+policy/prefetch.py decides which key is loaded from where; tiers.py has the tiers,
 fetch.py the state of one fetch.
 """
 
@@ -37,18 +37,38 @@ from typing import Any, NamedTuple
 from kvstrata import failpoints
 from kvstrata.clock import Clock
 from kvstrata.keys.batch import split
+from kvstrata.keys.spans import longest
 from kvstrata.native.pool import Pool
-from kvstrata.policy.prefetch import Hole, Run, Source, next_batch, reserve_runs
-from kvstrata.policy.reasons import miss_reason
+from kvstrata.observability.logging import Thinning
+from kvstrata.policy.prefetch import (
+    Hole,
+    Plan,
+    Run,
+    Source,
+    make_plan,
+    next_batch,
+    reserve_runs,
+    with_windows,
+)
+from kvstrata.policy.reasons import LENGTH, miss_reason
 from kvstrata.rpc.wire import CommitOutcome, ReserveOutcome
 from kvstrata.server.l2.fetch import Fetch, FetchOutcome
 from kvstrata.server.l2.gate import Gate, Loader, PrefetchLimits
-from kvstrata.server.l2.questions import Asks, Questions
-from kvstrata.server.l2.tiers import Tier, TierSet
-from kvstrata.storage.base import LoadItem, LoadOutcome, LoadStatus, Presence
+from kvstrata.server.l2.tiers import Tier, TierSet, TierState
+from kvstrata.storage.base import Found, LoadItem, LoadOutcome, LoadStatus, Presence
 from kvstrata.types import SERVER_ROW
 
 log = logging.getLogger(__name__)
+
+_too_long = Thinning(60.0)
+
+EXISTS_BATCH = 1024
+"""Keys in one call of `exists`."""
+WINDOW_CHUNKS = 128
+"""Chunks whose windows are asked for at a time, from the end of the prefix towards its start."""
+Asks = Callable[[str, Sequence[bytes]], None]
+"""`asks(tier, scattered)` is called before a tier is asked for keys of which each is useful without those before it:
+those of windows, states and tails."""
 
 
 class _Reserved(NamedTuple):
@@ -80,8 +100,10 @@ class PrefetchController:
         asks: Asks = lambda name, scattered: None,
     ) -> None:
         """`lost(tier, keys)` is called with records that a tier turned out to lack or to have damaged; `found(tier,
-        keys)` with records that were loaded; for `asks` see questions.py."""
+        keys)` with records that were loaded; for `asks` see `Asks`."""
         self.limits = limits
+        self._tiers = tiers
+        self._asks = asks
         self._lost = lost
         self._found = found
         self._pool = pool
@@ -96,7 +118,6 @@ class PrefetchController:
         self._stopping = False
         self._counts: collections.Counter[str] = collections.Counter()
         self._loaded_bytes = 0
-        self._questions = Questions(tiers, self._loaders, limits, clock, self._counts, asks)
 
     # -- from lookups, prewarms and controllers ------------------------------------------------------------
 
@@ -165,7 +186,7 @@ class PrefetchController:
             self._pool, split(b"".join(alternatives)), n_slices, split(parent), identity, tenant, deadline_s, limits,
             tails=True,
         )  # fmt: skip
-        number = await self._questions.first_of(asked)
+        number = await self._first_of(asked)
         if number < 0 or self._stopping:
             return -1
         wanted = Fetch(
@@ -228,7 +249,7 @@ class PrefetchController:
             log.error("a fetch failed because of a bug in kvstrata", exc_info=task.exception())
 
     async def _run(self, fetch: Fetch, budget_bytes: int | None) -> None:
-        fetch.planned(await self._questions.plan(fetch, budget_bytes))
+        fetch.planned(await self._plan(fetch, budget_bytes))
         while fetch.pending or fetch.running:
             if not fetch.pending or fetch.in_vain() or self._stopping:
                 fetch.pending.clear()
@@ -259,7 +280,7 @@ class PrefetchController:
             asked = [hole for hole, _ in lost if hole.source.adapter < number]
             if not asked:
                 continue
-            answers = await self._questions.ask(fetch, number, {hole.number: hole.key for hole in asked})
+            answers = await self._ask(fetch, number, {hole.number: hole.key for hole in asked})
             found = {
                 hole.number: hole._replace(source=Source(number, record_bytes))
                 for hole, (presence, record_bytes, _) in zip(asked, answers, strict=True)
@@ -304,6 +325,138 @@ class PrefetchController:
             self._not_filled(fetch, [(hole, reason)])
         else:
             fetch.there(hole)
+
+    # -- what L1 and the tiers have ------------------------------------------------------------------------
+
+    async def _plan(self, fetch: Fetch, budget_bytes: int | None) -> Plan:
+        """Ask L1, then the tiers in their order, each for the keys that were not found before it."""
+        keys, n_slices, spans = fetch.keys, fetch.n_slices, fetch.spans
+        fetch.sources = self._active()
+        whole = [number for number in range(n_slices) if not (spans and spans[number])]
+        l1_chunks = [0] * n_slices
+        for number in whole:
+            l1_chunks[number] = fetch.pool.peek(b"".join(keys[number::n_slices]), 1)
+        missing = [
+            chunk * n_slices + number
+            for chunk in range(len(keys) // n_slices)
+            for number in whole
+            if chunk >= l1_chunks[number]
+        ]
+        sources: dict[int, Source] = {}
+        unknown: dict[int, str] = {}
+        for at in range(0, len(missing), EXISTS_BATCH):
+            part = missing[at : at + EXISTS_BATCH]
+            await self._ask_all(fetch, part, sources, unknown)
+            if not all(i in sources or fetch.in_l1(keys[i]) for i in part):
+                break  # the prefix ends in this part
+        plan = make_plan(keys, n_slices, l1_chunks, sources, fetch.in_l1, unknown, budget_bytes, spans)
+        if not any(spans):
+            return plan
+        # A budget may allow a shorter hit only.
+        await self._ask_windows(fetch, plan.n_chunks, sources, unknown, shorter_too=budget_bytes is not None)
+        return with_windows(plan, keys, n_slices, sources, fetch.in_l1, unknown, spans, budget_bytes)
+
+    def _active(self) -> list[Loader]:
+        """The tiers that answer lookups now, nearest first."""
+        return [self._loaders[tier.name] for tier in self._tiers if tier.state is TierState.ACTIVE]
+
+    async def _first_of(self, fetch: Fetch) -> int:
+        """The first chunk of the fetch's keys that L1 and the tiers have in all slices; -1 if they have none."""
+        fetch.sources = self._active()
+        keys, n_slices = fetch.keys, fetch.n_slices
+        sources: dict[int, Source] = {}
+        absent = [i for i, key in enumerate(keys) if not fetch.in_l1(key)]
+        for at in range(0, len(absent), EXISTS_BATCH):
+            await self._ask_all(fetch, absent[at : at + EXISTS_BATCH], sources, {})
+        lacking = {i // n_slices for i in absent if i not in sources}
+        return next((chunk for chunk in range(len(keys) // n_slices) if chunk not in lacking), -1)
+
+    async def _ask(self, fetch: Fetch, number: int, names: dict[int, bytes]) -> list[Found]:
+        """Ask one tier which of the keys, by their numbers, it has; all are unknown if it does not answer in time."""
+        loader, keys = fetch.sources[number], list(names.values())
+        left_s = max(0.0, fetch.deadline_s - self._clock.monotonic_s())
+        last = number == len(fetch.sources) - 1
+        patience_s = left_s if last else min(left_s * self.limits.patience_share, self.limits.patience_s)
+        scattered = [key for i, key in names.items() if fetch.tails or fetch.span_of(i)]
+        if scattered:
+            self._asks(loader.name, scattered)
+        try:
+            found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
+        except TimeoutError:
+            return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
+        return [
+            self._checked(loader.name, key, one, fetch.limit_of(i))
+            for (i, key), one in zip(names.items(), found, strict=True)
+        ]
+
+    def _checked(self, tier: str, key: bytes, found: Found, limit_bytes: int) -> Found:
+        """A tier's answer, UNKNOWN for a value that is longer than a record of a chunk, which would evict others."""
+        if not limit_bytes or found.record_bytes <= limit_bytes:
+            return found
+        self._counts[f"load:{LENGTH}"] += 1
+        _too_long.log(
+            log, logging.WARNING, tier, "%s: not loading record %s: it has %d bytes, more than a record of its layout",
+            tier, key.hex()[:16], found.record_bytes,
+        )  # fmt: skip
+        return Found(Presence.UNKNOWN, 0, LENGTH)
+
+    async def _ask_all(
+        self, fetch: Fetch, numbers: Sequence[int], sources: dict[int, Source], unknown: dict[int, str]
+    ) -> None:
+        """Ask the tiers in their order for these keys, and note what they have, or why that is unknown."""
+        for tier in range(len(fetch.sources)):
+            asked = [i for i in numbers if i not in sources]
+            if not asked:
+                return
+            found = await self._ask(fetch, tier, {i: fetch.keys[i] for i in asked})
+            for i, (presence, record_bytes, reason) in zip(asked, found, strict=True):
+                if presence is Presence.PRESENT:
+                    sources[i] = Source(tier, record_bytes)
+                elif presence is Presence.UNKNOWN:
+                    unknown.setdefault(i, reason or "unknown")
+
+    async def _ask_windows(
+        self,
+        fetch: Fetch,
+        n_chunks: int,
+        sources: dict[int, Source],
+        unknown: dict[int, str],
+        *,
+        shorter_too: bool,
+    ) -> None:
+        """Ask for the keys of slices with a span, until the longest hit of at most `n_chunks` chunks is known.
+
+        With `shorter_too` all shorter hits are known in the end as well.
+        """
+        n_slices, spans, keys = fetch.n_slices, fetch.spans, fetch.keys
+
+        def there(chunk: int, number: int) -> bool:
+            i = chunk * n_slices + number
+            return i in sources or fetch.in_l1(keys[i])
+
+        async def ask(chunks: range, hit: int | None = None) -> None:
+            """Ask for these chunks, the last ones first; with `hit`, only for what a hit of so many chunks needs."""
+            absent = [
+                chunk * n_slices + number
+                for chunk in reversed(chunks)
+                for number, span in enumerate(spans)
+                if span and (hit is None or chunk + span >= hit) and not there(chunk, number)
+            ]
+            for at in range(0, len(absent), EXISTS_BATCH):
+                await self._ask_all(fetch, absent[at : at + EXISTS_BATCH], sources, unknown)
+
+        longest_span = max(spans)
+        # Most prefixes end where the prompt that stored them did.
+        await ask(range(max(0, n_chunks - longest_span), n_chunks), hit=n_chunks)
+        if longest(n_chunks, spans, there) == n_chunks and not shorter_too:
+            return
+        end = n_chunks
+        while end > 0:
+            begin = max(0, end - WINDOW_CHUNKS)
+            await ask(range(max(0, begin - longest_span), end))
+            if longest(n_chunks, spans, there) > begin and not shorter_too:
+                return
+            end = begin
 
     # -- one batch -----------------------------------------------------------------------------------------
 
