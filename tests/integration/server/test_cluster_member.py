@@ -300,64 +300,6 @@ def test_off_loopback_only_members_with_the_clusters_key_are_let_in(tmp_path):
                 assert prompt.hits() == 5
 
 
-@pytest.mark.long
-def test_each_port_of_a_controller_refuses_wrong_keys_and_says_so(tmp_path):
-    public, secret = (key.decode() for key in zmq.curve_keypair())
-    keys, theirs = tmp_path / "controller.keys", tmp_path / "other.keys"
-    for path, text in (
-        (keys, f"secret {secret}\nclient {public}\n"),
-        (theirs, f"secret {zmq.curve_keypair()[1].decode()}\nserver {public}\n"),
-    ):
-        path.write_text(text)
-        path.chmod(0o600)
-    flags = (*QUICK, "--monitor-host", "0.0.0.0", "--curve-secret-file", str(keys))
-    with ControllerProcess(tmp_path / "controller", flags=flags) as controller:
-
-        def refused(port: str) -> int:
-            return int(controller.ask("/v1/cluster")["sockets"][port]["refused_handshakes"])
-
-        context = zmq.Context()
-        stranger = zmq.curve_keypair()
-        ways = {
-            "no key": (None, b""),
-            "unknown client key": (stranger, public.encode()),
-            "key of another cluster": (stranger, zmq.curve_keypair()[0]),
-        }
-        for port in ("reply", "pull", "heartbeat"):
-            for way, (pair, server_key) in ways.items():
-                before = refused(port)
-                with context.socket(zmq.PUSH if port == "pull" else zmq.DEALER) as outsider:
-                    outsider.setsockopt(zmq.LINGER, 0)
-                    if pair is not None:
-                        outsider.setsockopt(zmq.CURVE_PUBLICKEY, pair[0])
-                        outsider.setsockopt(zmq.CURVE_SECRETKEY, pair[1])
-                        outsider.setsockopt(zmq.CURVE_SERVERKEY, server_key)
-                    outsider.connect(f"tcp://127.0.0.1:{controller.ports[port]}")
-                    until(lambda port=port, before=before: refused(port) > before)
-                unknown = way == "unknown client key"
-                why = way if unknown else "no key, or a key of another cluster"
-                line = f'connection_refused port=monitor_ports.{port} why="{why}"'
-                until(lambda line=line: line in controller.log.read_text())
-        context.term()
-        assert all(one["received"] == 0 for one in controller.ask("/v1/cluster")["sockets"].values())
-        metrics = controller.text("/metrics")
-        assert 'kvstrata_controller_refused_handshakes_total{socket="pull"}' in metrics
-        outside = ServerProcess(
-            tmp_path / "outside",
-            l1_mb=64,
-            chunk_tokens=CHUNK_TOKENS,
-            flags=(
-                *("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}"),
-                *("--cluster-curve-file", str(theirs), "--instance-id", "outside"),
-            ),
-        )
-        before = refused("reply")
-        with outside:
-            outside.start()
-            until(lambda: refused("reply") > before)
-            assert controller.ask("/v1/instances")["instances"] == []
-
-
 def test_a_member_that_other_hosts_can_reach_needs_keys(tmp_path):
     pytest.importorskip(
         "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"

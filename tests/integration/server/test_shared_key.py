@@ -22,9 +22,9 @@ from kvstrata.rpc.zmq_curve import OPEN_PUBLIC, public_of
 from tests.harness.cluster_instance import ClusterInstance
 from tests.harness.controller_process import ControllerProcess
 from tests.harness.http_read import read
-from tests.harness.rpc_client import CHUNK_TOKENS, RpcClient
+from tests.harness.rpc_client import CHUNK_TOKENS
 from tests.harness.server_process import ServerProcess
-from tests.integration.server.test_cluster_member import QUICK, Prompt, cluster_of, until
+from tests.integration.server.test_cluster_member import QUICK, cluster_of, until
 
 pytestmark = pytest.mark.integration
 
@@ -114,21 +114,6 @@ def test_concurrent_first_starts_of_one_user_make_one_key_and_one_cluster(
                 one.close()
 
 
-@pytest.mark.long
-def test_instances_of_one_user_read_from_each_other(tmp_path: Path, controller: ControllerProcess) -> None:
-    pytest.importorskip(
-        "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"
-    )
-    port = controller.ports["reply"]
-    with server(tmp_path / "a", port, "a") as first, server(tmp_path / "b", port, "b") as second:
-        first.start()
-        second.start()
-        until(lambda: members(controller) == {"a", "b"})
-        with RpcClient(first.socket_dir) as owner, RpcClient(second.socket_dir) as reader:
-            Prompt(owner, 1, 20).store()
-            until(lambda: Prompt(reader, 1, 20).hits() == 20)
-
-
 @only_root
 def test_another_user_can_neither_join_nor_ask_where_chunks_are_nor_read_as_a_peer(
     tmp_path: Path, controller: ControllerProcess, theirs: Path
@@ -161,35 +146,6 @@ def test_another_user_can_neither_join_nor_ask_where_chunks_are_nor_read_as_a_pe
         for process, port in ((controller, "monitor_ports.reply"), (owner, "p2p.listen")):
             refused = re.findall(rf"connection_refused port={port} .*", process.log.read_text())
             assert refused and all("kvstrata cluster init (docs/cluster.md" in line for line in refused)
-
-
-@pytest.mark.long
-@only_root
-def test_a_server_of_another_user_is_not_let_in_and_both_logs_say_what_to_do(
-    controller: ControllerProcess, theirs: Path
-) -> None:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(theirs), "XDG_STATE_HOME": str(theirs)}
-    log = theirs / "log"
-    with open(log, "wb") as output:
-        foreign = subprocess.Popen(
-            [
-                *(*OTHER_USER, sys.executable, "-m", "kvstrata.cli.server", "--no-supervise", "--no-http"),
-                *("--l1-size-gb", "0.0625", "--l2-adapter", "none", "--instance-id", "foreign"),
-                *("--controller-url", f"tcp://127.0.0.1:{controller.ports['reply']}"),
-                *("--port", "0", "--socket-dir", str(theirs / "sockets")),
-            ],
-            env=environment,
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        said = until(lambda: re.search("controller_has_other_keys .*", log.read_text()))
-        assert str(theirs) in said[0] and "kvstrata cluster init (docs/cluster.md, Security)" in said[0]
-        assert members(controller) == set()
-        until(lambda: "kvstrata cluster init" in controller.log.read_text())
-    finally:
-        foreign.terminate()
-        assert foreign.wait(60) == 0
 
 
 @pytest.mark.long
