@@ -280,7 +280,7 @@ class Run:
         if self.outside is not None:
             self.outside.ended(request)
         if not cut:  # what an answer tells comes with its end
-            self.choosing.learn(choice, len(asked.prompt), cached, first_s)
+            self.choosing.learn(choice, len(asked.prompt), cached)
         self.results.append(
             Result(choice.engine.name, first_s - asked.at, len(asked.prompt), cached, asked.hot)
         )

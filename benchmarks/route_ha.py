@@ -101,9 +101,9 @@ class Gateways(Run):
         """See Choosing."""
         self._of[choice.wanted.number].choosing.ended(choice, answered=answered)
 
-    def learn(self, choice: Choice, prompt: int, cached: int, first_s: float) -> None:
+    def learn(self, choice: Choice, prompt: int, cached: int) -> None:
         """See Choosing."""
-        self._of.pop(choice.wanted.number).choosing.learn(choice, prompt, cached, first_s)
+        self._of.pop(choice.wanted.number).choosing.learn(choice, prompt, cached)
 
     def _apply_events(self, until_s: float) -> None:
         while self._coming and self._coming[0][0] <= until_s:

@@ -125,14 +125,12 @@ class BusyPeriod:
         """What was before the only cut."""
         self._cuts = 0
         self._piece = Piece(began_s, running, came_whole=False)
-        self.prompts = 0
 
     def add(self, expected_tokens: int, *, streams: bool = True) -> TimedPrompt:
         """One more prompt is sent to the engine, which is expected to compute so many tokens.
 
         `streams`: its answer does not come whole.
         """
-        self.prompts += 1
         self._piece.came_whole |= not streams
         return TimedPrompt(self, expected_tokens)
 
@@ -194,17 +192,6 @@ class TimedPrompt:
         while piece is not None and piece.part_of is not None:
             piece = piece.part_of
         return piece
-
-    @property
-    def tells(self) -> bool:
-        """Whether its time may still tell something."""
-        piece = self._counts_in()
-        return piece is not None and not piece.spoiled
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other prompt was in its period."""
-        return self._period.prompts == 1
 
     def first_token(self, now_s: float, load: EngineState, *, oldest: bool) -> None:
         """See BusyPeriod.first_token. May be repeated."""

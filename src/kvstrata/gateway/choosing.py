@@ -11,10 +11,9 @@ controllers (controllers/).
 
 from __future__ import annotations
 
-import collections
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import SloSettings
@@ -29,12 +28,8 @@ from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.gateway.sharing.telling import Teller
 from kvstrata.policy.routing.choose import Record, choose
-from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Tier, Way
+from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Way
 from kvstrata.policy.routing.policies import AnyPolicy
-
-ERRORS = 64
-_BELOW: tuple[Tier, ...] = ("l1", "l2", "peer")
-"""Tiers, the nearest first."""
 
 
 class Wanted(NamedTuple):
@@ -82,8 +77,8 @@ class Choice(NamedTuple):
     """About how many tokens of the prompt it is taken to have cached."""
     cached_exact: int
     """Tokens that it has in its own cache for certain."""
-    below: Mapping[Tier, int]
-    """Tokens that it can load, by tier: those that its server holds, or that a peer does."""
+    loadable: int
+    """Tokens that it can have by a load: those that its server holds, or that a peer does."""
     at_s: float
     decision: Decision | None
     """None: no other engine could answer."""
@@ -126,8 +121,6 @@ class Choosing:
         self.decisions = Decisions(now_s)
         self.teller: Teller | None = None
         """Who tells other gateways; None: nobody."""
-        self._errors: collections.deque[float] = collections.deque(maxlen=ERRORS)
-        """Seconds by which the last first tokens came later than expected."""
         self._loading = Loading(now_s)
         self.reads: Callable[[Wanted, ServingEngine, Way, float], None] = lambda wanted, engine, way, life_s: (
             None
@@ -181,17 +174,14 @@ class Choosing:
         kept: Kept | None,
     ) -> Choice:
         name = engine.name
-        below: dict[Tier, int] = {}
-        for copy in knowledge.copies:
-            if copy.engine == name and copy.tier != "l0":
-                below[copy.tier] = max(copy.tokens, below.get(copy.tier, 0))
+        held = (copy.tokens for copy in knowledge.copies if copy.engine == name and copy.tier != "l0")
         exact = knowledge.cached.get(name, 0)
         return Choice(
             wanted,
             engine,
             cached_tokens,
             exact,
-            below,
+            max(held, default=0),
             self._now_s(),
             decision,
             kept,
@@ -247,12 +237,6 @@ class Choosing:
             return 0.0
         return self._now_s() - meter.arrived_s + expected_s - slo.ttft_ms / 1_000
 
-    @property
-    def margin_s(self) -> float:
-        """Seconds within which nine of ten first tokens come after their expected time, lately; at least 0."""
-        found = sorted(self._errors)
-        return max(0.0, found[len(found) * 9 // 10]) if found else 0.0
-
     def unreachable(self, slo: SloSettings, late_s: float) -> Failure:
         """The refusal of a request whose first token would come so much too late."""
         says = f"the first token is expected {late_s:.2f} s later than class {slo.name!r} allows; come again later"
@@ -307,9 +291,6 @@ class Choosing:
             self.teller.first(wanted.number)
         if choice.kept is not None:
             choice.kept.ttft_s = now_s - choice.at_s
-        way = choice.decision.way if choice.decision is not None else None
-        if way is not None and wanted.streams:
-            self._errors.append(now_s - choice.at_s - way.ttft_s)
         self.prefixes.note(wanted.keys, engine.name, engine.generation, now_s, computed=True)
         if wanted.prompt is not None:
             self._residency.computed(engine.name, wanted.prompt, now_s)
@@ -333,42 +314,21 @@ class Choosing:
         tokens = meter.tokens()
         prompt, cached = tokens.get("prompt", 0), tokens.get("cached")
         if prompt and cached is not None:
-            self.learn(choice, prompt, cached, meter.first_s)
+            self.learn(choice, prompt, cached)
 
-    def learn(self, choice: Choice, prompt: int, cached: int, first_s: float) -> None:
-        """What an answer tells: tokens of its prompt, how many of them were cached, when its first token came."""
+    def learn(self, choice: Choice, prompt: int, cached: int) -> None:
+        """What an answer tells: tokens of its prompt, and how many of them were cached."""
         wanted, engine = choice.wanted, choice.engine
         if choice.kept is not None:
             choice.kept.cached_tokens = cached
         share = min(1.0, cached / prompt)
-        self._time(choice, cached, share, first_s)
+        if choice.turn.timed is not None:
+            if min(cached, choice.loadable) > choice.cached_exact:
+                choice.turn.spoil()  # some of the prompt was loaded, so its time does not tell how fast the engine is
+            # In our own count of tokens, so that no engine can make itself look fast by reporting many.
+            choice.turn.timed.report(round(wanted.tokens * (1.0 - share)))
         lacking = self.prefixes.mistaken(
             wanted.keys, engine.name, choice.cached_tokens / wanted.tokens, share
         )
         if lacking is not None:
             self._meters.mistaken[engine.name] += 1
-
-    def _time(self, choice: Choice, cached: int, share: float, first_s: float) -> None:
-        """How long computing and loading took."""
-        engine, timed = choice.engine, choice.turn.timed
-        if timed is None:
-            return
-        # In our own count of tokens, so that no engine can make itself look fast by reporting many.
-        computed = round(choice.wanted.tokens * (1.0 - share))
-        tier, loaded = _loaded(choice, cached)
-        if loaded > 0:
-            timed.spoil()
-            if loaded > computed and timed.alone:
-                seconds = first_s - choice.at_s
-                rate = engine.load.prefill_tokens_s
-                self._fleet.load_rates.observe(engine.name, tier, loaded, seconds - computed / rate)
-        timed.report(computed)
-
-
-def _loaded(choice: Choice, cached: int) -> tuple[Tier, int]:
-    """How many of `cached` tokens came from below the engine's own cache, and from which tier the last of them."""
-    reached = min(cached, max(choice.below.values(), default=0))
-    for tier in _BELOW:
-        if choice.below.get(tier, 0) >= reached:
-            return tier, reached - choice.cached_exact
-    return "l1", 0

@@ -40,8 +40,8 @@ from kvstrata.policy.routing.rates import Rates
 LEAST_SHARE = 0.25
 ASSUMED_TOKENS_S = 10_000.0
 """Rate at which engines are taken to compute prompts until one has told its tokens."""
-RATED_S, RATED_EACH_S = 0.01, 0.0003
-"""Least time between two looks at the measured rates, and for each engine: a look takes 0.1 ms, and 2 µs for each."""
+RATED_S, RATED_EACH_S = 0.05, 0.0003
+"""Least time between two looks at the measured rates, and for each engine: a look takes a millisecond."""
 DNS = "dns+"
 
 

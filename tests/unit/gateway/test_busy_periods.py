@@ -72,15 +72,6 @@ def test_a_period_with_a_prompt_that_failed_tells_nothing_and_ends_all_the_same(
     served.ends("2", answered=False)
     assert served.engine.busy is None
     timed.report(10)
-    assert not timed.tells and served.known == []
-
-
-def test_what_was_expected_of_a_prompt_that_was_loaded_is_taken_back() -> None:
-    served = Served()
-    timed = served.begin("1", 100.0)
-    served.answers("1", 101.0)
-    assert len(served.known) == 1
-    timed.spoil()
     assert served.known == []
 
 
@@ -96,19 +87,6 @@ def test_answers_that_come_whole_tell_rates_as_long_as_none_streams() -> None:
     served.begin("3", served.clock(), streams=False)
     served.answers("3", 110.0)
     assert served.known == [(1_000, 0.5, 1)]
-
-
-def test_an_answer_that_comes_whole_times_nothing_beside_those_that_stream() -> None:
-    served = Served()
-    served.begin("0", 90.0)
-    served.answers("0", 91.0)
-    served.begin("1", 100.0)
-    served.begin("2", served.clock(), streams=False)
-    served.answers("1", 101.0)
-    served.answers("2", 109.0)
-    for timed in served.timed.values():
-        timed.report(1_000)
-    assert served.known == [(1_000, 1.0, 0)]
 
 
 class Busy(Served):
@@ -173,17 +151,3 @@ def test_there_is_no_cut_while_an_older_prompt_waits() -> None:
     assert [(tokens, seconds) for tokens, seconds, _ in busy.known] == [
         ((busy.sent + 2) * 1_000, busy.sent + 1)
     ]
-
-
-def test_a_piece_beside_which_an_answer_comes_whole_counts_as_such_an_answer() -> None:
-    busy = Busy()
-    busy.begin("whole", 100.0, streams=False)
-    busy.serve(1)
-    busy.answers("whole", 101.0)
-    busy.serve(2 * FIRST_TOKENS)
-    assert busy.rates == [1_000.0] and not busy.fleet.rates._by_whole
-    busy.begin("whole again", busy.clock(), streams=False)
-    busy.serve(1)
-    busy.ends("whole again")
-    busy.serve(2 * FIRST_TOKENS)
-    assert [one.whole for one in busy.fleet.rates._engines["a"].samples[True]] == [True]

@@ -9,18 +9,16 @@ as there are no others, of any engine.  Over all engines
 
 and the rate of one engine is the usual one times its *factor*:
 
-1. Samples of a load are sorted into cells by powers of two of their tokens.  The line goes through the medians of the
-   cells that have at least `FEWEST` samples, or of all until those tell a slope: outliers move it only if they are
-   half of a cell.
-2. A load that has only short prompts says little of a rate: each load's slope is drawn to that of all loads together,
-   as if `COMMON` usual samples had it.  A load without samples has the line of the nearest that has some, the lower
-   of two.  Without any sample the rate is `assumed_tokens_s`.
-3. An engine's factor is 1 unless more of its samples are faster, or slower, than usual for their cell than chance
-   explains, or `FEW` samples say that it is twice as fast or slow; then it is the median of these ratios.  Engines that
-   are alike must not seem to differ, or the one that seems fastest gets every prompt: believing single samples cost a
-   tenth of the 99th percentile of a real trace.
-4. The newest `MAX_SAMPLES` are kept of an engine and of a cell, of at most `MAX_ENGINES` engines; those with whole
-   answers apart from the others, so that neither displaces the other.
+1. The line of a load goes through the medians of the shorter and of the longer half of its samples, so outliers move it
+   only if they are half of a half.  A load that has only short prompts says little of a rate: it has the slope of all
+   samples.  A load with fewer than `FEWEST` samples has the line of the nearest that has as many, the lower of two; if
+   none has, all samples make one line.  Without any the rate is `assumed_tokens_s`.
+2. An engine's factor is 1 unless more of its samples are faster, or slower, than those of all engines of about their
+   size than chance explains, or `FEW` samples say that it is twice as fast or slow; then it is the median of these
+   ratios.  Engines that are alike must not seem to differ, or the one that seems fastest gets every prompt: believing
+   single samples cost a tenth of the 99th percentile of a real trace.
+3. The newest `MAX_SAMPLES` of an engine and `MAX_ALL` of a load are kept; those with whole answers apart from the
+   others, so that neither displaces the other.
 """
 
 from __future__ import annotations
@@ -28,37 +26,35 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 MAX_SAMPLES = 64
+MAX_ALL = 256
 MAX_CLASSES = 9
 """The last has 128 running requests or more."""
 MAX_ENGINES = 4_096
-FEWEST = 6
-FEW = 3
+FEWEST = 12
+FEW, FEW_ALIKE = 3, 6
 TWICE = 2.0
-COMMON = 16
 DEVIATIONS = 2.0
 """Standard deviations from an even split of its samples beyond which an engine counts as different."""
-MOVED = 0.1
-"""Change of the common rate after which factors are found anew."""
-SETTLED = 16
-"""Samples of an engine after which its factor is found anew with every eighth only."""
+SPREAD, TOLD = 1.5, 0.5
+"""A load tells a slope if its halves' tokens have this ratio, and the longer one this share of that of all loads."""
 
 
-class Sample:
+class Sample(NamedTuple):
     """See the module."""
 
-    __slots__ = ("engine", "load", "seconds", "tokens", "whole")
-
-    def __init__(self, engine: str, tokens: int, seconds: float, load: int, whole: bool) -> None:
-        self.engine = engine
-        self.tokens = tokens
-        self.seconds = seconds
-        self.load = load
-        """Its class."""
-        self.whole = whole
-        """Whether some answer came whole."""
+    engine: str
+    tokens: int
+    seconds: float
+    load: int
+    """Its class."""
+    whole: bool
+    """Whether some answer came whole."""
+    number: int
+    """Differs from all others'."""
 
 
 class Line(NamedTuple):
@@ -66,54 +62,12 @@ class Line(NamedTuple):
 
     latency_s: float
     tokens_s: float
+    long: float = 0.0
+    """The median tokens of the longer half of its samples."""
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds for a prompt of which so many tokens are computed."""
         return self.latency_s + tokens / self.tokens_s
-
-
-class Point(NamedTuple):
-    """The medians of a cell."""
-
-    tokens: float
-    seconds: float
-    samples: int
-
-
-class Cell:
-    """The newest samples of all engines under one load and of about one size."""
-
-    def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
-        self._point: Point | None = None
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def add(self, sample: Sample) -> None:
-        """Add a sample."""
-        self._samples.append(sample)
-        self._point = None
-
-    def remove(self, sample: Sample) -> None:
-        """Forget a sample, if it is still kept."""
-        if sample in self._samples:
-            self._samples.remove(sample)
-            self._point = None
-
-    def point(self) -> Point:
-        """Return the medians. There is at least one sample."""
-        if self._point is None:
-            tokens = statistics.median(one.tokens for one in self._samples)
-            # Within a cell longer prompts take longer: the median rate stands for the cell, not the median time.
-            rate = statistics.median(one.tokens / one.seconds for one in self._samples)
-            self._point = Point(tokens, tokens / rate, len(self._samples))
-        return self._point
-
-    def rate(self) -> float:
-        """Return the median rate."""
-        point = self.point()
-        return point.tokens / point.seconds
 
 
 class Own:
@@ -124,10 +78,9 @@ class Own:
             whole: deque(maxlen=MAX_SAMPLES) for whole in (False, True)
         }
         """By whether they are of whole answers."""
-        self.observed = 0
         self.factor = 1.0
-        self.version = 0
-        """Of the lines that the factor was found with."""
+        self.by_whole: bool | None = None
+        """Of which samples the factor is; None: it must be found."""
 
 
 def load_class(running: float) -> int:
@@ -135,40 +88,23 @@ def load_class(running: float) -> int:
     return min(MAX_CLASSES - 1, int(max(0.0, running)).bit_length())
 
 
-def lines_through(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
-    """Return the line of each load, by rule 2; none if the points do not tell a slope."""
-    spreads: dict[int, tuple[float, float, float, float]] = {}
-    samples = squares = products = 0.0
-    for load, points in points_by_load.items():
-        n = float(sum(point.samples for point in points))
-        mean_tokens = sum(point.samples * point.tokens for point in points) / n
-        mean_s = sum(point.samples * point.seconds for point in points) / n
-        square = sum(point.samples * (point.tokens - mean_tokens) ** 2 for point in points)
-        product = sum(
-            point.samples * (point.tokens - mean_tokens) * (point.seconds - mean_s) for point in points
-        )
-        spreads[load] = mean_tokens, mean_s, square, product
-        samples, squares, products = samples + n, squares + square, products + product
-    if squares <= 0.0 or products <= 0.0:
-        return {}  # One size, or long prompts that seem to take less than short ones.
-    common_square = COMMON * squares / samples
-    common_product = common_square * products / squares
-    lines = {}
-    for load, (mean_tokens, mean_s, square, product) in spreads.items():
-        slope = max(0.0, product + common_product) / (square + common_square)
-        # No rate is lower than if the latency were nothing, and none more than four times the common one.
-        slope = min(max(slope, 0.25 * products / squares), mean_s / mean_tokens)
-        lines[load] = Line(mean_s - slope * mean_tokens, 1.0 / slope)
-    return lines
-
-
-def flat(points_by_load: dict[int, list[Point]]) -> dict[int, Line]:
-    """Return one rate for all loads."""
-    points = [point for points in points_by_load.values() for point in points]
-    tokens = sum(point.samples * point.tokens for point in points)
-    return dict.fromkeys(
-        points_by_load, Line(0.0, tokens / sum(point.samples * point.seconds for point in points))
-    )
+def line_through(samples: Collection[Sample], common: Line | None = None) -> Line:
+    """Return the line of some samples, by rule 1. There is at least one. `common`: that of all loads."""
+    ordered = sorted(samples, key=lambda one: one.tokens)
+    half = (len(ordered) + 1) // 2
+    points = []
+    for part in (ordered[:half], ordered[-half:]):
+        tokens = statistics.median(one.tokens for one in part)
+        # Within a half longer prompts take longer: the median rate stands for it, not the median time.
+        points.append((tokens, tokens / statistics.median(one.tokens / one.seconds for one in part)))
+    (short, short_s), (long, long_s) = points
+    slope = most = long_s / long  # as if the latency were nothing
+    if common is not None and long < TOLD * common.long:
+        slope = 1.0 / common.tokens_s
+    elif long >= SPREAD * short and long_s > short_s:
+        slope = max((long_s - short_s) / (long - short), 0.25 * most)
+    slope = min(slope, most)
+    return Line(long_s - slope * long, 1.0 / slope, long)
 
 
 class Rates:
@@ -180,15 +116,18 @@ class Rates:
         self._assumed = Line(0.0, assumed_tokens_s)
         self._engines: OrderedDict[str, Own] = OrderedDict()
         """The least recently observed first."""
-        self._cells: dict[bool, dict[int, dict[int, Cell]]] = {False: {}, True: {}}
-        """By whether answers came whole, by load, then by size."""
-        self._by_whole = True
-        """Whether the samples of whole answers count: there are no others."""
+        self._samples: dict[bool, dict[int, deque[Sample]]] = {False: {}, True: {}}
+        """By whether answers came whole, then by load."""
+        self._observed = 0
         self._lines: dict[int, Line] = {}
         """By load; empty: to be found."""
-        self._version = 0
-        self._version_tokens_s = 0.0
-        """A usual rate at this version."""
+        self._cells: dict[tuple[int, int], float] = {}
+        """The median rate of `FEW_ALIKE` samples or more, by load and by the power of two of their tokens."""
+
+    @property
+    def _by_whole(self) -> bool:
+        """Whether the samples of whole answers count: there are no others."""
+        return not any(self._samples[False].values())
 
     def observe(
         self, engine: str, tokens: int, seconds: float, running: float, *, whole: bool = False
@@ -203,32 +142,24 @@ class Rates:
         self._engines.move_to_end(engine)
         if len(self._engines) > MAX_ENGINES:
             self._engines.popitem(last=False)
-        sample = Sample(engine, tokens, seconds, load_class(running), whole)
+        self._observed += 1
+        sample = Sample(engine, tokens, seconds, load_class(running), whole, self._observed)
         own.samples[whole].append(sample)
-        own.observed += 1
-        if own.observed <= SETTLED or not own.observed % 8:
-            own.version = -1
-        cells = self._cells[whole].setdefault(sample.load, {})
-        cells.setdefault(tokens.bit_length(), Cell()).add(sample)
-        self._changed()
+        self._samples[whole].setdefault(sample.load, deque(maxlen=MAX_ALL)).append(sample)
+        own.by_whole, self._lines = None, {}
         return sample
 
     def retract(self, sample: Sample) -> None:
         """Forget a sample that turned out to be wrong."""
         own = self._engines.get(sample.engine)
-        if own is not None and sample in own.samples[sample.whole]:
-            own.samples[sample.whole].remove(sample)
-            own.version = -1
-        self._cells[sample.whole][sample.load][sample.tokens.bit_length()].remove(sample)
-        self._changed()
-
-    def _changed(self) -> None:
-        """Find lines and factors anew where samples have changed."""
+        kept = [self._samples[sample.whole][sample.load]]
+        if own is not None:
+            own.by_whole = None
+            kept.append(own.samples[sample.whole])
+        for samples in kept:
+            if sample in samples:
+                samples.remove(sample)
         self._lines = {}
-        by_whole = not any(len(cell) for cells in self._cells[False].values() for cell in cells.values())
-        if by_whole != self._by_whole:
-            self._by_whole = by_whole
-            self._version += 1
 
     def forget(self, engine: str) -> None:
         """Drop an engine that has gone or was restarted."""
@@ -241,38 +172,32 @@ class Rates:
 
     def rate(self, engine: str, running: float) -> float:
         """Return the engine's rate under a load, in tokens a second."""
-        usual = self._usual(load_class(running))
         own = self._engines.get(engine)
         if own is None:
-            return usual.tokens_s
-        if own.version != self._version:
-            own.factor, own.version = self._factor(own.samples[self._by_whole]), self._version
-        return usual.tokens_s * own.factor
+            return self._usual(load_class(running)).tokens_s
+        if own.by_whole is not (by_whole := self._by_whole):
+            own.factor, own.by_whole = self._factor(own.samples[by_whole]), by_whole
+        return self._usual(load_class(running)).tokens_s * own.factor
 
     def _usual(self, load: int) -> Line:
         if not self._lines:
-            self._lines = self._found_lines()
-            if not self._lines:
+            by_load = {at: found for at, found in self._samples[self._by_whole].items() if found}
+            if not by_load:
                 return self._assumed
-            tokens_s = statistics.median(line.tokens_s for line in self._lines.values())
-            if abs(tokens_s - self._version_tokens_s) > MOVED * self._version_tokens_s:
-                self._version_tokens_s = tokens_s
-                self._version += 1
-        line = self._lines.get(load)
-        return line or self._lines[min(self._lines, key=lambda each: (abs(each - load), each))]
+            common = line_through([one for found in by_load.values() for one in found])
+            full = {at: found for at, found in by_load.items() if len(found) >= FEWEST}
+            self._lines = {at: line_through(found, common) for at, found in full.items()} or {0: common}
+            cells: dict[tuple[int, int], list[float]] = {}
+            for found in by_load.values():
+                for one in found:
+                    cells.setdefault((one.load, one.tokens.bit_length()), []).append(one.tokens / one.seconds)
+            self._cells = {
+                at: statistics.median(found) for at, found in cells.items() if len(found) >= FEW_ALIKE
+            }
+        return self._lines.get(load) or self._lines[min(self._lines, key=lambda at: (abs(at - load), at))]
 
-    def _found_lines(self) -> dict[int, Line]:
-        points = {
-            load: [cell.point() for cell in cells.values() if len(cell)]
-            for load, cells in self._cells[self._by_whole].items()
-        }
-        points = {load: found for load, found in points.items() if found}
-        full = {load: [one for one in found if one.samples >= FEWEST] for load, found in points.items()}
-        full = {load: found for load, found in full.items() if found}
-        return lines_through(full) or lines_through(points) or (flat(points) if points else {})
-
-    def _factor(self, samples: deque[Sample]) -> float:
-        """By rule 3. A sample that is itself the usual says nothing."""
+    def _factor(self, samples: Collection[Sample]) -> float:
+        """By rule 2. A sample that is itself the usual says nothing."""
         ratios = [self._usual_seconds(one) / one.seconds for one in samples]
         slower, faster = sum(ratio < 1.0 for ratio in ratios), sum(ratio > 1.0 for ratio in ratios)
         if slower + faster < FEW:
@@ -283,7 +208,6 @@ class Rates:
         return factor
 
     def _usual_seconds(self, sample: Sample) -> float:
-        cell = self._cells[sample.whole][sample.load][sample.tokens.bit_length()]
-        if len(cell) >= FEWEST:
-            return sample.tokens / cell.rate()
-        return self._usual(sample.load).seconds(sample.tokens)
+        usual = self._usual(sample.load)
+        rate = self._cells.get((sample.load, sample.tokens.bit_length()))
+        return sample.tokens / rate if rate else usual.seconds(sample.tokens)
