@@ -130,8 +130,8 @@ class QueuedRun(Run):
             number for number, (_, ask) in self._waiting.items() if ask.state is not State.WAITING
         ]:
             asked, ask = self._waiting.pop(number)
-            sender = Sender(ask.meter.slo, Standing(ask.tenant, ask.weight, ask.priority))
-            found = self.admission.result(ask)
+            sender = Sender(ask.meter.slo, ask.standing)
+            found = ask.found
             if isinstance(found, Failure):
                 self.outcomes.append(Outcome(sender, math.inf, self.now_s - asked.at, found.code))
                 continue

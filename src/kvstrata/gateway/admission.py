@@ -5,14 +5,21 @@
        └────────┴─────▶ REFUSED         or the client leaves
 
 Requests wait here, not at the engines, once every engine that could serve them has enough before it
-(policy/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is
-line.py's, fair between tenants, and within a tenant by `order_s`: the deadline of the class of service, or `patience_s`
-after the arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
+(policy/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
+between tenants, and within a tenant by `order_s`: the deadline of the class of service, or `patience_s` after the
+arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
 
-1. Nothing waits while an engine that could serve it has room.
-2. A request whose class sheds is refused once it cannot meet its deadline any more: by the tokens before it when it
-   comes, by the choice when it is its turn, and at the deadline.  One whose class does not shed is then ordered as if
-   it had no class, so it does not delay others that can still meet theirs.
+    tag of a tenant = max(virtual time, tokens that it was served by, divided by its weight)
+
+The tenant with the lowest tag is next; a request that is sent on sets the virtual time to its tenant's tag, and adds
+its tokens by weight to that (start-time fair queueing, Goyal, Vin and Cheng 1996).  So tenants whose requests wait get
+tokens in proportion to their weights, and one that had none waiting for a while is next, but gets nothing for the time
+before.
+
+1. Nothing waits while an engine that could serve it has room.  Requests whose engines have none are passed over.
+2. A request whose class sheds is refused once it cannot meet its deadline any more: by the choice when it is its turn,
+   and at the deadline.  One whose class does not shed is then ordered as if it had no class, so it does not delay
+   others that can still meet theirs.
 3. Every `order_s` is fixed but for that one change, so each request's turn comes.
 4. At most `max_requests` wait, with bodies of `max_mb`.  Beyond that the tenant that takes most by its weight loses the
    request that would be served last.
@@ -22,24 +29,22 @@ after the arrival where there is none, less `PRIORITY_S` for each step of the re
 from __future__ import annotations
 
 import asyncio
+import bisect
 import enum
 import math
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 from kvstrata.config.gateway_model import QueueSettings
 from kvstrata.gateway.choosing import Choice, Choosing, Wanted
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.fleet import Fleet, ServingEngine
-from kvstrata.gateway.line import Line, Waiter
 from kvstrata.gateway.metering import Meter
 from kvstrata.observability.metrics import LONG_BUCKETS, Histogram
 
 PRIORITY_S = 1.0
 """A step of priority counts as an arrival so many seconds earlier."""
 QUEUE_FULL = "queue_full"
-NEWEST = 0.05
-"""Weight of the newest request in the share of prompts that is computed."""
 
 
 class State(enum.Enum):
@@ -71,36 +76,70 @@ Later = Callable[[float, Callable[[], None]], Timer]
 """Calls something after so many seconds."""
 
 
-class Ask(Waiter):
+class Ask:
     """One request. Whoever enters it must take its choice, or `leave`."""
 
     def __init__(
         self, wanted: Wanted, meter: Meter, standing: Standing, without: Iterable[ServingEngine] = ()
     ) -> None:
         """`without`: engines that may not serve it."""
-        self.without = frozenset(without)
-        super().__init__(
-            wanted.number,
-            tenant=standing.tenant,
-            weight=standing.weight,
-            lane=(wanted.model, self.without),
-            tokens=wanted.tokens,
-            size_bytes=meter.body_bytes,
-        )
         self.wanted = wanted
         self.meter = meter
-        self.priority = standing.priority
+        self.standing = standing
+        self.lane: Lane = wanted.model, frozenset(without)
+        self.order_s = 0.0
+        """Must not change while it waits in a flow."""
         self.state = State.NEW
         self.choice: Choice | None = None
         self.failure: Failure | None = None
-        self.defect: Exception | None = None
-        """What its decision has raised."""
         self.timer: Timer | None = None
         """Rings at its deadline; None: it has not had to wait."""
         self.late = False
         """Whether it is known not to meet its deadline."""
         self.decided: Callable[[], None] = lambda: None
         """Called when it is admitted or refused after it has waited."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The lowest is next."""
+        return self.order_s, self.wanted.number
+
+    @property
+    def found(self) -> Choice | Failure:
+        """What became of a request that waits no longer."""
+        found = self.choice or self.failure
+        assert found is not None
+        return found
+
+
+class Flow:
+    """What waits of one tenant."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        """Of the newest request."""
+        self.lanes: dict[Lane, list[Ask]] = {}
+        """In order; none is empty."""
+        self.count = self.size_bytes = self.tokens = 0
+
+    def push(self, ask: Ask) -> None:
+        """Add a request."""
+        self.weight = ask.standing.weight
+        bisect.insort(self.lanes.setdefault(ask.lane, []), ask, key=lambda each: each.order)
+        self._count(ask, 1)
+
+    def remove(self, ask: Ask) -> None:
+        """Take a request out, which is here."""
+        lane = self.lanes[ask.lane]
+        del lane[bisect.bisect_left(lane, ask.order, key=lambda each: each.order)]
+        if not lane:
+            del self.lanes[ask.lane]
+        self._count(ask, -1)
+
+    def _count(self, ask: Ask, sign: int) -> None:
+        self.count += sign
+        self.size_bytes += sign * ask.meter.body_bytes
+        self.tokens += sign * ask.wanted.tokens
 
 
 class Admission:
@@ -119,13 +158,24 @@ class Admission:
         self._fleet = fleet
         self._now_s = now_s
         self._later = later
-        self.line = Line()
+        self.flows: dict[str, Flow] = {}
+        """By tenant; none is empty."""
+        self._virtual = 0.0
+        self._served: dict[str, float] = {}
+        """By tenant, where it is above the virtual time."""
         self.waited: dict[str, Histogram] = {}
         """Seconds of the requests that had to wait, by tenant."""
-        self._computed = 1.0
-        """The share of prompts that was not cached, lately."""
         self._timer: Timer | None = None
         choosing.freed = fleet.changed = self.pump
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait."""
+        return sum(flow.count for flow in self.flows.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the bodies of all requests that wait."""
+        return sum(flow.size_bytes for flow in self.flows.values())
 
     def set(self, settings: QueueSettings) -> None:
         """Go by other settings."""
@@ -144,24 +194,16 @@ class Admission:
             except asyncio.CancelledError:
                 self.leave(ask)
                 raise
-        return self.result(ask)
-
-    def result(self, ask: Ask) -> Choice | Failure:
-        """What became of a request that waits no longer. Raises what its decision has raised."""
-        if ask.defect is not None:
-            raise ask.defect
-        found = ask.choice or ask.failure
-        assert found is not None
-        return found
+        return ask.found
 
     def page(self) -> dict[str, Any]:
         """What waits, for operators."""
-        flows = self.line.flows
+        flows = self.flows.items()
         return {
             "enabled": self._settings.enabled,
-            "requests": len(self.line),
-            "bytes": self.line.size_bytes,
-            "tenants": {name: {"requests": one.count, "tokens": one.tokens} for name, one in flows.items()},
+            "requests": len(self),
+            "bytes": self.size_bytes,
+            "tenants": {name: {"requests": one.count, "tokens": one.tokens} for name, one in flows},
         }
 
     # -- what happens ------------------------------------------------------------------------------------------
@@ -171,14 +213,13 @@ class Admission:
         if not self._settings.enabled or ask.wanted.made_by:
             self._decide(ask)
             return
-        due_s = self.deadline_s(ask)
-        ask.order_s = due_s - PRIORITY_S * ask.priority
-        refusal = self._too_late(ask) or self._too_large(ask)
-        if refusal is not None:
-            self._refuse(ask, refusal)
+        if ask.meter.body_bytes > self._most_bytes and not self._has_room(ask.lane):
+            self._refuse(ask, self._full())
             return
+        due_s = self.deadline_s(ask)
+        ask.order_s = due_s - PRIORITY_S * ask.standing.priority
         ask.state = State.WAITING
-        self.line.push(ask)
+        self._push(ask)
         self.pump()
         self._trim()
         if ask.state is State.WAITING:
@@ -188,7 +229,7 @@ class Admission:
     def leave(self, ask: Ask) -> None:
         """The client has gone, or nobody takes the choice."""
         if ask.state is State.WAITING:
-            self.line.remove(ask)
+            self._remove(ask)
             self._decided(ask, State.REFUSED)
         elif ask.choice is not None:
             choice, ask.choice = ask.choice, None
@@ -196,14 +237,9 @@ class Admission:
 
     def pump(self) -> None:
         """Admit what there is room for."""
-        while (ask := self.line.first(self._rooms())) is not None:
-            assert isinstance(ask, Ask)
-            self.line.remove(ask)
-            try:
-                self._decide(ask)
-            except Exception as error:  # a defect of one request's choice, which must end no other request
-                ask.defect = error
-                self._decided(ask, State.REFUSED)
+        while (ask := self._first()) is not None:
+            self._remove(ask)
+            self._decide(ask)
         self._set_timer()
 
     def deadline_s(self, ask: Ask) -> float:
@@ -214,30 +250,59 @@ class Admission:
 
     def _expire(self, ask: Ask) -> None:
         """The deadline of a request has passed."""
-        if ask.state is not State.WAITING or ask.late:
-            return
-        slo = self._choosing.slo_of(ask.meter)
-        self.line.remove(ask)
-        if slo is not None and slo.shed:
-            self._refuse(ask, self._choosing.unreachable(slo, self._now_s() - self.deadline_s(ask)))
-        else:
-            self._postpone(ask)
+        if ask.state is State.WAITING and not ask.late:
+            self._remove(ask)
+            self._miss(ask, self._now_s() - self.deadline_s(ask))
+
+    # -- the line ----------------------------------------------------------------------------------------------
+
+    def _push(self, ask: Ask) -> None:
+        self.flows.setdefault(ask.standing.tenant, Flow()).push(ask)
+
+    def _remove(self, ask: Ask) -> None:
+        flow = self.flows[ask.standing.tenant]
+        flow.remove(ask)
+        if not flow.count:
+            del self.flows[ask.standing.tenant]
+
+    def _tag(self, tenant: str) -> float:
+        return max(self._virtual, self._served.get(tenant, 0.0))
+
+    def _first(self) -> Ask | None:
+        """The next request of those for which an engine has room; it stays where it is."""
+        has_room: dict[Lane, bool] = {}
+        heads: list[tuple[float, tuple[float, int], Ask]] = []
+        for tenant, flow in self.flows.items():
+            for lane, asks in flow.lanes.items():
+                if lane not in has_room:
+                    has_room[lane] = self._has_room(lane)
+                if has_room[lane]:
+                    heads.append((self._tag(tenant), asks[0].order, asks[0]))
+        return min(heads, key=lambda one: one[:2])[2] if heads else None
+
+    def _count_served(self, standing: Standing, tokens: int) -> None:
+        self._virtual = self._tag(standing.tenant)
+        self._served[standing.tenant] = self._virtual + tokens / standing.weight
+        if len(self._served) > len(self.flows) + 64:
+            self._served = {name: tag for name, tag in self._served.items() if tag > self._virtual}
+
+    def _trim(self) -> None:
+        """Refuse what waits beyond the bounds."""
+        most, most_bytes = self._settings.max_requests, self._most_bytes
+        while len(self) > most or self.size_bytes > most_bytes:
+            heaviest = max(
+                self.flows.values(),
+                key=lambda one: max(one.count / most, one.size_bytes / most_bytes) / one.weight,
+            )
+            last = max((lane[-1] for lane in heaviest.lanes.values()), key=lambda each: each.order)
+            self._remove(last)
+            self._refuse(last, self._full())
 
     # -- decisions ---------------------------------------------------------------------------------------------
 
-    def _rooms(self) -> Callable[[Hashable], bool]:
-        """Whether an engine of a lane has room, or none serves, which is an answer too. Valid for one decision."""
-        known: dict[Hashable, bool] = {}
-
-        def may(lane: Hashable) -> bool:
-            if lane not in known:
-                model, without = cast("Lane", lane)
-                known[lane] = self._has_room(self._choosing.candidates(model, without))
-            return known[lane]
-
-        return may
-
-    def _has_room(self, serving: list[ServingEngine]) -> bool:
+    def _has_room(self, lane: Lane) -> bool:
+        """Whether an engine of a lane has room, or none serves, which is an answer too."""
+        serving = self._choosing.candidates(*lane)
         if not self._settings.enabled or not serving:
             return True
         queues, ahead_s, now_s = self._fleet.queues, self._settings.ahead_s, self._now_s()
@@ -246,36 +311,33 @@ class Admission:
 
     def _decide(self, ask: Ask) -> None:
         """Admit a request that is not in the line, refuse it, or put it back as late."""
-        choosing = self._choosing
-        choice = choosing.choose(ask.wanted, ask.without)
+        choosing, (model, without) = self._choosing, ask.lane
+        choice = choosing.choose(ask.wanted, without)
         if choice is None:
-            self._refuse(ask, choosing.none_serves(ask.wanted.model))
-        elif (hopeless := choosing.hopeless(choice, ask.meter)) is not None:
-            self._refuse(ask, hopeless)
-        elif ask.state is State.WAITING and not ask.late and self._will_be_late(ask, choice):
+            self._refuse(ask, choosing.none_serves(model))
+            return
+        if (late_s := choosing.late_s(choice, ask.meter)) > 0:
             slo = choosing.slo_of(ask.meter)
-            if slo is not None and slo.shed:
-                self._refuse(ask, choosing.unreachable(slo, choosing.margin_s))
-            else:
-                self._postpone(ask)
-        else:
-            uncached = max(1, ask.wanted.tokens - choice.cached_tokens)
-            self._computed += NEWEST * (uncached / ask.wanted.tokens - self._computed)
-            self.line.served(ask.tenant, ask.weight, uncached)
-            choosing.dispatched(choice)
-            ask.choice = choice
-            self._decided(ask, State.ADMITTED)
+            # It is put off only if a prompt is before it at the engine: otherwise it could not come sooner.
+            put_off = ask.state is State.WAITING and not ask.late and bool(choice.engine.load.waiting)
+            if put_off or (slo is not None and slo.shed):
+                self._miss(ask, late_s)
+                return
+        self._count_served(ask.standing, max(1, ask.wanted.tokens - choice.cached_tokens))
+        choosing.dispatched(choice)
+        ask.choice = choice
+        self._decided(ask, State.ADMITTED)
 
-    def _will_be_late(self, ask: Ask, choice: Choice) -> bool:
-        """Whether its first token is expected too late, by what first tokens were later than expected lately.
-
-        Not if no prompt is before it at the engine: it could not come sooner, and how late it is must be measured.
-        """
-        choosing = self._choosing
-        slo, way = choosing.slo_of(ask.meter), choice.decision.way if choice.decision is not None else None
-        if slo is None or not slo.ttft_ms or way is None or not choice.engine.load.waiting:
-            return False
-        return self._now_s() + way.ttft_s + choosing.margin_s > self.deadline_s(ask)
+    def _miss(self, ask: Ask, late_s: float) -> None:
+        """A request cannot meet its deadline: refuse it if its class sheds, else order it as if it had no class."""
+        slo = self._choosing.slo_of(ask.meter)
+        if slo is not None and slo.shed:
+            self._refuse(ask, self._choosing.unreachable(slo, late_s))
+            return
+        ask.late = True
+        patient_s = ask.meter.arrived_s + self._settings.patience_s - PRIORITY_S * ask.standing.priority
+        ask.order_s = max(ask.order_s, patient_s)
+        self._push(ask)
 
     def _refuse(self, ask: Ask, failure: Failure) -> None:
         ask.failure = failure
@@ -285,29 +347,9 @@ class Admission:
         ask.state = state
         if ask.timer is not None:
             ask.timer.cancel()
-            waited = self.waited.setdefault(ask.tenant, Histogram(LONG_BUCKETS))
+            waited = self.waited.setdefault(ask.standing.tenant, Histogram(LONG_BUCKETS))
             waited.add(max(0.0, self._now_s() - ask.meter.arrived_s))
             ask.decided()
-
-    def _postpone(self, ask: Ask) -> None:
-        """A request that misses its deadline is ordered as if it had no class of service."""
-        ask.late = True
-        patient_s = ask.meter.arrived_s + self._settings.patience_s - PRIORITY_S * ask.priority
-        ask.order_s = max(ask.order_s, patient_s)
-        self.line.push(ask)
-
-    def _too_late(self, ask: Ask) -> Failure | None:
-        """The refusal of a request that sheds, if what is served before it takes until after its deadline."""
-        slo = self._choosing.slo_of(ask.meter)
-        if slo is None or not slo.shed or not len(self.line):
-            return None
-        serving = self._choosing.candidates(ask.wanted.model, ask.without)
-        rate = sum(one.load.prefill_tokens_s for one in serving)
-        if not rate:
-            return None
-        wait_s = self._computed * self.line.tokens_before(ask) / rate
-        late_s = self._now_s() + wait_s - self.deadline_s(ask)
-        return self._choosing.unreachable(slo, late_s) if late_s > 0 else None
 
     def _full(self) -> Failure:
         settings = self._settings
@@ -321,26 +363,12 @@ class Admission:
     def _most_bytes(self) -> int:
         return max(1, int(self._settings.max_mb * (1 << 20)))
 
-    def _too_large(self, ask: Ask) -> Failure | None:
-        return self._full() if ask.size_bytes > self._most_bytes and not self._rooms()(ask.lane) else None
-
-    def _trim(self) -> None:
-        """Refuse what waits beyond the bounds."""
-        line, most = self.line, self._settings.max_requests
-        while len(line) > most or line.size_bytes > self._most_bytes:
-            last = line.last(line.heaviest(most, self._most_bytes))
-            assert isinstance(last, Ask)
-            line.remove(last)
-            self._refuse(last, self._full())
-
-    # -- answers that come whole -------------------------------------------------------------------------------
-
     def _set_timer(self) -> None:
-        """Pump when a prompt counts as computed of which no first token tells."""
+        """Pump when the prompt of an answer that comes whole counts as computed: no first token tells of it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         now_s = self._now_s()
-        next_s = self._fleet.queues.next_room_s(now_s) if len(self.line) else math.inf
+        next_s = self._fleet.queues.next_room_s(now_s) if self.flows else math.inf
         if math.isfinite(next_s):
             self._timer = self._later(next_s - now_s, self.pump)

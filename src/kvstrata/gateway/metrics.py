@@ -222,14 +222,14 @@ class GatewayCollector:
         return found
 
     def _of_tenants(self) -> dict[str, Values]:
-        tenants, line = sorted(self._parts.door.uses().items()), self._parts.admission.line
+        tenants, admission = sorted(self._parts.door.uses().items()), self._parts.admission
         return {
             "kvstrata_gateway_tenant_in_flight": [([name], one.in_flight) for name, one in tenants],
             "kvstrata_gateway_tenant_used_tokens": [([name], one.used_tokens) for name, one in tenants],
-            "kvstrata_gateway_queued": [([name], flow.count) for name, flow in sorted(line.flows.items())],
-            "kvstrata_gateway_queued_bytes": [([], line.size_bytes)],
+            "kvstrata_gateway_queued": [([name], one.count) for name, one in sorted(admission.flows.items())],
+            "kvstrata_gateway_queued_bytes": [([], admission.size_bytes)],
             "kvstrata_gateway_queue_seconds": [
-                ([name], waited) for name, waited in sorted(self._parts.admission.waited.items())
+                ([name], waited) for name, waited in sorted(admission.waited.items())
             ],
         }
 

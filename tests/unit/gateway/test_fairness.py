@@ -43,7 +43,7 @@ def light_s(flood: bool, enabled: bool = True) -> list[float]:
         lambda one: Sender(standing=Standing(one.session)),
     )
     run.serve(load(random.Random(7), flood))
-    assert len(run.admission.line) == 0 == len(run.fleet.queues)
+    assert len(run.admission) == 0 == len(run.fleet.queues)
     return [one.ttft_s for one in run.outcomes if one.sender.standing.tenant == "light"]
 
 

@@ -390,7 +390,7 @@ class Exchange:
                     engine=engine,
                     cached_tokens=0,
                     cached_exact=0,
-                    below={},
+                    loadable=0,
                     decision=None,
                     kept=None,
                 )
