@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -105,23 +104,6 @@ class Prefixes:
             engines = self._sent.get(key)
             if engines is not None and engines.pop(engine, None) is not None and not engines:
                 del self._sent[key]
-
-    def newest(self, most: int) -> list[bytes]:
-        """The pieces that were used last, the oldest of them first; takes 1 ms for 32,768."""
-        found = list(itertools.islice(reversed(self._sent), most))
-        found.reverse()
-        return found
-
-    def computed_by(self, key: bytes, generations: Mapping[str, int]) -> list[tuple[str, float]]:
-        """The engines of these generations that have computed a piece, and when each was last used."""
-        engines = self._sent.get(key)
-        if engines is None:
-            return []
-        return [
-            (name, sent.at_s)
-            for name, sent in engines.items()
-            if sent.computed and generations.get(name) == sent.generation
-        ]
 
     def copies(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import secrets
 from array import array
@@ -26,10 +27,11 @@ from kvstrata.gateway.routes import (
     response_in,
     response_of,
 )
-from kvstrata.gateway.stored_responses import StoredResponses
 
 SESSION, SLO_CLASS, PRIORITY = b"x-session-id", b"x-slo-class", b"x-priority"
 """Headers that name a request's session, class of service and priority."""
+MAX_RESPONSES = 1 << 16
+"""Stored responses that are remembered; the oldest are forgotten first."""
 
 
 class Reader:
@@ -41,7 +43,8 @@ class Reader:
         self.secret = secrets.token_bytes(32)
         """Of the keys of pieces."""
         self._numbers = itertools.count()
-        self.responses = StoredResponses()
+        self._made_by: collections.OrderedDict[str, str] = collections.OrderedDict()
+        """The engine that has made a stored response, by its name, which the engine has drawn."""
 
     def read(
         self, path: str, route: Route, body: bytes, headers: Headers, word: str, tenant: str
@@ -60,7 +63,7 @@ class Reader:
             model=found.model,
             tokens=max(1, len(prompt) if prompt is not None else len(found.text) // TOKEN_BYTES),
             session=given[:MAX_SESSION_CHARS] or found.session,
-            made_by=self.responses.engine_of(after) if after else "",
+            made_by=self._made_by.get(after, "") if after else "",
             keys=self._keys(found, prompt, tenant),
             prompt=self._prompt(found, prompt),
             streams=found.streams,
@@ -91,7 +94,10 @@ class Reader:
     def answered(self, path: str, engine: str, first: bytes) -> None:
         """An engine's answer begins with these bytes: remember who has made the response that they name."""
         if path == RESPONSES and (made := response_in(first)):
-            self.responses.note(made, engine)
+            self._made_by[made] = engine
+            self._made_by.move_to_end(made)
+            if len(self._made_by) > MAX_RESPONSES:
+                self._made_by.popitem(last=False)
 
     def _keys(self, found: Asked, prompt: array[int] | None, tenant: str) -> list[bytes]:
         """The keys of the prompt's pieces; none if the policy does not go by them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -166,38 +165,6 @@ async def test_an_engine_that_comes_back_with_other_ranks_is_divided_anew(
         for _ in range(3):
             assert await cached(session, gateway.url, [2] * 400) >= 0
         await sim.kill()
-
-
-@pytest.mark.parametrize("policy", ["ttft", "least_loaded"])
-async def test_the_settings_can_tell_the_ranks(
-    sim: Sim, session: aiohttp.ClientSession, tmp_path: Path, policy: str
-) -> None:
-    gateway = GatewayProcess(tmp_path, [sim.url], policy=policy)
-    [settings] = gateway.settings["engines"]
-    settings["data_parallel_size"] = RANKS
-    if policy == "ttft":
-        settings["kv_events"] = f"tcp://127.0.0.1:{sim.events}"
-        settings["kv_events_replay"] = f"tcp://127.0.0.1:{sim.replay}"
-    await asyncio.to_thread(gateway.start)
-    try:
-        if policy == "ttft":
-            await until_ranks(gateway, session, sim, RANKS)
-        for number in range(2 * RANKS):
-            await cached(session, gateway.url, [number] * 400)
-        by_rank = await sent(gateway, session)
-        assert len(by_rank) == RANKS and sum(by_rank.values()) == 2 * RANKS
-        gateway.settings["engines"] = [{"url": sim.url, "data_parallel_size": 1, "kv_events": "off"}]
-        gateway.write()
-        gateway.signal(signal.SIGHUP)
-
-        async def undivided() -> bool:
-            return not await sent(gateway, session) and not await heard(gateway, session)
-
-        await eventually_async("the engine is one again", undivided)
-        await cached(session, gateway.url, [1] * 400)
-        await at_rest(gateway, session)
-    finally:
-        gateway.kill()
 
 
 async def test_ranks_whose_number_contradicts_the_settings_are_not_heard_but_serve(

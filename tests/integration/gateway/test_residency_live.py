@@ -22,7 +22,6 @@ import pytest_asyncio
 from tests.harness import amount
 from tests.harness.daemon import free_port, free_ports
 from tests.harness.gateway_process import GatewayProcess
-from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.test_faults import at_rest
 
@@ -239,22 +238,3 @@ async def test_a_request_whose_class_cannot_be_met_is_refused_at_once(
         await gateway.until_sample(session, 'slo_requests_total{slo="fast",tenant=""}', 15)
     finally:
         gateway.kill()
-
-
-async def test_an_engine_that_does_not_say_where_it_publishes_serves_all_the_same(
-    session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
-    async with ScriptedEngine("m") as engine:
-        engine.silent_s = 60.0
-        gateway = GatewayProcess(tmp_path, [engine.url], policy="ttft", health={"timeout_s": 1})
-        await asyncio.to_thread(gateway.start)
-        try:
-
-            async def up() -> bool:
-                [row] = (await gateway.status(session))["engines"]
-                return bool(row["state"] == "up")
-
-            await eventually_async("the engine serves", up)
-            assert "kv_events_unknown" in gateway.log.read_text()
-        finally:
-            gateway.kill()

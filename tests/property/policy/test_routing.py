@@ -149,26 +149,6 @@ def test_a_cost_of_ours_is_the_sum_of_its_terms(request: Request, fleet: Fleet, 
         assert 0 <= decision.way.load_tokens <= decision.way.cached_tokens < request.tokens
 
 
-@given(requests, fleets(healthy=st.just(True)), knowledges)
-@settings(max_examples=amount(40, 100))
-def test_ours_never_picks_an_engine_that_is_worse_in_every_term(
-    request: Request, fleet: Fleet, knowledge: Knowledge
-) -> None:
-    """Worse by more than the near-tie's share; each engine is scored alone, so that the pick has no say."""
-    if not fleet.engines:
-        return
-    alone = {
-        each.name: choose(request, Fleet(engines=[each]), knowledge, NOW_S, policy=TTFT).terms
-        for each in fleet.engines
-    }
-    names = ["queue_s", "load_s", "compute_s"]
-    chosen = alone[choose(request, fleet, knowledge, NOW_S, policy=TTFT).engine]
-    assert not any(
-        all(chosen[name] > terms[name] * (1 + 2 * Ttft.near_share) + 1e-9 for name in names)
-        for terms in alone.values()
-    )
-
-
 @given(requests, engine("a", healthy=st.just(True)), knowledges, copies)
 def test_more_knowledge_never_makes_an_engine_dearer(
     request: Request, state: EngineState, knowledge: Knowledge, more: Copy
@@ -183,24 +163,6 @@ def test_more_knowledge_never_makes_an_engine_dearer(
     # Both ways to say it cost the same: the formula that `scores` writes out, and `estimate`.
     said = msgspec.structs.replace(nothing, copies=[own])
     assert choose(request, fleet, said, NOW_S, policy=TTFT).cost == pytest.approx(with_it.cost)
-
-
-@given(requests, fleets(healthy=st.just(True)), cached, st.integers(0, 40_000), st.sampled_from(TIERS))
-@settings(max_examples=amount(40, 100))
-def test_a_tier_that_all_share_is_weighed_at_each_engine_as_if_it_were_alone(
-    request: Request, fleet: Fleet, cached: dict[str, int], tokens: int, tier: Any
-) -> None:
-    """The costs that `scores` leaves as they are without a load are not those that count."""
-    knowledge = Knowledge(cached=cached, copies=[Copy(engine="", tier=tier, tokens=tokens)])
-    alone = sorted(
-        choose(request, Fleet(engines=[each]), knowledge, NOW_S, policy=TTFT).cost for each in fleet.engines
-    )
-    if alone:
-        decision = choose(request, fleet, knowledge, NOW_S, policy=TTFT)
-        assert decision.cost <= alone[0] * (1 + Ttft.near_share) * (1 + 1e-9)
-        others = [other.cost for other in decision.alternatives]
-        alone.remove(min(alone, key=lambda cost: abs(cost - decision.cost)))
-        assert others == pytest.approx(alone[: len(others)])
 
 
 def decide(*known: Copy, tokens: int = 10_000, **fields: Any) -> Decision:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.gateway.prefixes import PIECE_BYTES, PIECE_TOKENS, Prefixes, keys_of
 from kvstrata.gateway.residency.knowledge import Heard
-from kvstrata.gateway.routes import ROUTES, Asked, asked
 
 TEXTS = st.lists(st.sampled_from("abc"), max_size=6).map("".join)
 """Each letter stands for a whole piece."""
@@ -67,37 +64,7 @@ def test_the_longest_unused_pieces_are_forgotten_first() -> None:
     assert [bool(found[text]) for text in found] == [True, False, True]
 
 
-def test_what_an_engine_lacks_is_forgotten() -> None:
-    prefixes = Prefixes()
-    prefixes.note(keys("abcabc"), "x", 0, 0.0, computed=True)
-    assert not prefixes.mistaken(keys("abcabc"), "x", 0.9, 0.5)
-    assert prefixes.mistaken(keys("abcabc"), "x", 0.9, 0.34)
-    [copy] = prefixes.copies(keys("abcabc"), {"x": 0}, 0.0)
-    assert copy.tokens == 2 * PIECE_TOKENS
-    assert prefixes.mistaken(keys("abcabc"), "x", 0.3, 0.0)
-    assert prefixes.copies(keys("abcabc"), {"x": 0}, 0.0) == []
-
-
 TURNS = st.lists(st.text(max_size=4_000), min_size=1, max_size=5)
-
-
-@given(TURNS, st.sampled_from(("model", "tools", "system", "cache_salt")))
-def test_the_next_turn_of_a_conversation_begins_with_the_pieces_of_the_last(
-    turns: list[str], other: str
-) -> None:
-    def pieces(count: int, **more: object) -> list[bytes]:
-        messages = [{"role": "user", "content": text} for text in turns[:count]]
-        body = {"model": "m", "messages": messages, "max_tokens": count, **more}
-        read = asked("/v1/chat/completions", ROUTES["/v1/chat/completions"], json.dumps(body).encode())
-        assert isinstance(read, Asked)
-        return keys_of([read.model.encode(), *read.context], read.text)
-
-    before: list[bytes] = []
-    for count in range(1, len(turns) + 1):
-        now = pieces(count)
-        assert now[: len(before)] == before
-        before = now
-    assert not set(before) & set(pieces(len(turns), **{other: "another"}))
 
 
 def test_what_an_engine_had_before_it_was_emptied_counts_no_more() -> None:

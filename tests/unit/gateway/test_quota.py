@@ -18,16 +18,6 @@ def limits(tokens_per_s: float = 100.0, tokens_burst: int = 1_000) -> GatewayTen
     )
 
 
-def test_what_is_used_drains_and_a_refusal_says_when_to_come_again() -> None:
-    quota = Quota(0.0)
-    assert quota.take(limits(), 800, 0.0) == 800
-    refused = quota.take(limits(), 500, 0.0)
-    assert isinstance(refused, Failure)
-    assert (refused.status, refused.code, refused.retry_after_s) == (429, "tenant_tokens", 3)
-    assert isinstance(quota.take(limits(), 500, 2.9), Failure)
-    assert quota.take(limits(), 500, 3.0) == 500
-
-
 def test_the_answer_puts_its_own_numbers_in_place_of_the_estimate() -> None:
     quota = Quota(0.0)
     taken = quota.take(limits(), 100, 0.0)

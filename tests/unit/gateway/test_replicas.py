@@ -12,7 +12,6 @@ from kvstrata.gateway.controllers.directory import Kind
 from kvstrata.gateway.controllers.replicas import ORDER_S, Read, Replicas
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.policy.routing.replication import MAX_PREFIXES, Reads, target
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.gateway_wire import Replicate
@@ -24,21 +23,6 @@ LAYOUT = layout_identity(CHUNK)
 SLICES = [bytes([number]) * KEY_BYTES for number in (1, 2)]
 KIND = Kind(LAYOUT.model, CHUNK, 2, KvKind(LAYOUT, SLICES), tuple(SLICES))
 LIFE_S = 100.0
-
-
-def test_reads_are_counted_by_prefix_within_the_life_of_a_block() -> None:
-    reads = Reads()
-    assert [reads.read(b"a", at_s, LIFE_S) for at_s in (0.0, 50.0, 100.0, 151.0)] == [1, 2, 3, 2]
-    assert reads.read(b"b", 151.0, LIFE_S) == 1
-    for number in range(2 * MAX_PREFIXES):
-        reads.read(number.to_bytes(4, "big"), 200.0, LIFE_S)
-    assert len(reads) == MAX_PREFIXES
-
-
-def test_the_least_busy_instance_gets_the_copy() -> None:
-    assert target({"b": 1.0, "a": 1.0, "c": 0.5}) == "c"
-    assert target({"b": 1.0, "a": 1.0}) == "a"
-    assert target({}) is None
 
 
 class Link:

@@ -149,41 +149,6 @@ def test_blocks_are_found_only_once_they_are_loaded_and_only_as_far_as_that_went
     assert (sim.totals.external_tokens, sim.totals.cached_tokens) == (20, 36)
 
 
-def test_the_blocks_of_an_aborted_load_are_free_once_it_has_ended() -> None:
-    connector = Scripted(external=36)
-    sim, one = engine(connector), request("one")
-    clock = Clock(sim)
-    sim.submit(one, 0)
-    clock.steps(3)
-    assert sim.abort("one", clock.now_ps)
-    assert not sim.abort("one", clock.now_ps)
-    assert one.end is End.ABORT
-    clock.steps(5)
-    assert sim.used_share > 0
-    assert (sim.running, sim.waiting) == (0, 0)
-    connector.ended.add("one")
-    clock.steps(2)
-    assert sim.used_share == 0
-    assert sim.next_ps() is None
-
-
-def test_blocks_that_are_read_are_free_once_they_are_told_as_sent() -> None:
-    connector = Scripted()
-    connector.keeps = True
-    sim, one = engine(connector), request("one")
-    clock = Clock(sim)
-    sim.submit(one, 0)
-    clock.until_ended(one)
-    clock.steps(3)
-    assert sim.used_share > 0
-    assert not sim.clear_cache(clock.now_ps)
-    connector.sent = {"one"}
-    clock.steps(2)
-    assert sim.used_share == 0
-    assert sim.clear_cache(clock.now_ps)
-    assert connector.forgotten == 1
-
-
 CALLS = st.lists(
     st.tuples(
         st.sampled_from(["submit", "submit", "step", "step", "loads", "sent", "abort"]), st.integers(0, 60)

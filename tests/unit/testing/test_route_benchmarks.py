@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
-import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import route_dynamo
 from benchmarks.route_gateway import Death, Outside, Run
 from benchmarks.route_loads import Asked
 from benchmarks.route_oracle import Oracle, first_token_ps
 from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
-from kvstrata.testing.engine_sim.kv_events import KVEventBatch
 from kvstrata.testing.engine_sim.requests import SimRequest
 
 MODEL = EngineModel(kv_blocks=512, max_model_tokens=4_096)
@@ -126,47 +120,3 @@ def test_after_a_killed_engine_has_come_back_all_counts_are_zero() -> None:
     assert all(result.ttft_s > 0 for result in results)
     for engine in run.fleet.engines.values():
         assert (engine.load.requests, engine.load.waiting, engine.load.context_tokens) == (0, 0, 0)
-
-
-@pytest.fixture
-def dynamo() -> Iterator[route_dynamo.Dynamo]:
-    """Dynamo with two workers."""
-    cache = Path(os.environ.get("KVSTRATA_CACHE", "~/.cache/kvstrata")).expanduser()
-    if not (cache / f"ai-dynamo-runtime-{route_dynamo.VERSION}" / "whole").exists():
-        pytest.skip("ai-dynamo-runtime is not in the cache folder; `make bench BENCH=route_fleet` fetches it")
-    chosen = route_dynamo.Dynamo(route_dynamo.service_type(), {})
-    chosen.begin(["a", "b"])
-    yield chosen
-    chosen.finish()
-
-
-def computed_at(chosen: route_dynamo.Dynamo, name: str, prompt: SimRequest) -> None:
-    """Tell that an engine has computed a prompt."""
-    engine = SimEngine(MODEL)
-    engine.submit(prompt, 0)
-    engine.advance(10 * PS_PER_S)
-    for at_ps, events in engine.take_events():
-        chosen.event(name, msgspec.msgpack.encode(KVEventBatch(at_ps / PS_PER_S, events, 0)))
-
-
-def test_dynamo_chooses_by_the_events_and_by_what_it_was_told(dynamo: route_dynamo.Dynamo) -> None:
-    engines: dict[str, SimEngine] = {}  # it looks at none
-    computed_at(dynamo, "b", request("before", 1, 1_600))
-    first = request("1", 1, 1_700)
-    assert dynamo.engine_for(engines, first, 0) == "b"
-    queued = [request(f"queue-{number}", 2 + number, 1_600) for number in range(4)]
-    taken = [dynamo.engine_for(engines, one, 0) for one in queued]
-    assert taken.count("a") >= 2, "b has a request already"
-    for one in (first, *queued):
-        dynamo.first_token(one)
-        dynamo.ended(one)
-    assert dynamo.engine_for(engines, request("2", 1, 1_700), 0) == "b"
-
-
-def test_dynamo_sends_nothing_to_a_worker_that_is_gone(dynamo: route_dynamo.Dynamo) -> None:
-    engines: dict[str, SimEngine] = {}
-    computed_at(dynamo, "b", request("before", 1, 1_600))
-    dynamo.gone("b")
-    assert dynamo.engine_for(engines, request("1", 1, 1_700), 0) == "a"
-    dynamo.back("b")
-    assert dynamo.engine_for(engines, request("2", 2, 1_700), 0) == "b", "a has a request"

@@ -1,5 +1,9 @@
 """Has a prefix that is read from peers again and again copied to one more instance, through a controller.
 
+An engine that lacks a prefix reads it from a peer if that is the cheapest way, and has a copy afterwards.  A second
+read of the same prefix within the life of a block shows that its holder cannot serve all who want it.  From then on
+each read has it copied to one more instance, so that the next request finds it in that instance's memory.
+
 1. One copy at a time leaves an instance, for at most ORDER_S: copies must not take the link from requests that wait.
 2. An order that fails is not repeated; the next read of the prefix makes another one.
 """
@@ -7,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import NamedTuple
@@ -15,7 +20,6 @@ from kvstrata.gateway.controllers.directory import Kind
 from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.residency.prompt import Prompt
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.routing.replication import Reads, target
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.gateway_wire import Replicate
 from kvstrata.types import KEY_BYTES, RequestIdentity
@@ -23,6 +27,7 @@ from kvstrata.types import KEY_BYTES, RequestIdentity
 ORDER_S = 10.0
 """Time for which a copy is taken to be under way."""
 MAX_ORDERED = 1_024
+MAX_PREFIXES = 4_096
 
 
 class Read(NamedTuple):
@@ -52,7 +57,8 @@ class Replicas:
         self._supervisor = supervisor
         self._hashing = hashing
         self._now_s = now_s
-        self._reads = Reads()
+        self._read_s: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+        """When a prefix was last read from a peer."""
         self._busy_until_s: dict[str, float] = {}
         """By the instance that a copy leaves."""
         self._ordered: dict[tuple[bytes, str], float] = {}
@@ -66,16 +72,20 @@ class Replicas:
         if not chunks:
             return
         prefix = read.prompt.keys(read.kind.chunk_tokens)[(chunks - 1) * KEY_BYTES : chunks * KEY_BYTES]
-        if self._reads.read(prefix, now_s, life_s) < 2 or self._busy_until_s.get(read.source, 0.0) > now_s:
+        before_s = self._read_s.pop(prefix, float("-inf"))
+        self._read_s[prefix] = now_s
+        if len(self._read_s) > MAX_PREFIXES:
+            self._read_s.popitem(last=False)
+        if now_s - before_s > life_s or self._busy_until_s.get(read.source, 0.0) > now_s:
             return
         lacking = {
             name: queue_s
             for name, queue_s in read.lacking.items()
             if now_s - self._ordered.get((prefix, name), -life_s) >= life_s
         }
-        to = target(lacking)
-        if to is None:
+        if not lacking:
             return
+        to = min(lacking, key=lambda name: (lacking[name], name))
         self._busy_until_s[read.source] = now_s + ORDER_S
         if len(self._ordered) >= MAX_ORDERED:
             self._ordered = {key: at_s for key, at_s in self._ordered.items() if now_s - at_s < life_s}
