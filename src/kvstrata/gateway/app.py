@@ -20,12 +20,13 @@ from kvstrata.gateway.forward import BrokenOff, Call, ClientGone, answer_failure
 from kvstrata.gateway.metering import CANCELLED, OK
 from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.routes import ROUTES, route_of
+from kvstrata.observability.exposition import MEDIA_TYPE
 from kvstrata.observability.logging import EventLog
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from kvstrata.observability.exposition import MEDIA_TYPE, Pages
+    from kvstrata.observability.exposition import Pages
 
 PROBES = frozenset(("/healthz", "/health", "/ping", "/readyz"))
 STATUS = "/gateway/status"

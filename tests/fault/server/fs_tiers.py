@@ -53,7 +53,7 @@ class Tier:
     def __init__(self, name: str, faults: Watched, guard: DeadlineAdapter, policy: StorePolicy) -> None:
         self.faults = faults
         self.guard = guard
-        self.configured = Stack(name, policy, [Layer("deadline", guard)])
+        self.configured = Stack(name, policy, [Layer("codec", guard.inner), Layer("deadline", guard)])
 
     @property
     def records(self) -> set[bytes]:
