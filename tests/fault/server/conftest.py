@@ -10,10 +10,7 @@ import pytest
 from kvstrata.policy.store import StorePolicy
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.wrap.codec import CodecAdapter
-from kvstrata.storage.wrap.codec_chain import Chain
-from kvstrata.storage.wrap.codec_fields import ChainSettings
-from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
+from kvstrata.storage.wrap.deadline import DeadlineLimits
 from kvstrata.testing.faults import FaultPlan
 from tests.fault.server.fs_tiers import Tier, Watched
 from tests.fault.server.tier_rig import Rig
@@ -47,10 +44,9 @@ async def tier(tmp_path: Path, l1: L1):
         limits = DeadlineLimits(
             deadline_ms=deadline_ms, max_stuck_bytes=max_stuck_bytes, failures=failures, open_s=0.0
         )
-        guard = DeadlineAdapter(CodecAdapter(faults, Chain(ChainSettings())), limits, CLOCK)
-        made = Tier(name, faults, guard, policy)
+        made = Tier(name, faults, limits, policy)
         opened.append(made)
-        await guard.open(AdapterContext("test", CLOCK, 0, 0, lambda key: None))
+        await made.guard.open(AdapterContext("test", CLOCK, 0, 0, lambda key: None))
         return made
 
     yield open_tier

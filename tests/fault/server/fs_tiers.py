@@ -16,7 +16,10 @@ from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.stack import Layer, Stack
-from kvstrata.storage.wrap.deadline import DeadlineAdapter
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings
+from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.testing.faults import FaultPlan
 from kvstrata.testing.faulty_adapter import FaultyAdapter
 from kvstrata.testing.strategies import IDENTITY
@@ -50,10 +53,11 @@ class Watched(FaultyAdapter):
 class Tier:
     """An `fs` adapter with a planned set of faults, inside the deadline wrapper, as the server has it."""
 
-    def __init__(self, name: str, faults: Watched, guard: DeadlineAdapter, policy: StorePolicy) -> None:
+    def __init__(self, name: str, faults: Watched, limits: DeadlineLimits, policy: StorePolicy) -> None:
         self.faults = faults
-        self.guard = guard
-        self.configured = Stack(name, policy, [Layer("codec", guard.inner), Layer("deadline", guard)])
+        codec = CodecAdapter(faults, Chain(ChainSettings()))
+        self.guard = DeadlineAdapter(codec, limits, CLOCK)
+        self.configured = Stack(name, policy, [Layer("codec", codec), Layer("deadline", self.guard)])
 
     @property
     def records(self) -> set[bytes]:

@@ -16,6 +16,9 @@ from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import configure_tier
 from kvstrata.storage.stack import Layer, Stack
+from kvstrata.storage.wrap.codec import CodecAdapter
+from kvstrata.storage.wrap.codec_chain import Chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.testing.strategies import IDENTITY
 from tests.harness.l1 import CLOCK, L1, L1_BYTES, LATER_S, RECORD
@@ -34,8 +37,9 @@ class Rig:
         def build(config: Any) -> Stack:
             adapter = config.make()
             adapter.name = config.name
-            guard = DeadlineAdapter(adapter, limits, CLOCK)
-            return Stack(config.name, config.policy, [Layer("deadline", guard)])
+            codec = CodecAdapter(adapter, Chain(ChainSettings()))
+            guard = DeadlineAdapter(codec, limits, CLOCK)
+            return Stack(config.name, config.policy, [Layer("codec", codec), Layer("deadline", guard)])
 
         self.store = StoreController(
             l1.pool,

@@ -18,7 +18,7 @@ import pytest
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, MissReason, unpack_extents
 from tests.harness.http_read import read
-from tests.harness.rpc_client import HANG_S, RECORD_BYTES, RpcClient, chain_of, new_prompt
+from tests.harness.rpc_client import HANG_S, RECORD_BYTES, RpcClient, chain_of, new_prompt, until
 from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
@@ -96,6 +96,7 @@ def identity_differs(client: RpcClient) -> Asked:
 def put_skipped(client: RpcClient) -> Asked:
     identity, chain = new_prompt(client)
     client.store(identity, chain)
+    until(client, lambda status: status["counters"]["put_skipped"])
     fill_l1(client)
     return Asked(identity, chain)
 
@@ -155,7 +156,7 @@ PROVOKED: dict[MissReason, tuple[str, Callable[[RpcClient], Asked], str]] = {
     MissReason.REFUSED: ("plain", refused, "session_limit"),
     MissReason.IDENTITY_DIFFERS: ("plain", identity_differs, "adapter: stored with"),
     MissReason.FORGOTTEN: ("forgetful", forgotten, "has overflowed"),
-    MissReason.PUT_SKIPPED: ("skips", put_skipped, "too_large"),
+    MissReason.PUT_SKIPPED: ("skips", put_skipped, "capacity"),
     MissReason.L2_FAILED: ("error", l2_failed, "injected"),
     MissReason.BREAKER_OPEN: ("error", breaker_open, "breaker_open"),
     MissReason.DEADLINE: ("hang", deadline, "deadline"),
