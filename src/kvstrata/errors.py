@@ -187,13 +187,11 @@ class AllWrong:
             host = check_host()
         wrong.tell()
 
-    A ConfigError ends its `with` block, and the code after the block goes on.  An AlreadyTold does the same, and is not
-    told again.
+    A ConfigError ends its `with` block, and the code after the block goes on.
     """
 
     def __init__(self) -> None:
         self._errors: list[ConfigError] = []
-        self._undecided: AlreadyTold | None = None
 
     def __enter__(self) -> None:
         pass
@@ -201,10 +199,7 @@ class AllWrong:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        if isinstance(error, AlreadyTold):
-            self._undecided = error
-        else:
-            self._errors.append(error)
+        self._errors.append(error)
         return True
 
     def add(self, error: ConfigError) -> None:
@@ -212,15 +207,9 @@ class AllWrong:
         self._errors.append(error)
 
     def tell(self) -> None:
-        """Raise ConfigError if anything was wrong; AlreadyTold if nothing else was, but a check could not decide."""
+        """Raise ConfigError if anything was wrong."""
         if self._errors:
             raise together(self._errors)
-        if self._undecided is not None:
-            raise self._undecided
-
-
-class AlreadyTold(ConfigError):
-    """A check needs a setting that another check has refused, so it cannot decide; the other check tells of it."""
 
 
 class MachineLacks(ConfigError):

@@ -25,7 +25,7 @@ import msgspec
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import AllWrong, ConfigError
+from kvstrata.errors import ConfigError
 from kvstrata.storage import structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.common import COMMON
@@ -67,9 +67,7 @@ class Medium(NamedTuple):
     prepare: Callable[[Any, Place, str], Make]
     """Checks what the struct cannot express, for (config, place of the entry, name of the adapter). Raises ConfigError.
 
-    Nothing is opened.  It runs in the server, and for an isolated tier again in the child.  In the server it also runs
-    if fields are wrong, and reading a wrong field then raises AlreadyTold: each rule stands in a `with` of AllWrong, so
-    that the rules about right fields are checked nevertheless.
+    Nothing is opened.  It runs in the server, and for an isolated tier again in the child.
     """
     hosted: bool = False
     """The adapter runs in a process of its own unless its entry says otherwise."""
@@ -97,13 +95,6 @@ class FoundType(NamedTuple):
 
     def config(self, entry: Mapping[str, Any], place: Place) -> msgspec.Struct:
         """The type's own fields of an entry. Raises ConfigError."""
-        wrong = AllWrong()
-        config = self.right_fields(entry, place, wrong)
-        wrong.tell()
-        return config
-
-    def right_fields(self, entry: Mapping[str, Any], place: Place, wrong: AllWrong) -> msgspec.Struct:
-        """As `config`, but `wrong` gets the errors; see `structs.read_right`."""
         kind = self.medium.config
         own = {
             name: value
@@ -112,7 +103,7 @@ class FoundType(NamedTuple):
         }
         if self.point:
             return InstalledConfig(self.point, own)
-        return structs.read_right(kind, own, place, wrong, also=COMMON, rest=self.medium.rest)
+        return structs.read(kind, own, place, also=COMMON, rest=self.medium.rest)
 
 
 def find(kind: str, where: str) -> FoundType:

@@ -23,7 +23,7 @@ from kvstrata.storage.catalogue import FoundType
 from kvstrata.storage.common import COMMON, CommonFields
 from kvstrata.storage.recipe import CodecConfig, Recipe
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.codec_fields import ChainSettings, read_chain
+from kvstrata.storage.wrap.codec_fields import read_chain
 
 MB = 1 << 20
 
@@ -60,20 +60,20 @@ def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
 def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> TierConfig:
     """Check one entry. Raises ConfigError naming each wrong field below `path`, by default `l2_adapters[index]`.
 
-    A rule about several fields is checked if each of these is right by itself, whatever is wrong about others.
+    A rule about several fields is checked once each of them is right by itself.
     """
     place = Place(path or f"l2_adapters[{index}]")
     entry = entry_of(entry, place.path)
     remember_secrets(entry)
-    found = config = make = None
-    wrong, kind, isolated, chain = AllWrong(), "", False, ChainSettings()
+    found = common = chain = config = make = None
+    wrong, kind, isolated = AllWrong(), "", False
     with wrong:
         kind = kind_of(entry, place)
         found = catalogue.find(kind, place.at("type"))
-    common = _common(entry, place, wrong)
     name = f"{kind}-{index}"
-    if found is not None:
-        with wrong:
+    with wrong:
+        common = _common(entry, place)
+        if found is not None:
             isolated = _isolated(common, found, place)
     with wrong:
         chain = read_chain(entry.get("codec"), place.at("codec"))
@@ -85,10 +85,10 @@ def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = ""
             )
     if found is not None:
         with wrong:
-            config = found.right_fields(entry, place, wrong)
+            config = found.config(entry, place)
             make = found.medium.prepare(config, place, name)
     wrong.tell()
-    assert found is not None and config is not None and make is not None
+    assert found and common and chain is not None and config is not None and make is not None
     codec = CodecConfig(chain, int(common.codec_staging_mb * MB), common.codec_workers)
     return TierConfig(
         name=name,
@@ -138,15 +138,15 @@ def entry_of(entry: str | Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return entry
 
 
-def _common(entry: Mapping[str, Any], place: Place, wrong: AllWrong) -> CommonFields:
-    """The fields that all types have; `wrong` gets the errors, see `structs.read_right`."""
+def _common(entry: Mapping[str, Any], place: Place) -> CommonFields:
+    """The fields that all types have. Raises ConfigError."""
     own = {name: value for name, value in entry.items() if name in COMMON}
-    common = structs.read_right(CommonFields, own, place, wrong)
+    common = structs.read(CommonFields, own, place)
     if common.eviction is not None:
         place.noted("eviction", "the adapter's own cap evicts the least recently used records")
     if common.serde is not None:
         advice = 'write "codec": ["zstd"] or "codec": [{"name": "aes-gcm", "key_file": PATH}]'
-        wrong.add(place.refused("serde", common.serde, f"it was replaced by codec; {advice}"))
+        raise place.refused("serde", common.serde, f"it was replaced by codec; {advice}")
     return common
 
 

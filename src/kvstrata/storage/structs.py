@@ -8,9 +8,6 @@ The struct gives a field's type and bounds.  Beyond them the field's `Meta(extra
     empty     True: an empty string counts as absent
 
 A field that is null counts as absent.
-
-Rules about several fields are checked after each field was read.  So that one error tells of both kinds of mistakes,
-`read_right` goes on after wrong fields: a rule that reads one of these ends with AlreadyTold, the others are checked.
 """
 
 from __future__ import annotations
@@ -23,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 from msgspec import inspect
 
-from kvstrata.config.nearest import nearest, nearest_name
+from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import quoted
-from kvstrata.errors import AllWrong, AlreadyTold, ConfigError
+from kvstrata.errors import AllWrong, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -75,34 +72,14 @@ def read(
     an unknown field is an error.
     """
     wrong = AllWrong()
-    struct = read_right(kind, values, place, wrong, also=also, rest=rest)
-    wrong.tell()
-    return struct
-
-
-def read_right(
-    kind: type[S],
-    values: Mapping[str, Any],
-    place: Place,
-    wrong: AllWrong,
-    *,
-    also: Iterable[str] = (),
-    rest: str = "",
-) -> S:
-    """As `read`, but `wrong` gets the errors, and the struct's right fields can be read also if others are wrong.
-
-    Reading a wrong field, or an absent one that the name of an unknown field resembles, raises AlreadyTold.
-    """
     fields = {name: field for name, field in _fields(kind).items() if name != rest}
     taken: dict[str, Any] = {}
-    unclear: set[str] = set()
     for name, field in fields.items():
         value = values.get(name)
         if value == "" and field.extra.get("empty"):
             value = None
         if value is None and not field.required:
             continue
-        unclear.add(name)
         if value is None and "missing" in field.extra:
             wrong.add(place.wrong(name, value, field.extra["missing"]))
             continue
@@ -113,7 +90,6 @@ def read_right(
                 raise (
                     place.hidden(name, must) if field.extra.get("secret") else place.wrong(name, value, must)
                 )
-            unclear.remove(name)
     unknown = {name: value for name, value in values.items() if name not in fields and name not in also}
     if rest:
         taken[rest] = unknown
@@ -121,23 +97,8 @@ def read_right(
         names = [*fields, *also]
         for name in unknown:
             wrong.add(place.hidden(name, f"unknown field{nearest(name, names)}"))
-            unclear |= {nearest_name(name, names)} & fields.keys() - taken.keys()
-    if not unclear:
-        return kind(**taken)
-    struct = kind(**{**taken, **dict.fromkeys(unclear)})
-    return cast(S, _RightFields(struct, frozenset(unclear)))
-
-
-class _RightFields:
-    """Stands for a struct with wrong fields: reading one of these raises AlreadyTold."""
-
-    def __init__(self, struct: msgspec.Struct, unclear: frozenset[str]) -> None:
-        self._struct, self._unclear = struct, unclear
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._unclear:
-            raise AlreadyTold(f"{name}: its value is wrong", field=name)
-        return getattr(self._struct, name)
+    wrong.tell()
+    return kind(**taken)
 
 
 @functools.cache

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata import failpoints
-from kvstrata.errors import AllWrong
 from kvstrata.storage import catalogue
 from kvstrata.storage.base import (
     AdapterContext,
@@ -210,18 +209,11 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: FaultConfig, place: Place, name: str) -> Make:
-    inner, wrong = Place(place.at("inner")), AllWrong()
-    make: Make | None = None
-    with wrong:
-        if (isolation := config.inner.get("isolation")) is not None:
-            advice = "set it in the outer entry, of type fault_inject"
-            raise inner.refused("isolation", isolation, advice)
-    with wrong:
-        found = catalogue.find(kind_of(config.inner, inner), inner.at("type"))
-        make = found.medium.prepare(found.right_fields(config.inner, inner, wrong), inner, name)
-    wrong.tell()
-    assert make is not None
-    make_inner = make
+    inner = Place(place.at("inner"))
+    if (isolation := config.inner.get("isolation")) is not None:
+        raise inner.refused("isolation", isolation, "set it in the outer entry, of type fault_inject")
+    found = catalogue.find(kind_of(config.inner, inner), inner.at("type"))
+    make_inner = found.medium.prepare(found.config(config.inner, inner), inner, name)
     plan = FaultPlan(config.seed, config.rate, list(Fault) if config.faults is None else config.faults)
     return lambda: FaultyAdapter(make_inner(), plan)
 

@@ -164,7 +164,7 @@ def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> Non
     path = r"\.codec\[0\]\."
     for options, wrong in (
         ({"key_files": []}, rf"{path}key_files: must be a list of 1 to 8 paths .*, found \[\]"),
-        ({"key_files": str(files[0])}, rf"{path}key_files: must be a list of 1 to 8 paths"),
+        ({"key_files": str(files[0])}, rf"{path}key_files: must be a list, found"),
         ({"key_files": [str(files[0])] * 9}, rf"{path}key_files: must be a list of 1 to 8 paths"),
         ({"key_files": ["/no/such"]}, rf"{path}key_files\[0\]: /no/such: cannot be read"),
         ({"key_files": [str(files[0]), str(files[2])]}, rf"{path}key_files: two files hold the same key"),

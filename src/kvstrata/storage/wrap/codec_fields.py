@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.tokens import read_token_file
 from kvstrata.errors import AllWrong, ConfigError, install
+from kvstrata.storage import structs
+from kvstrata.storage.structs import Place
 
 MIN_KEY_CHARS = 32
 NAMES = ("zstd", "aes-gcm", "mac")
@@ -45,127 +50,90 @@ class ChainSettings(NamedTuple):
         return (first, *self.old_keys) if first else ()
 
 
+class _Zstd(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    level: Annotated[int, Meta(ge=-50, le=19)] = 1
+    planes: Annotated[int, Meta(ge=1, le=2)] | None = None
+
+
+class _Keyed(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    key_file: str | None = None
+    key_files: list[str] | None = None
+
+
 def read_chain(value: object, path: str) -> ChainSettings:
     """The chain that the field `path` asks for. Raises ConfigError naming the parts that are wrong."""
     if value is None:
         return ChainSettings()
     entries = value if isinstance(value, list) else [value]
     settings, wrong = ChainSettings(), AllWrong()
-    seen: list[str] = []
+    names: list[str] = []
     for i, entry in enumerate(entries):
+        place = Place(f"{path}[{i}]" if isinstance(value, list) else path)
         with wrong:
-            settings = _with(settings, entry, f"{path}[{i}]" if isinstance(value, list) else path, seen)
+            options = {"name": entry} if isinstance(entry, str) else entry
+            names.append(_name(options, place, names))
+            settings = _with(settings, options, place)
     wrong.tell()
     return settings
 
 
-def _with(settings: ChainSettings, entry: object, where: str, seen: list[str]) -> ChainSettings:
-    """The chain with one more codec, whose name `seen` gets. Raises ConfigError."""
-    options: Any = {"name": entry} if isinstance(entry, str) else entry
+def _name(options: Any, place: Place, before: list[str]) -> str:
+    """The name of the next codec of a chain. Raises ConfigError."""
     if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
-        raise ConfigError(
-            f'{where}: must be the name of a codec or an object with a "name", found {entry!r:.80}',
-            field=where,
-        )
-    name = options["name"]
+        must = 'must be the name of a codec or an object with a "name"'
+        raise ConfigError(f"{place.path}: {must}, found {options!r:.80}", field=place.path)
+    name: str = options["name"]
+    wrong = ""
     if name == "fp8":
         advice = "KV is rounded where it is stored: give the engine fidelity: fp8; remove it here"
-        raise ConfigError(f"{where}: 'fp8' is no codec of L2 any more: {advice}", field=where)
-    if name not in NAMES:
-        raise ConfigError(
-            f"{where}: unknown codec {name!r:.80}{nearest(name, NAMES)}; known codecs: {', '.join(NAMES)}",
-            field=where,
-        )
-    if seen and NAMES.index(name) <= NAMES.index(seen[-1]):
-        raise ConfigError(
-            f"{where}: {name!r} cannot come after {seen[-1]!r}; the order is {', '.join(NAMES)}, each once",
-            field=where,
-        )
-    if name == "mac" and "aes-gcm" in seen:
-        raise ConfigError(
-            f"{where}: 'mac' cannot come after 'aes-gcm', which authenticates records itself; remove one",
-            field=where,
-        )
-    seen.append(name)
-    known, wrong = ["name"], AllWrong()
-    if name == "zstd":
-        known += ["level", "planes"]
-        level, planes = 1, None
-        with wrong:
-            _need("zstandard", where, name)
-        with wrong:
-            level = _whole(options, "level", where, 1, -50, 19)
-        with wrong:
-            planes = _whole(options, "planes", where, None, 1, 2)
-        settings = settings._replace(zstd=ZstdOptions(level, planes))
-    else:
-        known += ["key_file", "key_files"]
-        keys = [b""]
-        with wrong:
-            _need("cryptography", where, name)
-        with wrong:
-            keys = _read_keys(options, where)
-        settings = settings._replace(
-            master_key=keys[0] if name == "aes-gcm" else b"",
-            mac_key=keys[0] if name == "mac" else b"",
-            old_keys=tuple(keys[1:]),
-        )
-    for field in options:
-        if field not in known:
-            wrong.add(
-                ConfigError(
-                    f"{where}.{field}: unknown field{nearest(str(field), known)}", field=f"{where}.{field}"
-                )
-            )
-    wrong.tell()
-    return settings
+        wrong = f"'fp8' is no codec of L2 any more: {advice}"
+    elif name not in NAMES:
+        wrong = f"unknown codec {name!r:.80}{nearest(name, NAMES)}; known codecs: {', '.join(NAMES)}"
+    elif before and NAMES.index(name) <= NAMES.index(before[-1]):
+        wrong = f"{name!r} cannot come after {before[-1]!r}; the order is {', '.join(NAMES)}, each once"
+    elif name == "mac" and "aes-gcm" in before:
+        wrong = "'mac' cannot come after 'aes-gcm', which authenticates records itself; remove one"
+    if wrong:
+        raise ConfigError(f"{place.path}: {wrong}", field=place.path)
+    return name
 
 
-def _need(module: str, where: str, name: str) -> None:
+def _with(settings: ChainSettings, options: Mapping[str, Any], place: Place) -> ChainSettings:
+    """The chain with one more codec. Raises ConfigError."""
+    name = options["name"]
+    module = "zstandard" if name == "zstd" else "cryptography"
     if importlib.util.find_spec(module) is None:
         raise ConfigError(
-            f"{where}: {name!r} needs the Python package {module!r}, which is not installed: {install('codecs')}",
-            field=where,
+            f"{place.path}: {name!r} needs the Python package {module!r}, which is not installed: {install('codecs')}",
+            field=place.path,
         )
+    if name == "zstd":
+        zstd = structs.read(_Zstd, options, place)
+        return settings._replace(zstd=ZstdOptions(zstd.level, zstd.planes))
+    first, *old = _read_keys(structs.read(_Keyed, options, place), place)
+    settings = settings._replace(old_keys=tuple(old))
+    return settings._replace(master_key=first) if name == "aes-gcm" else settings._replace(mac_key=first)
 
 
-def _whole(options: Mapping[str, Any], name: str, where: str, default: Any, least: int, most: int) -> Any:
-    value = options.get(name, default)
-    if value is default:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise ConfigError(
-            f"{where}.{name}: must be a whole number from {least} to {most}, found {value!r:.80}",
-            field=f"{where}.{name}",
-        )
-    return value
-
-
-def _read_keys(options: Mapping[str, Any], where: str) -> list[bytes]:
+def _read_keys(options: _Keyed, place: Place) -> list[bytes]:
     """The keys of `key_file`, or of `key_files`: the first one writes, all of them read."""
-    files, field = options.get("key_file"), f"{where}.key_file"
-    if "key_files" not in options:
-        if not isinstance(files, str) or not files:
-            raise ConfigError(
-                f"{field}: must be the path of a file with the key, found {files!r:.80}", field=field
-            )
-        return [_read_key(os.path.expanduser(files), field)]
-    if files is not None:
-        raise ConfigError(f"{field}: key_files is given too; give one of them", field=field)
-    files, field = options["key_files"], f"{where}.key_files"
-    if (
-        not isinstance(files, list)
-        or not 0 < len(files) <= MOST_KEYS
-        or not all(isinstance(file, str) and file for file in files)
-    ):
-        raise ConfigError(
-            f"{field}: must be a list of 1 to {MOST_KEYS} paths of files with a key each, the key for new records "
-            f"first, found {files!r:.80}",
-            field=field,
-        )
-    keys = [_read_key(os.path.expanduser(file), f"{field}[{i}]") for i, file in enumerate(files)]
+    file, files = options.key_file, options.key_files
+    if files is None:
+        if not file:
+            raise place.wrong("key_file", file, "must be the path of a file with the key")
+        return [_read_key(os.path.expanduser(file), place.at("key_file"))]
+    if file is not None:
+        raise place.hidden("key_file", "key_files is given too; give one of them")
+    if not 0 < len(files) <= MOST_KEYS or not all(isinstance(file, str) and file for file in files):
+        must = f"must be a list of 1 to {MOST_KEYS} paths of files with a key each, the key for new records first"
+        raise place.wrong("key_files", files, must)
+    keys = [
+        _read_key(os.path.expanduser(file), f"{place.at('key_files')}[{i}]") for i, file in enumerate(files)
+    ]
     if len(set(keys)) < len(keys):
-        raise ConfigError(f"{field}: two files hold the same key; remove one", field=field)
+        raise place.hidden("key_files", "two files hold the same key; remove one")
     return keys
 
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvstrata.errors import AllWrong
 from kvstrata.native.disk import MIN_CAPACITY_BYTES
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.disk.adapter import disk_adapter
@@ -69,17 +68,12 @@ class DiskConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: DiskConfig, place: Place, name: str) -> Make:
-    capacity_bytes = segment_bytes = 0
-    path, wrong = "", AllWrong()
-    with wrong:
-        capacity_bytes = int(config.capacity_gb * GB)
-        segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
-        if segment_bytes > capacity_bytes // 16:
-            must = f"must be at most a sixteenth of capacity_gb, {capacity_bytes / 16 / MB:g} MB"
-            raise place.wrong("segment_mb", config.segment_mb, must)
-    with wrong:
-        path = absolute(config.base_path, place, "base_path")
-    wrong.tell()
+    capacity_bytes = int(config.capacity_gb * GB)
+    segment_bytes = int((config.segment_mb or 0) * MB) // BLOCK_BYTES * BLOCK_BYTES
+    if segment_bytes > capacity_bytes // 16:
+        must = f"must be at most a sixteenth of capacity_gb, {capacity_bytes / 16 / MB:g} MB"
+        raise place.wrong("segment_mb", config.segment_mb, must)
+    path = absolute(config.base_path, place, "base_path")
     return functools.partial(
         disk_adapter,
         path,

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.errors import AllWrong
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.fs.adapter import FsAdapter
 from kvstrata.storage.media.paths import absolute, folder_at
@@ -61,19 +60,14 @@ class FsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _prepare(config: FsConfig, place: Place, name: str) -> Make:
-    path, wrong = "", AllWrong()
-    with wrong:
-        path = absolute(config.base_path, place, "base_path")
-    with wrong:
-        _check_tmp_dir(config.relative_tmp_dir, place)
+    path = absolute(config.base_path, place, "base_path")
+    _check_tmp_dir(config.relative_tmp_dir, place)
     for field in ("read_ahead_size", "num_read_workers", "read_max_bytes_in_flight"):
         if getattr(config, field) is not None:
             place.noted(field, "a record is read in one piece, by the workers of num_workers")
-    with wrong:
-        size_gb, same_gb = config.capacity_gb, config.max_capacity_gb
-        if size_gb is not None and same_gb is not None and size_gb != same_gb:
-            raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
-    wrong.tell()
+    size_gb, same_gb = config.capacity_gb, config.max_capacity_gb
+    if size_gb is not None and same_gb is not None and size_gb != same_gb:
+        raise place.wrong("max_capacity_gb", same_gb, "is another name for capacity_gb; give one of them")
     free_gb = config.min_free_gb
     return functools.partial(
         FsAdapter,

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
-from kvstrata.errors import AllWrong
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.common import COMMON
 from kvstrata.storage.media.mooncake.adapter import (
@@ -65,33 +64,29 @@ def _renamed(setup: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(config: MooncakeConfig, place: Place, name: str) -> Make:
-    wrong = AllWrong()
     for old, new in OTHER_NAMES.items():
         if old in config.setup and new in config.setup:
-            wrong.add(place.hidden(new, f"is given as {old} too; give one of them"))
+            raise place.hidden(new, f"is given as {old} too; give one of them")
     setup = {key: value for key, value in _renamed(config.setup).items() if key not in REPLICAS}
     replicate = dict(config.replicate or {})
     for key in config.setup.keys() & REPLICAS:
-        with wrong:
-            text = str(config.setup[key])
-            if not text.isdecimal():
-                raise place.wrong(key, config.setup[key], "must be a whole number from 0")
-            replicate.setdefault(key, int(text))
+        text = str(config.setup[key])
+        if not text.isdecimal():
+            raise place.wrong(key, config.setup[key], "must be a whole number from 0")
+        replicate.setdefault(key, int(text))
     ours = [field for field in config.__struct_fields__ if field != "setup"]
     for key, value in setup.items():
         if key not in SETUP_KEYS:
             if hint := nearest(key, (*ours, *COMMON), cutoff=NEARLY):
-                wrong.add(place.hidden(key, f"unknown field, and not an option of Mooncake{hint}"))
-                continue
+                raise place.hidden(key, f"unknown field, and not an option of Mooncake{hint}")
             hint = nearest(key, SETUP_KEYS)
             log.warning("%s: unknown field%s, passed on to Mooncake", place.at(key), hint)
         if not isinstance(value, str | int | float):
             must = "must be a string, a number, true or false, like all options of Mooncake"
-            wrong.add(place.wrong(key, value, must))
+            raise place.wrong(key, value, must)
     for key in ("local_hostname", "metadata_server"):
         if key not in setup:
-            wrong.add(place.wrong(key, None, "must be given, since Mooncake's setup requires it"))
-    wrong.tell()
+            raise place.wrong(key, None, "must be given, since Mooncake's setup requires it")
     settings = MooncakeSettings(
         setup=setup,
         replicate=replicate,

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from kvstrata.config.private_file import read_private_file
-from kvstrata.errors import AllWrong
 from kvstrata.patience import patience
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.media.resp.adapter import RespAdapter, RespSettings
@@ -139,15 +138,9 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def settings_of(config: RespConfig, place: Place) -> RespSettings:
     """Check the fields; nothing is connected. Raises ConfigError."""
-    servers, wrong = None, AllWrong()
-    with wrong:
-        servers = _servers(config, place)
-    with wrong:
-        if PREFIX.fullmatch(config.key_prefix) is None:
-            must = "must be 1 to 64 letters, digits and _ . : / @ -"
-            raise place.wrong("key_prefix", config.key_prefix, must)
-    wrong.tell()
-    assert servers is not None
+    servers = _servers(config, place)
+    if PREFIX.fullmatch(config.key_prefix) is None:
+        raise place.wrong("key_prefix", config.key_prefix, "must be 1 to 64 letters, digits and _ . : / @ -")
     timeout_s = config.request_timeout
     return RespSettings(
         servers=servers,
@@ -170,24 +163,12 @@ class _Url(NamedTuple):
 
 
 def _servers(config: RespConfig, place: Place) -> RespServers:
-    addresses: tuple[Address, ...] = ()
-    username, password, database, tls = "", "", 0, None
-    wrong = AllWrong()
-    with wrong:
-        source, addresses = _named(config, place)
-        with wrong:
-            _check_mode(config, source, addresses, place)
-        with wrong:
-            _check_sentinel_name(config, source, place)
-    with wrong:
-        url = _url(config.url, place) if config.url is not None else None
-        with wrong:
-            username, password = _credentials(config, url, place)
-        with wrong:
-            database = _database(config, url, place)
-        with wrong:
-            tls = _tls(config, url, place)
-    wrong.tell()
+    source, addresses = _named(config, place)
+    _check_mode(config, source, addresses, place)
+    _check_sentinel_name(config, source, place)
+    url = _url(config.url, place) if config.url is not None else None
+    database, tls = _database(config, url, place), _tls(config, url, place)
+    username, password = _credentials(config, url, place)
     return RespServers(
         addresses=addresses,
         cluster=config.cluster_mode,
@@ -338,19 +319,16 @@ def _tls(config: RespConfig, url: _Url | None, place: Place) -> ssl.SSLContext |
     if by_url and not uses_tls:
         raise place.wrong("tls_enable", False, "must not be false with a rediss:// URL")
     given: dict[str, str] = {}
-    wrong = AllWrong()
     for name in TLS_FIELDS:
-        with wrong:
-            if (value := getattr(config, name)) is None:
-                continue
-            if not uses_tls:
-                raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
-            if name == "tls_key_file" and config.tls_cert_file is None:
-                raise place.wrong(name, value, "needs tls_cert_file")
-            if name != "tls_server_name" and not os.path.isfile(os.path.expanduser(value)):
-                raise place.wrong(name, value, "must be an existing file")
-            given[name] = value
-    wrong.tell()
+        if (value := getattr(config, name)) is None:
+            continue
+        if not uses_tls:
+            raise place.wrong(name, value, "needs tls_enable true, or a rediss:// URL")
+        if name == "tls_key_file" and config.tls_cert_file is None:
+            raise place.wrong(name, value, "needs tls_cert_file")
+        if name != "tls_server_name" and not os.path.isfile(os.path.expanduser(value)):
+            raise place.wrong(name, value, "must be an existing file")
+        given[name] = value
     if not uses_tls:
         return None
     files = {name: os.path.expanduser(path) for name, path in given.items()}
