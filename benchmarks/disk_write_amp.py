@@ -2,10 +2,10 @@
 
     python -m benchmarks.disk_write_amp --trace FILE
 
-ext/core/bench/disk_replay.cpp runs the real log on files in memory that keep everything but zeros, with records whose
-payloads are zeros.  Its policy, frames, tables and checksums are those of a server, and a log of tens of GB takes some
-MB of memory.  A record of 1 MiB stands for a block of 512 tokens (64 MiB for Llama-8B); with such small records the
-frame's header of 4 KiB weighs more than in reality.
+ext/core/bench/disk_replay.cpp runs the real log on sparse files in /dev/shm, with records whose payloads are zeros.
+Its policy, frames, tables and checksums are those of a server, and a log of tens of GB takes some MB of memory.  A
+record of 1 MiB stands for a block of 512 tokens (64 MiB for Llama-8B); with such small records the header of a frame,
+of 4 KiB, weighs more than in reality.
 
 - `disk_write_amp`: the requests of a trace (benchmarks/policies.py describes its form).  Each request loads the leading
   blocks that are stored and puts the others.  The log has no L1 in front of it, so all hits are loads from the log, and
@@ -27,6 +27,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,9 +63,9 @@ class Amplified(NamedTuple):
 def replayed(capacity_bytes: int, accesses: Iterable[str]) -> Amplified:
     """Replay accesses and count from the first segment that retires. Raises RuntimeError if no segment retires."""
     lines = "".join(with_counts(accesses))
-    done = subprocess.run(
-        [PROGRAM, str(capacity_bytes), str(RECORD_BYTES)], input=lines, capture_output=True, text=True
-    )
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        command = [PROGRAM, str(capacity_bytes), str(RECORD_BYTES), f"{folder}/log"]
+        done = subprocess.run(command, input=lines, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
     counts = [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,10 +1,10 @@
 // Copyright the kvstrata authors. SPDX-License-Identifier: Apache-2.0
 //
-// Replays accesses to a disk log of any size in memory. The log is the real one, on SparseFiles,
-// which store no zeros: payloads are all zeros and take no memory, but frames, tables, headers and
+// Replays accesses to a disk log of any size in memory. The log is the real one, on sparse files in
+// FOLDER, a tmpfs: payloads are all zeros and take no memory, but frames, tables, headers and
 // checksums are written and read as always.
 //
-//   disk_replay CAPACITY_BYTES RECORD_BYTES < accesses
+//   disk_replay CAPACITY_BYTES RECORD_BYTES FOLDER < accesses
 //
 // A line of standard input is one of these; IDs are whole numbers and name records.
 //
@@ -26,10 +26,10 @@
 #include <string>
 #include <vector>
 
+#include "../tests/support/hooked_files.h"
 #include "disk/log.h"
 #include "hash/crc32c.h"
 #include "record/record.h"
-#include "sparse_files.h"
 
 using namespace kvstrata;
 
@@ -53,15 +53,55 @@ Digest key_of(std::uint64_t number) {
   return key;
 }
 
+bool is_zero(const unsigned char* bytes, std::size_t length) {
+  static constexpr unsigned char kZeros[kFileBlockBytes] = {};
+  return std::memcmp(bytes, kZeros, length) == 0;
+}
+
+// As File::write, but zeros take no room where there are none but zeros.
+Status write_sparse(File& file, std::span<const WritePart> parts, std::uint64_t offset) {
+  const auto write = [&](const unsigned char* bytes, std::uint64_t at, std::size_t length) {
+    const WritePart part[] = {{bytes, length}};
+    return file.write(part, at);
+  };
+  for (const WritePart& part : parts) {
+    const auto* bytes = static_cast<const unsigned char*>(part.bytes);
+    const std::uint64_t end = offset + part.length;
+    std::uint64_t data = file.next_data(offset);
+    while (offset < end) {
+      const std::size_t length = std::min(kFileBlockBytes - offset % kFileBlockBytes, end - offset);
+      if (data < offset) data = file.next_data(offset);
+      if (data < offset + length || !is_zero(bytes, length))
+        KVSTRATA_RETURN_IF_ERROR(write(bytes, offset, length));
+      bytes += length;
+      offset += length;
+    }
+  }
+  std::uint64_t length = 0;
+  KVSTRATA_RETURN_IF_ERROR(file.length(&length));
+  return length >= offset ? Status() : file.truncate(offset);
+}
+
+Status grow(File& file, std::uint64_t length) {
+  std::uint64_t there = 0;
+  KVSTRATA_RETURN_IF_ERROR(file.length(&there));
+  return there >= length ? Status() : file.truncate(length);
+}
+
 class Replay {
  public:
-  Replay(std::uint64_t capacity_bytes, std::uint64_t record_bytes)
+  Replay(std::uint64_t capacity_bytes, std::uint64_t record_bytes, const std::string& folder)
       : length_(static_cast<std::uint32_t>(record_bytes)),
         memory_(record_bytes),
         payload_bytes_(record_bytes - record_header_bytes(1)),
         payload_crc_(crc32c(memory_.data(), payload_bytes_)),
-        log_(DiskOptions{.folder = "/log", .capacity_bytes = capacity_bytes, .own_threads = false},
+        log_(DiskOptions{.folder = folder,
+                         .capacity_bytes = capacity_bytes,
+                         .direct = false,
+                         .own_threads = false},
              files_) {
+    files_.write = write_sparse;
+    files_.allocate = grow;
     const std::string wrong = log_.open(ConnectorContext{.instance_id = "disk_replay"});
     if (!wrong.empty()) fail(wrong);
   }
@@ -115,8 +155,7 @@ class Replay {
     std::vector<ConnectorCount> counts{{"used_bytes", usage.used_bytes},
                                        {"records", usage.records},
                                        {"asked", asked_},
-                                       {"loaded", loaded_},
-                                       {"memory_bytes", files_.kept_bytes()}};
+                                       {"loaded", loaded_}};
     log_.counts(&counts);
     const char* before = "{";
     for (const ConnectorCount& count : counts) {
@@ -162,7 +201,7 @@ class Replay {
     std::unique_ptr<std::uint8_t, void (*)(void*)> start;
   };
 
-  testing::SparseFiles files_;
+  testing::HookedFiles files_;
   const std::uint32_t length_;
   const Memory memory_;
   const std::uint64_t payload_bytes_;
@@ -175,13 +214,13 @@ class Replay {
 }  // namespace
 
 int main(int count, char** words) {
-  if (count != 3) fail("needs CAPACITY_BYTES RECORD_BYTES");
+  if (count != 4) fail("needs CAPACITY_BYTES RECORD_BYTES FOLDER");
   const std::uint64_t capacity_bytes = std::strtoull(words[1], nullptr, 10);
   const std::uint64_t record_bytes = std::strtoull(words[2], nullptr, 10);
   if (capacity_bytes < kMinDiskBytes) fail("CAPACITY_BYTES: too small for a log");
   if (record_bytes <= record_header_bytes(1) || record_bytes > UINT32_MAX)
     fail("RECORD_BYTES: more than 4096, less than 4 GiB");
-  Replay replay(capacity_bytes, record_bytes);
+  Replay replay(capacity_bytes, record_bytes, words[3]);
   for (std::string line; std::getline(std::cin, line);) {
     std::istringstream parts(line);
     std::string verb;

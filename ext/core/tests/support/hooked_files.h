@@ -49,6 +49,12 @@ class HookedFiles final : public FileLayer {
   After after = [](const std::string&, const std::string&) {};
   std::function<void(const std::string& path, FileStat* stat)> see_stat = [](const std::string&,
                                                                              FileStat*) {};
+  std::function<Status(File& file, std::span<const WritePart> parts, std::uint64_t offset)> write =
+      [](File& file, std::span<const WritePart> parts, std::uint64_t offset) {
+        return file.write(parts, offset);
+      };
+  std::function<Status(File& file, std::uint64_t length)> allocate =
+      [](File& file, std::uint64_t length) { return file.allocate(length); };
   bool buffered_only = false;  // as a file system without O_DIRECT
 
   void fail_all(const std::string& call, int error) {
@@ -120,7 +126,7 @@ class HookedFiles final : public FileLayer {
         KVSTRATA_RETURN_IF_ERROR(write_half(parts, offset));
         return *failed;
       }
-      return layer_.hooked("write", path_, [&] { return file_->write(parts, offset); });
+      return layer_.hooked("write", path_, [&] { return layer_.write(*file_, parts, offset); });
     }
     Status sync() noexcept override {
       if (layer_.failure("sync"))
@@ -128,7 +134,7 @@ class HookedFiles final : public FileLayer {
       return layer_.hooked("sync", path_, [&] { return file_->sync(); });
     }
     Status allocate(std::uint64_t length) noexcept override {
-      return layer_.hooked("allocate", path_, [&] { return file_->allocate(length); });
+      return layer_.hooked("allocate", path_, [&] { return layer_.allocate(*file_, length); });
     }
     std::uint64_t next_data(std::uint64_t offset) noexcept override {
       return file_->next_data(offset);
