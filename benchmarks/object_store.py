@@ -25,8 +25,7 @@ from kvstrata.native.copying import buffer_address
 from kvstrata.native.record import CopyOutcome, verify_stored_record
 from kvstrata.storage.entry import make_adapter
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter
-from kvstrata.storage.media.object_store.names import path_of
+from kvstrata.storage.media.object_store.adapter import DEFAULT_WORKERS, ObjectStoreAdapter, path_of
 from tests.harness.s3_server import S3Server
 
 MB = 1 << 20

@@ -300,22 +300,6 @@ async def test_an_unknown_codec_is_a_counted_miss_that_deletes_nothing(
     assert folder.read(key_of(1)) == bytes(stored)
 
 
-@pytest.mark.parametrize("chain", [pytest.param(ZSTD, marks=pytest.mark.long), BOTH], ids=["zstd", "both"])
-async def test_damaged_stored_bytes_are_never_served_and_are_healed(
-    opened: Opener, tmp_path: Path, chain: ChainSettings
-) -> None:
-    folder = Folder(tmp_path / "kv")
-    async with opened(chain) as adapter:
-        records = await put_soft(adapter, 1)
-        length = len(folder.read(key_of(1)))
-        for at in (0, 9, 17, 50, 81, 89, 97, 105, 253, 260, 290, 520, 4096, 4110, 5000, length - 1):
-            folder.flip(key_of(1), at)
-            [outcome] = await load_soft(adapter, records)
-            assert outcome.status in (LoadStatus.CORRUPT, LoadStatus.ABSENT), at
-            records = await put_soft(adapter, 1)
-            assert await load_soft(adapter, records) == [LOADED], at
-
-
 async def test_puts_wait_for_staging_and_leave_room_for_loads(opened: Opener) -> None:
     size = 200_000
     async with opened(AES, staging_bytes=5 * 210_000) as adapter:  # two puts at a time

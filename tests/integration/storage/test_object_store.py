@@ -14,7 +14,7 @@ from kvstrata.rpc import wire
 from tests.harness.l2_load import check_and_release, clear_l1, stored, until_stored
 from tests.harness.rpc_client import RpcClient, until
 from tests.harness.s3_server import ACCESS_KEY, SECRET_KEY, S3Server
-from tests.harness.server_process import ServerFailed, ServerProcess
+from tests.harness.server_process import ServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -61,10 +61,7 @@ def until_found(client: RpcClient, identity: wire.IdentifyReply, chain: bytes, n
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "s3 in a process of its own",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("s3", "s3 without conditional puts")),
-    ],
+    ["s3 in a process of its own", pytest.param("s3 without conditional puts", marks=pytest.mark.long)],
 )
 def test_chunks_that_one_server_stored_are_served_by_another(
     bucket: S3Server, start: Starter, kind: str
@@ -125,20 +122,3 @@ def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
         until(client, lambda status: status["l2_adapters"][NAME]["breakers"]["exists"] != "closed")
         bucket.thaw()
         until_found(client, identity, chain, 6)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"url": "s3://no-such-bucket/kv"}, "names a bucket that does not exist; create it"),
-        ({"endpoint": "http://127.0.0.1:9"}, "cannot be reached; is the address right and the server up"),
-    ],
-)
-def test_an_unreachable_bucket_stops_the_start_with_the_reason(
-    bucket: S3Server, start: Starter, wrong: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ServerFailed) as failed:
-        start(bucket.entry(**wrong), "--no-http")
-    assert message in str(failed.value)
-    assert SECRET_KEY not in str(failed.value)

@@ -29,11 +29,15 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.entry import configure_tier, make_adapter
 from kvstrata.storage.lanes import Lane
-from kvstrata.storage.media.object_store import listing
-from kvstrata.storage.media.object_store.adapter import ObjectStoreAdapter
+from kvstrata.storage.media.object_store import adapter as module
+from kvstrata.storage.media.object_store.adapter import (
+    MARKER,
+    MARKER_TEXT,
+    ObjectStoreAdapter,
+    ObjectStoreSettings,
+    path_of,
+)
 from kvstrata.storage.media.object_store.failures import advice
-from kvstrata.storage.media.object_store.names import MARKER, MARKER_TEXT, path_of
-from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
 from kvstrata.testing.strategies import POISON, WAIT_S, key_of, lent_context, load_item, put_item, watched
 
 SECRET = "a-secret-that-nobody-may-see"
@@ -354,7 +358,7 @@ async def test_a_listing_that_never_ends_ends_the_clear_as_incomplete(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time of a listing is over after its first page."""
-    monkeypatch.setattr(listing, "LIST_S", -1.0)
+    monkeypatch.setattr(module, "LIST_S", -1.0)
     adapter = in_memory(store)
     await adapter.open(lent_context(lambda key: None))
     await adapter.put([put_item(key_of(1), 1000)])

@@ -26,11 +26,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.native.record import CopyOutcome, verify_stored_record
@@ -52,15 +55,6 @@ from kvstrata.storage.base import (
 )
 from kvstrata.storage.lanes import Lane, Lanes
 from kvstrata.storage.media.object_store.failures import LATER, RANGE, advice, is_wrong, plain, reason_of
-from kvstrata.storage.media.object_store.listing import pages
-from kvstrata.storage.media.object_store.names import (
-    MARKER,
-    MARKER_TEXT,
-    MOST_MARKER_BYTES,
-    path_of,
-)
-from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
-from kvstrata.storage.media.object_store.sharing import Item, Part, refused, share
 from kvstrata.storage.work import Work
 from kvstrata.types import KEY_BYTES
 
@@ -72,6 +66,7 @@ try:
 except ImportError:  # config.py then refuses the type and says what to install, so this module is not used
     pass
 
+Q = TypeVar("Q")
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -83,6 +78,48 @@ MAX_COUNTED = 100_000
 NOTE_EVERY_S = 60.0
 LONGEST_BYTES = (1 << 32) - 1
 """Longest record that its header can describe."""
+QUEUE_LIMIT = 1 << 14
+"""Requests that may wait in a lane."""
+PAGE = 1000
+LIST_S = 600.0
+"""Longest time of a listing: a server may answer with pages for ever, each within the time limit of a request."""
+MARKER = "kvstrata-format"
+MARKER_TEXT = b"kvstrata records, format 1\n"
+MOST_MARKER_BYTES = 4096
+NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.kvc")
+
+
+def path_of(key: bytes) -> str:
+    """The name of a record's object below the URL."""
+    name = key.hex()
+    return f"{name[:2]}/{name}.kvc"
+
+
+def dropped(item: PutItem | LoadItem, outcome: T) -> T:
+    """`outcome`, for an item with which nothing is done: its hold ends."""
+    item.hold.drop()
+    return outcome
+
+
+class ObjectStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Checked settings. Only `connect`, which makes the library's store, has the credentials; `url` has none."""
+
+    url: str
+    connect: Callable[[], Any]
+    medium: str = ""
+    """As in the adapter's `Capabilities`."""
+    multipart_bytes: int = 64 << 20
+    part_bytes: int = 8 << 20
+    num_workers: int = 4
+    per_op_workers: dict[Lane, int] = {}
+
+
+class Part(NamedTuple):
+    """The outcome of reading one part of a record."""
+
+    status: LoadStatus
+    reason: str = ""
+    e_tag: str | None = None
 
 
 class ObjectStoreAdapter(StorageAdapter):
@@ -94,8 +131,12 @@ class ObjectStoreAdapter(StorageAdapter):
             persistent=True, shared=True, medium=settings.medium, max_batch=64, has_heads=True
         )
         self.settings = settings
-        self._lanes = Lanes(name, num_workers=settings.num_workers, per_op_workers=settings.per_op_workers)
-        self._lookups = settings.per_op_workers.get(Lane.LOOKUP, settings.num_workers)
+        self._lanes = Lanes(
+            name,
+            num_workers=settings.num_workers,
+            per_op_workers=settings.per_op_workers,
+            queue_limit=QUEUE_LIMIT,
+        )
         self._store: Any = None
         self._creates = True
         """Whether the store can refuse to replace an object."""
@@ -160,26 +201,27 @@ class ObjectStoreAdapter(StorageAdapter):
 
     async def exists(self, keys: Sequence[bytes]) -> list[Found]:
         """Send a HEAD for each key, concurrently in the lookup lane."""
-        return await self._spread(
-            list(keys), self._find, Found(Presence.UNKNOWN, 0, CLOSED), Found(Presence.UNKNOWN, 0, THROTTLED)
-        )
+        closed, full = (Found(Presence.UNKNOWN, 0, reason) for reason in (CLOSED, THROTTLED))
+        return await self._ask(keys, self._find, closed, full)
 
     async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
         """Read the first bytes of each record, concurrently in the lookup lane."""
-        return await self._spread(list(keys), self._read_head, b"", b"")
+        return await self._ask(keys, self._read_head, b"", b"")
 
     async def put(self, items: Sequence[PutItem]) -> list[PutOutcome]:
         """Put the records, divided among the threads of the lane."""
         if self._closed:
-            return refused(items, PutOutcome(PutStatus.FAILED, CLOSED))
+            return [dropped(item, PutOutcome(PutStatus.FAILED, CLOSED)) for item in items]
         full = PutOutcome(PutStatus.THROTTLED, QUEUE_FULL)
-        return await self._work.own(self._share(Lane.PUT, items, self._write, full))
+        return await self._work.own(
+            self._each(Lane.PUT, self._write, items, lambda item: dropped(item, full))
+        )
 
     async def load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
         """Load the records, divided among the threads of the lane; parts of a large one are loaded concurrently."""
         if self._closed:
-            return refused(items, LoadOutcome(LoadStatus.FAILED, CLOSED))
-        return await self._work.own(self._load(items))
+            return [dropped(item, LoadOutcome(LoadStatus.FAILED, CLOSED)) for item in items]
+        return await self._work.own(asyncio.gather(*map(self._load_one, items)))
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Remove in bulk the records that a HEAD finds."""
@@ -220,49 +262,30 @@ class ObjectStoreAdapter(StorageAdapter):
         assert done is not None, "refused work that has no limit"
         return await done
 
-    async def _spread(self, keys: list[bytes], ask: Callable[[bytes], T], closed: T, refused: T) -> list[T]:
-        """Ask for all keys, divided among the threads of the lookup lane.
+    async def _each(
+        self, lane: Lane, work: Callable[[Q], T], asked: Sequence[Q], refused: Callable[[Q], T]
+    ) -> list[T]:
+        """The outcomes of `work` for each of a batch in the lane's threads, of `refused` where the lane is full."""
+        waits = [self._lanes.submit(lane, functools.partial(work, one)) for one in asked]
+        return [refused(one) if wait is None else await wait for one, wait in zip(asked, waits, strict=True)]
 
-        Keys whose share a full lane does not take get the answer `refused`; after `close`, all keys get `closed`.
-        """
-        if self._closed or not keys:
+    async def _ask(self, keys: Sequence[bytes], ask: Callable[[bytes], T], closed: T, full: T) -> list[T]:
+        if self._closed:
             return [closed] * len(keys)
-        count = min(len(keys), self._lookups)
+        return await self._work.own(self._each(Lane.LOOKUP, ask, keys, lambda key: full))
 
-        def share(number: int) -> list[T]:
-            return [ask(key) for key in keys[number::count]]
-
-        async def shares() -> list[T]:
-            answers = [refused] * len(keys)
-            waits = [self._lanes.submit(Lane.LOOKUP, functools.partial(share, n)) for n in range(count)]
-            for number, wait in enumerate(waits):
-                if wait is not None:
-                    answers[number::count] = await wait
-            return answers
-
-        return await self._work.own(shares())
-
-    async def _share(self, lane: Lane, items: Sequence[Item], work: Callable[[Item], T], full: T) -> list[T]:
-        n_threads = self.settings.per_op_workers.get(lane, self.settings.num_workers)
-        return await share(functools.partial(self._lanes.submit, lane), n_threads, items, work, full)
-
-    async def _load(self, items: Sequence[LoadItem]) -> list[LoadOutcome]:
-        step, full = self.settings.part_bytes, LoadOutcome(LoadStatus.FAILED, THROTTLED)
-        small = {number: item for number, item in enumerate(items) if item.hold.length <= step}
-        large = {number: item for number, item in enumerate(items) if number not in small}
-        of_small, of_large = await asyncio.gather(
-            self._share(Lane.LOAD, list(small.values()), self._load_whole, full),
-            asyncio.gather(*map(self._load_parts, large.values())),
-        )
-        outcomes = dict(zip((*small, *large), (*of_small, *of_large), strict=True))
-        return [outcomes[number] for number in range(len(items))]
+    async def _load_one(self, item: LoadItem) -> LoadOutcome:
+        if item.hold.length > self.settings.part_bytes:
+            return await self._load_parts(item)
+        wait = self._lanes.submit(Lane.LOAD, functools.partial(self._load_whole, item))
+        return dropped(item, LoadOutcome(LoadStatus.FAILED, THROTTLED)) if wait is None else await wait
 
     async def _load_parts(self, item: LoadItem) -> LoadOutcome:
         """Load a record that is longer than a part."""
         length, step = item.hold.length, self.settings.part_bytes
         first = self._lanes.submit(Lane.LOAD, functools.partial(self._read, item, 0, step))
         if first is None:
-            return refused([item], LoadOutcome(LoadStatus.FAILED, THROTTLED))[0]
+            return dropped(item, LoadOutcome(LoadStatus.FAILED, THROTTLED))
         rest = [
             self._in_lane(Lane.LOAD, functools.partial(self._read, item, at, min(at + step, length)))
             for at in range(step, length, step)
@@ -291,7 +314,7 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _write(self, item: PutItem) -> PutOutcome:
         if len(item.key) != KEY_BYTES:
-            return refused([item], PutOutcome(PutStatus.FAILED, BAD_ITEM))[0]
+            return dropped(item, PutOutcome(PutStatus.FAILED, BAD_ITEM))
         path, length = path_of(item.key), item.hold.length
         view = item.hold.view()
         weakref.finalize(view, item.hold.drop).atexit = False  # invariant 2
@@ -427,7 +450,7 @@ class ObjectStoreAdapter(StorageAdapter):
 
     def _clear(self) -> int:
         removed = 0
-        for ours in pages(self._store):
+        for ours in self._pages():
             if ours:
                 self._remove([meta["path"] for meta in ours])
                 removed += len(ours)
@@ -435,13 +458,21 @@ class ObjectStoreAdapter(StorageAdapter):
             self._counted_s = None
         return removed
 
+    def _pages(self) -> Iterator[list[Any]]:
+        """The pages of a listing, of each the objects whose names are ours. Raises TimeoutError after LIST_S."""
+        until_s = time.monotonic() + LIST_S
+        for page in obstore.list(self._store, chunk_size=PAGE):
+            yield [meta for meta in page if NAME.fullmatch(meta["path"])]
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"incomplete: the listing did not end within {LIST_S:g} s")
+
     def _count(self) -> Usage:
         with self._counting:
             if self._counted_s is not None and time.monotonic() - self._counted_s < COUNTED_FOR_S:
                 return self._usage
         used_bytes = records = 0
         try:
-            for ours in pages(self._store):
+            for ours in self._pages():
                 used_bytes, records = used_bytes + sum(meta["size"] for meta in ours), records + len(ours)
                 if records >= MAX_COUNTED:
                     break

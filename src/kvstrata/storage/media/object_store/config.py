@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvstrata.config.nearest import nearest
 from kvstrata.config.secrets import scrubbed
-from kvstrata.errors import AllWrong, ConfigError, install
+from kvstrata.errors import ConfigError, install
 from kvstrata.patience import patience
 from kvstrata.storage.catalogue import Make, Medium
 from kvstrata.storage.common import COMMON
@@ -96,23 +96,16 @@ def _prepare(config: ObjectStoreConfig, place: Place, name: str) -> Make:
     from kvstrata.storage.media.object_store.adapter import (
         DEFAULT_WORKERS,
         ObjectStoreAdapter,
+        ObjectStoreSettings,
     )
     from kvstrata.storage.media.object_store.failures import plain
-    from kvstrata.storage.media.object_store.settings import ObjectStoreSettings
 
-    url, wrong = "", AllWrong()
-    store_options: dict[str, Any] = {}
-    client: dict[str, Any] = {}
-    options = _renamed(config, place, wrong)
-    with wrong:
-        url = _url(config.url, place)
-        store_options, client = _sorted(place, url, options)
-    endpoint = ""
-    with wrong:
-        endpoint = options.get("endpoint") or options.get("aws_endpoint") or ""
-        if str(endpoint).startswith("http://") and "allow_http" not in options:
-            raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
-    wrong.tell()
+    options = _renamed(config, place)
+    url = _url(config.url, place)
+    store_options, client = _sorted(place, url, options)
+    endpoint = options.get("endpoint") or options.get("aws_endpoint") or ""
+    if str(endpoint).startswith("http://") and "allow_http" not in options:
+        raise place.hidden("endpoint", 'must begin with https://, or write "allow_http": true beside it')
     client = {"timeout": f"{patience(10):g}s", "connect_timeout": f"{patience(2):g}s", **client}
     retry = {
         "max_retries": config.max_retries,
@@ -159,22 +152,22 @@ def _url(url: str, place: Place) -> str:
     return url.rstrip("/")
 
 
-def _renamed(config: ObjectStoreConfig, place: Place, wrong: AllWrong) -> dict[str, Any]:
-    """The options under obstore's names, also those given under LMCache's names for its `s3`. `wrong` gets errors."""
+def _renamed(config: ObjectStoreConfig, place: Place) -> dict[str, Any]:
+    """The options under obstore's names, also those given under LMCache's names for its `s3`. Raises ConfigError."""
     if config.s3_endpoint is not None:
         advice = 'write "url": "s3://BUCKET/PREFIX" and, for a server that is not Amazon\'s, "endpoint": "https://HOST"'
-        wrong.add(place.refused("s3_endpoint", config.s3_endpoint, advice))
+        raise place.refused("s3_endpoint", config.s3_endpoint, advice)
     if config.max_capacity_gb:
         advice = "object stores have no cap here; give the bucket a lifecycle rule"
-        wrong.add(place.refused("max_capacity_gb", config.max_capacity_gb, advice))
-    elif config.max_capacity_gb is not None:
+        raise place.refused("max_capacity_gb", config.max_capacity_gb, advice)
+    if config.max_capacity_gb is not None:
         place.noted("max_capacity_gb", "object stores have no cap here")
     options = dict(config.options)
     for old, new in REPLACED:
         if old in options:
             log.info("%s: read as %s, obstore's name for this option", place.at(old), new)
             if new in options:
-                wrong.add(place.hidden(new, f"is given as {old} too; give one of them"))
+                raise place.hidden(new, f"is given as {old} too; give one of them")
             options[new] = options.pop(old)
     for name, why in (
         ("s3_num_io_threads", "per_op_workers bounds the requests"),
@@ -192,12 +185,10 @@ def _sorted(place: Place, url: str, options: dict[str, Any]) -> tuple[dict[str, 
 
     config: dict[str, Any] = {}
     client: dict[str, Any] = {}
-    wrong = AllWrong()
     for name, value in options.items():
         if not isinstance(value, str | int | float):
             must = "must be a string, a number, true or false, like all options of obstore"
-            wrong.add(place.hidden(name, must))
-            continue
+            raise place.hidden(name, must)
         value = value if isinstance(value, str | bool) else str(value)
         try:
             HTTPStore.from_url("http://localhost", client_options={name: value})
@@ -205,15 +196,14 @@ def _sorted(place: Place, url: str, options: dict[str, Any]) -> tuple[dict[str, 
             try:
                 from_url(url, config={name: value})
             except UnknownConfigurationKeyError:
-                wrong.add(_unknown(place, name))
+                raise _unknown(place, name) from None
             except (BaseError, TypeError, ValueError):  # a known option, but a store needs more than this one
                 pass
             config[name] = value
         except (BaseError, TypeError) as error:
-            wrong.add(place.hidden(name, scrubbed(str(error).partition("\n")[0])))
+            raise place.hidden(name, scrubbed(str(error).partition("\n")[0])) from None
         else:
             client[name] = value
-    wrong.tell()
     return config, client
 
 
