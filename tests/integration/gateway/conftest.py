@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
-from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine
-from tests.harness.cluster import Cluster, key_files
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import ScriptedEngine
-from tests.integration.gateway.controllers_scene import DEADLINE_MS, Scene, answers
+from tests.integration.gateway.controllers_scene import Scene, opened
 
 Start = Callable[..., Awaitable[GatewayProcess]]
 
@@ -60,44 +58,8 @@ async def starting(folder: Path) -> AsyncIterator[Start]:
         yield starter
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    l2, flags, more = getattr(request, "param", "none"), (), {}
-    if l2 == "shared":
-        entry = {"type": "fs", "base_path": str(tmp_path / "shared"), "shared": True, "capacity_gb": 1}
-        l2, flags = "embedded", ("--l2-adapter", json.dumps(entry))
-    if l2 == "keys":
-        controllers, members = key_files(tmp_path)
-        l2, flags = "none", ("--cluster-curve-file", str(members))
-        more["controller_flags"] = ("--curve-secret-file", str(controllers), "--heartbeat-s", "1")
-    with Cluster(tmp_path, l1_mb=64, chunk_tokens=CHUNK_TOKENS, l2=l2, flags=flags, **more) as made:
-        yield made
-
-
-@pytest.fixture
-async def scene(cluster: Cluster, session: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[Scene]:
-    async with contextlib.AsyncExitStack() as stack:
-        engines = []
-        for _ in range(2):
-            engines.append(await stack.enter_async_context(ScriptedEngine("m", behaviour=answers)))
-        caches = []
-        for engine, server in zip(engines, cluster.servers, strict=True):
-            settings = {"engine_url": engine.url}
-            cache = CacheEngine(server.socket_dir, block_bytes=1024, num_blocks=4096, settings=settings)
-            stack.enter_context(cache)
-            caches.append(await asyncio.to_thread(cache.connect))
-        made = Scene(cluster, engines, caches)
-        made.session = session
-        members = tmp_path / "members.keys"
-        keys = {"curve_file": str(members)} if members.exists() else {}
-        made.gateway = GatewayProcess(
-            tmp_path / "gateway",
-            [one.url for one in engines],
-            policy="ttft",
-            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw", **keys},
-            picker={"enabled": True, "port": 0},
-        )
-        await asyncio.to_thread(made.gateway.start)
-        stack.callback(made.gateway.kill)
-        await made.until_told()
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    """The scene that the tests of a module share."""
+    async with opened(tmp_path_factory.mktemp("scene")) as made:
         yield made

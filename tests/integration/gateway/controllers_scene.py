@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.cluster import Cluster
+from tests.harness.cluster import Cluster, key_files
 from tests.harness.gateway_process import GatewayProcess
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.waiting import eventually_async
@@ -115,3 +119,44 @@ class Scene:
             for one in copies
             if one["tier"] != "l0"
         }
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, kind: str = "none", n_servers: int = 2) -> AsyncIterator[Scene]:
+    """A scene. `kind`: `keys` for key files, `fs` for an L2 at each server, `shared` for one of both."""
+    l2, more, keys = kind, dict[str, Any](), dict[str, str]()
+    if kind == "shared":
+        entry = {"type": "fs", "base_path": str(folder / "shared"), "shared": True, "capacity_gb": 1}
+        l2, more = "embedded", {"flags": ("--l2-adapter", json.dumps(entry))}
+    if kind == "keys":
+        controllers, members = key_files(folder)
+        l2, keys = "none", {"curve_file": str(members)}
+        more["flags"] = ("--cluster-curve-file", str(members))
+        more["controller_flags"] = ("--curve-secret-file", str(controllers), "--heartbeat-s", "1")
+    async with contextlib.AsyncExitStack() as stack:
+        cluster = stack.enter_context(
+            Cluster(folder, l1_mb=64, n_servers=n_servers, chunk_tokens=CHUNK_TOKENS, l2=l2, **more)
+        )
+        engines, caches = [], []
+        for server in cluster.servers:
+            engine = await stack.enter_async_context(ScriptedEngine("m", behaviour=answers))
+            settings = {"engine_url": engine.url}
+            cache = CacheEngine(server.socket_dir, block_bytes=1024, num_blocks=4096, settings=settings)
+            stack.enter_context(cache)
+            engines.append(engine)
+            caches.append(await asyncio.to_thread(cache.connect))
+        made = Scene(cluster, engines, caches)
+        made.session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60))
+        )
+        made.gateway = GatewayProcess(
+            folder / "gateway",
+            [one.url for one in engines],
+            policy="ttft",
+            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw", **keys},
+            picker={"enabled": True, "port": 0},
+        )
+        await asyncio.to_thread(made.gateway.start)
+        stack.callback(made.gateway.kill)
+        await made.until_told(n_servers)
+        yield made

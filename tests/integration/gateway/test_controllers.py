@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
-import aiohttp
 import pytest
 
 from kvstrata.policy.routing.load_rates import ASSUMED_LATENCY_S
-from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
-from tests.harness.cluster import Cluster, key_files
+from tests.harness.cache_engine import eventually, prompt
+from tests.harness.cluster import key_files
 from tests.harness.ext_proc import endpoints
 from tests.harness.gateway_process import GatewayProcess
-from tests.harness.scripted_engine import Got, Line, ScriptedEngine
+from tests.harness.scripted_engine import Got, Line
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.controllers_scene import (
     CHUNKS,
     COMPLETIONS,
-    DEADLINE_MS,
     TOKENS,
     Scene,
     answers,
+    opened,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scene) -> None:
+    before = await scene.page()
     for seed in range(6):
         number = seed % 2
         tokens = await scene.store(number, seed)
         decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
         assert decision["engine"] == scene.engines[number].name, decision
         assert (decision["way"]["tier"], decision["way"]["source"]) == ("l1", f"instance-{number}")
-    counts = await scene.page()
-    assert (counts["asked"], counts["answered"]) == (6, 6), counts
+    assert await asked_since(scene, before) == (6, 6)
 
     async def shown() -> bool:
         (row,) = scene.cluster.controller.ask("/v1/cluster")["gateways"]
@@ -48,33 +47,18 @@ async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l1(scene: Scen
     await eventually_async("the controller shows the gateway", shown)
 
 
-async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(scene: Scene) -> None:
-    tokens = await scene.store(0, 1)
-    assert await scene.l1_latencies(tokens, "before") == [ASSUMED_LATENCY_S, ASSUMED_LATENCY_S]
-    cache = scene.caches[0]
-    for _ in range(12):
-        assert await asyncio.to_thread(cache.hit, tokens) == CHUNKS
-    numbers = itertools.count()
-
-    async def told() -> bool:
-        one, other = await scene.l1_latencies(tokens, f"after-{next(numbers)}")
-        return other == ASSUMED_LATENCY_S != one
-
-    await eventually_async("the gateway knows how fast the first engine loads", told)
-    server = scene.cluster.servers[0]
-
-    def rates() -> list[dict[str, float]]:
-        return [rate for one in server.get("/v1/status")["peers"] if (rate := one["load_rate"])]
-
-    (rate,) = rates()
-    assert rate["bytes_s"] > 0 and rate["latency_s"] >= 0
-    await asyncio.to_thread(server.kill)
-    await asyncio.to_thread(server.start)
-    await asyncio.to_thread(eventually, "a new server is told as well", lambda: rates() == [rate])
+async def asked_since(scene: Scene, before: dict[str, Any]) -> tuple[int, int]:
+    """Questions that the gateway has asked, and that were answered, since its page was `before`."""
+    now = await scene.page()
+    return now["asked"] - before["asked"], now["answered"] - before["answered"]
 
 
-@pytest.mark.parametrize("cluster", ["keys"], indirect=True)
-async def test_with_key_files_a_gateway_with_other_keys_is_told_nothing(scene: Scene, tmp_path: Path) -> None:
+async def test_with_key_files_a_gateway_with_other_keys_is_told_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path, "keys") as scene:
+        await other_keys_are_told_nothing(scene, tmp_path)
+
+
+async def other_keys_are_told_nothing(scene: Scene, tmp_path: Path) -> None:
     tokens = await scene.store(1, 2)
     assert ("l1", TOKENS, "instance-1") in {one[1:] for one in await scene.known(tokens, "own-keys")}
     _, others = key_files(tmp_path / "others")
@@ -97,32 +81,37 @@ async def test_with_key_files_a_gateway_with_other_keys_is_told_nothing(scene: S
 
 
 async def test_an_endpoint_picker_asks_too(scene: Scene) -> None:
-    for seed in range(6):
+    before = await scene.page()
+    for seed in range(10, 16):
         number = seed % 2
         tokens = await scene.store(number, seed)
         body = json.dumps({"model": "m", "prompt": tokens, "max_tokens": 1}).encode()
         chosen, *_ = await endpoints(scene.gateway.ready["picker_port"], body, _path=COMPLETIONS)
         assert chosen == scene.engines[number].name
-    counts = await scene.page()
-    assert (counts["asked"], counts["answered"]) == (6, 6), counts
+    assert await asked_since(scene, before) == (6, 6)
 
 
-@pytest.mark.parametrize("cluster", ["fs"], indirect=True)
-async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(scene: Scene) -> None:
-    for seed in range(4):
-        number = seed % 2
-        tokens = await scene.store(number, seed)
-        await scene.only_in_l2(number)
-        decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
-        assert decision["engine"] == scene.engines[number].name, decision
-        way = decision["way"]
-        assert (way["tier"], way["source"], way["cached_tokens"]) == ("l2", f"instance-{number}", TOKENS - 1)
+async def test_a_prompt_goes_to_the_engine_whose_server_has_it_in_l2_only(tmp_path: Path) -> None:
+    async with opened(tmp_path, "fs") as scene:
+        for seed in range(4):
+            number = seed % 2
+            tokens = await scene.store(number, seed)
+            await scene.only_in_l2(number)
+            decision = (await scene.decided(tokens, f"{seed}"))["record"]["decision"]
+            assert decision["engine"] == scene.engines[number].name, decision
+            way = decision["way"]
+            found = way["tier"], way["source"], way["cached_tokens"]
+            assert found == ("l2", f"instance-{number}", TOKENS - 1)
 
 
-@pytest.mark.parametrize("cluster", ["shared"], indirect=True)
 async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_finds_it_gone(
-    scene: Scene, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    async with opened(tmp_path, "shared") as scene:
+        await shared_until_gone(scene, tmp_path)
+
+
+async def shared_until_gone(scene: Scene, tmp_path: Path) -> None:
     tokens = await scene.store(0, 9)
     await scene.only_in_l2(0)
     names, numbers = [one.name for one in scene.engines], itertools.count()
@@ -137,7 +126,7 @@ async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_fin
     assert hit == CHUNKS
     body = {"tier": "l1", "wait_s": 10}
     await asyncio.to_thread(scene.cluster.controller.ask, "/v1/clear", body)
-    for record in (tmp_path / "shared").glob("[0-9a-f][0-9a-f]/**/*"):
+    for record in (tmp_path / "shared").glob("server-*/[0-9a-f][0-9a-f]/**/*"):
         if record.is_file():
             record.unlink()
 
@@ -151,13 +140,13 @@ async def test_what_one_server_put_into_a_shared_tier_all_can_load_until_one_fin
 async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from_the_peer(
     scene: Scene,
 ) -> None:
-    tokens = await scene.store(0, 7)
+    tokens = await scene.store(0, 27)
     holder, other = scene.engines
     waits = asyncio.Event()
 
     async def hangs(got: Got, line: Line) -> None:
         await waits.wait()
-        await answers(got, line)
+        await line.answer({"choices": []})
 
     holder.behaviour = hangs
     # Prompts of another model name are sent to the holder alone, and wait there.
@@ -168,13 +157,17 @@ async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from
             return "only-here" in await response.text()
 
     await eventually_async("the model is known", serves)
-    body = {"model": "only-here", "prompt": prompt(4_000, 8), "max_tokens": 1}
+    body = {"model": "only-here", "prompt": prompt(4_000, 28), "max_tokens": 1}
     busy = [
         asyncio.ensure_future(scene.session.post(scene.gateway.url + COMPLETIONS, json=body))
         for _ in range(3)
     ]
     try:
-        await eventually_async("the holder is busy", lambda: _has(holder, 3))
+
+        async def waiting() -> bool:
+            return sum(b"only-here" in one.body for one in holder.got) == 3
+
+        await eventually_async("the holder is busy", waiting)
         decision = (await scene.decided(tokens, "spilled"))["record"]["decision"]
         assert decision["engine"] == other.name, decision
         assert (decision["way"]["tier"], decision["way"]["source"]) == ("peer", "instance-0"), decision
@@ -182,14 +175,29 @@ async def test_while_the_holder_is_busy_a_prompt_goes_elsewhere_and_is_read_from
         waits.set()
         for one in await asyncio.gather(*busy):
             one.release()
+        holder.behaviour = answers
 
 
-async def _has(engine: ScriptedEngine, count: int) -> bool:
-    return len(engine.got) >= count
+async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
+    tokens = await scene.store(0, 35)
+    urls, scene.gateway.settings["controllers"]["urls"] = scene.gateway.settings["controllers"]["urls"], []
+    await scene.reloaded()
+
+    async def none() -> bool:
+        return not (await scene.gateway.status(scene.session))["controllers"]
+
+    await eventually_async("no controller is left", none)
+    assert not await scene.known(tokens, "without")
+    scene.gateway.settings["controllers"] |= {"urls": urls, "name": "renamed"}
+    await scene.reloaded()
+    await scene.until_told()
+    assert await scene.known(tokens, "with")
+    names = [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]]
+    assert names == ["gw", "renamed"]
 
 
 async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> None:
-    tokens = await scene.store(0, 3)
+    tokens = await scene.store(0, 33)
     controller = scene.cluster.controller
     controller.freeze()
     for _ in range(12):
@@ -225,53 +233,39 @@ async def test_a_killed_or_frozen_controller_delays_no_request(scene: Scene) -> 
     await eventually_async("the controller answers", answers)
 
 
-async def test_a_reload_changes_the_controllers(scene: Scene) -> None:
-    tokens = await scene.store(0, 5)
-    urls, scene.gateway.settings["controllers"]["urls"] = scene.gateway.settings["controllers"]["urls"], []
-    await scene.reloaded()
-
-    async def none() -> bool:
-        return not (await scene.gateway.status(scene.session))["controllers"]
-
-    await eventually_async("no controller is left", none)
-    assert not await scene.known(tokens, "without")
-    scene.gateway.settings["controllers"] |= {"urls": urls, "name": "renamed"}
-    await scene.reloaded()
-    await scene.until_told()
-    assert await scene.known(tokens, "with")
-    names = [row["name"] for row in scene.cluster.controller.ask("/v1/cluster")["gateways"]]
-    assert names == ["gw", "renamed"]
+async def test_how_fast_engines_load_is_told_before_the_gateway_has_seen_a_load(tmp_path: Path) -> None:
+    async with opened(tmp_path) as scene:
+        await load_rates_are_told(scene)
 
 
-async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(
-    tmp_path: Path, session: aiohttp.ClientSession
-) -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        cluster = stack.enter_context(Cluster(tmp_path, l1_mb=64, n_servers=4, chunk_tokens=CHUNK_TOKENS))
-        engines = [
-            await stack.enter_async_context(ScriptedEngine("m", behaviour=answers)) for _ in cluster.servers
-        ]
-        caches = [
-            stack.enter_context(
-                CacheEngine(
-                    server.socket_dir, block_bytes=1024, num_blocks=4096, settings={"engine_url": engine.url}
-                )
-            )
-            for engine, server in zip(engines, cluster.servers, strict=True)
-        ]
-        for cache in caches:
-            await asyncio.to_thread(cache.connect)
-        made = Scene(cluster, engines, caches)
-        made.session = session
-        made.gateway = GatewayProcess(
-            tmp_path / "gateway",
-            [one.url for one in engines],
-            policy="ttft",
-            controllers={"urls": [made.url], "deadline_ms": DEADLINE_MS, "name": "gw"},
-        )
-        await asyncio.to_thread(made.gateway.start)
-        stack.callback(made.gateway.kill)
-        await made.until_told(4)
+async def load_rates_are_told(scene: Scene) -> None:
+    tokens = await scene.store(0, 31)
+    assert await scene.l1_latencies(tokens, "before") == [ASSUMED_LATENCY_S, ASSUMED_LATENCY_S]
+    cache = scene.caches[0]
+    for _ in range(12):
+        assert await asyncio.to_thread(cache.hit, tokens) == CHUNKS
+    numbers = itertools.count()
+
+    async def told() -> bool:
+        one, other = await scene.l1_latencies(tokens, f"after-{next(numbers)}")
+        return other == ASSUMED_LATENCY_S != one
+
+    await eventually_async("the gateway knows how fast the first engine loads", told)
+    server = scene.cluster.servers[0]
+
+    def rates() -> list[dict[str, float]]:
+        return [rate for one in server.get("/v1/status")["peers"] if (rate := one["load_rate"])]
+
+    (rate,) = rates()
+    assert rate["bytes_s"] > 0 and rate["latency_s"] >= 0
+    await asyncio.to_thread(server.kill)
+    await asyncio.to_thread(server.start)
+    await asyncio.to_thread(eventually, "a new server is told as well", lambda: rates() == [rate])
+
+
+async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_ahead(tmp_path: Path) -> None:
+    async with opened(tmp_path, n_servers=4) as made:
+        cluster, engines = made.cluster, made.engines
         tokens = await made.store(0, 11)
         waits = asyncio.Event()
 
@@ -291,7 +285,7 @@ async def test_a_prefix_that_is_read_from_its_holder_again_and_again_is_copied_a
             )
 
         async def copied() -> bool:
-            numbers = (await made.gateway.status(session))["replicas"]
+            numbers = (await made.gateway.status(made.session))["replicas"]
             return (
                 bool(numbers["ordered"]) and cluster.known(3) + cluster.known(2) + cluster.known(1) >= CHUNKS
             )

@@ -11,7 +11,7 @@ from kvstrata.types import canonical_json
 from tests.harness.waiting import eventually_async
 from tests.integration.gateway.controllers_scene import TOKENS, Scene
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 
 def lora(name: str, content: str) -> str:
@@ -36,6 +36,8 @@ async def test_prompts_of_a_lora_adapter_are_looked_up_by_the_content_that_each_
     for number, content in ((0, "older"), (0, "newer"), (1, "other")):
         scene.caches[number].adapter = lora("sql", content)
         stored[content] = await scene.store(number, len(stored))
+    for cache in scene.caches:
+        cache.adapter = ""
 
     async def found(content: str, model: str) -> set[tuple[str, str, int]]:
         return await holders(scene, stored[content], f"{next(numbers)}", model=model)
@@ -53,11 +55,21 @@ async def test_prompts_of_a_lora_adapter_are_looked_up_by_the_content_that_each_
     assert not await found("older", "sql") and not await found("newer", "m")
 
 
+async def test_a_prompt_is_looked_up_under_the_tenant_that_it_names(scene: Scene) -> None:
+    scene.caches[1].tenant = "blue"
+    tokens = await scene.store(1, 13)
+    named = {"kv_transfer_params": {"kvstrata.tenant": "blue"}}
+    assert await holders(scene, tokens, "blue", **named) == {(scene.engines[1].name, "l1", TOKENS)}
+    others = {"kv_transfer_params": {"kvstrata.tenant": "red"}}
+    assert not await holders(scene, tokens, "red", **others) and not await holders(scene, tokens, "none")
+    scene.caches[1].tenant = ""
+
+
 async def test_prompts_are_looked_up_under_the_weights_that_an_engine_has_now(scene: Scene) -> None:
     numbers = itertools.count()
-    before = await scene.store(0, 1)
+    before = await scene.store(0, 11)
     scene.caches[0].adapter = canonical_json(["weights", "step 7", ""]).decode()
-    after = await scene.store(0, 2)
+    after = await scene.store(0, 12)
 
     async def weights_told() -> bool:
         found = await holders(scene, after, f"after-{next(numbers)}")
@@ -65,12 +77,3 @@ async def test_prompts_are_looked_up_under_the_weights_that_an_engine_has_now(sc
 
     await eventually_async("the gateway knows the weights", weights_told)
     assert not await holders(scene, before, "before")
-
-
-async def test_a_prompt_is_looked_up_under_the_tenant_that_it_names(scene: Scene) -> None:
-    scene.caches[1].tenant = "blue"
-    tokens = await scene.store(1, 3)
-    named = {"kv_transfer_params": {"kvstrata.tenant": "blue"}}
-    assert await holders(scene, tokens, "blue", **named) == {(scene.engines[1].name, "l1", TOKENS)}
-    others = {"kv_transfer_params": {"kvstrata.tenant": "red"}}
-    assert not await holders(scene, tokens, "red", **others) and not await holders(scene, tokens, "none")

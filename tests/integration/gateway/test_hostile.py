@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from tests.harness.gateway_process import GatewayProcess
-from tests.harness.scripted_engine import Behaviour, Got, Line, ScriptedEngine, chat, delta
+from tests.harness.scripted_engine import Behaviour, Got, Line, ScriptedEngine, delta
 from tests.integration.gateway.conftest import Start
 from tests.integration.gateway.test_door import HEAD, raw
 from tests.integration.gateway.test_faults import at_rest, first_fails, resident_mb
@@ -95,9 +95,12 @@ ENDLESS: dict[str, tuple[bytes, bytes]] = {
 }
 
 
-async def test_an_answer_whose_end_does_not_end_is_cut(start: Start, session: aiohttp.ClientSession) -> None:
+async def test_ends_of_answers_that_break_the_rules_harm_nobody(
+    start: Start, session: aiohttp.ClientSession
+) -> None:
     engine = ScriptedEngine()
     gateway = await start(engine, health={"failures": 100})
+    # An end that does not end is cut.
     for name, (begin, more) in ENDLESS.items():
         head = CHUNKED.replace(b"application/json", b"text/event-stream") + b"a\r\ndata: {}\n\n\r\n"
         engine.behaviour = flood(head + begin, more)
@@ -106,16 +109,7 @@ async def test_an_answer_whose_end_does_not_end_is_cut(start: Start, session: ai
                 while await response.content.readany():
                     pass
         assert resident_mb(gateway.pid) < 300, name
-    engine.behaviour = chat
-    async with session.post(gateway.url + CHAT, json=ask()) as response:
-        assert response.status == 200
-    await at_rest(gateway, session)
-
-
-async def test_what_follows_an_answer_belongs_to_nobody(start: Start, session: aiohttp.ClientSession) -> None:
-    """The end of an answer and something else arrive at once, behind whole answers and behind streams."""
-    engine = ScriptedEngine()
-    gateway = await start(engine, health={"failures": 100})
+    # What follows an answer belongs to nobody, though both arrive at once.
     second = b'HTTP/1.1 500 X\r\nx-second: 1\r\ncontent-length: 13\r\n\r\n{"of": "you"}'
     whole = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n{"of":"me"}'[:-1]
     for after in (second, b"\0garbage", second[:30]):
@@ -136,20 +130,13 @@ async def test_what_follows_an_answer_belongs_to_nobody(start: Start, session: a
                 assert await response.read() == b'{"of":"me"'
             async with session.post(gateway.url + CHAT, json=ask(stream=True)) as response:
                 assert (await response.read()).endswith(b"\n\ndata: z")
-    await at_rest(gateway, session)
-
-
-async def test_an_answer_without_a_body_may_tell_a_length(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
-    engine = ScriptedEngine()
-    gateway = await start(engine)
+    # An answer without a body may tell a length.
     for status in (204, 304):
 
-        async def answers(got: Got, line: Line, status: int = status) -> None:
+        async def bare(got: Got, line: Line, status: int = status) -> None:
             await line.raw(b"HTTP/1.1 %d X\r\ncontent-length: 10\r\nx-a: b\r\n\r\n" % status)
 
-        engine.behaviour = answers
+        engine.behaviour = bare
         async with session.post(gateway.url + CHAT, json=ask()) as response:
             assert (response.status, response.headers["x-a"]) == (status, "b")
     assert "request_crashed" not in gateway.log.read_text()
@@ -231,7 +218,7 @@ BOMBS: dict[str, tuple[bytes, bytes]] = {
 }
 
 
-async def test_no_part_of_a_request_takes_memory_without_end(
+async def test_requests_that_break_the_rules_cost_their_sender_only(
     start: Start, session: aiohttp.ClientSession
 ) -> None:
     engine = ScriptedEngine()
@@ -243,38 +230,24 @@ async def test_no_part_of_a_request_takes_memory_without_end(
     assert not engine.got
     async with session.post(gateway.url + CHAT, json=ask()) as response:
         assert response.status == 200
-    await at_rest(gateway, session)
-
-
-async def test_trailers_of_a_request_do_not_become_headers(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
-    engine = ScriptedEngine()
-    gateway = await start(engine)
+    engine.got.clear()
+    # Trailers do not become headers.
     trailers = b"authorization: Bearer of-another\r\nx-data-parallel-rank: 1\r\nx-mine: 1\r\n\r\n"
     answer = await asyncio.to_thread(raw, gateway, UPLOAD + PIECE + b"0\r\n" + trailers)
     assert answer.startswith(b"HTTP/1.1 200 ")
     [got] = engine.got
     assert not {"authorization", "x-mine", "x-data-parallel-rank", "transfer-encoding"} & set(got.headers)
     assert got.body == b'{"model": "m"}'
-
-
-async def test_a_body_is_never_decompressed(start: Start, session: aiohttp.ClientSession) -> None:
-    engine = ScriptedEngine()
-    gateway = await start(engine)
+    engine.got.clear()
+    # A body is never decompressed.
     packed = gzip.compress(bytes(64 << 20), 1) + gzip.compress(json.dumps(ask()).encode())
     headers = {"Content-Encoding": "gzip"}
     async with session.post(gateway.url + CHAT, data=packed, headers=headers) as response:
         assert response.status == 400
         assert (await response.json())["error"]["code"] == "invalid_json"
-    assert not engine.got and resident_mb(gateway.pid) < 200
-
-
-async def test_a_client_that_closes_one_half_gets_its_answer_or_its_end(
-    start: Start, session: aiohttp.ClientSession
-) -> None:
-    engine = ScriptedEngine(behaviour=says(b""))
-    gateway = await start(engine)
+    assert not engine.got and resident_mb(gateway.pid) < 300
+    # A client that closes one half gets its end.
+    engine.behaviour = says(b"")
     body = json.dumps(ask(True)).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
