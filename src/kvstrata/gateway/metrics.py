@@ -88,8 +88,8 @@ GATEWAY_FAMILIES: dict[str, Family] = {
     ),
     "kvstrata_gateway_known_blocks": Family(
         "gauge",
-        ("engine", "tier"),
-        "Blocks that an engine's KV events tell of, by tier: `l0` is its own cache, `l1` what it stored in its server.",
+        ("engine",),
+        "Blocks of an engine's own cache that its KV events tell of.",
     ),
     "kvstrata_gateway_kv_event_batches": Family(
         "counter", ("engine",), "Batches of KV events that were heard, those sent again included."
@@ -189,9 +189,7 @@ class GatewayCollector:
             "kvstrata_gateway_mistaken_prefixes": [
                 ([name], count) for name, count in sorted(meters.mistaken.items())
             ],
-            "kvstrata_gateway_known_blocks": [
-                ([name, tier], count) for name, row in heard.items() for tier, count in row["blocks"].items()
-            ],
+            "kvstrata_gateway_known_blocks": [([name], row["blocks"]) for name, row in heard.items()],
             "kvstrata_gateway_kv_event_batches": [([name], row["batches"]) for name, row in heard.items()],
             "kvstrata_gateway_kv_event_gaps": [([name], row["gaps"]) for name, row in heard.items()],
             "kvstrata_gateway_shared": [
