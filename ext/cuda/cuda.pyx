@@ -68,10 +68,7 @@ cdef extern from "device.h" namespace "kvstrata::cuda" nogil:
         int capability_major
         int capability_minor
         uint64_t memory_bytes
-        int multiprocessors
-        int copy_engines
         string pci_bus_id
-        int numa_node
         cbool can_register_host
 
     Failure read_facts(int ordinal, CDeviceFacts* out) except +
@@ -162,7 +159,7 @@ class CudaUnavailable(CudaError):
 DriverFacts = namedtuple("DriverFacts", "version devices batched_copies kernels", module=__name__)
 DeviceFacts = namedtuple(
     "DeviceFacts",
-    "ordinal name capability memory_bytes multiprocessors copy_engines pci_bus_id numa_node can_register_host",
+    "ordinal name capability memory_bytes pci_bus_id can_register_host",
     module=__name__,
 )
 
@@ -237,10 +234,7 @@ def device_facts(ordinal):
         facts.name.decode(errors="replace"),
         (facts.capability_major, facts.capability_minor),
         facts.memory_bytes,
-        facts.multiprocessors,
-        facts.copy_engines,
         facts.pci_bus_id.decode(),
-        facts.numa_node,
         bool(facts.can_register_host),
     )
 

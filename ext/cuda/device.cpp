@@ -47,10 +47,7 @@ Failure read_facts(int ordinal, DeviceFacts* out) {
       .capability_major = attribute(kCapabilityMajor, 0),
       .capability_minor = attribute(kCapabilityMinor, 0),
       .memory_bytes = memory,
-      .multiprocessors = attribute(kMultiprocessorCount, 0),
-      .copy_engines = attribute(kAsyncEngineCount, 0),
       .pci_bus_id = bus,
-      .numa_node = attribute(kHostNumaId, -1),
       .can_register_host =
           attribute(kHostRegisterSupported, 0) != 0 && attribute(kUnifiedAddressing, 0) != 0,
   };

@@ -26,10 +26,7 @@ struct DeviceFacts {
   int capability_major = 0;
   int capability_minor = 0;
   std::uint64_t memory_bytes = 0;
-  int multiprocessors = 0;
-  int copy_engines = 0;
   std::string pci_bus_id;
-  int numa_node = -1;
   bool can_register_host = false;
 };
 

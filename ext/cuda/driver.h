@@ -45,13 +45,10 @@ inline constexpr Result kNotRegistered = 713;
 inline constexpr Result kNotPermitted = 800;
 inline constexpr Result kNotSupported = 801;
 
-inline constexpr int kMultiprocessorCount = 16;  // CU_DEVICE_ATTRIBUTE_*
-inline constexpr int kAsyncEngineCount = 40;
-inline constexpr int kUnifiedAddressing = 41;
+inline constexpr int kUnifiedAddressing = 41;  // CU_DEVICE_ATTRIBUTE_*
 inline constexpr int kCapabilityMajor = 75;
 inline constexpr int kCapabilityMinor = 76;
 inline constexpr int kHostRegisterSupported = 99;
-inline constexpr int kHostNumaId = 134;
 inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kStreamNonBlocking = 1;

@@ -17,7 +17,6 @@ cdef extern from "codec/planes.h" namespace "kvstrata" nogil:
 
 
 cdef extern from "codec/fp8.h" namespace "kvstrata" nogil:
-    const char* c_fp8_path "kvstrata::fp8_path"()
     Status c_fp8_encode "kvstrata::fp8_encode"(
         const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes, void* scales)
     void c_fp8_decode "kvstrata::fp8_decode"(
@@ -121,7 +120,3 @@ def fp8_decode(shape, dtype, codes, scales, numbers):
         raise ValueError("numbers: must lie at an even address")
     with nogil:
         c_fp8_decode(checked, kind, &of[0], &by[0], &to[0])
-
-
-def fp8_path():
-    return c_fp8_path().decode()

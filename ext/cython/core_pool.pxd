@@ -219,8 +219,6 @@ cdef extern from "pool/pool.h" namespace "kvstrata" nogil:
         ClearedInUse cleared_in_use(int64_t) noexcept
         uint64_t ready_tags(uint64_t, uint64_t, vector[uint64_t]*) noexcept
         void set_quota(uint32_t, int64_t) noexcept
-        uint64_t set_limit(uint64_t) noexcept
-        uint64_t limit_bytes() noexcept
         uint64_t evict_to_watermark() noexcept
         vector[CKey] victims_preview(uint64_t) noexcept
         vector[CEvent] take_events(uint64_t*) noexcept

@@ -21,7 +21,6 @@ cdef extern from "disk/log.h" namespace "kvstrata" nogil:
     cdef cppclass CDiskLog "kvstrata::DiskLog":
         CDiskLog(DiskOptions) except +
 
-    uint64_t c_segment_bytes_for "kvstrata::segment_bytes_for"(uint64_t) noexcept
     uint64_t kMinDiskBytes
 
     # A capsule holds a Connector*, which is not the address of every DiskLog*.
@@ -30,11 +29,6 @@ cdef extern from "disk/log.h" namespace "kvstrata" nogil:
 
 
 MIN_CAPACITY_BYTES = kMinDiskBytes
-
-
-def segment_bytes_for(capacity_bytes):
-    """See disk.pyi."""
-    return c_segment_bytes_for(capacity_bytes)
 
 
 def disk_connector(

@@ -525,16 +525,6 @@ cdef class Pool:
         with nogil:
             self.pool.get().set_quota(tenant, quota_bytes)
 
-    @property
-    def limit_bytes(self):
-        return self.pool.get().limit_bytes()
-
-    def set_limit(self, uint64_t limit_bytes):
-        cdef uint64_t excess
-        with nogil:
-            excess = self.pool.get().set_limit(limit_bytes)
-        return excess
-
     def evict_to_watermark(self):
         cdef uint64_t count
         with nogil:

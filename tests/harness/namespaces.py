@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 CONTAINER = ("unshare", "-Urmnip", "--fork", "--kill-child", "--mount-proc")
 """The child has its own user, mount, network, IPC and PID namespaces and /proc; it is root inside, our user outside."""
@@ -13,12 +12,6 @@ def hidden_shm(size: str = "64k") -> tuple[str, ...]:
     """Return a command that replaces /dev/shm with an empty one of `size`; it needs a mount namespace of its own."""
     script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
     return ("sh", "-c", script, "sh")
-
-
-def small_disk(folder: Path, size: str = "64k") -> tuple[str, ...]:
-    """Return a command that starts a child with an empty file system of `size` at `folder`, which only it sees."""
-    script = 'mount -t tmpfs -o size="$1",mode=700 tmpfs "$2" && shift 2 && exec "$@"'
-    return ("unshare", "-Urm", "sh", "-c", script, "sh", size, str(folder))
 
 
 def why_not() -> str:

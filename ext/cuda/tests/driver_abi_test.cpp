@@ -64,13 +64,10 @@ static_assert(ours::kAlreadyRegistered == CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTE
 static_assert(ours::kNotRegistered == CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 static_assert(ours::kNotPermitted == CUDA_ERROR_NOT_PERMITTED);
 static_assert(ours::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
-static_assert(ours::kMultiprocessorCount == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
-static_assert(ours::kAsyncEngineCount == CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT);
 static_assert(ours::kUnifiedAddressing == CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING);
 static_assert(ours::kCapabilityMajor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
 static_assert(ours::kCapabilityMinor == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 static_assert(ours::kHostRegisterSupported == CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED);
-static_assert(ours::kHostNumaId == CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID);
 static_assert(ours::kEventBlockingSync == CU_EVENT_BLOCKING_SYNC);
 static_assert(ours::kEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(ours::kStreamNonBlocking == CU_STREAM_NON_BLOCKING);

@@ -33,6 +33,3 @@ def fp8_encode(shape: Sequence[int], dtype: int, numbers: Buffer, codes: Buffer,
 
 def fp8_decode(shape: Sequence[int], dtype: int, codes: Buffer, scales: Buffer, numbers: Buffer) -> None:
     """Turns codes and scales back into numbers, rounded to the 16-bit type. Raises ValueError as `fp8_encode`."""
-
-def fp8_path() -> str:
-    """The implementation in use: scalar, avx2 or avx512."""

@@ -43,11 +43,7 @@ class DeviceFacts(NamedTuple):
     name: str
     capability: tuple[int, int]
     memory_bytes: int
-    multiprocessors: int
-    copy_engines: int
     pci_bus_id: str
-    numa_node: int
-    """The host's NUMA node nearest to the device; -1: unknown, or the host has only one."""
     can_register_host: bool
 
 def driver_facts() -> DriverFacts:

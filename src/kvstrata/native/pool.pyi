@@ -266,15 +266,6 @@ class Pool:
 
         At its quota, the tenant's own oldest chunks are evicted to make room.
         """
-    @property
-    def limit_bytes(self) -> int:
-        """Bytes of memory that the extents may have: `extents_bytes`, or less by `set_limit`."""
-    def set_limit(self, limit_bytes: int) -> int:
-        """Lets the extents have this much memory, and gives back the rest, evicting the oldest entries.
-
-        Returns the bytes still beyond the limit: entries in use have them, the pool is being prefaulted, a device has
-        registered them, or the policy never evicts; call it again later.  Blocks for as long as it frees.
-        """
     def evict_to_watermark(self) -> int:
         """Bytes evicted; 0 below the watermark."""
     def victims_preview(self, need_bytes: int) -> list[bytes]:

@@ -606,9 +606,10 @@ EXPORT Result cuDeviceTotalMem_v2(std::size_t* bytes, DeviceId) {
 EXPORT Result cuDeviceGetAttribute(int* value, int attribute, DeviceId) {
   ENTER("cuDeviceGetAttribute");
   static const std::map<int, int> values = {
-      {kMultiprocessorCount, 8}, {kAsyncEngineCount, 2}, {kUnifiedAddressing, 1},
-      {kCapabilityMajor, 9},     {kCapabilityMinor, 0},  {kHostRegisterSupported, 1},
-      {kHostNumaId, 0},
+      {kUnifiedAddressing, 1},
+      {kCapabilityMajor, 9},
+      {kCapabilityMinor, 0},
+      {kHostRegisterSupported, 1},
   };
   const auto found = values.find(attribute);
   if (found == values.end()) return kInvalidValue;

@@ -68,19 +68,14 @@ namespace avx512 {
 }  // namespace avx512
 #endif
 
-struct Choice {
-  const char* name;
-  const Kernel* kernel;
-};
-
-const Choice& best() noexcept {
-  static const Choice choice = []() -> Choice {
+const Kernel& best() noexcept {
+  static const Kernel& choice = []() -> const Kernel& {
     [[maybe_unused]] const CpuFeatures& cpu = cpu_features();
 #if defined(__x86_64__)
-    if (cpu.avx512) return {"avx512", &avx512::kKernel};
-    if (cpu.avx2) return {"avx2", &avx2::kKernel};
+    if (cpu.avx512) return avx512::kKernel;
+    if (cpu.avx2) return avx2::kKernel;
 #endif
-    return {"scalar", &scalar::kKernel};
+    return scalar::kKernel;
   }();
   return choice;
 }
@@ -133,7 +128,7 @@ Status Fp8Shape::check() const noexcept {
 
 Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, void* codes,
                   void* scales) noexcept {
-  const Kernel& kernel = *best().kernel;
+  const Kernel& kernel = best();
   const auto* from = static_cast<const std::uint16_t*>(numbers);
   auto* to = static_cast<std::uint8_t*>(codes);
   const std::size_t count = shape.scales();
@@ -164,16 +159,12 @@ Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, vo
 
 void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
                 void* numbers) noexcept {
-  const auto decode = best().kernel->decode[static_cast<int>(type) - 1];
+  const auto decode = best().decode[static_cast<int>(type) - 1];
   const auto* from = static_cast<const std::uint8_t*>(codes);
   auto* to = static_cast<std::uint16_t*>(numbers);
   for_runs(shape, [&](std::size_t at, std::size_t n, std::size_t scale) {
     decode(from + at, to + at, n, load_scale(scales, scale));
   });
-}
-
-const char* fp8_path() noexcept {
-  return best().name;
 }
 
 }  // namespace kvstrata

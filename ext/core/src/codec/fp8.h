@@ -55,7 +55,4 @@ Status fp8_encode(const Fp8Shape& shape, Fp8Source type, const void* numbers, vo
 void fp8_decode(const Fp8Shape& shape, Fp8Source type, const void* codes, const void* scales,
                 void* numbers) noexcept;
 
-// The name of the implementation in use: scalar, avx2 or avx512 (base/cpu.h).
-const char* fp8_path() noexcept;
-
 }  // namespace kvstrata

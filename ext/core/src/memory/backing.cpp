@@ -72,35 +72,13 @@ bool Backing::reserve_step(std::uint64_t step) noexcept {
   const std::scoped_lock lock(reserving_);
   if (is_step_backed(step)) return true;
   const std::uint64_t length = step_bytes(step);
-  if (backed_bytes() + length > limit_bytes()) return false;
   const int failed = reserve(fd_, step * kStepBytes, length);
   if (failed != 0) {
     error_.store(failed, std::memory_order_release);
     return false;
   }
-  note(step);
-  return true;
-}
-
-void Backing::note(std::uint64_t step) noexcept {
-  const std::uint64_t bit = 1ULL << (step % 64);
-  if ((backed_[step / 64].fetch_or(bit, std::memory_order_acq_rel) & bit) == 0)
-    backed_bytes_.fetch_add(step_bytes(step), std::memory_order_relaxed);
-}
-
-bool Backing::release(std::uint64_t step) noexcept {
-  int failed = 0;
-  do {
-    failed =
-        fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                  static_cast<off_t>(step * kStepBytes), static_cast<off_t>(step_bytes(step))) == 0
-            ? 0
-            : errno;
-  } while (failed == EINTR);
-  if (failed != 0) return false;
-  const std::uint64_t bit = 1ULL << (step % 64);
-  if ((backed_[step / 64].fetch_and(~bit, std::memory_order_acq_rel) & bit) != 0)
-    backed_bytes_.fetch_sub(step_bytes(step), std::memory_order_relaxed);
+  backed_[step / 64].fetch_or(1ULL << (step % 64), std::memory_order_acq_rel);
+  backed_bytes_.fetch_add(length, std::memory_order_relaxed);
   return true;
 }
 

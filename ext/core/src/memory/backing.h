@@ -39,28 +39,10 @@ class Backing {
   void close() noexcept;
 
   // Reserves memory for the steps of [offset, offset + length) that have none. Returns true if the
-  // whole range has memory now; false while the backing is short, or if the limit is reached.
+  // whole range has memory now; false while the backing is short.
   // REQUIRES: the range lies in the file.
   [[nodiscard]] bool ensure(std::uint64_t offset, std::uint64_t length) noexcept;
   bool is_backed(std::uint64_t offset, std::uint64_t length) const noexcept;
-
-  // Most bytes that may be reserved in all. Steps that have memory keep it.
-  void set_limit(std::uint64_t bytes) noexcept {
-    limit_bytes_.store(bytes, std::memory_order_relaxed);
-  }
-  std::uint64_t limit_bytes() const noexcept {
-    return std::min(bytes_, limit_bytes_.load(std::memory_order_relaxed));
-  }
-  std::uint64_t excess_bytes() const noexcept {
-    const std::uint64_t backed = backed_bytes(), limit = limit_bytes();
-    return backed > limit ? backed - limit : 0;
-  }
-  // Counts a step that has memory since an earlier server, whatever the limit.
-  void note(std::uint64_t step) noexcept;
-  // Gives back the memory of one step, counted or not; its bytes are zero afterwards. False if the
-  // file system cannot do that. REQUIRES: nobody touches the step, and ensure() is not running.
-  [[nodiscard]] bool release(std::uint64_t step) noexcept;
-  std::uint64_t steps() const noexcept { return steps_; }
 
   // While short, errno of the last failed reservation, or ECANCELED after stop_waiting(); otherwise
   // 0.
@@ -77,11 +59,8 @@ class Backing {
   std::uint64_t backed_bytes() const noexcept {
     return backed_bytes_.load(std::memory_order_relaxed);
   }
-  // While short, the bytes within the limit that have no memory; otherwise 0.
-  std::uint64_t missing_bytes() const noexcept {
-    const std::uint64_t backed = backed_bytes(), limit = limit_bytes();
-    return is_short() && limit > backed ? limit - backed : 0;
-  }
+  // While short, the bytes that have no memory; otherwise 0.
+  std::uint64_t missing_bytes() const noexcept { return is_short() ? bytes_ - backed_bytes() : 0; }
 
  private:
   bool is_step_backed(std::uint64_t step) const noexcept;
@@ -94,10 +73,9 @@ class Backing {
   int fd_ = -1;
   std::uint64_t bytes_ = 0;
   std::uint64_t steps_ = 0;
-  std::mutex reserving_;  // no two threads count the same step, or pass the limit together
+  std::mutex reserving_;                                  // no two threads count the same step
   std::unique_ptr<std::atomic<std::uint64_t>[]> backed_;  // one bit per step
   std::atomic<std::uint64_t> backed_bytes_{0};
-  std::atomic<std::uint64_t> limit_bytes_{~0ULL};
   std::atomic<int> error_{0};  // see error()
   std::atomic<bool> stopped_{false};
 };

@@ -64,7 +64,6 @@ void Prefault::work() noexcept {
     const std::uint64_t length = std::min(kStepBytes, bytes - begin);
     while (!backing_->ensure(begin, length)) {
       if (stop_.load(std::memory_order_relaxed)) return;
-      if (!backing_->is_short() && backing_->limit_bytes() < bytes) return;
       backing_->wait_while_short();
     }
     std::uint8_t* step = address_ + begin;

@@ -66,9 +66,6 @@ struct Leases {
   // As Pool::leases_to_end.
   std::size_t to_end(std::span<const std::uint64_t> tickets, std::uint64_t need_bytes);
 
-  // The pool may use this many bytes from now on; leases that exist stay.
-  void set_pool_bytes(std::uint64_t bytes) noexcept { limit_bytes = bytes / 2; }
-
   // The longest hit of at most `n_chunks` chunks whose bytes fit into the bound; a hit of
   // `n_chunks` must be READY, see take(). Notes in the result the bytes that this one lacks, and
   // sets `trimmed` if the bound shortens the hit.
@@ -84,7 +81,7 @@ struct Leases {
   Entries& entries;
   Departures& departures;
   Rows& rows;
-  std::uint64_t limit_bytes;
+  const std::uint64_t limit_bytes;
   std::uint64_t& next_ticket;
   std::unordered_map<std::uint64_t, Lease> leases;  // by ticket
   std::size_t items = 0;                            // entries of all leases

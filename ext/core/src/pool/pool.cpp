@@ -407,24 +407,6 @@ void Pool::set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept {
   if (!is_closed()) tenants_.set_quota(tenant, bytes);
 }
 
-std::uint64_t Pool::set_limit(std::uint64_t bytes) noexcept {
-  constexpr std::uint64_t kStepBytes = 16ULL << 20;  // given back before others get the mutex
-  Backing& backing = segment_->extents_backing;
-  for (bool first = true;; first = false) {
-    const std::lock_guard lock(mutex_);
-    if (is_closed()) return 0;
-    const bool keeps = prefault_.is_running() || rows_.any_registers_memory();
-    if (first) {
-      if (bytes < extents_bytes() && backing.limit_bytes() == extents_bytes())
-        room_.find_backed(!keeps);
-      backing.set_limit(bytes);
-      leases_.set_pool_bytes(limit_bytes());
-      reservations_.set_pool_bytes(limit_bytes());
-    }
-    if (keeps || room_.give_back(kStepBytes) == 0) return backing.excess_bytes();
-  }
-}
-
 std::uint64_t Pool::evict_to_watermark() noexcept {
   constexpr int kStep = 64;  // evictions, before other threads get the mutex
   std::uint64_t evicted_bytes = 0;
@@ -433,7 +415,7 @@ std::uint64_t Pool::evict_to_watermark() noexcept {
     const std::lock_guard lock(mutex_);
     if (is_closed() || options_.watermark == 0.0 || !policy_->evicts()) return evicted_bytes;
     if (first) {
-      const auto total = static_cast<double>(limit_bytes());
+      const auto total = static_cast<double>(extents_bytes());
       const auto used = static_cast<double>(entries_.used_bytes);
       if (used <= options_.watermark * total) return 0;
       goal_bytes = static_cast<std::uint64_t>(used * options_.watermark_ratio);
@@ -490,7 +472,7 @@ PoolStats Pool::stats() noexcept {
                                         static_cast<double>(free_bytes);
   stats.rows_claimed = rows_.count();
   stats.rows_capacity = kRowCount - 1;
-  stats.limit_bytes = limit_bytes();
+  stats.limit_bytes = extents_bytes();
   stats.backed_bytes = segment_->extents_backing.backed_bytes();
   stats.missing_bytes = segment_->missing_bytes();
   for (std::uint32_t cls = 0; cls < kMaxClasses; ++cls) {

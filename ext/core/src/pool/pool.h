@@ -169,12 +169,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
   // tenant < 0: of every tenant.
   ClearedInUse cleared_in_use(std::int64_t tenant = -1) noexcept;
   void set_quota(std::uint32_t tenant, std::int64_t bytes) noexcept;
-  // The extents may have this much memory in all, at most the size of their file. Gives back what
-  // is beyond it, evicting the oldest entries. Returns the bytes that are still beyond it: entries
-  // in use have them, the pool is being prefaulted, a device has registered them, which would go on
-  // to use the pages that were given back, or the policy never evicts; call it again later.
-  std::uint64_t set_limit(std::uint64_t bytes) noexcept;
-  std::uint64_t limit_bytes() const noexcept { return segment_->extents_backing.limit_bytes(); }
   std::uint64_t evict_to_watermark() noexcept;
   std::vector<Key> victims_preview(std::uint64_t need_bytes) noexcept;
   // The events since the last call. `lost`: how many were overwritten since the pool was opened.

@@ -73,16 +73,10 @@ struct Reservations {
         family(room.departures.family),
         rows(room.departures.rows),
         room(room),
-        max_session_share(max_session_share),
         extents_bytes(extents_bytes),
         row_limit(extents_bytes / max_session_share),
         next_ticket(next_ticket) {}
 
-  // The pool may use this many bytes from now on; reservations that exist stay.
-  void set_pool_bytes(std::uint64_t bytes) noexcept {
-    extents_bytes = bytes;
-    row_limit = bytes / max_session_share;
-  }
   // REQUIRES: the row is claimed, record_bytes > 0.
   void reserve(const ReserveRequest& request, ReserveResult* result);
   // A commit in two steps, between which the caller may drop the mutex to look at the records.
@@ -118,9 +112,8 @@ struct Reservations {
   Family& family;
   Rows& rows;
   Room& room;
-  const std::uint32_t max_session_share;
-  std::uint64_t extents_bytes;
-  std::uint64_t row_limit;  // bytes
+  const std::uint64_t extents_bytes;
+  const std::uint64_t row_limit;  // bytes
   std::uint64_t& next_ticket;
   std::unordered_map<std::uint64_t, Reservation> reservations;  // by ticket
   GhostList refused;  // keys that were refused to processes and that nobody has stored since

@@ -152,69 +152,6 @@ bool Room::evict_oldest(int most, std::uint64_t goal_bytes, std::uint64_t* evict
   return true;
 }
 
-std::vector<bool> Room::used_steps() const {
-  std::vector<bool> used(backing.steps());
-  for (std::uint32_t first = 0; first < slabs.slab_count(); ++first) {
-    const SlabMap::Run& run = slabs.run(first);
-    for (std::uint32_t slot = 0; slot < run.slots.size(); ++slot) {
-      if (run.slots[slot] == 0) continue;
-      const std::uint64_t begin = slabs.offset_of(first, slot);
-      const std::uint64_t end = begin + slabs.size_class(run.cls).extent_bytes;
-      for (std::uint64_t step = begin / Backing::kStepBytes; step * Backing::kStepBytes < end;
-           ++step)
-        used[step] = true;
-    }
-  }
-  return used;
-}
-
-void Room::find_backed(bool release) {
-  const std::vector<bool> used = used_steps();
-  for (std::uint64_t step = 0; step < used.size(); ++step) {
-    if (used[step]) {
-      backing.note(step);
-    } else if (release && !backing.is_backed(step * Backing::kStepBytes, 1)) {
-      static_cast<void>(backing.release(step));
-    }
-  }
-}
-
-std::uint64_t Room::release_unused(std::uint64_t most_bytes) {
-  const std::uint64_t before = backing.backed_bytes();
-  const std::vector<bool> used = used_steps();
-  for (std::uint64_t step = used.size(); step-- > 0;) {
-    if (backing.excess_bytes() == 0 || before - backing.backed_bytes() >= most_bytes) break;
-    const bool idle = !used[step] && backing.is_backed(step * Backing::kStepBytes, 1);
-    if (idle && !backing.release(step)) break;
-  }
-  return before - backing.backed_bytes();
-}
-
-std::uint32_t Room::oldest_run(std::uint64_t except) const noexcept {
-  std::uint32_t oldest = kNoRun;
-  for (std::uint32_t first = 0; first < slabs.slab_count(); ++first) {
-    const SlabMap::Run& run = slabs.run(first);
-    if (run.slabs == 0 || run.used == 0 || run.blocked != 0 || (except >> first & 1) != 0) continue;
-    if (oldest == kNoRun || run.newest < slabs.run(oldest).newest) oldest = first;
-  }
-  return oldest;
-}
-
-std::uint64_t Room::give_back(std::uint64_t most_bytes) {
-  std::uint64_t tried = 0;
-  std::uint64_t released = release_unused(most_bytes);
-  while (released == 0 && backing.excess_bytes() != 0 && policy.evicts()) {
-    const std::uint32_t first = oldest_run(tried);
-    if (first == kNoRun) break;
-    tried |= 1ULL << first;
-    const SlabMap::Run& run = slabs.run(first);
-    const SlabMap::Window window{first, run.slabs, run.used, run.newest};
-    if (evict_window(window, std::numeric_limits<std::uint64_t>::max()))
-      released = release_unused(most_bytes);
-  }
-  return released;
-}
-
 std::vector<Key> Room::preview(std::uint64_t need_bytes) {
   constexpr std::uint64_t kMost = 4096;
   std::vector<Key> keys;

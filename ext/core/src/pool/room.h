@@ -48,24 +48,8 @@ struct Room {
   // each class. Changes nothing.
   std::vector<Key> preview(std::uint64_t need_bytes);
 
-  // Gives memory of the extents back to the file system until they are within their limit, at most
-  // `most_bytes`: memory that no extent uses, then that of the oldest runs, which it evicts.
-  // Returns the bytes given back; 0 if they are within the limit, or if what is left cannot be
-  // evicted. REQUIRES: no prefault thread runs, and find_backed() was called for an adopted pool.
-  std::uint64_t give_back(std::uint64_t most_bytes);
-  // Counts the memory of an earlier server's extents; with `release`, gives back what it had beside
-  // them.
-  void find_backed(bool release);
-
   // A free extent that has memory. False when there is none.
   bool take_place(std::uint32_t cls, std::uint32_t entry, SlabPlace* place);
-  // For each step of the backing, whether an extent uses it.
-  std::vector<bool> used_steps() const;
-  // As give_back, only of memory that no extent uses.
-  std::uint64_t release_unused(std::uint64_t most_bytes);
-  // The run used longest ago that nothing in it keeps, leaving out those of the bit mask `except`;
-  // kNoRun if there is none.
-  std::uint32_t oldest_run(std::uint64_t except) const noexcept;
   // Evicts everything in the window with all descendants, unless one of them is blocked or was used
   // at or after the stamp `older_than`; then nothing changes and the window is left alone for a
   // while.

@@ -42,14 +42,6 @@ Status Rows::claim(const std::uint8_t* session, const std::uint8_t* group, std::
   return Status();
 }
 
-bool Rows::any_registers_memory() const noexcept {
-  for (std::uint32_t row = 1; row < kRowCount; ++row) {
-    if (is_claimed(row) && (load_word(entries.index.row(row).flags) & kRowFlagRegistersMemory) != 0)
-      return true;
-  }
-  return false;
-}
-
 std::vector<RowInfo> Rows::list() const {
   std::vector<RowInfo> result;
   for (std::uint32_t row = 1; row < kRowCount; ++row) {

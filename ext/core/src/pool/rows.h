@@ -53,8 +53,6 @@ struct Rows {
   void change(std::uint32_t row, RowEvent event) noexcept;
   // Claimed rows, without row 0.
   std::uint32_t count() const noexcept;
-  // Whether a device may access the extents on behalf of some row.
-  bool any_registers_memory() const noexcept;
 
   // Entries of earlier epochs no longer wait for this row; with `keep_quarantine`, quarantined ones
   // still do. Fills `settled` with the entries that wait for no row any more; the caller must

@@ -56,13 +56,3 @@ TEST(two_threads_at_one_step_are_both_served_up_to_the_last_step) {
     CHECK_EQ(backing.backed_bytes(), kSteps * kStep);
   }
 }
-
-TEST(two_threads_stay_within_the_limit) {
-  SparseFile file;
-  Backing backing;
-  CHECK_OK(backing.attach(file.fd, kSteps * kStep));
-  backing.set_limit(2 * kStep);
-  CHECK_EQ(refused_by_two_threads(backing), 4);
-  CHECK_EQ(backing.backed_bytes(), 2 * kStep);
-  CHECK(!backing.is_short());
-}

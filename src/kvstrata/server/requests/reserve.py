@@ -120,10 +120,10 @@ class Reserving:
             )
         check_probe(request.probe)
         pool = self._pool
-        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.limit_bytes:
+        if not _MIN_RECORD_BYTES < request.record_bytes <= pool.extents_bytes:
             raise BadRequest(
                 f"record_bytes: must be more than {_MIN_RECORD_BYTES} and at most the pool's "
-                f"{pool.limit_bytes}, found {request.record_bytes}",
+                f"{pool.extents_bytes}, found {request.record_bytes}",
                 field="record_bytes",
             )
         tail = check_tail(request, n_chunks)
@@ -138,11 +138,11 @@ class Reserving:
             self._identities.stored(request.probe, identity.root, identity.layout, identity.request)
         if self._freeze:
             outcomes = bytes([ReserveOutcome.FROZEN]) * n_chunks
-            share = self._reserved.begin(process.owner, pool.limit_bytes, request.record_bytes, 0)
+            share = self._reserved.begin(process.owner, pool.extents_bytes, request.record_bytes, 0)
             return self._outcome(call, keys, share, (0, outcomes, _NO_EXTENT * n_chunks))
         # A tail lies in an extent of a chunk's size, so that whatever evicts it has room for a chunk.
         longest = max(request.record_bytes, process.chunk_record_bytes) if tail else request.record_bytes
-        share = self._reserved.begin(process.owner, pool.limit_bytes, longest, n_chunks)
+        share = self._reserved.begin(process.owner, pool.extents_bytes, longest, n_chunks)
         arguments = (
             parent, request.record_bytes, process.row, identity.root, identity.tenant, tail, longest
         )  # fmt: skip
