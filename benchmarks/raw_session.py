@@ -13,7 +13,6 @@ from kvstrata.rpc import attach_wire, wire
 from kvstrata.rpc.zmq_plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
-STATUS_S = 60.0
 ATTACH_S = 10.0
 REPLY_S = 10.0
 
@@ -71,36 +70,16 @@ class RawSession:
         self._attachment.goodbye(ATTACH_S)
 
 
-class StatusReader:
-    """Asks a server on this machine for its status, without attaching and without HTTP."""
-
-    def __init__(self, socket_dir: Path) -> None:
-        self._connection = PlainConnection(socket_dir / RPC_SOCKET, STATUS_S)
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the status document of now. Raises Unavailable."""
-        return self._connection.status()
-
-    def close(self) -> None:
-        """Disconnect."""
-        self._connection.close()
-
-
 def status(server: Any) -> dict[str, Any]:
     """Return the status document of a `ServerProcess`."""
-    reader = StatusReader(server.socket_dir)
-    try:
-        return reader()
-    finally:
-        reader.close()
+    document: dict[str, Any] = server.get("/v1/status")
+    return document
 
 
 def start_faulted(server: Any) -> None:
     """Start a `ServerProcess` and wait until its pool is faulted in."""
     server.start()
-    reader = StatusReader(server.socket_dir)
-    wait_until(lambda: is_faulted(reader()), "the pool is faulted in", 120)
-    reader.close()
+    wait_until(lambda: is_faulted(status(server)), "the pool is faulted in", 120)
 
 
 def is_faulted(found: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import chain_of, engine_client, figure, median_spread, scratch, sized, wait_until
-from benchmarks.raw_session import StatusReader, is_faulted
+from benchmarks.raw_session import is_faulted, status
 from kvstrata.types import RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
@@ -60,14 +60,12 @@ def bare_fault_s() -> float:
 
 def ping_until_faulted(server: ServerProcess) -> list[float]:
     """Send status requests one after another until the whole pool is faulted in; return their round trips in s."""
-    reader = StatusReader(server.socket_dir)
     seconds = []
     while sum(seconds) < 120:
         asked = time.perf_counter()
-        found = reader()
+        found = status(server)
         seconds.append(time.perf_counter() - asked)
         if is_faulted(found):
-            reader.close()
             return seconds
         time.sleep(0.005)
     raise RuntimeError("the pool was not faulted in during 120 s of status requests")

@@ -60,9 +60,7 @@ class InstanceInProcess:
         facts = InstanceFacts(
             instance_id="fuzzed",
             epoch=self.pool.epoch,
-            host="",
             port=0,
-            tcp=False,
             http_port=0,
             socket_dir=Path("/nowhere"),
             chunk_tokens=settings.chunk_size,
@@ -95,9 +93,7 @@ class InstanceInProcess:
 
     def answer_with(self, **l2: Any) -> None:
         """Replace these parts of L2 (`prefetch`, `tiers`) for the frames that arrive from now on."""
-        self.boundary = make_boundary(
-            self.ground, self.tables, self.l2._replace(**l2), self.requests, self.admin, TenantTokens()
-        )
+        self.boundary = make_boundary(self.ground, self.tables, self.l2._replace(**l2), self.requests)
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""

@@ -7,6 +7,7 @@ from typing import Any
 from kvstrata.rpc import wire
 from kvstrata.types import unpack_extents
 from tests.harness.rpc_client import RpcClient, chain_of, keys_of, payload, until
+from tests.harness.server_process import ServerProcess
 
 N_CHUNKS = 3
 """Chunks of each prompt of a `Load`."""
@@ -23,7 +24,8 @@ def until_stored(client: RpcClient) -> None:
 
 
 def clear_l1(client: RpcClient) -> int:
-    return client.ask(wire.Clear(client.session, client.next_seq(), wire.ClearScope.L1), wire.Cleared).count
+    cleared: int = ServerProcess.of[client.socket_dir].post("/v1/clear", {"tier": "l1"})["cleared"]["l1"]
+    return cleared
 
 
 def check_bytes(client: RpcClient, reply: wire.LookupReply, chain: bytes) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import zmq
 
@@ -32,6 +33,7 @@ from kvstrata.types import (
     facts_digest,
     unpack_extents,
 )
+from tests.harness.server_process import ServerProcess
 
 R = TypeVar("R", bound=wire.Reply)
 
@@ -310,12 +312,14 @@ class RpcClient:
         return self.ask(wire.Abort(self.session, self.next_seq(), reservation, indices), wire.Ok).count
 
     def status(self) -> dict[str, Any]:
-        """Ask for the status document."""
-        return self.ask(wire.Status(self.session, self.next_seq()), wire.Document).body
+        """The status document of the server, over its admin port."""
+        document: dict[str, Any] = ServerProcess.of[self.socket_dir].get("/v1/status")
+        return document
 
     def explain(self, request_id: str) -> dict[str, Any]:
-        """Ask why a lookup missed."""
-        return self.ask(wire.Explain(self.session, self.next_seq(), request_id), wire.Document).body
+        """Ask the admin port what a request hit, and why it missed."""
+        document: dict[str, Any] = ServerProcess.of[self.socket_dir].get(f"/v1/explain/{quote(request_id)}")
+        return document
 
     # --- bytes -------------------------------------------------------------------------------------------
 

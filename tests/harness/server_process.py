@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from tests.harness import own_commands
 from tests.harness.daemon import free_port
@@ -77,6 +77,9 @@ class ServerProcess(Logged):
     `supervised` it has a keeper, as for users: signals then go to the keeper, and `ready["pid"]` is the server.
     """
 
+    of: ClassVar[dict[Path, ServerProcess]] = {}
+    """The servers that were started, by the directory of their sockets."""
+
     def __init__(
         self,
         folder: Path,
@@ -136,6 +139,7 @@ class ServerProcess(Logged):
             forked=not self._supervised,
         )
         self.ready = json.loads(ready_line(reader, self._process, self.log))
+        ServerProcess.of[self.socket_dir] = self
         self.port = self.ready["port"]
         return self.ready
 
@@ -166,6 +170,11 @@ class ServerProcess(Logged):
         """Request a JSON document from the admin port."""
         send = read if self._host is None else self._host.http
         return json.loads(send(f"{self.url}{path}"))
+
+    def post(self, path: str, body: Any) -> Any:
+        """Send a JSON document to the admin port; return the answer."""
+        assert self._host is None
+        return json.loads(read(f"{self.url}{path}", body=body))
 
     def connector_config(self, **more: Any) -> dict[str, Any]:
         """Return the `kv_connector_extra_config` of an engine that uses this server."""

@@ -52,26 +52,16 @@ class Tenant(RpcClient):
             wire.RetrieveReply,
         )  # fmt: skip
 
-    def prewarms(self, chain: bytes) -> dict[str, object]:
-        """Prewarm a chain; the job's document once it has ended."""
-        request = wire.Prefetch(self.session, self.next_seq(), self.identity.identity_id, chain, 0, 10_000)
-        job = self.ask(request, wire.PrefetchReply).job
-        while (document := self.job(job))["state"] == "running":
-            pass
-        return document
-
-    def job(self, number: int) -> dict[str, object]:
-        """The document of a job."""
-        return self.ask(wire.Status(self.session, self.next_seq(), number), wire.Document).body
-
     def reports_corrupt(self, keys: bytes) -> int:
         """Report chunks as corrupt; how many the server dropped."""
         number = self.identity.identity_id
         return self.ask(wire.Corrupt(self.session, self.next_seq(), number, keys), wire.Ok).count
 
-    def clears(self, tier: wire.ClearScope) -> int:
-        """Clear the own tenants' chunks; how many went."""
-        return self.ask(wire.Clear(self.session, self.next_seq(), tier), wire.Cleared).count
+    def cleared(self) -> int:
+        """Have an admin clear L1 of the own tenant's chunks; how many went."""
+        done = ServerProcess.of[self.socket_dir].post("/v1/clear", {"tier": "l1", "tenant": self.name})
+        count: int = done["cleared"]["l1"]
+        return count
 
     def extent_of(self, key: bytes) -> Extent:
         """Where an own chunk lies in L1."""

@@ -48,12 +48,7 @@ def server_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", metavar="FILE", help="YAML file with any of the settings in docs/configuration.md (none)")
     add("--instance-id", dest="instance_id", help="name of this instance (default: host name and port)")
-    add(
-        "--host",
-        dest="host",
-        help="address of the RPC port (localhost); if neither --host nor --port is given, RPC uses no tcp port",
-    )
-    add("--port", dest="port", type=_number, help="RPC port (5555)")
+    add("--port", dest="port", type=_number, help="number after which sockets and pool are named (5555)")
     add(
         "--socket-dir",
         dest="socket_dir",
@@ -155,6 +150,8 @@ def controller_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="file with the bearer token of the HTTP port (one that the process makes)",
     )
+    add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
+        help="file with the CURVE key of the ZMQ ports (none)")  # fmt: skip
     add("--etcd", dest="etcd.endpoints", action="append", metavar="HOST:PORT",
         help="an etcd server, with https:// before it for TLS; repeatable (none)")  # fmt: skip
     add("--advertise-url", dest="etcd.advertise_url", metavar="URL",
@@ -194,8 +191,6 @@ def gateway_parser() -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     """Flags that the server and the controller share."""
     add = parser.add_argument
-    add("--curve-secret-file", dest="security.curve_secret_file", metavar="FILE",
-        help="file with the CURVE key of the ZMQ ports (none)")  # fmt: skip
     add(
         "--insecure",
         dest="security.insecure",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from kvstrata.config.common_model import LIMIT, NAME, ListenSettings, PortSecuritySettings
+from kvstrata.config.common_model import LIMIT, NAME, ListenSettings
 from kvstrata.config.l2_model import L2Settings
 from kvstrata.config.log_model import LogFormat, LogLevel
 from kvstrata.types import MAX_L2_ADAPTERS
@@ -82,8 +82,10 @@ class HttpSettings(ListenSettings, frozen=True, kw_only=True):
     enabled: Annotated[bool, Meta(description="Open the admin HTTP port.")] = True
 
 
-class SecuritySettings(PortSecuritySettings, frozen=True, kw_only=True):
-    """Settings that guard the RPC port."""
+class SecuritySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that guard the sockets and the admin port."""
+
+    insecure: Annotated[bool, Meta(description="Open ports that lack a key or token to everybody.")] = False
 
     tenants_file: Annotated[
         str,
@@ -190,7 +192,7 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 5_000
 
 
-DEFAULT_HOST, DEFAULT_PORT = "localhost", 5555
+DEFAULT_PORT = 5555
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -204,17 +206,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             description="Name of this instance in logs, metrics and files; empty: host name and port.",
         ),
     ] = ""
-    host: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="Address of the RPC port. If neither `host` nor `port` is set, RPC uses no tcp port."
-        ),
-    ] = None
     port: Annotated[
-        Annotated[int, Meta(ge=0, le=65_535)] | None,
+        Annotated[int, Meta(ge=1, le=65_535)] | None,
         Meta(
-            description="RPC port on `host` (localhost); 0 takes a free one. Sockets and pool are named after it, or "
-            "after 5555 if it is not set."
+            description="Number after which the sockets and the pool are named (5555). No tcp port is opened for it."
         ),
     ] = None
     socket_dir: Annotated[
@@ -248,16 +243,6 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     log_format: LogFormat = "text"
 
     @property
-    def has_tcp(self) -> bool:
-        """Whether RPC is served over tcp too; engines of this host use the unix socket in any case."""
-        return self.host is not None or self.port is not None
-
-    @property
-    def named_host(self) -> str:
-        """Address of the RPC port, if one is to be opened."""
-        return DEFAULT_HOST if self.host is None else self.host
-
-    @property
     def named_port(self) -> int:
-        """The RPC port; sockets and pool are named after it even if it is not opened."""
+        """The number after which sockets and pool are named."""
         return DEFAULT_PORT if self.port is None else self.port

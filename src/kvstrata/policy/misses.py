@@ -173,16 +173,14 @@ class RequestMemory:
         self._ring[self._next] = explained
         self._next = (self._next + 1) % self._max_requests
 
-    def of_tenants(self, tenants: frozenset[str] | None) -> list[Explained]:
-        """All remembered lookups of these tenants (None: of all), oldest first."""
+    def listed(self) -> list[Explained]:
+        """All remembered lookups, oldest first."""
         order = self._ring[self._next :] + self._ring[: self._next]
-        return [
-            entry for entry in order if entry is not None and (tenants is None or entry.tenant in tenants)
-        ]
+        return [entry for entry in order if entry is not None]
 
     def recent(self, count: int) -> list[Explained]:
         """The newest lookups, newest first."""
-        return self.of_tenants(None)[::-1][:count]
+        return self.listed()[::-1][:count]
 
 
 class Explainer:
@@ -235,14 +233,14 @@ class Explainer:
             return MissReason.FORGOTTEN, "the memory of absent keys has overflowed"
         return MissReason.UNKNOWN_KEY, "this server has not seen this chunk's key before"
 
-    def explain(self, request_id: str, tenants: frozenset[str] | None) -> dict[str, Any]:
-        """The document of one request's lookups; only lookups of `tenants` are shown (None: of all tenants).
+    def explain(self, request_id: str) -> dict[str, Any]:
+        """The document of one request's lookups.
 
         `request_id` is the engine's id of the request, or the id that the API's client saw. (vLLM appends `-RANDOM` to
         the latter, or `-NUMBER-RANDOM` for a completion.) Raises BadRequest if several of the engine's ids begin with
         it.
         """
-        seen = self.requests.of_tenants(tenants)
+        seen = self.requests.listed()
         names = {entry.request_id for entry in seen}
         if request_id not in names:
             longer = [name for name in names if name.startswith(f"{request_id}-")]

@@ -6,6 +6,7 @@ refuses unknown fields of an `owner`.
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated, Any
 
 import msgspec
@@ -13,7 +14,7 @@ from msgspec import Meta
 
 from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_wire import MAX_PEER_KEYS, Command, CommandKind, Owner
-from kvstrata.rpc.wire import MAX_SLICES, ClearScope
+from kvstrata.rpc.wire import MAX_SLICES
 from kvstrata.types import KEY_BYTES
 
 MAX_FREEZE_MS = 5_000
@@ -46,6 +47,17 @@ class ResyncArgument(Argument, frozen=True, kw_only=True):
     """See CommandKind.RESYNC."""
 
     freeze_ms: Annotated[int, _number(0, MAX_FREEZE_MS)] = 0
+
+
+class ClearScope(enum.StrEnum):
+    """The layers that a clear empties."""
+
+    L1 = "l1"
+    """Shared memory."""
+    L2 = "l2"
+    """All adapters."""
+    ALL = "all"
+    """Both."""
 
 
 class ClearArgument(Argument, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ concatenated 32-byte strings.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -33,7 +33,8 @@ MAX_MISSES = 32
 """Misses told in one ping."""
 MAX_RELEASES = 1_024
 """Leases in one release."""
-MAX_RETRIEVE_BYTES = 4 << 20
+MAX_RETRIEVE_BYTES = 256 << 10
+"""Bytes of a record in one reply; a longer record takes several."""
 MAX_SLICES = 4096
 """Distinct slices of one engine."""
 SESSION_BYTES = 16
@@ -332,61 +333,6 @@ class RetrieveReply(Reply, frozen=True, tag="retrieve"):
     body: bytes
 
 
-class Prefetch(Request, frozen=True, tag="prefetch"):
-    """Prewarms: loads chunks from L2 into L1 before any user's request needs them."""
-
-    identity_id: Count
-    keys: Keys
-    """Concatenated chain keys of one prompt, in order."""
-    budget_bytes: Count
-    """Maximum number of bytes that the job may load; 0 means as many as fit."""
-    ttl_ms: Annotated[int, Meta(ge=0, le=3_600_000)]
-    """Time after which the job stops."""
-
-
-class PrefetchReply(Reply, frozen=True, tag="prefetch"):
-    """The job has begun."""
-
-    job: int
-    """Number by which `status` finds the job's outcome."""
-
-
-class Status(Request, frozen=True, tag="status"):
-    """Asks for the status of the instance (`job` 0), or for the outcome of a prewarm job."""
-
-    job: Count = 0
-
-
-class ClearScope(enum.StrEnum):
-    """The layers that a clear empties."""
-
-    L1 = "l1"
-    """Shared memory."""
-    L2 = "l2"
-    """All adapters."""
-    ALL = "all"
-    """Both."""
-
-
-class Clear(Request, frozen=True, tag="clear"):
-    """Drops chunks. `tier`: l1, l2 or all; without `tenant`: chunks of every tenant that the client may use.
-
-    No lookup finds a dropped chunk any more. Its bytes become free when nothing uses them any more.
-    """
-
-    tier: ClearScope
-    tenant: Annotated[str, Meta(max_length=256)] | None = None
-    wait: bool = False
-    """Answer when all bytes of dropped chunks are free, at most 30 s later."""
-
-
-class Explain(Request, frozen=True, tag="explain"):
-    """Asks where the chunks of a recent lookup were found, and why the first missing chunk was absent."""
-
-    request_id: RequestId
-    """The engine's id of the request, or the id that the API's client saw."""
-
-
 class Quiesced(Request, frozen=True, tag="quiesced"):
     """Says that this process no longer touches extents that were leased or reserved before the present epoch."""
 
@@ -399,19 +345,6 @@ class Corrupt(Request, frozen=True, tag="corrupt"):
     """Concatenated chain keys."""
 
 
-class Cleared(Reply, frozen=True, tag="cleared"):
-    """Outcome of clear."""
-
-    count: int
-    """Chunks that left the tiers."""
-    held: int
-    """Chunks that clears have dropped from L1 and whose bytes a put or a read of the server still uses."""
-    leased: int
-    """Chunks that clears have dropped from L1 and whose bytes an engine still reads."""
-    kept: int
-    """Chunks that stay in L1, because they are pinned or another instance reads them."""
-
-
 class Ok(Reply, frozen=True, tag="ok"):
     """Outcome of release, abort, cancel, quiesced and corrupt: a count.
 
@@ -421,12 +354,6 @@ class Ok(Reply, frozen=True, tag="ok"):
 
     count: int = 0
     """The count, as listed above."""
-
-
-class Document(Reply, frozen=True, tag="document"):
-    """The document that status or explain asked for."""
-
-    body: dict[str, Any]
 
 
 class Error(Reply, frozen=True, tag="error"):
@@ -452,10 +379,6 @@ REPLIES: dict[type[Request], type[Reply]] = {
     Abort: Ok,
     Cancel: Ok,
     Retrieve: RetrieveReply,
-    Prefetch: PrefetchReply,
-    Status: Document,
-    Clear: Cleared,
-    Explain: Document,
     Quiesced: Ok,
     Corrupt: Ok,
 }
@@ -463,12 +386,10 @@ REPLIES: dict[type[Request], type[Reply]] = {
 
 
 AnyRequest = (
-    Hello | Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Retrieve | Prefetch
-    | Status | Clear | Explain | Quiesced | Corrupt
+    Hello | Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Retrieve | Quiesced | Corrupt
 )  # fmt: skip
 AnyReply = (
-    HelloReply | IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply
-    | PrefetchReply | Cleared | Ok | Document | Error
+    HelloReply | IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply | Ok | Error
 )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq
@@ -61,13 +60,6 @@ class PlainConnection:
         if isinstance(reply, wire.Error):
             raise from_wire(reply.code, reply.message, field=reply.field)
         return reply
-
-    def status(self) -> dict[str, Any]:
-        """The status document."""
-        reply = self.ask(wire.Status(wire.NO_SESSION, self.next_seq()))
-        if not isinstance(reply, wire.Document):
-            raise InternalError(f"invalid reply to a status request: {reply!r:.200}")
-        return reply.body
 
     def close(self) -> None:
         """Disconnect."""

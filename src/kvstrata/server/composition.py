@@ -309,9 +309,7 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     )
 
 
-def make_boundary(
-    ground: Ground, tables: Tables, l2: L2, requests: Requests, admin: AdminParts, tokens: TenantTokens
-) -> Boundary:
+def make_boundary(ground: Ground, tables: Tables, l2: L2, requests: Requests) -> Boundary:
     """Make the boundary, which answers frames."""
     facts, pool, counters = ground.facts, ground.pool, ground.counters
     lookups = Lookups(
@@ -353,17 +351,11 @@ def make_boundary(
     handlers = Handlers(
         facts=facts,
         pool=pool,
-        lane=ground.lane,
         processes=tables.processes,
-        tokens=tokens,
         sessions=tables.sessions,
         leases=tables.leases,
         effects=requests.effects,
         tiers=l2.tiers,
-        prewarms=admin.prewarms,
-        clearing=admin.clearing,
-        explain=admin.explain,
-        board=ground.board,
         counters=counters,
     )
     return Boundary(
@@ -376,5 +368,4 @@ def make_boundary(
         running=requests.running,
         replies=tables.replies,
         counters=counters,
-        tcp_has_keys=bool(ground.settings.security.curve_secret_file),
     )

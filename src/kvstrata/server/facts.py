@@ -15,10 +15,8 @@ class InstanceFacts(NamedTuple):
     instance_id: str
     epoch: int
     """A number that changes with every start; every reply carries it."""
-    host: str
     port: int
-    tcp: bool
-    """Whether RPC has a tcp port; without one only the unix socket is served, and `port` is just a name."""
+    """The number after which sockets and pool are named; no tcp port."""
     http_port: int
     """0: no HTTP, or HTTP on a unix socket."""
     socket_dir: Path

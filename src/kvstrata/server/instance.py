@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstrata.clock import SystemClock
-from kvstrata.config.model import ServerSettings
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
@@ -42,7 +41,6 @@ from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
-from kvstrata.rpc.zmq_curve import read_curve_file
 from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.status import TenantRows
@@ -128,7 +126,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     # 1. Ports, L1, and the facts about the instance.
     rpc = ZmqServer(shell.loop, lent_from_bytes=MAX_UNPROVEN_BYTES)
     closers.append(soon(rpc.close))
-    port = _bind(rpc, settings)
+    port = settings.named_port
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
         closers.append(soon(listener.close))
@@ -137,9 +135,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     facts = InstanceFacts(
         instance_id=settings.instance_id or NOT_IN_A_NAME.sub("-", f"{platform.node()}-{port}")[:64],
         epoch=pool.epoch,
-        host=settings.named_host,
         port=port,
-        tcp=settings.has_tcp,
         http_port=0 if listener is None else listener.port,
         socket_dir=directory,
         chunk_tokens=settings.chunk_size,
@@ -198,7 +194,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         ground.board.put("peers_served", served.server.status)
 
     # 5. The boundary, which answers frames, and the HTTP application.
-    boundary = make_boundary(ground, tables, l2, requests, admin, plan.tokens)
+    boundary = make_boundary(ground, tables, l2, requests)
     housekeeping = Housekeeping(
         pool,
         own_lane,
@@ -260,20 +256,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
 # --- the steps ------------------------------------------------------------------------------------------------
 
 
-def _bind(rpc: ZmqServer, settings: ServerSettings) -> int:
-    """Bind the RPC port, if the instance has one. Returns the port that names the instance. Raises ConfigError."""
-    if not settings.has_tcp:
-        return settings.named_port
-    curve_file = settings.security.curve_secret_file
-    return rpc.bind_tcp(
-        settings.named_host,
-        settings.named_port,
-        curve=read_curve_file(curve_file) if curve_file else None,
-        insecure=settings.security.insecure,
-        max_keyless_bytes=MAX_UNPROVEN_BYTES,
-    )
-
-
 def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
     """Make or adopt L1. Returns the segment, which a closer closes, and the folder of the sockets.
 
@@ -284,8 +266,7 @@ def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
     shm = (
         Path(settings.l1.segment_dir) if settings.l1.segment_dir else segment_dir(port, settings.instance_id)
     )
-    # No later server would look for the segment of a port that was taken at random.
-    forgotten = settings.l1.forget_on_exit or (settings.port == 0 and not settings.l1.segment_dir)
+    forgotten = settings.l1.forget_on_exit
     segment = Segment.open(segment_settings(settings, plan.extents_bytes, directory, shm), shell.restarts)
     shell.closers.append(soon(segment.destroy if forgotten else segment.close))
     return segment, directory

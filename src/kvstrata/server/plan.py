@@ -28,8 +28,8 @@ from kvstrata.p2p.engines.ports import reaches_other_hosts
 from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.http_unix import socket_path
 from kvstrata.process.listen import read_token
-from kvstrata.process.ports import Listening, refuse_open, refuse_port_twice
-from kvstrata.rpc.zmq_curve import read_cluster_keys, read_curve_file
+from kvstrata.process.ports import Listening, refuse_port_twice
+from kvstrata.rpc.zmq_curve import read_cluster_keys
 from kvstrata.server.facts import MAX_SESSION_SHARE
 from kvstrata.storage.entry import TierConfig, configure_tier
 from kvstrata.text import remember_secret
@@ -99,16 +99,6 @@ def plan(settings: ServerSettings, environment: Mapping[str, str], lacking: list
     http_token = ""
     if settings.http.enabled:
         http_token = here(lambda: read_token(settings.http, insecure=settings.security.insecure), "")
-    if settings.has_tcp and not (settings.security.curve_secret_file or settings.security.insecure):
-        refuse_open(settings.named_host, "host")
-    if settings.security.curve_secret_file:
-        if not settings.has_tcp:
-            raise ConfigError(
-                "security.curve_secret_file: RPC is on unix sockets only, which need no keys; give --host and --port "
-                "for a tcp port, or leave the file out",
-                field="security.curve_secret_file",
-            )
-        here(lambda: read_curve_file(settings.security.curve_secret_file), None)
     if settings.controller.curve_file:
         here(lambda: read_cluster_keys(settings.controller.curve_file, "controller.curve_file"), None)
     engine = here(lambda: _p2p_engine(settings, environment), "")
@@ -143,8 +133,6 @@ def used(planned: Plan, environment: Mapping[str, str]) -> ServerSettings:
 def tcp_ports(settings: ServerSettings) -> list[Listening]:
     """The tcp ports that the settings ask for."""
     found = []
-    if settings.has_tcp:
-        found.append(Listening("port", settings.named_host, settings.named_port))
     if settings.http.enabled and socket_path(settings.http.host) is None:
         found.append(Listening("http.port", settings.http.host, settings.http.port))
     if settings.controller.url and settings.p2p.engine != "off":

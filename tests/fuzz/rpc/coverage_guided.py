@@ -67,10 +67,6 @@ class RpcPort:
             wire.Abort(SESSION, 8, 6),
             wire.Cancel(SESSION, 9, 4),
             wire.Retrieve(SESSION, 10, self.identity_id, key, key, 0, 9),
-            wire.Prefetch(SESSION, 11, self.identity_id, key, 0, 5),
-            wire.Status(SESSION, 12),
-            wire.Clear(SESSION, 13, wire.ClearScope.L1),
-            wire.Explain(SESSION, 14, "r"),
             wire.Quiesced(SESSION, 15),
             wire.Corrupt(SESSION, 16, self.identity_id, key),
         ]

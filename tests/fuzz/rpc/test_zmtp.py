@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 ROUNDS = amount(10, 25)
 SEEDS = range(amount(15, 40))
-KEYLESS = ("rpc tcp", "rpc ipc")
+KEYLESS = ("rpc ipc",)
 WITH_KEYS = ("p2p", *PORTS)
 Where = Callable[[str], tuple[int | str, bytes]]
 
@@ -32,7 +32,6 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
         member = cluster.member(0)
         assert member is not None
         found: dict[str, tuple[int | str, bytes]] = {
-            "rpc tcp": (server.port, b"DEALER"),
             "rpc ipc": (str(server.socket_dir / "rpc.sock"), b"DEALER"),
             "p2p": (int(member["peer_endpoint"].rpartition(":")[2]), b"DEALER"),
             **{name: (controller.ports[name], b"DEALER") for name in PORTS},

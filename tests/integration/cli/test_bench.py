@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvstrata.cli.bench.running import RunningServer
 from kvstrata.errors import InternalError, Refused
 from kvstrata.measure.engine import Plan, Shape, Silent, SimulatedEngine
-from kvstrata.measure.server import RunningServer
 from tests.harness import own_commands
 from tests.harness.cache_engine import CHUNK_TOKENS, CacheEngine, eventually, prompt
 from tests.harness.server_process import ServerProcess
@@ -35,7 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def words(server: ServerProcess, *arguments: str) -> tuple[str, ...]:
-    where = ("--port", str(server.port), "--socket-dir", str(server.socket_dir))
+    where = ("--port", str(server.port), "--socket-dir", str(server.socket_dir), "--url", server.url)
     return ("bench", *where, *SMALL, *arguments)
 
 
@@ -98,7 +98,8 @@ def test_without_room_for_a_chunk_the_error_says_what_to_change(server):
 
 def test_wrong_arguments_are_named(server) -> None:
     for arguments, says in (
-        (("--socket-dir", "/tmp/no such server"), "start one with `lmcache-server`"),
+        (("--socket-dir", "/tmp/no such server"), "not in /tmp/no such server"),
+        (("--url", "http://127.0.0.1:1"), "Start one with `lmcache-server`"),
         (("--chunk-tokens", "100"), "--chunk-tokens: 100 is not a multiple of --block-tokens 16"),
         (("--chunks", "0"), "--chunks: must be a whole number from 1 to 4096, found '0'"),
         (("--token-file", "/nowhere"), "token_file: /nowhere: cannot be read"),
@@ -193,9 +194,7 @@ def test_a_frozen_server_does_not_count_as_missing_chunks(engine, server, step):
 
 
 def server_clear(server: ServerProcess) -> None:
-    asked = RunningServer([server.socket_dir])
-    asked.clear("tenant")
-    asked.close()
+    RunningServer(server.url, "", [server.socket_dir]).clear("tenant")
 
 
 def nothing_of(server: ServerProcess, tenant: str) -> bool:

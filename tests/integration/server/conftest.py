@@ -15,7 +15,7 @@ from tests.harness.server_process import ServerProcess
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One server for all tests of a file, each of which leaves it as it found it."""
-    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64, flags=("--no-http",)) as process:
+    with ServerProcess(tmp_path_factory.mktemp("server"), l1_mb=64) as process:
         process.start()
         yield process
         assert process.stop() == 0, process.log_tail()
@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
 
     def starter(**arguments: Any) -> ServerProcess:
         arguments.setdefault("l1_mb", 16)
-        flags = ("--no-http", *arguments.pop("flags", ()))
+        flags = arguments.pop("flags", ())
         process = ServerProcess(tmp_path / f"server{len(started)}", flags=flags, **arguments)
         started.append(process)
         process.start()

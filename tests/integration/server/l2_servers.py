@@ -19,8 +19,7 @@ def l2_servers(folder: Path) -> Iterator[Callable[..., ServerProcess]]:
     def starter(adapter: dict[str, Any] | None = None, l1_mb: int = 16, **arguments: Any) -> ServerProcess:
         own = folder / f"server{len(started)}"
         adapter = adapter or {"type": "fs", "base_path": str(own / "l2"), "capacity_gb": 1}
-        http = () if arguments.pop("http", False) else ("--no-http",)
-        flags = (*http, "--l2-adapter", json.dumps(adapter), *arguments.pop("flags", ()))
+        flags = ("--l2-adapter", json.dumps(adapter), *arguments.pop("flags", ()))
         process = ServerProcess(own, l1_mb=l1_mb, l2="embedded", flags=flags, **arguments)
         started.append(process)
         process.start()

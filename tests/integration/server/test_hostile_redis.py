@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import zstandard
 
+from kvstrata.cli.asking import Ask, ask
+from kvstrata.errors import BadRequest
 from kvstrata.native.hashing import storage_keys
-from kvstrata.rpc import wire
 from kvstrata.types import unpack_extents
 from tests.harness.cache_engine import eventually
 from tests.harness.forged import forged_record, renamed, resealed
@@ -25,7 +26,6 @@ from tests.harness.rpc_client import (
     KEY_BYTES,
     PAYLOAD_BYTES,
     RpcClient,
-    RpcError,
     chain_of,
     keys_of,
     new_prompt,
@@ -53,7 +53,7 @@ def start(tmp_path: Path, medium: RedisServer) -> Iterator[Callable[..., ServerP
 
     def starter(l1_mb: int = 16, **more: Any) -> ServerProcess:
         entry = medium.entry(**more)
-        flags = ("--no-http", "--l2-adapter", json.dumps(entry))
+        flags = ("--l2-adapter", json.dumps(entry))
         process = ServerProcess(tmp_path / f"server{len(started)}", l1_mb=l1_mb, l2="embedded", flags=flags)
         started.append(process)
         process.start()
@@ -276,7 +276,7 @@ async def test_a_scan_that_never_ends_does_not_block_a_clear(tmp_path: Path) -> 
         hostile.answers[b"SCAN"] = cursors(1, 2)
         fs = {"type": "fs", "base_path": str(tmp_path / "kv"), "capacity_gb": 1}
         entries = [hostile.entry(), fs]
-        flags = ["--no-http", *(word for entry in entries for word in ("--l2-adapter", json.dumps(entry)))]
+        flags = [*(word for entry in entries for word in ("--l2-adapter", json.dumps(entry)))]
 
         def work() -> None:
             with ServerProcess(tmp_path / "server", l1_mb=16, l2="embedded", flags=tuple(flags)) as server:
@@ -287,10 +287,8 @@ async def test_a_scan_that_never_ends_does_not_block_a_clear(tmp_path: Path) -> 
                         client,
                         lambda status: status["l2_store"]["adapters"]["fs-1"]["outcomes"].get("stored") == 3,
                     )
-                    with pytest.raises(RpcError, match=r"resp-0: not cleared: .* incomplete: SCAN of"):
-                        client.ask(
-                            wire.Clear(client.session, client.next_seq(), wire.ClearScope.ALL), wire.Cleared
-                        )
+                    with pytest.raises(BadRequest, match=r"resp-0: not cleared: .* incomplete: SCAN of"):
+                        ask(server.url, Ask("/v1/clear", {"tier": "all"}))
                     assert list((tmp_path / "kv").glob("??/??/*.kvc")) == []
 
         async with asyncio.timeout(300):

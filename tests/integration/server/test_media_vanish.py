@@ -59,7 +59,7 @@ def tier(server: ServerProcess, name: str) -> dict[str, Any]:
 def test_a_deleted_directory_is_said_once_and_its_tier_is_not_used_any_more(
     start: Callable[..., ServerProcess], folder: Path, kind: str
 ) -> None:
-    server, name = start(entry(kind, folder), http=True), f"{kind}-0"
+    server, name = start(entry(kind, folder)), f"{kind}-0"
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 4)
         until_stored(client)
@@ -89,7 +89,7 @@ def test_a_directory_that_is_read_only_or_hidden_comes_back_by_itself(
     start: Callable[..., ServerProcess], folder: Path, kind: str
 ) -> None:
     own_mounts = cast(Any, SimpleNamespace(under=("unshare", "--mount", "--propagation", "private")))
-    server, name = start(entry(kind, folder), http=True, host=own_mounts), f"{kind}-0"
+    server, name = start(entry(kind, folder), host=own_mounts), f"{kind}-0"
 
     def inside(*command: str) -> None:
         entered = ["nsenter", "--target", str(server.pid), "--mount", *command, str(folder)]

@@ -64,7 +64,7 @@ def another_process(
 
 
 def test_the_sessions_of_one_process_share_what_one_session_may_reserve(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, l1_mb=L1_MB, flags=("--no-http",)) as server:
+    with ServerProcess(tmp_path, l1_mb=L1_MB) as server:
         server.start()
         with RpcClient(server.socket_dir) as first, RpcClient(server.socket_dir) as second:
             half, n_first = reserve(first, OF_PROCESS // 2, 0)
@@ -87,9 +87,7 @@ def test_the_processes_of_one_token_share_half_of_l1(tmp_path: Path) -> None:
     tenants.write_text(f"{BLUE} blue\n{GREEN} green\n")
     tenants.chmod(0o600)
     environment = {**os.environ, "KVSTRATA_SECURITY_TENANTS_FILE": str(tenants)}
-    with ServerProcess(
-        tmp_path / "server", l1_mb=L1_MB, flags=("--no-http",), environment=environment
-    ) as server:
+    with ServerProcess(tmp_path / "server", l1_mb=L1_MB, environment=environment) as server:
         server.start()
         with (
             another_process(server, BLUE, "blue") as (n_first, killed),

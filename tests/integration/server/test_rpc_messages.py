@@ -24,16 +24,15 @@ pytestmark = pytest.mark.integration
 
 
 def test_hello_needs_no_session_and_returns_epoch_limits_and_l2(server: ServerProcess) -> None:
-    for endpoint in (None, f"tcp://127.0.0.1:{server.ready['port']}"):
-        client = RpcClient(server.socket_dir)
-        client.connect(endpoint)
-        reply = client.ask(wire.Hello(wire.NO_SESSION, 7, wire.PROTOCOL_VERSION, "test"), wire.HelloReply)
-        assert reply.seq == 7
-        assert reply.epoch == server.ready["epoch"]
-        assert reply.socket_dir == str(server.socket_dir)
-        assert reply.max_reserved_bytes == server.ready["l1_bytes"] // 8
-        assert reply.has_l2 is False
-        client.close()
+    client = RpcClient(server.socket_dir)
+    client.connect()
+    reply = client.ask(wire.Hello(wire.NO_SESSION, 7, wire.PROTOCOL_VERSION, "test"), wire.HelloReply)
+    assert reply.seq == 7
+    assert reply.epoch == server.ready["epoch"]
+    assert reply.socket_dir == str(server.socket_dir)
+    assert reply.max_reserved_bytes == server.ready["l1_bytes"] // 8
+    assert reply.has_l2 is False
+    client.close()
 
 
 def requests_of(session: bytes) -> list[wire.Request]:
@@ -48,10 +47,6 @@ def requests_of(session: bytes) -> list[wire.Request]:
         wire.Abort(session, 7, 1),
         wire.Cancel(session, 8, 1),
         wire.Retrieve(session, 9, 1, bytes(KEY_BYTES), bytes(KEY_BYTES), 0, 10),
-        wire.Prefetch(session, 10, 1, bytes(KEY_BYTES), 0, 1000),
-        wire.Status(session, 11),
-        wire.Clear(session, 12, wire.ClearScope.L1),
-        wire.Explain(session, 13, "x"),
         wire.Quiesced(session, 14),
         wire.Corrupt(session, 15, 1, bytes(KEY_BYTES)),
     ]
@@ -115,10 +110,7 @@ def bad_requests(session: bytes, identity: int) -> list[tuple[str, wire.Request]
         ("probe", reserve(probe=b"1")),
         ("record_bytes", reserve(record_bytes=4096)),
         ("record_bytes", reserve(record_bytes=1 << 40)),
-        ("job", wire.Status(session, 1000, 999_999)),
         ("keys", wire.Corrupt(session, 1000, identity, bytes(5))),
-        ("keys", wire.Prefetch(session, 1000, identity, bytes(5), 0, 10)),
-        ("tenant", wire.Clear(session, 1000, wire.ClearScope.L2, "one tenant")),
     ]
 
 

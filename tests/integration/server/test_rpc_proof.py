@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -14,12 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 
 from kvstrata.errors import NotPermitted, Refused, WrongVersion
 from kvstrata.memory.attach.client import attach, process_locks
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, prove
+from kvstrata.rpc.frame import prove
 from kvstrata.types import KEY_BYTES, Role, shown_name
 from tests.harness.rpc_client import (
     RECORD_BYTES,
@@ -73,10 +71,6 @@ class Held:
             wire.Cancel(session, seq, self.reservation),
             wire.Cancel(session, seq, (1 << 62) + 1),
             wire.Retrieve(session, seq, number, self.chunk, part().digest(), 0, RECORD_BYTES),
-            wire.Prefetch(session, seq, number, self.chunk, 0, 1000),
-            wire.Status(session, seq),
-            wire.Clear(session, seq, wire.ClearScope.ALL),
-            wire.Explain(session, seq, "x"),
             wire.Quiesced(session, seq),
             wire.Corrupt(session, seq, number, self.chunk),
         ]
@@ -141,7 +135,7 @@ def test_attaching_again_gives_a_new_secret_and_ends_the_old_one(victim: RpcClie
 
 
 def test_a_restarted_server_gives_a_new_secret(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, l1_mb=16, flags=("--no-http",)) as server:
+    with ServerProcess(tmp_path, l1_mb=16) as server:
         server.start()
         client = RpcClient(server.socket_dir)
         client.attach()
@@ -184,64 +178,6 @@ def test_the_version_without_proofs_is_refused_by_name(server: ServerProcess) ->
     client.close()
 
 
-ASK_AS_ANOTHER_USER = """
-import sys, zmq
-endpoint, *frames = sys.argv[1:]
-socket = zmq.Context().socket(zmq.DEALER)
-socket.setsockopt(zmq.LINGER, 0)
-socket.connect(endpoint)
-for frame in frames:
-    socket.send(bytes.fromhex(frame))
-    if not socket.poll(30_000):
-        sys.exit(f"no answer to {frame}")
-    print(socket.recv().hex(), flush=True)
-"""
-
-
-def ask_as_another_user(endpoint: str, frames: list[bytes]) -> list[wire.AnyReply]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
-    ran = subprocess.run(
-        [*OTHER_USER, sys.executable, "-c", ASK_AS_ANOTHER_USER, endpoint, *map(bytes.hex, frames)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return [wire.decode_reply(bytes.fromhex(line)) for line in ran.stdout.split()]
-
-
-def test_another_user_gets_nothing_but_hello_over_tcp_without_keys(
-    server: ServerProcess, victim: RpcClient
-) -> None:
-    """Not even with the secret: what travels over such a port could be read by others."""
-    held = Held(victim)
-    requests = held.requests()[1:]
-    unattached = [
-        wire.Ping(wire.NO_SESSION, 1),
-        wire.Status(wire.NO_SESSION, 2),
-        wire.Explain(wire.NO_SESSION, 3, ""),
-    ]
-    clear = wire.Clear(wire.NO_SESSION, 4, wire.ClearScope.ALL)
-    frames = [
-        *(wire.encode(request) for request in requests),
-        *(prove(victim.secret, wire.encode(request)) for request in requests),
-        *(wire.encode(request) for request in (*unattached, clear)),
-        b"",
-        b"\x91" * 1000,
-    ]
-    hello = wire.encode(wire.Hello(wire.NO_SESSION, 5, wire.PROTOCOL_VERSION))
-    *refusals, greeting = ask_as_another_user(f"tcp://127.0.0.1:{server.ready['port']}", [*frames, hello])
-    assert isinstance(greeting, wire.HelloReply) and greeting.seq == 5
-    assert len(refusals) == len(frames)
-    for refusal in refusals:
-        assert isinstance(refusal, wire.Error) and refusal.code == "not_permitted"
-        assert "--curve-secret-file" in refusal.message and "unix socket" in refusal.message
-    held.assert_untouched()
-    held.end()
-
-
 def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
@@ -277,68 +213,6 @@ def test_another_user_cannot_reach_the_unix_sockets(server: ServerProcess) -> No
     assert "uid 65534 may not attach to a server of uid 0" in ran.stdout and ran.stdout.endswith(" 0\n"), ran
 
 
-@pytest.mark.long
-def test_a_long_frame_over_tcp_without_keys_closes_its_connection_and_no_other(server: ServerProcess) -> None:
-    endpoint = f"tcp://127.0.0.1:{server.ready['port']}"
-    sender, observer, status = (RpcClient(server.socket_dir) for _ in range(3))
-    status.connect()
-    status.session = wire.NO_SESSION
-    before = status.status()["counters"]["errors"]
-    sender.connect(endpoint)
-    observer.connect(endpoint)
-    hello = wire.Hello(wire.NO_SESSION, 1, wire.PROTOCOL_VERSION)
-    observer.ask(hello, wire.HelloReply)
-    sender.send_frames(bytes(MAX_UNPROVEN_BYTES + 1))
-    for _ in range(240):  # libzmq connects again, after it has dropped what waited for the old connection
-        sender.send(hello)
-        with contextlib.suppress(TimeoutError):
-            assert isinstance(sender.receive(timeout_s=0.5), wire.HelloReply)
-            break
-    else:
-        pytest.fail("the sender of a long frame was not let in again")
-    observer.ask(hello, wire.HelloReply)
-    assert status.status()["counters"]["errors"] == before, "the frame never reached the boundary"
-    status.close()
-    sender.close()
-    observer.close()
-
-
-@pytest.fixture
-def keyed(tmp_path: Path) -> Iterator[tuple[ServerProcess, bytes, tuple[bytes, bytes]]]:
-    """A server whose tcp port asks for keys, its public key, and the keys of a client that it knows."""
-    public, secret = zmq.curve_keypair()
-    known = zmq.curve_keypair()
-    keys = tmp_path / "keys"
-    keys.write_text(f"secret {secret.decode()}\nclient {known[0].decode()}\n")
-    keys.chmod(0o600)
-    flags = ("--no-http", "--curve-secret-file", str(keys))
-    with ServerProcess(tmp_path / "server", l1_mb=16, flags=flags) as server:
-        server.start()
-        yield server, public, known
-        assert server.stop() == 0, server.log_tail()
-
-
-@pytest.mark.long
-def test_over_tcp_with_keys_a_session_works_by_its_proof(
-    keyed: tuple[ServerProcess, bytes, tuple[bytes, bytes]],
-) -> None:
-    server, public, known = keyed
-    with RpcClient(server.socket_dir) as client:
-        held = Held(client)
-        unproven = held.requests()
-        client.connect(f"tcp://127.0.0.1:{server.ready['port']}", keys=(public, *known))
-        for request in unproven:
-            client.send_frames(wire.encode(request))
-            reply = client.receive()
-            assert isinstance(reply, wire.Error) and reply.code == "not_permitted", reply
-        retrieve = wire.Retrieve(
-            client.session, client.next_seq(), held.identity.identity_id, held.chunk, part().digest(), 0, 9
-        )
-        assert client.ask(retrieve, wire.RetrieveReply).found
-        held.assert_untouched()
-        held.end()
-
-
 def test_another_process_cannot_attach_as_a_session_that_it_knows(
     server: ServerProcess, victim: RpcClient
 ) -> None:
@@ -363,7 +237,7 @@ def test_another_process_cannot_attach_as_a_session_that_it_knows(
 @pytest.mark.long
 def test_one_process_cannot_take_all_rows(tmp_path: Path) -> None:
     environment = {**os.environ, "KVSTRATA_SECURITY_SESSIONS_PER_PROCESS": "3"}
-    with ServerProcess(tmp_path, l1_mb=16, flags=("--no-http",), environment=environment) as server:
+    with ServerProcess(tmp_path, l1_mb=16, environment=environment) as server:
         server.start()
         taken = [RpcClient(server.socket_dir) for _ in range(3)]
         for client in taken:

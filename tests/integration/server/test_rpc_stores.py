@@ -153,8 +153,7 @@ def test_a_repeated_request_gets_the_same_reply_and_is_carried_out_once(client: 
     )
     lookup = client.lookup_request(identity.identity_id, chain)
     identify = wire.Identify(client.session, client.next_seq(), wire.RequestIdentity(salt="again"))
-    prefetch = wire.Prefetch(client.session, client.next_seq(), identity.identity_id, chain, 0, 1000)
-    for request in (reserve, lookup, identify, prefetch):
+    for request in (reserve, lookup, identify):
         replies = []
         for connection in range(2):
             for _ in range(2):

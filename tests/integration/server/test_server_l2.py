@@ -218,7 +218,7 @@ def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:
 
 
 def test_the_admin_port_prewarms_explains_clears_and_counts(start: Callable[..., ServerProcess]) -> None:
-    server = start(http=True)
+    server = start()
     url = f"http://127.0.0.1:{server.ready['http_port']}"
 
     def ask(path: str, body: dict[str, Any] | None = None) -> Any:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -169,15 +168,12 @@ def test_a_taken_port_stops_the_start_and_names_the_process_that_has_it(tmp_path
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--port", "70000"), "--port: must be a whole number from 0 to 65535, found 70000"),
+        (("--port", "70000"), "--port: must be a whole number from 1 to 65535, found 70000"),
         (("--l1-size-gb", "100000"), "l1_size_gb: L1 of 100000.00 GB needs"),
         (("--socket-dir", "/tmp/" + "x" * 120), "socket_dir: "),
         (("--chunk-sise", "256"), "--chunk-sise: unknown flag (did you mean '--chunk-size'?)"),
         (("--l2-adapter", '{"type": "moncake_store"}'), "(did you mean 'mooncake_store'?)"),
-        (
-            ("--curve-secret-file", "/nonexistent/keys", "--port", "0"),
-            "curve_secret_file: /nonexistent/keys: ",
-        ),
+        (("--curve-secret-file", "/keys"), "--curve-secret-file: unknown flag"),
     ],
 )
 def test_wrong_settings_stop_the_start_with_what_to_change(flags: tuple[str, ...], says: str) -> None:
@@ -225,7 +221,7 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
         "from kvstrata.cli.server import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    flags = ["--no-http", "--port", "0", "--l1-size-gb", str(16 / 1024), "--l2-adapter", "none"]
+    flags = ["--no-http", "--l1-size-gb", str(16 / 1024), "--l2-adapter", "none"]
     flags.append("--no-supervise")
     ran = subprocess.run(
         [sys.executable, "-c", script, *flags, "--socket-dir", str(server.socket_dir)],
@@ -241,40 +237,3 @@ def test_a_background_task_that_crashes_ends_the_process_with_its_reason_and_kee
     assert server.ready["adopted"]
     with RpcClient(server.socket_dir) as client:
         assert client.lookup(client.identify().identity_id, chain).n_chunks == 3
-
-
-def test_the_segment_of_a_server_on_a_random_port_is_removed_when_it_stops(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    flags = (
-        "--port",
-        "0",
-        "--no-http",
-        "--l1-size-gb",
-        "0.01",
-        "--l2-adapter",
-        "none",
-        "--log-level",
-        "error",
-    )
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as sockets:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "kvstrata.cli.server",
-                *flags,
-                "--socket-dir",
-                sockets,
-                "--ready-fd",
-                str(writer),
-            ],
-            pass_fds=(writer,),
-        )
-        os.close(writer)
-        with open(reader, "rb") as ready:
-            port = json.loads(ready.readline())["port"]
-        segment = Path(f"/dev/shm/kvstrata-{os.geteuid()}-{port}")
-        was_there = segment.exists()
-        process.terminate()
-        assert process.wait() == 0
-    assert was_there and not segment.exists()

@@ -50,7 +50,7 @@ def test_a_server_serves_l1_while_redis_is_away_and_uses_it_once_it_is_there(tmp
 
 def test_a_refused_password_stops_the_start(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", password="right") as medium:
-        flags = ("--no-http", "--l2-adapter", json.dumps(medium.entry(password="wrong")))
+        flags = ("--l2-adapter", json.dumps(medium.entry(password="wrong")))
         with (
             ServerProcess(tmp_path / "server", l1_mb=16, l2="embedded", flags=flags) as server,
             pytest.raises(ServerFailed, match="exit status 2"),

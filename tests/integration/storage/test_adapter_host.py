@@ -42,7 +42,7 @@ class HostedServer(ServerProcess):
         self._records = Path(tempfile.mkdtemp(prefix="kvstrata-test-", dir="/dev/shm"))
         entry = {**entry_of(self._records / "kv", self._orders), **fields}
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        flags = ("--no-http", "--l2-adapter", json.dumps(entry))
+        flags = ("--l2-adapter", json.dumps(entry))
         super().__init__(folder / "server", l1_mb=16, l2="embedded", flags=flags, environment=environment)
 
     def close(self) -> None:

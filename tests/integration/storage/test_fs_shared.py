@@ -76,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[], ServerProcess]]:
 
     def starter() -> ServerProcess:
         adapter = {"type": "fs", "base_path": str(tmp_path / "l2"), "shared": True, "capacity_gb": 1}
-        flags = ("--no-http", "--l2-adapter", json.dumps(adapter))
+        flags = ("--l2-adapter", json.dumps(adapter))
         server = ServerProcess(tmp_path / f"server{len(started)}", l1_mb=16, l2="embedded", flags=flags)
         started.append(server)
         server.start()

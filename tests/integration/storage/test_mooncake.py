@@ -48,7 +48,7 @@ def start(mooncake_environment: dict[str, str], tmp_path: Path) -> Iterator[Star
             tmp_path / f"server{len(started)}",
             l1_mb=16,
             l2="embedded",
-            flags=("--no-http", "--l2-adapter", json.dumps(entry), *flags),
+            flags=("--l2-adapter", json.dumps(entry), *flags),
             environment=mooncake_environment,
         )
         started.append(server)
@@ -95,7 +95,7 @@ def test_the_published_line_serves_hits_over_tcp(
     entry |= {"local_hostname": "127.0.0.1", "protocol": "tcp", "global_segment_size": str(256 << 20)}
     entry |= {"metadata_server": master.metadata_server, "master_server_addr": master.address}
     words[words.index("100")] = "1"
-    flags = (*words, json.dumps(entry), "--no-http")
+    flags = (*words, json.dumps(entry))
     with ServerProcess(
         tmp_path / "server", l1_mb=16, l2="embedded", flags=flags, environment=mooncake_environment
     ) as server:

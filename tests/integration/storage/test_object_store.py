@@ -69,7 +69,7 @@ def test_chunks_that_one_server_stored_are_served_by_another(
     entry = bucket.entry(isolation="process" if kind.endswith("own") else "in_process")
     if "without" in kind:
         entry["conditional_put"] = "disabled"
-    one, other = start(entry, "--no-http"), start(entry)
+    one, other = start(entry), start(entry)
     with RpcClient(one.socket_dir) as writer, RpcClient(other.socket_dir) as reader:
         _, chain = stored(writer, 6)
         until_stored(writer)
@@ -87,7 +87,7 @@ def test_chunks_that_one_server_stored_are_served_by_another(
 
 
 def test_a_bucket_whose_server_was_killed_is_missed_and_used_again(bucket: S3Server, start: Starter) -> None:
-    server = start(bucket.entry(deadline_ms=1_000), "--no-http")
+    server = start(bucket.entry(deadline_ms=1_000))
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 6)
         until_stored(client)
@@ -109,7 +109,7 @@ def test_a_bucket_whose_server_was_killed_is_missed_and_used_again(bucket: S3Ser
 def test_a_bucket_whose_server_is_stopped_is_missed_and_back_by_itself(
     bucket: S3Server, start: Starter
 ) -> None:
-    server = start(bucket.entry(deadline_ms=500, timeout="1s"), "--no-http")
+    server = start(bucket.entry(deadline_ms=500, timeout="1s"))
     with RpcClient(server.socket_dir) as client:
         identity, chain = stored(client, 6)
         until_stored(client)

@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Starter]:
     started: list[ServerProcess] = []
 
     def starter(entry: dict[str, Any]) -> ServerProcess:
-        flags = ("--no-http", "--l2-adapter", json.dumps(entry))
+        flags = ("--l2-adapter", json.dumps(entry))
         process = ServerProcess(tmp_path / f"server{len(started)}", l1_mb=16, l2="embedded", flags=flags)
         started.append(process)
         process.start()

@@ -156,7 +156,6 @@ def test_one_port_of_one_address_is_refused_twice(first: str, second: str, clash
 @pytest.mark.parametrize(
     ("command", "flags", "field"),
     [
-        ("server", ("--port", "6000", "--http-port", "6000"), "http.port"),
         ("controller", ("--monitor-ports", '{"pull": 6000, "reply": 6000}'), "monitor_ports.reply"),
         ("controller", ("--port", "8300"), "http.port"),
     ],
@@ -170,7 +169,6 @@ def test_a_port_named_twice_stops_the_start(command: str, flags: tuple[str, ...]
 @pytest.mark.parametrize(
     ("command", "flags", "field"),
     [
-        ("server", ("--host", "0.0.0.0"), "host"),
         ("server", ("--http-host", "0.0.0.0"), "http.host"),
         ("controller", ("--monitor-host", "0.0.0.0"), "monitor_host"),
         ("controller", ("--host", "0.0.0.0", "--token-file", "TOKEN"), "http.host"),

@@ -46,20 +46,6 @@ def test_later_sources_win_key_by_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "asked", "where"),
-    [
-        ([], False, ("localhost", 5555)),
-        (["--port", "5555"], True, ("localhost", 5555)),
-        (["--host", "localhost"], True, ("localhost", 5555)),
-        (["--host", "0.0.0.0", "--port", "0"], True, ("0.0.0.0", 0)),
-    ],
-)
-def test_the_rpc_tcp_port_is_opened_only_when_a_setting_asks_for_it(flags, asked, where):
-    settings = loading.load(ServerSettings, environment={}, flags=parse_server_flags(flags).settings)
-    assert (settings.has_tcp, (settings.named_host, settings.named_port)) == (asked, where)
-
-
-@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("prot: 5", "prot: unknown key (did you mean 'port'?)"),
@@ -103,7 +89,7 @@ def test_the_choice_of_vector_instructions_must_be_one_of_ours():
     ("arguments", "says"),
     [
         (["--portt", "5"], r"--portt: unknown flag \(did you mean '--port'"),
-        (["--port", "x"], "--port: must be a whole number from 0 to 65535, found 'x'"),
+        (["--port", "x"], "--port: must be a whole number from 1 to 65535, found 'x'"),
         (["--port"], "argument --port: expected one argument"),
         (["--l2-adapter", "{"], r"l2_adapters\[0\]: not JSON"),
         (["--l2-adapter", "[]"], r"l2_adapters\[0\]: must be a JSON object"),

@@ -29,9 +29,9 @@ def refused(text: str, struct=ServerSettings) -> str:
             "l1: {eviction_policy: MRU}",
             "l1.eviction_policy: must be one of LRU, ARC, S3FIFO, noop, found 'MRU'",
         ),
-        ("port: 70000", "port: must be a whole number from 0 to 65535, found 70000"),
-        ("port: many", "port: must be a whole number from 0 to 65535, found 'many'"),
-        ("port: 1.5", "port: must be a whole number from 0 to 65535, found 1.5"),
+        ("port: 70000", "port: must be a whole number from 1 to 65535, found 70000"),
+        ("port: many", "port: must be a whole number from 1 to 65535, found 'many'"),
+        ("port: 1.5", "port: must be a whole number from 1 to 65535, found 1.5"),
         ("l1: {size_gb: -3}", "l1.size_gb: must be a number above 0 and at most 1048576, found -3"),
         ("l1: {eviction_ratio: 1}", "l1.eviction_ratio: must be a number of at least 0 and below 1, found 1"),
         ("l1: 4", "l1: must be a mapping, found 4"),
@@ -85,7 +85,7 @@ def test_values_of_the_environment_are_named_by_their_variables():
     with pytest.raises(ConfigError) as caught:
         loading.load(ServerSettings, environment=environment)
     first, second = caught.value.lines
-    assert first == "environment: KVSTRATA_PORT: must be a whole number from 0 to 65535, found 'x'"
+    assert first == "environment: KVSTRATA_PORT: must be a whole number from 1 to 65535, found 'x'"
     assert second.startswith("environment: KVSTRATA_L1_EVICTION_POLICY: must be one of LRU, ")
 
 

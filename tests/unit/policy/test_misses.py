@@ -139,8 +139,8 @@ def test_a_recent_request_is_explained_and_an_old_one_is_not_known() -> None:
     explainer.requests = RequestMemory(max_requests=3)
     for number in range(5):
         explainer.requests.add(explained(f"r{number}"))
-    assert explainer.explain("r1", None) == {"request_id": "r1", "known": False, "lookups": []}
-    document = explainer.explain("r4", None)
+    assert explainer.explain("r1") == {"request_id": "r1", "known": False, "lookups": []}
+    document = explainer.explain("r4")
     assert document["known"]
     assert document["lookups"][0]["hits"] == {"l1": 3, "l2": 2, "served": 5}
     assert document["lookups"][0]["first_miss"] == {
@@ -157,7 +157,7 @@ def test_all_lookups_of_a_request_are_told_oldest_first() -> None:
     explainer.requests.add(explained("r")._replace(unix_ms=1))
     explainer.requests.add(explained("other"))
     explainer.requests.add(explained("r")._replace(unix_ms=2, reason=""))
-    lookups = explainer.explain("r", None)["lookups"]
+    lookups = explainer.explain("r")["lookups"]
     assert [entry["unix_ms"] for entry in lookups] == [1, 2]
     assert lookups[1]["first_miss"] is None
 
@@ -168,10 +168,10 @@ def test_the_id_that_the_client_of_the_api_saw_names_the_request_of_the_engine(o
     explainer.requests.add(explained(of_engine)._replace(unix_ms=1))
     explainer.requests.add(explained("cmpl-71-0a0b0c0d"))
     explainer.requests.add(explained(of_engine)._replace(unix_ms=2))
-    document = explainer.explain("cmpl-7", None)
+    document = explainer.explain("cmpl-7")
     assert document["known"] and document["request_id"] == of_engine
     assert [entry["unix_ms"] for entry in document["lookups"]] == [1, 2]
-    assert not explainer.explain("cmpl-7-", None)["known"]
+    assert not explainer.explain("cmpl-7-")["known"]
 
 
 def test_an_id_that_several_requests_begin_with_is_refused_and_lists_them() -> None:
@@ -182,26 +182,17 @@ def test_an_id_that_several_requests_begin_with_is_refused_and_lists_them() -> N
     with pytest.raises(
         BadRequest, match=f"2 recent requests begin with 'cmpl-7': {listed}; give one"
     ) as refused:
-        explainer.explain("cmpl-7", None)
+        explainer.explain("cmpl-7")
     assert refused.value.field == "request_id"
     for number in range(MAX_LISTED_IDS):
         explainer.requests.add(explained(f"cmpl-7-{number}-2f2e3d4c"))
     with pytest.raises(BadRequest, match=r"10 recent requests .*-1f2e3d4c, .* and 2 more; give one"):
-        explainer.explain("cmpl-7", None)
+        explainer.explain("cmpl-7")
 
 
 def test_the_exact_id_is_explained_though_others_begin_with_it() -> None:
     explainer = Explainer()
     for request_id in ("cmpl-7-0-1f2e3d4c", "cmpl-7", "cmpl-7-1-1f2e3d4c"):
         explainer.requests.add(explained(request_id))
-    document = explainer.explain("cmpl-7", None)
+    document = explainer.explain("cmpl-7")
     assert [entry["request_id"] for entry in document["lookups"]] == ["cmpl-7"]
-
-
-def test_ids_of_other_tenants_neither_match_nor_make_an_id_ambiguous() -> None:
-    explainer = Explainer()
-    explainer.requests.add(explained("cmpl-7-0-1f2e3d4c", tenant="a"))
-    explainer.requests.add(explained("cmpl-7-1-1f2e3d4c", tenant="b"))
-    assert explainer.explain("cmpl-7", frozenset({"b"}))["request_id"] == "cmpl-7-1-1f2e3d4c"
-    assert not explainer.explain("cmpl-7", frozenset({"c"}))["known"]
-    assert not explainer.explain("cmpl-7-0-1f2e3d4c", frozenset({"b"}))["known"]

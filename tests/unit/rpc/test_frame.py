@@ -49,7 +49,6 @@ def longest_requests() -> list[wire.Request]:
             [MISS] * wire.MAX_MISSES,
         ),
         wire.Lookup(SESSION, 1, 1, 1, "r" * 256, [wire.KeyGroup(wire.Rule.PREFIX, keys)], bytes(8)),
-        wire.Prefetch(SESSION, 1, 1, keys, 1, 1),
         wire.Release(SESSION, 1, [(SESSION, wire.MAX_SEQ)] * wire.MAX_RELEASES),
         wire.Commit(SESSION, 1, 1, list(range(wire.MAX_RESERVE_CHUNKS))),
         wire.Identify(SESSION, 1, RequestIdentity(adapter=name, tenant=name, salt=name)),

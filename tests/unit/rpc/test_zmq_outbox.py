@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
-from kvstrata.rpc import wire, zmq_outbox
+from kvstrata.rpc import zmq_outbox
 from kvstrata.rpc.zmq_outbox import CLIENT_BYTES, TRACKED_BYTES, Outbox
 from kvstrata.rpc.zmq_server import Address, ZmqServer
-from kvstrata.types import RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
-from tests.harness.rpc_client import chain_of, part
 
 
 class Sent:
@@ -80,19 +77,3 @@ async def test_replies_of_megabytes_that_nobody_reads_do_not_pile_up(tmp_path: P
     finally:
         context.destroy(linger=0)
         server.close()
-
-
-def test_a_retrieve_whose_reply_was_dropped_is_told_to_try_again() -> None:
-    server = InstanceInProcess()
-    session = b"s" * 16
-    server.attach(session, b"g" * 16)
-    [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))
-    assert isinstance(identity, wire.IdentifyReply)
-    chain = chain_of(identity.root, 1)
-    server.store(session, 2, identity, chain)
-    keep = server.send
-    server.send = lambda address, frame: len(frame) >= TRACKED_BYTES or keep(address, frame)
-    retrieve = wire.Retrieve(session, 9, identity.identity_id, chain, part().digest(), 0, 1 << 20)
-    [reply] = server.feed(wire.encode(retrieve))
-    assert isinstance(reply, wire.Error) and (reply.seq, reply.code) == (9, "refused")
-    server.close()

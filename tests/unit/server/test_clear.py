@@ -9,7 +9,7 @@ import pytest
 from kvstrata.keys.batch import split
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
-from kvstrata.rpc.wire import ClearScope
+from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.types import KEY_BYTES
 from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of, part

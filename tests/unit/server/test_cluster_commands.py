@@ -13,7 +13,7 @@ from kvstrata.errors import BadRequest
 from kvstrata.native.hashing import storage_keys
 from kvstrata.rpc import wire
 from kvstrata.rpc.cluster_wire import Command, CommandKind, CommandResult, encode
-from kvstrata.rpc.command_wire import argument_of
+from kvstrata.rpc.command_wire import ClearScope, argument_of
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.cluster.actions import Actions
 from kvstrata.server.cluster.commands import CommandTable
@@ -89,7 +89,7 @@ class Clears:
     def __init__(self, cleared: object) -> None:
         self._cleared = cleared
 
-    async def clear(self, tier: wire.ClearScope, tenant: str | None) -> object:
+    async def clear(self, tier: ClearScope, tenant: str | None) -> object:
         return self._cleared
 
 

@@ -46,7 +46,6 @@ from kvstrata.storage.native_adapter import NativeAdapter
 from tests.harness.daemon import free_port
 
 OPENED = [
-    "port bound",
     "HTTP port bound",
     "segment opened",
     "puts begin",
@@ -119,15 +118,11 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched(monkeypatch)
-    ports: list[ZmqServer] = []
 
     def is_rpc(server: ZmqServer) -> bool:
-        if server not in ports:
-            ports.append(server)
-        return server is ports[0]
+        return server._ipc_path is not None
 
-    watched.method(ZmqServer, "bind_tcp", "port bound", is_rpc)
-    watched.method(ZmqServer, "bind_tcp", "readers' port bound", lambda server: not is_rpc(server))
+    watched.method(ZmqServer, "bind_tcp", "readers' port bound")
     watched.method(ZmqServer, "bind_ipc", "socket bound")
     watched.method(ZmqServer, "start", "RPC answers", is_rpc)
     watched.method(ZmqServer, "close", "RPC closed", is_rpc)

@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.errors import Refused
 from kvstrata.rpc import wire
-from kvstrata.rpc.wire import ClearScope
+from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.fetch import FetchOutcome
 from tests.harness.instance_in_process import InstanceInProcess

@@ -15,7 +15,7 @@ from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import chain_of
 
 
-def test_a_hundred_sessions_and_their_requests_write_nothing_but_the_first_clear(
+def test_a_hundred_sessions_and_their_requests_write_nothing(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("kvstrata"), "propagate", True)
@@ -33,11 +33,10 @@ def test_a_hundred_sessions_and_their_requests_write_nothing_but_the_first_clear
         server.feed(
             wire.encode(wire.Lookup(session, 4, 1000, identity.identity_id, f"r{number}", groups)),
             wire.encode(wire.Release(session, 5, [(session, 4)])),
-            wire.encode(wire.Clear(session, 6, wire.ClearScope.L1)),
         )
         server.gone(session)
     server.close()
-    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == ["cleared"]
+    assert not caplog.records
 
 
 def test_the_first_line_of_a_kind_is_written_and_a_later_one_counts_those_between(

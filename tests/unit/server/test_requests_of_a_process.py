@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from kvstrata.errors import Refused
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.policy.processes import Owner
 from kvstrata.rpc import frame as frames
 from kvstrata.rpc import wire
 from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, prove
 from kvstrata.rpc.session import MAX_SEQ_STEP
-from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.admin import prewarm
 from kvstrata.server.requests import boundary, running
 from kvstrata.types import MissReason, RequestIdentity
@@ -24,61 +19,6 @@ from tests.harness.instance_in_process import InstanceInProcess
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of
 
 SESSION = b"s" * 16
-BLUE, GREEN = frozenset({"blue"}), frozenset({"green"})
-
-
-@pytest.mark.parametrize(
-    ("most", "one", "other"),
-    [
-        (running.MAX_UNKEPT_OF_PROCESS, lambda number: Owner(7, None), Owner(8, None)),
-        (running.MAX_UNKEPT_OF_TOKEN, lambda number: Owner(number, BLUE), Owner(1_000, GREEN)),
-    ],
-    ids=["process", "token"],
-)
-def test_tasks_of_one_process_or_token_leave_room_for_those_of_another(
-    server: InstanceInProcess, most: int, one: Callable[[int], Owner], other: Owner
-) -> None:
-    tasks, ended = server.requests.running, asyncio.Event()
-
-    async def reply() -> wire.Reply:
-        await ended.wait()
-        return wire.Ok(1, server.epoch)
-
-    async def run() -> None:
-        for number in range(most):
-            tasks.check_room_for_unkept(one(number))
-            tasks.begin_unkept("retrieve", Address(True, b"7"), 1, reply(), one(number), 0.0)
-        with pytest.raises(Refused):
-            tasks.check_room_for_unkept(one(1_000))
-        tasks.check_room_for_unkept(other)
-        ended.set()
-        await server.supervisor.idle()
-        await asyncio.sleep(0)
-        tasks.check_room_for_unkept(one(1_000))
-
-    server.loop.run_until_complete(run())
-
-
-def test_prewarms_of_one_token_leave_room_for_those_of_another(server: InstanceInProcess) -> None:
-    prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
-
-    def start(token: frozenset[str] | None) -> int:
-        return prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000, token)
-
-    async def run() -> None:
-        for _ in range(prewarm.MAX_RUNNING_OF_TOKEN):
-            start(BLUE)
-        with pytest.raises(Refused, match="4 prewarm jobs of this token are running"):
-            start(BLUE)
-        others = [start(GREEN), *(start(None) for _ in range(3))]
-        with pytest.raises(Refused, match="8 prewarm jobs are running"):
-            start(None)
-        await server.supervisor.idle()
-        assert all((prewarms.job(job) or {})["state"] == "done" for job in others)
-        start(BLUE)
-        await server.supervisor.idle()
-
-    server.loop.run_until_complete(run())
 
 
 def test_a_prewarm_finds_the_chunks_of_an_engine_with_draft_layers() -> None:
@@ -203,7 +143,7 @@ def test_a_process_with_too_many_running_requests_may_still_give_back(
     chain = chain_of(identity.root, 1)
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.store(SESSION, 2, identity, chain)
-    monkeypatch.setattr(running, "MAX_KEPT_OF_PROCESS", 0)
+    monkeypatch.setattr(running, "MAX_TASKS_OF_PROCESS", 0)
     refused, released = server.feed(
         wire.encode(wire.Lookup(SESSION, 4, 1000, identity.identity_id, "", groups)),
         wire.encode(wire.Release(SESSION, 5, [])),

@@ -17,13 +17,14 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvstrata.cli.asking import default_url, find_url, read_token
 from kvstrata.cli.bench.flags import whole
 from kvstrata.cli.bench.report import MB, report_of, shown
+from kvstrata.cli.bench.running import RunningServer
 from kvstrata.cli.boundary import guarded
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.errors import BadRequest, KvstrataError, Refused, Unavailable
 from kvstrata.measure.engine import WAIT_S, Plan, Shape, Silent, SimulatedEngine, Timed, wait_until
-from kvstrata.measure.server import RunningServer
 from kvstrata.memory.paths import socket_dirs
 
 L1_SHARE = 0.75
@@ -46,12 +47,24 @@ def parser() -> argparse.ArgumentParser:
         "as their users see them: see their --help.",
     )
     add = top.add_argument
-    add("--port", type=int, default=settings.port, help="RPC port of the server (%(default)s)")
+    add(
+        "--port",
+        type=int,
+        default=settings.port,
+        help="number after which the server's sockets are named (%(default)s)",
+    )
     add(
         "--socket-dir",
         default="",
         metavar="DIR",
         help="directory of the server's sockets (derived from the port)",
+    )
+    add("--url", default="", metavar="URL", help="its admin port (as `kvstrata ctl` finds it)")
+    add(
+        "--admin-token-file",
+        default="",
+        metavar="FILE",
+        help="file with the admin port's token (the published one)",
     )
     add(
         "--chunks",
@@ -99,7 +112,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Chunks of a tenant that the user named stay, because the tenant may have others.
     """
     shape = _shape(options)
-    server = RunningServer(socket_dirs(options.socket_dir, options.port))
+    url = options.url or find_url(default_url(), "server")
+    token = read_token("--admin-token-file", options.admin_token_file)
+    server = RunningServer(url, token, socket_dirs(options.socket_dir, options.port))
     salt = secrets.token_hex(16)
     tenant = options.tenant or f"kvstrata-bench-{salt[:16]}"
     engine: SimulatedEngine | None = None
@@ -137,7 +152,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             if engine is not None:
                 engine.close()
             left_bytes = _left(server, tenant, options.tenant)
-            server.close()
     if options.tenant:
         notes.append(
             f"chunks of tenant {tenant!r} stay in L1 until they are evicted: the tenant has others too"

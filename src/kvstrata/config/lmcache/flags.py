@@ -15,7 +15,6 @@ def _kept(**targets: str) -> dict[str, Name]:
 SERVER_FLAGS: dict[str, Name] = {
     **_kept(
         instance_id="instance_id",
-        host="host",
         port="port",
         chunk_size="chunk_size",
         http_host="http.host",
@@ -60,6 +59,7 @@ SERVER_FLAGS: dict[str, Name] = {
         "--server-module --enable-tracing --otlp-endpoint --trace-level --lookup-hash-log-dir",
         refused("nothing here does this; remove it"),
     ),
+    "--host": no_effect("engines attach over a unix socket of their own host"),
     "--prometheus-port": no_effect("metrics are /metrics on the HTTP port (--http-port)"),
     **each(
         "--api-key-file --http-api-key-file",

@@ -13,7 +13,7 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import EventLog
 from kvstrata.policy.processes import tenant_number
 from kvstrata.process.lane import PoolLane
-from kvstrata.rpc.wire import ClearScope
+from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.pool_events import PoolEvents
 
@@ -22,13 +22,16 @@ CLEAR_WAIT_S = 30.0
 
 
 class Cleared(NamedTuple):
-    """What a clear did, field by field as in rpc.wire.Cleared."""
+    """What a clear did."""
 
     tiers: dict[str, int]
     """Chunks that left each tier."""
     held: int
+    """Chunks that clears have dropped from L1 and whose bytes a put or a read of the server still uses."""
     leased: int
+    """Chunks that clears have dropped from L1 and whose bytes an engine still reads."""
     kept: int
+    """Chunks that stay in L1, because they are pinned or another instance reads them."""
 
     @property
     def n_chunks(self) -> int:

@@ -20,13 +20,10 @@ class Explaining:
 
         Raises BadRequest if `request_id` is the beginning of several requests' ids.
         """
-        document = self._explainer.explain(request_id, None)
+        document = self._explainer.explain(request_id)
         return document if document["known"] else None
 
     def recent(self) -> list[dict[str, Any]]:
         """The last lookups, newest first."""
         return self._explainer.recent(MOST_RECENT)
 
-    def request_of(self, tenants: frozenset[str] | None, request_id: str) -> dict[str, Any]:
-        """As `request`, for a process that may use these tenants (None: any); also answers for an unknown request."""
-        return self._explainer.explain(request_id, tenants)

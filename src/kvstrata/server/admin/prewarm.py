@@ -27,20 +27,15 @@ from kvstrata.types import KEY_BYTES, RequestIdentity, adapter_of, identity_root
 
 MAX_JOBS = 256
 MAX_RUNNING_JOBS = 8
-MAX_RUNNING_OF_TOKEN = 4
-"""Most of them that processes with one token began, so that others can begin some."""
 
 
 class Job:
     """One prewarm and its outcome so far."""
 
-    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "running", "tenant", "token")
+    __slots__ = ("chunks", "l1_chunks", "l2_chunks", "number", "reason", "running")
 
-    def __init__(self, number: int, tenant: int, chunks: int, token: frozenset[str] | None) -> None:
+    def __init__(self, number: int, chunks: int) -> None:
         self.number = number
-        self.tenant = tenant
-        self.token = token
-        """The tenants of the process that began it; None: it has no token, or an admin began it."""
         self.running = True
         self.chunks = chunks
         self.l1_chunks = 0
@@ -48,7 +43,7 @@ class Job:
         self.reason = ""
 
     def document(self) -> dict[str, Any]:
-        """The JSON that an admin or a client gets."""
+        """The JSON that an admin gets."""
         return {
             "job": self.number,
             "state": "running" if self.running else "done",
@@ -113,24 +108,14 @@ class Prewarms:
         chain: bytes,
         budget_bytes: int,
         ttl_ms: int,
-        token: frozenset[str] | None = None,
     ) -> int:
-        """Start loading the chunks of these chain keys; returns the job's number. Raises Refused.
-
-        `token`: the tenants that the process may name; None: any.
-        """
+        """Start loading the chunks of these chain keys; returns the job's number. Raises Refused."""
         if not group.complete:
             raise Refused("engine_slices: not all slices of this engine are attached; try later")
         running = [job for job in self._jobs.values() if job.running]
         if len(running) >= MAX_RUNNING_JOBS:
             raise Refused(f"{len(running)} prewarm jobs are running; try again when some have ended")
-        of_token = 0 if token is None else sum(job.token == token for job in running)
-        if of_token >= MAX_RUNNING_OF_TOKEN:
-            raise Refused(
-                f"{of_token} prewarm jobs of this token are running, and one token may have "
-                f"{MAX_RUNNING_OF_TOKEN}; try again when some have ended"
-            )
-        job = Job(self._next, tenant, len(chain) // KEY_BYTES, token)
+        job = Job(self._next, len(chain) // KEY_BYTES)
         self._next += 1
         self._jobs[job.number] = job
         if len(self._jobs) > MAX_JOBS:
@@ -142,12 +127,10 @@ class Prewarms:
         self._supervisor.job(work, f"prewarm-{job.number}")
         return job.number
 
-    def job(self, number: int, tenants: frozenset[str] | None = None) -> dict[str, Any] | None:
-        """The outcome of a prewarm so far; None if it is not listed, or belongs to none of `tenants` (None: all)."""
+    def job(self, number: int) -> dict[str, Any] | None:
+        """The outcome of a prewarm so far; None if it is not listed."""
         job = self._jobs.get(number)
-        if job is None or (tenants is not None and job.tenant not in map(tenant_number, tenants)):
-            return None
-        return job.document()
+        return None if job is None else job.document()
 
     def documents(self) -> list[dict[str, Any]]:
         """All listed prewarms, oldest first."""

@@ -20,9 +20,6 @@ from kvstrata.types import shown_name
 
 Section = Callable[[], Any]
 
-OPEN_SECTIONS = ("instance", "pool", "sessions", "l2_store", "l2_prefetch")
-"""Sections that every attached process sees, whichever tenants it may use: numbers of the whole instance, no names."""
-
 
 class StatusBoard:
     """The sections of the status document. It is read only once the instance is ready."""
@@ -43,16 +40,6 @@ class StatusBoard:
         """All sections, read now."""
         return {name: section() for name, section in self._sections.items()}
 
-    def document_of(self, tenants: frozenset[str], group: str) -> dict[str, Any]:
-        """The document for a process that may use these tenants; it names no other tenant and no other engine.
-
-        `group`: the engine's name in `peers`, "" for a process that is not attached.
-        """
-        document = {name: self._sections[name]() for name in OPEN_SECTIONS if name in self._sections}
-        document["peers"] = [row for row in self._sections["peers"]() if row["group"] == group]
-        document["tenants"] = [row for row in self._sections["tenants"]() if row["tenant"] in tenants]
-        return document
-
     def numbers(self) -> dict[str, Any]:
         """The sections whose numbers are metrics, read now."""
         return {name: self._sections[name]() for name in self._served}
@@ -65,9 +52,7 @@ def instance_section(facts: InstanceFacts, readiness: Readiness, clock: Clock) -
         "version": __version__,
         "epoch": facts.epoch,
         "pid": os.getpid(),
-        "host": facts.host,
         "port": facts.port,
-        "tcp": facts.tcp,
         "http_port": facts.http_port,
         "socket_dir": str(facts.socket_dir),
         "ready": readiness.ready,

@@ -11,9 +11,8 @@ Rules:
    connection over which it came.
 2. A frame that names a session must prove that the session sent it (rpc/frame.py).  Otherwise the frame is refused
    before it is decoded, and nothing is done or remembered in the session's name.
-3. A tcp port without keys answers only `hello`: whatever else travels over it could be read and imitated.
-4. A ping or an error touches only memory of this process.
-5. Only here and in running.py does an unexpected exception become a reply (`internal`); the log has the trace.
+3. A ping or an error touches only memory of this process.
+4. Only here and in running.py does an unexpected exception become a reply (`internal`); the log has the trace.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 import msgspec
 
 from kvstrata import failpoints
-from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, Refused, UnknownSession
+from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, UnknownSession
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.processes import AttachedProcess, ProcessTable
@@ -40,22 +39,17 @@ from kvstrata.rpc.wire import (
     Abort,
     AnyRequest,
     Cancel,
-    Clear,
     Commit,
     Corrupt,
-    Explain,
     Hello,
     Identify,
     Lookup,
     Ping,
-    Prefetch,
     Quiesced,
     Release,
-    Reply,
     Request,
     Reserve,
     Retrieve,
-    Status,
     decode_request,
     encode,
 )
@@ -64,13 +58,11 @@ from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.handlers import Handlers
 from kvstrata.server.requests.lookup import Lookups
 from kvstrata.server.requests.reserve import Reserving
-from kvstrata.server.requests.running import NOBODY, KeptOutcome, Replies, Running
+from kvstrata.server.requests.running import KeptOutcome, Replies, Running
 from kvstrata.types import shown_name
 
 Kept = Callable[[Call, AttachedProcess, Any], KeptOutcome | Coroutine[Any, Any, KeptOutcome]]
 """Executes a request of an attached process; the outcome is kept under the request's number."""
-Unkept = Callable[[Any, AttachedProcess | None], Reply | Coroutine[Any, Any, Reply]]
-"""Executes a request whose outcome is not kept, since it may be executed again."""
 
 
 class Boundary:
@@ -88,9 +80,7 @@ class Boundary:
         running: Running,
         replies: Replies,
         counters: ServerCounters,
-        tcp_has_keys: bool,
     ) -> None:
-        self._tcp_has_keys = tcp_has_keys
         self._handlers = handlers
         self._processes = processes
         self._sessions = sessions
@@ -108,16 +98,8 @@ class Boundary:
             Commit: reserving.commit,
             Abort: reserving.abort,
             Cancel: handlers.cancel,
-            Prefetch: handlers.prefetch,
-            Clear: handlers.clear,
             Quiesced: handlers.quiesced,
             Corrupt: reserving.corrupt,
-        }
-        self._unkept: dict[type[Request], Unkept] = {
-            Hello: handlers.hello,
-            Retrieve: handlers.retrieve,
-            Status: handlers.status,
-            Explain: handlers.explain,
         }
 
     def on_frame(self, address: Address, frame: bytes | memoryview) -> bool:
@@ -128,12 +110,8 @@ class Boundary:
         sender = self._processes.get(session)
         try:
             # Most frames need no further check: they are whole, and their session and proof are right.
-            if (
-                fault
-                or sender is None
-                or not (proves(proof, sender.secret) and (address.local or self._tcp_has_keys))
-            ):
-                self._check_sender(address, len(frame), Head(*found), sender)
+            if fault or sender is None or not proves(proof, sender.secret):
+                self._check_sender(len(frame), Head(*found), sender)
             request = decode_request(frame[PROOF_BYTES:] if proof else frame)
         except KvstrataError as error:
             self._replies.send_error(address, self._replies.error(found[3], error))
@@ -148,16 +126,13 @@ class Boundary:
             if type(request) is Ping:
                 reply: bytes | None = self._handlers.ping(request)
             else:
-                reply = self._dispatch(address, request, op, started_s)
+                reply = self._dispatch(address, request, op, sender, started_s)
         except KvstrataError as error:
             reply = self._replies.error(request.seq, error)
         except Exception as error:
             reply = self._replies.our_mistake(request.seq, error)
         if reply is not None:
-            if kind in self._unkept:
-                self._replies.send_unkept(op, address, request.seq, reply)
-            else:
-                self._replies.send(op, (address,), reply)
+            self._replies.send(op, (address,), reply)
             self._replies.ended(op, started_s)
         if kind is Lookup:
             self._lookups.note_answered()
@@ -173,16 +148,8 @@ class Boundary:
         )
         return self._replies.error(0, error)
 
-    def _check_sender(
-        self, address: Address, size_bytes: int, head: Head, process: AttachedProcess | None
-    ) -> None:
+    def _check_sender(self, size_bytes: int, head: Head, process: AttachedProcess | None) -> None:
         """Raises unless the frame comes from the session that it names, or from none, and may be decoded."""
-        if not (address.local or self._tcp_has_keys) and head.op != b"hello":
-            raise NotPermitted(
-                "op: this tcp port asks for no keys, so it answers only hello; give the server "
-                "security.curve_secret_file (--curve-secret-file), or use the unix socket in its socket_dir",
-                field="op",
-            )
         if head.session and head.session != NO_SESSION:
             if process is None:
                 raise UnknownSession(
@@ -210,31 +177,24 @@ class Boundary:
             )
         check_limits(head)
 
-    def _dispatch(self, address: Address, request: AnyRequest, op: str, started_s: float) -> bytes | None:
-        kind = type(request)
+    def _dispatch(
+        self,
+        address: Address,
+        request: AnyRequest,
+        op: str,
+        process: AttachedProcess | None,
+        started_s: float,
+    ) -> bytes | None:
         counters = self._counters.requests
         counters[op] = counters.get(op, 0) + 1
-        answer = self._unkept.get(kind)
-        if answer is not None:
-            process = self._who(address, request, op)
-            outcome = answer(request, process)
-            if isinstance(outcome, Reply):
-                return encode(outcome)
-            owner = NOBODY if process is None else process.owner
-            try:
-                self._running.check_room_for_unkept(owner)
-            except Refused:
-                outcome.close()
-                raise
-            self._running.begin_unkept(op, address, request.seq, outcome, owner, started_s)
-            return None
+        if type(request) is Hello:
+            return encode(self._handlers.hello(request, process))
+        if process is None:
+            raise NotPermitted(f"session: {op} needs an attached session", field="session")
+        kind = type(request)
+        if type(request) is Retrieve:
+            return encode(self._handlers.retrieve(request, process))
         work = self._kept[kind]
-        if request.session == NO_SESSION and isinstance(request, Clear) and address.local:
-            self._running.check_room_for_unkept(NOBODY)
-            self._running.begin_unkept(
-                op, address, request.seq, self._handlers.clear_unattached(request), NOBODY, started_s
-            )
-            return None
         receipt = self._sessions.request(
             request.session,
             request.seq,
@@ -247,13 +207,10 @@ class Boundary:
             return receipt.call.reply
         if receipt.verdict is Verdict.JOINED:
             return None
-        call = receipt.call
-        process = self._processes.get(request.session)
-        assert process is not None, "an open session without a process"
-        owner = process.owner
+        call, owner = receipt.call, process.owner
         try:
             if kind in _TAKES_TIME:
-                self._running.check_room_for_kept(owner)
+                self._running.check_room(owner)
             result = work(call, process, request)
         except KvstrataError as error:
             return self._end(call, self._replies.error(call.seq, error), None, address)
@@ -264,19 +221,6 @@ class Boundary:
         deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
         self._running.begin(call, result, deadline_ms / 1000, owner, started_s)
         return None
-
-    def _who(self, address: Address, request: AnyRequest, op: str) -> AttachedProcess | None:
-        """The attached process behind an unkept request; None for one that is allowed without a session."""
-        if request.session == NO_SESSION:
-            if op == "hello" or (address.local and op != "retrieve"):
-                return None
-            raise NotPermitted(f"session: {op} needs an attached session here", field="session")
-        process = self._processes.get(request.session)
-        if process is None and op != "hello":
-            raise UnknownSession(
-                "session: not attached to this instance; attach, then send again", field="session"
-            )
-        return process
 
     def _end(self, call: Call, frame: bytes, effect: Effect | None, address: Address) -> bytes | None:
         """Keep the outcome of a request that ended at once. Returns the reply for the connection it came over."""
@@ -300,7 +244,7 @@ class Boundary:
         return self._replies.error(seq, BadRequest(f"{field}: {text}", field=field))
 
 
-_TAKES_TIME = frozenset({Lookup, Reserve, Prefetch, Clear, Corrupt})
+_TAKES_TIME = frozenset({Lookup, Reserve, Corrupt})
 """Requests that may become tasks. None of them gives anything back, so they may be refused for lack of room."""
 _OPS: dict[type[Request], str] = {
     kind: str(kind.__struct_config__.tag) for kind in typing.get_args(AnyRequest)

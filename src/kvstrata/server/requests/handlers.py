@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import msgspec
 
@@ -14,19 +11,13 @@ from kvstrata.errors import BadRequest, NotPermitted, UnknownSession, WrongVersi
 from kvstrata.native.hashing import storage_keys
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
-from kvstrata.policy.processes import AttachedProcess, ProcessTable, TenantTokens
-from kvstrata.process.lane import PoolLane
+from kvstrata.policy.processes import AttachedProcess, ProcessTable
 from kvstrata.rpc.session import Call, Sessions
 from kvstrata.rpc.wire import (
     MAX_MESSAGE_BYTES,
     NO_SESSION,
     PROTOCOL_VERSION,
     Cancel,
-    Clear,
-    Cleared,
-    ClearScope,
-    Document,
-    Explain,
     Hello,
     HelloReply,
     Identify,
@@ -34,29 +25,19 @@ from kvstrata.rpc.wire import (
     Ok,
     Ping,
     Pong,
-    Prefetch,
-    PrefetchReply,
     Quiesced,
     Release,
     Reply,
     Retrieve,
     RetrieveReply,
-    Status,
     encode,
 )
-from kvstrata.server.admin.clear import Clearing
-from kvstrata.server.admin.explain import Explaining
-from kvstrata.server.admin.prewarm import Prewarms
-from kvstrata.server.admin.status import StatusBoard
 from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.requests.checks import whole_keys
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import Lease, Leases
 from kvstrata.server.requests.running import KeptOutcome
 from kvstrata.types import shown_name
-
-RETRIEVE_ON_LOOP_BYTES = 128 << 10
 
 
 class Handlers:
@@ -67,33 +48,21 @@ class Handlers:
         *,
         facts: InstanceFacts,
         pool: Pool,
-        lane: PoolLane,
         processes: ProcessTable,
-        tokens: TenantTokens,
         sessions: Sessions,
         leases: Leases,
         effects: Effects,
         tiers: TierSet,
-        prewarms: Prewarms,
-        clearing: Clearing,
-        explain: Explaining,
-        board: StatusBoard,
         counters: ServerCounters,
     ) -> None:
         self._facts = facts
         self._epoch = facts.epoch
         self._pool = pool
-        self._lane = lane
         self._processes = processes
-        self._tokens = tokens
         self._sessions = sessions
         self._leases = leases
         self._effects = effects
         self._tiers = tiers
-        self._prewarms = prewarms
-        self._clearing = clearing
-        self._explain = explain
-        self._board = board
         self._counters = counters
 
     # --- sessions -----------------------------------------------------------------------------------------
@@ -201,94 +170,18 @@ class Handlers:
 
     # --- bytes without a mapping --------------------------------------------------------------------------
 
-    def retrieve(
-        self, request: Retrieve, process: AttachedProcess | None
-    ) -> Reply | Coroutine[Any, Any, Reply]:
-        """Reply with the bytes of a chunk, for a process that does not map L1."""
-        assert process is not None
+    def retrieve(self, request: Retrieve, process: AttachedProcess) -> Reply:
+        """Reply with bytes of a record, for a process that does not map L1."""
         root = self._processes.identity(process, request.identity_id).root
         hold = self._pool.hold(storage_keys(root, request.key, request.slice_digest), identity=root)
         if hold is None:
             return RetrieveReply(request.seq, self._epoch, False, 0, b"")
-        first = min(request.offset_bytes, hold.length)
-        end = min(first + request.length_bytes, hold.length)
-
-        def body() -> bytes:
-            try:
-                return bytes(hold.view()[first:end])
-            finally:
-                hold.drop()
-
+        try:
+            first = min(request.offset_bytes, hold.length)
+            end = min(first + request.length_bytes, hold.length)
+            body = bytes(hold.view()[first:end])
+            length = hold.length
+        finally:
+            hold.drop()
         self._counters.retrieved_bytes += end - first
-        if end - first <= RETRIEVE_ON_LOOP_BYTES:
-            return RetrieveReply(request.seq, self._epoch, True, hold.length, body())
-        return self._retrieve_on_lane(request, hold.length, body)
-
-    async def _retrieve_on_lane(self, request: Retrieve, length: int, body: Callable[[], bytes]) -> Reply:
-        content = await asyncio.shield(self._lane.run(body))
-        return RetrieveReply(request.seq, self._epoch, True, length, content)
-
-    # --- operations of admins too -------------------------------------------------------------------------
-
-    def prefetch(self, call: Call, process: AttachedProcess, request: Prefetch) -> KeptOutcome:
-        """Start a prewarm: load chunks from L2 before they are looked up."""
-        identity = self._processes.identity(process, request.identity_id)
-        whole_keys(request.keys, "keys")
-        job = self._prewarms.start(
-            process.group,
-            identity.root,
-            identity.tenant,
-            request.keys,
-            request.budget_bytes,
-            request.ttl_ms,
-            process.tenants,
-        )
-        return PrefetchReply(call.seq, self._epoch, job), None
-
-    async def clear(self, call: Call, process: AttachedProcess, request: Clear) -> KeptOutcome:
-        """Drop chunks of the tenants that this process may use."""
-        return await self._clear(request, process.tenants), None
-
-    async def clear_unattached(self, request: Clear) -> Reply:
-        """Drop chunks for a local process that is not attached, and so has no token."""
-        return await self._clear(request, self._tokens.without)
-
-    async def _clear(self, request: Clear, tenants: frozenset[str] | None) -> Reply:
-        chosen: list[str | None] = [request.tenant]
-        if tenants is not None:
-            if request.tenant is not None and request.tenant not in tenants:
-                raise NotPermitted(
-                    f"tenant: this process may not use tenant {request.tenant!r:.80}; attach with its token",
-                    field="tenant",
-                )
-            if request.tenant is None:
-                chosen = [*sorted(tenants)]
-        if request.tier is not ClearScope.L1 and chosen != [None]:
-            raise BadRequest(
-                "tenant: a process may clear L2 only as a whole",
-                field="tenant",
-            )
-        done = [await self._clearing.clear(request.tier, tenant, wait=request.wait) for tenant in chosen]
-        count, kept = sum(one.n_chunks for one in done), sum(one.kept for one in done)
-        return Cleared(request.seq, self._epoch, count, done[-1].held, done[-1].leased, kept)
-
-    def status(self, request: Status, process: AttachedProcess | None) -> Reply:
-        """The part of the status document that the process may see, or the outcome of a prewarm."""
-        tenants = self._tenants_of(process)
-        if request.job == 0:
-            group = "" if process is None else shown_name(process.group.name)
-            status = self._board.document() if tenants is None else self._board.document_of(tenants, group)
-            return Document(request.seq, self._epoch, status)
-        document = self._prewarms.job(request.job, tenants)
-        if document is None:
-            raise BadRequest(f"job: {request.job} is not among the recent ones", field="job")
-        return Document(request.seq, self._epoch, document)
-
-    def explain(self, request: Explain, process: AttachedProcess | None) -> Reply:
-        """Explain what a recent request hit, and why its first missing chunk missed."""
-        document = self._explain.request_of(self._tenants_of(process), request.request_id)
-        return Document(request.seq, self._epoch, document)
-
-    def _tenants_of(self, process: AttachedProcess | None) -> frozenset[str] | None:
-        """The tenants of an attached process, or those of a local process that is not attached; None: any."""
-        return self._tokens.without if process is None else process.tenants
+        return RetrieveReply(request.seq, self._epoch, True, length, body)

@@ -17,23 +17,13 @@ from kvstrata.patience import patience
 from kvstrata.policy.processes import Owner
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Address, Call, Effect, Sessions
-from kvstrata.rpc.wire import MAX_DEADLINE_MS, Error, Reply, encode
+from kvstrata.rpc.wire import Error, Reply, encode
 from kvstrata.server.requests.effects import Effects, Send
 
-MAX_UNKEPT_TASKS = 64
-"""Most tasks of unkept requests (`begin_unkept`) at a time."""
-MAX_UNKEPT_OF_PROCESS = 16
-"""Most such tasks of one process, so that other processes can still ask."""
-MAX_KEPT_OF_PROCESS = 2_048
-"""Most tasks of kept requests of one process at a time, over all its sessions."""
-
-MAX_UNKEPT_OF_TOKEN = 32
-"""Most of them of all processes with one token."""
-NOBODY = Owner(0, None)
-"""The owner of requests without a session."""
+MAX_TASKS_OF_PROCESS = 2_048
+"""Maximum number of tasks of one process at a time, over all its sessions."""
 GRACE_S = 0.02
 """Grace after a request's deadline before it is answered with the deadline's error."""
-UNREAD = "this connection leaves too many bytes of replies unread; read them, then ask again"
 
 Key = TypeVar("Key")
 KeptOutcome = tuple[Reply, Effect | None]
@@ -69,17 +59,10 @@ class Replies:
         self._send(address, reply)
 
     def send(self, op: str, addresses: Iterable[Address], reply: bytes) -> None:
-        """Send the outcome of a kept request. If it is dropped, the client asks for it again."""
+        """Send the outcome of a request. If it is dropped, the client asks for it again."""
         failpoints.hit(op, "done")
         for address in addresses:
             self._send(address, reply)
-        failpoints.hit(op, "replied")
-
-    def send_unkept(self, op: str, address: Address, seq: int, reply: bytes) -> None:
-        """Send an outcome that is not kept. If it is dropped, an error says so to the client."""
-        failpoints.hit(op, "done")
-        if self._send(address, reply) is True:
-            self._send(address, self.error(seq, Refused(UNREAD)))
         failpoints.hit(op, "replied")
 
     def ended(self, op: str, started_s: float) -> None:
@@ -105,8 +88,6 @@ class Running:
         self._replies = replies
         self._work: dict[Call, asyncio.Task[None]] = {}
         self._kept: Counter[int | bytes] = Counter()
-        self._unkept: Counter[int | bytes] = Counter()
-        self._unkept_of_token: Counter[frozenset[str]] = Counter()
 
     def begin(
         self,
@@ -116,7 +97,7 @@ class Running:
         owner: Owner,
         started_s: float,
     ) -> None:
-        """Run a kept request as a task; its outcome, or the deadline's error, is sent when it ends.
+        """Run a request as a task; its outcome, or the deadline's error, is sent when it ends.
 
         `started_s`: when it arrived, by `time.perf_counter`.
         """
@@ -127,38 +108,12 @@ class Running:
         # Not cancelled at once: a task that is cancelled before its first step never enters its own `try`.
         call.stop = functools.partial(self._loop.call_soon, task.cancel)
 
-    def begin_unkept(
-        self,
-        op: str,
-        address: Address,
-        seq: int,
-        work: Coroutine[Any, Any, Reply],
-        owner: Owner,
-        started_s: float,
-    ) -> None:
-        """Run a request whose outcome is not kept as a task. `started_s` as for `begin`."""
-        self._unkept[owner.process] += 1
-        task = self._supervisor.job(self._run_unkept(op, address, seq, work, started_s), op)
-        task.add_done_callback(lambda _: _one_less(self._unkept, owner.process))
-        if (token := owner.token) is not None:
-            self._unkept_of_token[token] += 1
-            task.add_done_callback(lambda _: _one_less(self._unkept_of_token, token))
-
-    def check_room_for_kept(self, owner: Owner) -> None:
+    def check_room(self, owner: Owner) -> None:
         """Raises Refused if one more `begin` is too many for its owner."""
-        if self._kept[owner.process] >= MAX_KEPT_OF_PROCESS:
+        if self._kept[owner.process] >= MAX_TASKS_OF_PROCESS:
             raise Refused(
                 f"this process has {self._kept[owner.process]} requests that take time running; wait for some"
             )
-
-    def check_room_for_unkept(self, owner: Owner) -> None:
-        """Raises Refused if one more `begin_unkept` is too many now."""
-        if (
-            self._unkept[owner.process] >= MAX_UNKEPT_OF_PROCESS
-            or (owner.token is not None and self._unkept_of_token[owner.token] >= MAX_UNKEPT_OF_TOKEN)
-            or self._unkept.total() >= MAX_UNKEPT_TASKS
-        ):
-            raise Refused("too many requests of this kind are running; try again")
 
     def stop(self, calls: Iterable[Call]) -> None:
         """Cancel the tasks of these requests."""
@@ -206,21 +161,6 @@ class Running:
         self._replies.send(call.op, self._sessions.expire(call, frame), frame)
         if call.stop is not None:
             call.stop()
-
-    async def _run_unkept(
-        self, op: str, address: Address, seq: int, work: Coroutine[Any, Any, Reply], started_s: float
-    ) -> None:
-        try:
-            async with asyncio.timeout(MAX_DEADLINE_MS / 1000):
-                frame = encode(await work)
-        except KvstrataError as error:
-            frame = self._replies.error(seq, error)
-        except TimeoutError:
-            frame = self._replies.error(seq, DeadlineExceeded("no outcome in time; nothing was promised"))
-        except Exception as error:
-            frame = self._replies.our_mistake(seq, error)
-        self._replies.send_unkept(op, address, seq, frame)
-        self._replies.ended(op, started_s)
 
 
 def _one_less(counts: Counter[Key], owner: Key) -> None:
