@@ -1,8 +1,8 @@
-"""`python -m benchmarks.echo PATH [BYTES SECONDS]`: a bare pyzmq echo server, to compare RPCs with.
+"""`python -m benchmarks.echo PATH [BYTES SECONDS]`: a bare ZMTP echo server on a unix socket, to compare RPCs with.
 
-The echo has the server's event loop (uvloop) and socket types (ROUTER for DEALERs over a unix socket), and reads as the
-server does: the loop watches the socket's descriptor, and each wake reads until no message is left.  With `BYTES`
-it answers with so many bytes instead, after it has computed for `SECONDS`.  The process ends when its stdin is closed.
+The echo has the server's event loop (uvloop) and codec (session/zmtp.py), and does nothing else: each wake reads once
+and answers each message.  With `BYTES` it answers with so many bytes instead, after it has computed for `SECONDS`.  The
+process ends when its stdin is closed.
 
 `ThreadedAsker` asks it as an engine's client asks the server, through a thread of its own, and does nothing else: no
 lookup can be faster than this.
@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -21,38 +23,50 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import uvloop
-import zmq
 
 from benchmarks.common import ROOT, wait_until
-from kvstrata.rpc.zmq_client import Waiter
+from kvstrata.session.zmtp import Connection
+
+MAX_BYTES = 64 << 20
 
 
 async def serve(path: str, answer: bytes | None, work_s: float) -> None:
     """Echo until stdin ends, or answer each message with `answer`, after `work_s` seconds of computing."""
     loop = asyncio.get_running_loop()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    server = context.socket(zmq.ROUTER)
-    server.setsockopt(zmq.LINGER, 0)
-    server.bind(f"ipc://{path}")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    listener.setblocking(False)
 
-    def drain() -> None:
-        while True:
-            try:
-                frames = server.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+    def readable(link: Connection) -> None:
+        try:
+            messages = link.receive()
+        except BlockingIOError:
+            return
+        except OSError:
+            loop.remove_reader(link.fileno())
+            link.close()
+            return
+        for message in messages:
             until_s = time.perf_counter() + work_s
             while work_s and time.perf_counter() < until_s:
                 pass
-            server.send_multipart(frames if answer is None else [frames[0], answer], zmq.NOBLOCK)
+            link.send(message if answer is None else answer)
+            while link.unsent_bytes:
+                link.flush()
+
+    def accept() -> None:
+        sock, _ = listener.accept()
+        sock.setblocking(False)
+        link = Connection(sock, b"ROUTER", max_frame_bytes=MAX_BYTES, max_unsent_bytes=MAX_BYTES)
+        loop.add_reader(sock.fileno(), readable, link)
 
     ended = asyncio.Event()
-    loop.add_reader(server.fileno(), drain)
-    loop.call_soon(drain)
+    loop.add_reader(listener.fileno(), accept)
     loop.add_reader(sys.stdin.fileno(), ended.set)
     await ended.wait()
-    loop.remove_reader(server.fileno())
-    context.destroy(linger=0)
+    loop.remove_reader(listener.fileno())
+    listener.close()
 
 
 @contextlib.contextmanager
@@ -97,20 +111,23 @@ class ThreadedAsker:
         os.close(self._wake_fd)
 
     def _run(self) -> None:
-        waiter = Waiter()
-        dealer = waiter.connect(self._path)
-        waiter.watch(self._wake_fd)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(str(self._path))
+        sock.setblocking(False)
+        link = Connection(sock, b"DEALER", max_frame_bytes=MAX_BYTES, max_unsent_bytes=MAX_BYTES)
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(sock.fileno(), select.POLLIN)
         while True:
-            arrived, woken = waiter.wait(1.0)
-            for fd in woken:
-                os.eventfd_read(fd)
-                if not self._frame:
-                    waiter.close()
-                    return
-                dealer.try_send(self._frame)
-            if arrived:
-                dealer.receive(1)
-                self._answered.set()
+            for fd, _ in poll.poll(1000):
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                    if not self._frame:
+                        link.close()
+                        return
+                    link.send(self._frame)
+                elif link.receive():
+                    self._answered.set()
 
 
 if __name__ == "__main__":

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 import msgspec
-import zmq
 
-from benchmarks.raw_session import RawSession
+from benchmarks.raw_session import Line, RawSession
 from kvstrata.rpc import wire
 from kvstrata.types import LayoutIdentity, Slice
 
@@ -40,11 +39,9 @@ def main() -> None:
     chain = arguments.chain.read_bytes()
     slice_ = msgspec.convert(json.loads(arguments.slice), Slice)
     session = RawSession(arguments.socket_dir, layout, slice_, json.loads(arguments.facts))
-    echo = zmq.Context.instance().socket(zmq.DEALER)
-    echo.setsockopt(zmq.LINGER, 0)
-    echo.connect(f"ipc://{arguments.echo}")
+    echo = Line(arguments.echo, 10.0)
     stdin = sys.stdin.fileno()
-    target: zmq.Socket[bytes] | None = None
+    target: Line | None = None
     cycles = 0
     due_s = time.monotonic()
     os.write(1, b"ready\n")

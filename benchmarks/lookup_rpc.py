@@ -6,12 +6,12 @@ each begins as soon as the client has accepted the release of the call before.  
 between them.
 
 Sketch: 512 SHA-256 of 64 bytes, 512 index probes that miss every cache (about 100 ns each), 16 KB to the server and
-12 KB back.  The ratio compares with a bare pyzmq echo of the same frame.
+12 KB back.  The ratio compares with a bare ZMTP echo of the same frame.
 
-`hops_p50_us` is the floor: the same bytes there and back between two processes that do nothing else, through libzmq in
-the server and a thread of the client.  For `hops_after_work_p50_us` the server computes for `WORK_S` before it answers
-(not included in the figure), about as long as for a lookup: meanwhile the other core goes to sleep, and waking it takes
-longer.
+`hops_p50_us` is the floor: the same bytes there and back between two processes that do nothing else, over one socket
+in the server and a thread of the client.  For `hops_after_work_p50_us` the server computes for `WORK_S` before it
+answers (not included in the figure), about as long as for a lookup: meanwhile the other core goes to sleep, and waking
+it takes longer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from benchmarks.common import (
     chain_of,
@@ -38,7 +36,7 @@ from benchmarks.common import (
     wait_until,
 )
 from benchmarks.echo import ThreadedAsker, echo_server
-from benchmarks.raw_session import RawSession, status
+from benchmarks.raw_session import Line, RawSession, status
 from kvstrata.memory.memory_limit import available_bytes
 from kvstrata.types import EXTENT, LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks
@@ -89,7 +87,7 @@ def lookup_seconds(client: Any, identity: Any, prompts: Sequence[bytes], pause_s
     return seconds
 
 
-def echo_seconds(socket: zmq.Socket[bytes], frame: bytes, calls: int, pause_s: float) -> list[float]:
+def echo_seconds(socket: Line, frame: bytes, calls: int, pause_s: float) -> list[float]:
     """Return the seconds of round trips of one frame."""
     seconds = []
     for _ in range(calls):
@@ -141,9 +139,7 @@ def run() -> list[dict[str, Any]]:
             layout = LayoutIdentity(model="bench", kv_dtype="bf16", chunk_tokens=256)
             session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
             frame = session.lookup(prompts[0])
-            echo = zmq.Context.instance().socket(zmq.DEALER)
-            echo.setsockopt(zmq.LINGER, 0)
-            echo.connect(f"ipc://{server.socket_dir / 'echo.sock'}")
+            echo = Line(server.socket_dir / "echo.sock", 10.0)
             paced: list[list[float]] = []
             packed: list[list[float]] = []
             bare: list[list[float]] = []
@@ -176,7 +172,7 @@ def run() -> list[dict[str, Any]]:
             target=f"p50 ≤ {TARGET_US} µs",
             ok=value <= TARGET_US,
             spread=spread,
-            ratio_to=f"p50 of a bare pyzmq echo of the request's {len(frame)} bytes, {floor:.0f} µs",
+            ratio_to=f"p50 of a bare ZMTP echo of the request's {len(frame)} bytes, {floor:.0f} µs",
             p99_us=median_spread([percentile(seconds, 0.99) * 1e6 for seconds in packed])[0],
             paced_p50_us=paced_us,
             paced_spread=paced_spread,

@@ -1,10 +1,10 @@
-"""`ping` and `ping_loaded`: how long a ping takes, against a bare pyzmq echo with the same loop and socket types.
+"""`ping` and `ping_loaded`: how long a ping takes, against a bare ZMTP echo with the same loop and codec.
 
-Server and echo are processes of their own, which the same DEALER code pings in turns.  Under load, 8 client processes
+Server and echo are processes of their own, which the same code pings in turns.  Under load, 8 client processes
 send server and echo the same frames at the same rate: lookups of a 128k-token prompt that is all in L1, each followed
 by its release.
 
-Sketch: two context switches and four system calls of libzmq on either side; the echo does nothing else.
+Sketch: two context switches and three system calls on either side; the echo does nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
 from benchmarks.common import (
     ROOT,
@@ -34,7 +33,7 @@ from benchmarks.common import (
     store_ended,
 )
 from benchmarks.echo import echo_server
-from benchmarks.raw_session import RawSession
+from benchmarks.raw_session import Line, RawSession
 from kvstrata.types import LayoutIdentity, RequestIdentity
 from tests.harness.blocks import PagedBlocks
 from tests.harness.server_process import ServerProcess
@@ -49,7 +48,7 @@ LOAD_RATE = 25
 LOAD_CHUNKS = 512
 
 
-def ping_seconds(socket: zmq.Socket[bytes], frame: Callable[[], bytes], count: int) -> list[float]:
+def ping_seconds(socket: Line, frame: Callable[[], bytes], count: int) -> list[float]:
     """Return the seconds of `count` round trips, one after another; a frame is made before its round trip is timed."""
     seconds = []
     for _ in range(count):
@@ -107,9 +106,7 @@ def load_clients(
             process.stdout.close()
 
 
-def compare(
-    name: str, session: RawSession, echo: zmq.Socket[bytes], point: Callable[[str], int]
-) -> dict[str, Any]:
+def compare(name: str, session: RawSession, echo: Line, point: Callable[[str], int]) -> dict[str, Any]:
     """Measure server and echo in turns; `point` switches the load."""
     ours: list[list[float]] = []
     bare: list[list[float]] = []
@@ -129,7 +126,7 @@ def compare(
         value=value,
         unit="µs",
         ratio=value / floor,
-        target=f"≤ {TARGET} × bare pyzmq echo",
+        target=f"≤ {TARGET} × bare ZMTP echo",
         ok=value <= TARGET * floor,
         spread=spread,
         ratio_to=f"p50 of the echo, {floor:.0f} µs ({floor_spread[0]:.0f}-{floor_spread[1]:.0f})",
@@ -154,9 +151,7 @@ def run() -> list[dict[str, Any]]:
         (folder / "chain").write_bytes(chain)
         path = server.socket_dir / "echo.sock"
         with echo_server(path):
-            echo = zmq.Context.instance().socket(zmq.DEALER)
-            echo.setsockopt(zmq.LINGER, 0)
-            echo.connect(f"ipc://{path}")
+            echo = Line(path, 10.0)
             session = RawSession(server.socket_dir, layout, blocks.slice(), blocks.facts)
             figures.append(compare("ping", session, echo, lambda _: 0))
             with load_clients(server, path, layout, folder / "chain", blocks) as point:

@@ -1,4 +1,4 @@
-"""An attached session with a bare DEALER socket in place of the client library, for figures of the server alone."""
+"""An attached session without the client library, for figures of the server alone."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Any
 
 from benchmarks.common import wait_until
 from kvstrata.memory.attach.client import attach, process_locks
-from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.rpc.zmq_plain import PlainConnection
+from kvstrata.session.plain import PlainConnection
 from kvstrata.types import LayoutIdentity, RequestIdentity, Role, Slice
 
 ATTACH_S = 10.0
 REPLY_S = 10.0
+
+
+class Line(PlainConnection):
+    """A connection with the names of a pyzmq socket."""
+
+    def recv(self) -> bytes:
+        """The next message."""
+        return self.receive()
 
 
 class RawSession:
@@ -36,11 +43,10 @@ class RawSession:
             facts=facts,
         )
         self._attachment = attach(socket_dir, request, process_locks(), ATTACH_S)
-        self._connection = PlainConnection(socket_dir / RPC_SOCKET, REPLY_S)
-        self._connection.secret = self._attachment.secret
-        self.socket = self._connection.socket
-        self.ask = self._connection.ask
-        identified = self.ask(wire.Identify(self.session, self.seq(), RequestIdentity()))
+        self.socket = Line(socket_dir, REPLY_S, self._attachment.link)
+        """The connection, for callers that count messages rather than answers."""
+        self.ask = self.socket.ask
+        identified = self.ask(wire.Identify(self.seq(), RequestIdentity()))
         assert isinstance(identified, wire.IdentifyReply) and identified.complete, identified
         self.identity_id = identified.identity_id
 
@@ -50,23 +56,20 @@ class RawSession:
         return self.last_seq
 
     def ping(self) -> bytes:
-        """Make a ping's frame."""
-        return self._connection.frame(wire.Ping(self.session, self.seq()))
+        """Make a ping's message."""
+        return wire.encode(wire.Ping(self.seq()))
 
     def lookup(self, keys: bytes) -> bytes:
-        """Make a lookup's frame; its number is `last_seq`."""
+        """Make a lookup's message; its number is `last_seq`."""
         groups = [wire.KeyGroup(wire.Rule.PREFIX, keys)]
-        return self._connection.frame(
-            wire.Lookup(self.session, self.seq(), 1000, self.identity_id, "bench", groups)
-        )
+        return wire.encode(wire.Lookup(self.seq(), 1000, self.identity_id, "bench", groups))
 
     def release(self, lookup_seq: int) -> bytes:
-        """Make the frame that ends a lookup's lease."""
-        return self._connection.frame(wire.Release(self.session, self.seq(), [(self.session, lookup_seq)]))
+        """Make the message that ends a lookup's lease."""
+        return wire.encode(wire.Release(self.seq(), [(self.session, lookup_seq)]))
 
     def close(self) -> None:
         """Leave the server."""
-        self._connection.close()
         self._attachment.goodbye(ATTACH_S)
 
 

@@ -19,7 +19,6 @@ TESTING_VARIABLE = "KVSTRATA_TESTING"
 """Set to `1`, it allows two things that only tests want: this module's points, and adapters that fail on purpose."""
 
 OPERATIONS = (
-    "hello",
     "identify",
     "ping",
     "lookup",
@@ -29,10 +28,6 @@ OPERATIONS = (
     "abort",
     "cancel",
     "retrieve",
-    "prefetch",
-    "status",
-    "clear",
-    "explain",
     "quiesced",
     "corrupt",
 )

@@ -27,8 +27,9 @@ from kvstrata.errors import NotPermitted, Refused
 from kvstrata.memory import linux
 from kvstrata.memory.attach.row import SessionRow
 from kvstrata.memory.attach.server import AttachLimits, AttachServer
-from kvstrata.memory.paths import ATTACH_SOCKET
+from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.memory.segment import Segment, SegmentSettings
+from kvstrata.rpc import wire
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.types import unpack_extents
 from tests.harness.child import Child, answer, tell
@@ -176,6 +177,12 @@ def decode(text: str) -> bytes:
     return base64.b64decode(text)
 
 
+def refuse(connection: Any, message: bytes) -> bool:
+    """There is no server behind the socket."""
+    connection.send(wire.encode(wire.Error(0, 1, "not_permitted", "no requests here", "op", False)))
+    return False
+
+
 async def main(options: dict[str, Any]) -> None:
     """Serve until stdin ends, then stop and close in order."""
     failpoints.arm(os.environ)
@@ -190,14 +197,14 @@ async def main(options: dict[str, Any]) -> None:
         )
     )
     attach = AttachServer(
-        Path(options["socket_dir"]) / ATTACH_SOCKET,
+        Path(options["socket_dir"]) / RPC_SOCKET,
         segment.pool,
         segment.descriptors,
         Hooks(options),
         instance_id="test",
         limits=AttachLimits(**options.get("limits", {"old_row_interval_s": 0.05})),
     )
-    await attach.start()
+    await attach.start(refuse)
     ended = asyncio.Event()
     handlers = Handlers(segment, attach)
     table = {name: getattr(handlers, name) for name in dir(handlers) if not name.startswith("_")}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvstrata.rpc.wire import PROTOCOL_VERSION
 from kvstrata.types import LayoutIdentity, Role, Slice, facts_digest
 from tests.harness.attach_server import decode, encode
 from tests.harness.child import serve
+from tests.harness.raw_line import RawLine
 
 FACTS: dict[str, Any] = {"payload_bytes": 4096, "section_bytes": [2048, 2048]}
 
@@ -59,6 +59,17 @@ def pool_mappings() -> list[str]:
     lines = [line.split(None, 5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
     ends = ("/index", "/extents", "kvstrata-index (deleted)", "kvstrata-extents (deleted)")
     return [path for [path] in filter(None, lines) if path.endswith(ends)]
+
+
+def closed(attachment: Attachment) -> bool:
+    """Whether the server has closed the connection."""
+    try:
+        attachment.link.receive()
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return False
 
 
 class Worker:
@@ -115,10 +126,10 @@ class Worker:
         import select
 
         select.select([attachment], [], [], 60)
-        return attachment.server_closed()
+        return closed(attachment)
 
     def server_closed(self, session: str) -> bool:
-        return self._attachments[session].server_closed()
+        return closed(self._attachments[session])
 
     def close(self, session: str) -> None:
         self._attachments.pop(session).close()
@@ -174,17 +185,15 @@ class Worker:
         held = process_locks().held()
         sent = [os.pidfd_open(int(kind[4:])) if kind.startswith("pid:") else makers[kind]() for kind in fds]
         replies = []
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-            sock.settimeout(60)
-            sock.connect(f"{socket_dir}/attach.sock")
+        with RawLine(Path(socket_dir)) as line:
             for message in messages:
-                linux.send(sock, decode(message), sent)
+                line.send(decode(message), sent)
                 linux.close_all(sent)
                 sent = []
-                received = linux.receive(sock, 1 << 16, 8)
+                reply, received = line.receive()
                 # Closing any descriptor of a lock file would drop this process's locks on it.
-                linux.close_all([fd for fd in received.fds if linux.file_id(fd) not in held])
-                replies.append(encode(received.data))
+                linux.close_all([fd for fd in received if linux.file_id(fd) not in held])
+                replies.append(encode(reply))
         return replies
 
 

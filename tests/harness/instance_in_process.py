@@ -1,12 +1,11 @@
-"""An instance over a real pool, in this process and without sockets or tiers: frames in, frames out."""
+"""An instance over a real pool, in this process and without sockets or tiers: messages in, messages out."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,8 +20,6 @@ from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.rpc.frame import prove, read_head
-from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.composition import (
     lay_ground,
     make_admin,
@@ -36,6 +33,30 @@ from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.leases import Lease, Reservation
 from kvstrata.types import KEY_BYTES, Role, unpack_extents
 from tests.harness.rpc_client import CHUNK_TOKENS, FACTS, RECORD_BYTES, SECTIONS, keys_of, layout, part
+
+
+class Said(NamedTuple):
+    """A message and the session that sends it."""
+
+    session: bytes
+    message: bytes
+
+
+def said(session: bytes, request: wire.AnyRequest) -> Said:
+    """A request of a session."""
+    return Said(session, wire.encode(request))
+
+
+class Line:
+    """A connection, which a session speaks over (empty: a client without a row)."""
+
+    def __init__(self, instance: InstanceInProcess, session: bytes) -> None:
+        self.session = session
+        self.plain: dict[int, Any] = {}
+        self._instance = instance
+
+    def send(self, message: bytes) -> None:
+        self._instance.send(self, message)
 
 
 class InstanceInProcess:
@@ -80,7 +101,9 @@ class InstanceInProcess:
             explainer or Explainer(),
         )
         self.ground.readiness.set()
-        self.tables = make_tables(self.ground, lambda address, frame: self.send(address, frame))
+        self.tables = make_tables(self.ground)
+        self.lines: dict[bytes, Line] = {}
+        """The connection of each session."""
         self.l2 = make_l2(self.ground, TierSet(), (), peer_tier="")
         self.requests = make_requests(self.ground, self.tables, self.l2, TenantTokens())
         self.admin = make_admin(self.ground, self.tables, self.l2)
@@ -93,7 +116,9 @@ class InstanceInProcess:
 
     def answer_with(self, **l2: Any) -> None:
         """Replace these parts of L2 (`prefetch`, `tiers`) for the frames that arrive from now on."""
-        self.boundary = make_boundary(self.ground, self.tables, self.l2._replace(**l2), self.requests)
+        self.boundary = make_boundary(
+            self.ground, self.tables, self.l2._replace(**l2), self.requests, TenantTokens()
+        )
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""
@@ -123,35 +148,29 @@ class InstanceInProcess:
         )
         self.requests.hooks.admit(request)
         row = self.pool.claim_row(session, group, pid)
-        secret = secrets.token_bytes(wire.SECRET_BYTES)
-        seen = SessionRow(
-            row=row, session=session, group=group, pid=pid, request=request, secret=secret, tenants=tenants
-        )
+        seen = SessionRow(row=row, session=session, group=group, pid=pid, request=request, tenants=tenants)
         self._rows[session] = seen
         self.requests.hooks.on_attached(seen)
 
     def gone(self, session: bytes) -> None:
         """End a session as the death of its process would."""
         seen = self._rows.pop(session)
+        self.lines.pop(session, None)
         self.loop.run_until_complete(self.requests.hooks.on_gone(seen))
         self.pool.row_gone(seen.row)
 
-    def proven(self, message: bytes) -> bytes:
-        """The frame of a message, with the proof of the session that it names if that is attached."""
-        seen = self._rows.get(read_head(message).session)
-        return message if seen is None else prove(seen.secret, message)
+    def line(self, session: bytes) -> Line:
+        """The connection of a session; one without a row for a session that is not attached."""
+        name = session if session in self._rows else b""
+        return self.lines.setdefault(name, Line(self, name))
 
-    def feed(self, *messages: bytes, local: bool = True) -> list[wire.AnyReply]:
-        """Receive messages of their sessions without a pause between them; return the replies in their order."""
-        return self.feed_frames(*map(self.proven, messages), local=local)
-
-    def feed_frames(self, *frames: bytes, local: bool = True) -> list[wire.AnyReply]:
-        """Receive frames as they are, without a pause between them; return the replies in their order."""
+    def feed(self, *messages: Said) -> list[wire.AnyReply]:
+        """Receive messages without a pause between them; return the replies in their order."""
         self.sent.clear()
 
         async def arrive() -> None:
-            for number, frame in enumerate(frames):
-                self.boundary.on_frame(Address(local, b"%d" % number), frame)
+            for session, message in messages:
+                self.boundary.on_frame(self.line(session), message)
             await self.supervisor.idle()
 
         self.loop.run_until_complete(arrive())
@@ -163,8 +182,8 @@ class InstanceInProcess:
 
     def store(self, session: bytes, seq: int, identity: wire.IdentifyReply, chain: bytes) -> None:
         """Reserve, write and commit chunks; uses two request numbers."""
-        reserve = wire.Reserve(session, seq, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
-        [reply] = self.feed(wire.encode(reserve))
+        reserve = wire.Reserve(seq, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
+        [reply] = self.feed(said(session, reserve))
         assert isinstance(reply, wire.ReserveReply), reply
         digest = part().digest()
         parent = bytes(KEY_BYTES)
@@ -173,8 +192,8 @@ class InstanceInProcess:
             spec = RecordSpec(own_key, identity.root, digest, parent, CHUNK_TOKENS)
             seal_record(self.pool.extents_address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS)
             parent = spec.key
-        commit = wire.Commit(session, seq + 1, seq, list(range(len(chain) // KEY_BYTES)))
-        [done] = self.feed(wire.encode(commit))
+        commit = wire.Commit(seq + 1, seq, list(range(len(chain) // KEY_BYTES)))
+        [done] = self.feed(said(session, commit))
         assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
 
     def check(self) -> None:

@@ -1,12 +1,13 @@
-"""A bare client of the RPC protocol: it attaches, and sends and receives frames when a test says so.
+"""A bare client of the protocol: it attaches, and sends and receives messages when a test says so.
 
-Blocking, one thread, no retries and no breaker: tests decide which frames are sent, lost or repeated.
+Blocking, one thread, no retries and no breaker: tests decide which messages are sent, lost or repeated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,15 +15,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
-import zmq
-
 from kvstrata.memory.attach.client import Attachment, attach, process_locks
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.native.index import ExtentsMap
 from kvstrata.native.record import RecordSpec, record_bytes, seal_record
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.rpc.frame import prove
+from kvstrata.session.zmtp import Connection
 from kvstrata.types import (
     KEY_BYTES,
     Extent,
@@ -98,12 +97,10 @@ class RpcClient:
         self.registers_memory = registers_memory
         self.seq = 0
         self.epoch = 0
-        self.secret = b""
-        """Proves requests; stays after `detach`."""
         self.attachment: Attachment | None = None
         self.extents: ExtentsMap | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._link: Connection | None = None
+        self._arrived: list[bytes] = []
         self._early: dict[int, wire.AnyReply] = {}
 
     # --- connections -------------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ class RpcClient:
             self.attachment.extents_fd, self.attachment.extents_bytes, writable=self.slice is not None
         )
         self.epoch = self.attachment.epoch
-        self.secret = self.attachment.secret
+        self._link = self.attachment.link
         return self.attachment
 
     def detach(self) -> None:
@@ -140,29 +137,26 @@ class RpcClient:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        self._arrived.clear()
         if self.extents is not None:
             self.extents.close()
             self.extents = None
 
-    def connect(self, endpoint: str | None = None, *, keys: tuple[bytes, bytes, bytes] | None = None) -> None:
-        """Open the RPC connection; a connection that is open is closed first.
-
-        `keys`: CURVE keys, the server's public one and our own two.
-        """
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        if keys is not None:
-            self._socket.curve_serverkey, self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        self._socket.connect(endpoint or f"ipc://{self.socket_dir / RPC_SOCKET}")
+    def connect(self) -> None:
+        """Open a connection without an attach, unless the session is attached."""
+        if self.attachment is None:
+            self.detach()
+            sock = socket.socket(socket.AF_UNIX)
+            sock.settimeout(HANG_S)
+            sock.connect(str(self.socket_dir / RPC_SOCKET))
+            self._link = Connection(sock, b"DEALER", max_frame_bytes=64 << 20, max_unsent_bytes=64 << 20)
 
     def close(self) -> None:
         """Detach and disconnect. The session keeps its leases and reservations, since the process lives."""
         self.detach()
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._context.term()
 
     def goodbye(self) -> None:
         """End the session, then close."""
@@ -178,14 +172,10 @@ class RpcClient:
         """Begin a new session after `goodbye`, as another process of the engine would."""
         self.session = secrets.token_bytes(16)
         self.seq = self.epoch = 0
-        self._context = zmq.Context()
-        self._socket = None
         self.attach()
-        self.connect()
 
     def __enter__(self) -> Self:
         self.attach()
-        self.connect()
         return self
 
     def __exit__(
@@ -199,22 +189,22 @@ class RpcClient:
 
     # --- frames ------------------------------------------------------------------------------------------
 
-    def send_frames(self, *frames: bytes) -> None:
-        """Send one message of these frames."""
-        assert self._socket is not None
-        self._socket.send_multipart(frames)
+    def send_bytes(self, message: bytes) -> None:
+        """Send one message."""
+        assert self._link is not None
+        self._link.socket.settimeout(HANG_S)
+        self._link.send(message)
+        while self._link.unsent_bytes:
+            self._link.flush()
 
-    def receive_frames(self, timeout_s: float = HANG_S) -> list[bytes]:
-        """Return the frames of the next message. Raises TimeoutError."""
-        assert self._socket is not None
-        if not self._socket.poll(int(timeout_s * 1000)):
-            raise TimeoutError(f"no reply within {timeout_s:g} s")
-        return self._socket.recv_multipart()
-
-    def frame(self, request: wire.Request) -> bytes:
-        """The frame of a request, with the proof if it names a session."""
-        message = wire.encode(request)
-        return prove(self.secret, message) if self.secret and request.session != wire.NO_SESSION else message
+    def receive_bytes(self, timeout_s: float = HANG_S) -> bytes:
+        """Return the next message. Raises TimeoutError, or ConnectionError when the server has closed its end."""
+        assert self._link is not None
+        ends_s = time.monotonic() + timeout_s
+        while not self._arrived:
+            self._link.socket.settimeout(max(0.001, ends_s - time.monotonic()))
+            self._arrived += self._link.receive()
+        return self._arrived.pop(0)
 
     def next_seq(self) -> int:
         """Return the number of a new request."""
@@ -222,8 +212,8 @@ class RpcClient:
         return self.seq
 
     def send(self, request: wire.Request) -> int:
-        """Send a request, with the proof if it names a session; return its seq."""
-        self.send_frames(self.frame(request))
+        """Send a request; return its seq."""
+        self.send_bytes(wire.encode(request))
         return request.seq
 
     def receive(self, seq: int | None = None, timeout_s: float = HANG_S) -> wire.AnyReply:
@@ -231,9 +221,7 @@ class RpcClient:
         if seq is not None and seq in self._early:
             return self._early.pop(seq)
         while True:
-            frames = self.receive_frames(timeout_s)
-            assert len(frames) == 1, frames
-            reply = wire.decode_reply(frames[0])
+            reply = wire.decode_reply(self.receive_bytes(timeout_s))
             if seq is None or reply.seq == seq:
                 return reply
             self._early[reply.seq] = reply
@@ -254,13 +242,11 @@ class RpcClient:
 
     def identify(self, **fields: str) -> wire.IdentifyReply:
         """Declare a request identity."""
-        return self.ask(
-            wire.Identify(self.session, self.next_seq(), RequestIdentity(**fields)), wire.IdentifyReply
-        )
+        return self.ask(wire.Identify(self.next_seq(), RequestIdentity(**fields)), wire.IdentifyReply)
 
     def ping(self, live: list[int] | None = None) -> wire.Pong:
         """Ping the server; `live` names the requests that this session still needs."""
-        return self.ask(wire.Ping(self.session, self.next_seq(), live), wire.Pong)
+        return self.ask(wire.Ping(self.next_seq(), live), wire.Pong)
 
     def lookup_request(
         self,
@@ -273,7 +259,7 @@ class RpcClient:
     ) -> wire.Lookup:
         """Make a lookup."""
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        return wire.Lookup(self.session, self.next_seq(), deadline_ms, identity, request_id, groups, probe)
+        return wire.Lookup(self.next_seq(), deadline_ms, identity, request_id, groups, probe)
 
     def lookup(self, identity: int, chain: bytes, **more: Any) -> wire.LookupReply:
         """Look a chain up."""
@@ -281,12 +267,12 @@ class RpcClient:
 
     def release(self, leases: Sequence[tuple[bytes, int]], *, group: bool = False) -> int:
         """Release leases; return how many shares ended."""
-        request = wire.Release(self.session, self.next_seq(), list(leases), group)
+        request = wire.Release(self.next_seq(), list(leases), group)
         return self.ask(request, wire.Ok).count
 
     def cancel(self, target: int) -> int:
         """Cancel a request; return how many requests were undone or stopped."""
-        return self.ask(wire.Cancel(self.session, self.next_seq(), target), wire.Ok).count
+        return self.ask(wire.Cancel(self.next_seq(), target), wire.Ok).count
 
     def reserve(
         self,
@@ -299,17 +285,17 @@ class RpcClient:
     ) -> tuple[int, wire.ReserveReply]:
         """Reserve extents; return the seq of the request and its reply."""
         seq = self.next_seq()
-        request = wire.Reserve(self.session, seq, 5_000, identity, parent, chain, record, probe)
+        request = wire.Reserve(seq, 5_000, identity, parent, chain, record, probe)
         return seq, self.ask(request, wire.ReserveReply)
 
     def commit(self, reservation: int, indices: list[int]) -> bytes:
         """Commit extents; return one `wire.CommitOutcome` per index."""
-        request = wire.Commit(self.session, self.next_seq(), reservation, indices)
+        request = wire.Commit(self.next_seq(), reservation, indices)
         return self.ask(request, wire.CommitReply).outcomes
 
     def abort(self, reservation: int, indices: list[int] | None = None) -> int:
         """Abort a reservation, or these extents of it; return how many extents were given back."""
-        return self.ask(wire.Abort(self.session, self.next_seq(), reservation, indices), wire.Ok).count
+        return self.ask(wire.Abort(self.next_seq(), reservation, indices), wire.Ok).count
 
     def status(self) -> dict[str, Any]:
         """The status document of the server, over its admin port."""

@@ -46,8 +46,7 @@ class Tenant(RpcClient):
         """Ask for the bytes of a chunk of the own slice."""
         assert self.slice is not None
         return self.ask(
-            wire.Retrieve(
-                self.session, self.next_seq(), self.identity.identity_id, key, self.slice.digest(), 0, RECORD_BYTES
+            wire.Retrieve(self.next_seq(), self.identity.identity_id, key, self.slice.digest(), 0, RECORD_BYTES
             ),
             wire.RetrieveReply,
         )  # fmt: skip
@@ -55,7 +54,7 @@ class Tenant(RpcClient):
     def reports_corrupt(self, keys: bytes) -> int:
         """Report chunks as corrupt; how many the server dropped."""
         number = self.identity.identity_id
-        return self.ask(wire.Corrupt(self.session, self.next_seq(), number, keys), wire.Ok).count
+        return self.ask(wire.Corrupt(self.next_seq(), number, keys), wire.Ok).count
 
     def cleared(self) -> int:
         """Have an admin clear L1 of the own tenant's chunks; how many went."""

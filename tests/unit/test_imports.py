@@ -19,6 +19,7 @@ FLOORS = (
     ("testing",),
     ("storage",),
     ("memory",),
+    ("session",),
     ("rpc",),
     ("process",),
     ("observability", "policy"),

@@ -167,11 +167,10 @@ class IdentityTable:
         if identity in self._asked or not self._link.connected:
             return
         self._asked.add(identity)
-        session = self._link.session
         self._link.ask(
             Pending(
                 Kind.SETUP,
-                lambda seq, _: wire.Identify(session, seq, identity.request),
+                lambda seq, _: wire.Identify(seq, identity.request),
                 partial(self._answered, identity),
                 partial(self._failed, identity),
             )

@@ -1,11 +1,12 @@
-"""The conversation with one server: attach, RPC connection, repetition, silence.  Its own I/O thread does all of it.
+"""The conversation with one server: attach, requests, repetition, silence.  Its own I/O thread does all of it.
 
-`MACHINE` has the states of the connection.  Only while it is ABSENT does a second thread exist, which tries to attach.
+`MACHINE` has the states of the one connection, over which the process attaches and then sends its requests.  Only while
+it is ABSENT does a second thread exist, which tries to attach.
 
 Invariants
 1. Other threads only `post`; everything else of this class belongs to the I/O thread.
 2. The I/O thread never waits for anything but its poll: attaching may block, and has a thread of its own.
-3. A reply of another epoch than the attached one is dropped.
+3. A connection belongs to one epoch of the server.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -22,19 +24,15 @@ from pathlib import Path
 
 import msgspec
 
-from kvstrata import __version__
 from kvstrata.client.link_owner import LinkOwner
 from kvstrata.client.requests import Kind, Pending, RequestTable
 from kvstrata.client.silence import Silence
-from kvstrata.errors import ConfigError, KvstrataError, Unavailable, UnknownSession, WrongVersion
+from kvstrata.errors import ConfigError, KvstrataError, Unavailable
 from kvstrata.memory.attach.client import Attachment, attach_in, process_locks
-from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
 from kvstrata.rpc import wire
-from kvstrata.rpc.frame import prove
 from kvstrata.rpc.ping_wire import DeviceCopies, LoadRate
-from kvstrata.rpc.zmq_client import Dealer, Waiter
 from kvstrata.states import Machine
 
 log = logging.getLogger(__name__)
@@ -48,7 +46,6 @@ ATTACH_REFUSED_RETRY_S = 2.0
 """Pause after a refusal (other layout, no free row, other version), which an early retry would not change."""
 REPEATED_S = 600.0
 """Time between two log lines that say that a server is still absent."""
-FRAMES_PER_PASS = 256
 LONGEST_POLL_S = 1.0
 
 
@@ -57,10 +54,8 @@ class Connection(enum.Enum):
 
     ABSENT = enum.auto()
     """No server is attached; a second thread tries to attach."""
-    SETUP = enum.auto()
-    """A server is attached, its pool is mapped, and hello is sent."""
     CONNECTED = enum.auto()
-    """Hello is answered; requests go out while the server is heard."""
+    """A server is attached, and its pool is mapped; requests go out while the server is heard."""
     ENDED = enum.auto()
     """The client was closed, or this is a forked child."""
 
@@ -70,10 +65,8 @@ class Step(enum.Enum):
 
     ATTACHED = enum.auto()
     """The attaching thread has got a pool, and the pool has been mapped."""
-    GREETED = enum.auto()
-    """The server answered hello in the same protocol version."""
     LOST = enum.auto()
-    """The server closed the attach socket, or does not know this session any more."""
+    """The server closed the connection."""
     STOPPED = enum.auto()
     """The I/O thread ends."""
 
@@ -84,12 +77,7 @@ MACHINE = Machine(
     Step,
     Connection.ABSENT,
     {
-        Connection.ABSENT: {Step.ATTACHED: Connection.SETUP, Step.STOPPED: Connection.ENDED},
-        Connection.SETUP: {
-            Step.GREETED: Connection.CONNECTED,
-            Step.LOST: Connection.ABSENT,
-            Step.STOPPED: Connection.ENDED,
-        },
+        Connection.ABSENT: {Step.ATTACHED: Connection.CONNECTED, Step.STOPPED: Connection.ENDED},
         Connection.CONNECTED: {Step.LOST: Connection.ABSENT, Step.STOPPED: Connection.ENDED},
         Connection.ENDED: {Step.STOPPED: Connection.ENDED},
     },
@@ -131,11 +119,10 @@ class Link:
         # Reentrant: a finaliser may post while this same thread is posting.
         self._wake_lock = threading.RLock()
         self._watched: dict[int, Callable[[], None]] = {}
-        self._waiter: Waiter | None = None
-        self._dealer: Dealer | None = None
+        self._poll = select.poll()
         self._attachment: Attachment | None = None
-        self._secret = b""
-        """Proves our requests to the attached server."""
+        self._events = 0
+        """The events of the connection that the poll waits for."""
         self._copies_told: DeviceCopies | None = None
         self._rate_told: LoadRate | None = None
         self._stop_attaching = threading.Event()
@@ -149,7 +136,7 @@ class Link:
 
     @property
     def connected(self) -> bool:
-        """A server is attached and has answered hello."""
+        """A server is attached."""
         return self._connection is Connection.CONNECTED
 
     @property
@@ -220,7 +207,6 @@ class Link:
     def abandon(self) -> None:
         """Called in a forked child, where no thread of ours runs and which the server does not know."""
         self.forked = self.closing = True
-        self._secret = b""
         self._wake_lock = threading.RLock()  # a thread of the parent may have held the old one at the fork
         self._inbox.clear()
         self._move(Step.STOPPED)
@@ -248,14 +234,12 @@ class Link:
         self._connection = MACHINE.after(self._connection, step)
 
     def _run(self) -> None:
-        waiter = self._waiter = Waiter()
         try:
-            waiter.watch(self._wake_fd)
-            for fd in self._watched:
-                waiter.watch(fd)
+            for fd in (self._wake_fd, *self._watched):
+                self._poll.register(fd, select.POLLIN)
             self._start_attaching()
             while not self._stopping:
-                self._pass(waiter)
+                self._pass()
         except Exception:
             # Supervisor of this thread: a bug must not leave the engine waiting.
             log.exception("the cache client stops: its I/O thread failed; the engine goes on without a cache")
@@ -270,7 +254,6 @@ class Link:
                     self._attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
                 self._attachment.close()
                 self._attachment = None
-            waiter.close()
             self.close()
             self._drain()
 
@@ -282,32 +265,33 @@ class Link:
                 return
             call()
 
-    def _pass(self, waiter: Waiter) -> None:
-        frames, descriptors = waiter.wait(0.0 if self._inbox else self._timeout_s(time.monotonic()))
-        for fd in descriptors:
+    def _pass(self) -> None:
+        timeout_s = 0.0 if self._inbox else self._timeout_s(time.monotonic())
+        has_arrived = False
+        for fd, _ in self._poll.poll(1000 * timeout_s):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             elif fd in self._watched:
                 self._watched[fd]()
             else:
-                self._lose("the server closed the connection")
+                has_arrived = True
         self._woken = False
         self._drain()
         now_s = time.monotonic()
         # Answers that arrived after the wait are read before the check for silence: this thread may have slept since.
-        if self._dealer is not None and (frames or self.silence.check_due_s() <= now_s):
-            self._receive(self._dealer)
+        if self._attachment is not None and (has_arrived or self.silence.check_due_s() <= now_s):
+            self._converse(self._attachment)
         if self.silence.check(now_s):
             self._say_lost("the cache server does not answer; going on without it until it does")
             self._fell_silent("the server does not answer")
         self.table.expire(now_s)
         self._started_owner.link_pass(now_s)
-        if self._dealer is not None:
-            self._send(self._dealer, now_s)
+        if self._attachment is not None:
+            self._send(self._attachment, now_s)
 
     def _timeout_s(self, now_s: float) -> float:
         due_s = now_s + LONGEST_POLL_S
-        if self._dealer is not None:
+        if self._attachment is not None:
             due_s = min(
                 due_s,
                 self._started_owner.link_due_s(),
@@ -323,16 +307,22 @@ class Link:
 
     @property
     def _may_send(self) -> bool:
-        """Whether requests are sent, not only pings: a silent server's queue would fill with repeats.
+        """Whether requests are sent, not only pings: a silent server's queue would fill with repeats."""
+        return not self.silence.silent
 
-        A server that has just been attached counts as silent until it is heard, but it gets its hello.
-        """
-        return not self.silence.silent or not self.connected
+    def _send(self, attachment: Attachment, now_s: float) -> None:
+        try:
+            self._send_all(attachment, now_s)
+        except OSError as error:
+            self._lose(f"the connection failed: {error}")
+            return
+        self._watch(attachment)
 
-    def _send(self, dealer: Dealer, now_s: float) -> None:
+    def _send_all(self, attachment: Attachment, now_s: float) -> None:
+        link = attachment.link
         if self._may_send:
             for pending, frame in self.table.to_send(now_s):
-                if dealer.try_send(prove(self._secret, frame)):
+                if link.send(frame):
                     self.table.sent(pending, now_s)
                 else:
                     self.table.not_sent(pending, now_s)
@@ -344,22 +334,38 @@ class Link:
             rate = self._started_owner.load_rate()
             new_rate = None if rate == self._rate_told else rate
             misses = self._started_owner.untold_misses()
-            ping = wire.Ping(self.session, self.table.next_seq(), named, news, new_rate, misses)
-            if dealer.try_send(prove(self._secret, wire.encode(ping))):
+            ping = wire.Ping(self.table.next_seq(), named, news, new_rate, misses)
+            if link.send(wire.encode(ping)):
                 self._copies_told, self._rate_told = copies, rate
                 self._started_owner.misses_told(len(misses))
             self.silence.pinged(time.monotonic())
 
-    def _receive(self, dealer: Dealer) -> None:
+    def _watch(self, attachment: Attachment) -> None:
+        """Wait for the connection's messages, and for room to send if bytes are unsent."""
+        events = select.POLLIN | (select.POLLOUT if attachment.link.unsent_bytes else 0)
+        if events != self._events:
+            self._events = events
+            self._poll.register(attachment.fileno(), events)
+
+    def _converse(self, attachment: Attachment) -> None:
+        """Send what is unsent, and handle what has arrived."""
         asks = self.table.n_asks
-        self._handle(dealer)
+        try:
+            attachment.link.flush()
+            self._handle(attachment.link.receive())
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self._lose("the server closed the connection")
+        except OSError as error:
+            self._lose(f"the connection failed: {error}")
         if self.table.n_asks < asks:
             # A caller that waited for one of these answers has been woken.  It would have to wait again, for Python's
             # lock, until this thread's next poll.
             os.sched_yield()
 
-    def _handle(self, dealer: Dealer) -> None:
-        for frame in dealer.receive(FRAMES_PER_PASS):
+    def _handle(self, frames: Sequence[bytes]) -> None:
+        for frame in frames:
             try:
                 reply = wire.decode_reply(frame)
             except msgspec.MsgspecError as error:
@@ -376,9 +382,8 @@ class Link:
                     self._started_owner.link_orphaned(reply.orphaned)
                 if reply.revoked:
                     self._started_owner.link_revoked(reply.revoked)
-            elif isinstance(self.table.reply(reply), UnknownSession):
-                self._lose("the server does not know this session any more")
-                return
+            else:
+                self.table.reply(reply)
 
     def _fell_silent(self, why: str) -> None:
         self.table.fail_all(Unavailable(why), Kind.ASK)
@@ -386,13 +391,12 @@ class Link:
 
     def _lose(self, why: str) -> None:
         """Drop the connection, enter ABSENT and attach again."""
-        if self._attachment is None or self._waiter is None:
+        if self._attachment is None:
             return
         self._say_lost("lost the cache server (%s); going on without it until it is back", why)
         self._absences.left_out("absent")  # this line has said it
-        self._waiter.unwatch(self._attachment.fileno())
-        self._waiter.disconnect()
-        self._dealer = None
+        self._poll.unregister(self._attachment.fileno())
+        self._events = 0
         self._attachment.close()
         self._attachment = None
         self._move(Step.LOST)
@@ -449,15 +453,13 @@ class Link:
         self.error = text
 
     def _attached(self, attachment: Attachment, place: Path) -> None:
-        """Map the pool, connect, and enter SETUP; or give the attachment back and try again."""
-        assert self._waiter is not None
+        """Map the pool and enter CONNECTED; or give the attachment back and try again."""
         if self._stopping:
             attachment.goodbye(patience(GOODBYE_TIMEOUT_S))
             return
         old_epoch = self.epoch
         try:
             self._started_owner.link_attached(attachment, old_epoch)
-            self._dealer = self._waiter.connect(place / RPC_SOCKET)
         except (KvstrataError, OSError) as error:
             self.error = f"attached, but cannot use the pool: {error}"
             log.error("%s", self.error)
@@ -473,33 +475,13 @@ class Link:
         if self.epoch != old_epoch:
             self.table.fail_all(Unavailable("the server restarted"), Kind.SETTLE)
         self._attachment = attachment
-        self._secret = attachment.secret
         self._move(Step.ATTACHED)
+        self.error = ""
         self._copies_told = self._rate_told = None
         attachment.close_pool_fds()
-        self._waiter.watch(attachment.fileno())
+        self._watch(attachment)
+        self.silence.heard()  # the attach was answered
         self.table.repeat_now()
-        self.ask(
-            Pending(
-                Kind.SETUP,
-                lambda seq, _: wire.Hello(
-                    self.session, seq, wire.PROTOCOL_VERSION, f"kvstrata {__version__} python"
-                ),
-                self._greeted,
-                lambda error: self._refused(error) if not isinstance(error, Unavailable) else None,
-            )
-        )
-
-    def _greeted(self, reply: wire.AnyReply) -> None:
-        """Enter CONNECTED, unless the server speaks another version of the protocol."""
-        if not isinstance(reply, wire.HelloReply) or reply.protocol != wire.PROTOCOL_VERSION:
-            self._refused(
-                WrongVersion(
-                    f"the server does not speak protocol version {wire.PROTOCOL_VERSION}: {reply!r:.200}"
-                )
-            )
-            return
-        self._move(Step.GREETED)
-        self.error = ""
-        log.info("connected to cache server %s, epoch %d", reply.instance_id, self.epoch)
-        self._started_owner.link_ready(reply)
+        log.info("connected to cache server %s, epoch %d", attachment.instance_id, self.epoch)
+        self._started_owner.link_ready(attachment)
+        self._handle(attachment.early)

@@ -21,7 +21,7 @@ class LinkOwner(Protocol):
         If the epoch is not `old_epoch`, requests under way to the old server fail right afterwards.
         """
 
-    def link_ready(self, hello: wire.HelloReply) -> None:
+    def link_ready(self, attachment: Attachment) -> None:
         """Requests may go out from now on."""
 
     def link_silent(self) -> None:

@@ -181,7 +181,7 @@ class Loads:
         declared = self._identities.declared(identity)
         if declared is None:
             return None
-        return wire.Corrupt(self._link.session, seq, declared.identity_id, keys)
+        return wire.Corrupt(seq, declared.identity_id, keys)
 
 
 class _Load:

@@ -180,7 +180,6 @@ class Lookups:
             call.seq, call.epoch = seq, declared.epoch
             self._live.sent(call)
             return wire.Lookup(
-                self._link.session,
                 seq,
                 max(1, remaining_ms - LOOKUP_MARGIN_MS),
                 declared.identity_id,
@@ -260,8 +259,7 @@ class Lookups:
         """Cancel a lookup at the server, unless it was never sent, found nothing, or has ended."""
         target = call.seq
         if self._live.end(target) and call.epoch == self._link.epoch:
-            session = self._link.session
-            self._link.settle(lambda seq, _: wire.Cancel(session, seq, target))
+            self._link.settle(lambda seq, _: wire.Cancel(seq, target))
 
 
 def _sensible(reply: wire.LookupReply, n_asked: int, tails: Sequence[TailSet]) -> bool:

@@ -102,7 +102,4 @@ class ReleaseQueue:
             self._released(leases)
             self.pump()
 
-        session = self._link.session
-        self._link.ask(
-            Pending(Kind.SETTLE, lambda seq, _: wire.Release(session, seq, names, group), ended, ended)
-        )
+        self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Release(seq, names, group), ended, ended))

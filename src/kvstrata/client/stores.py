@@ -234,7 +234,6 @@ class StoreQueue:
                 return None
             batch.seq, batch.epoch = seq, declared.epoch
             return wire.Reserve(
-                self._link.session,
                 seq,
                 remaining_ms,
                 declared.identity_id,
@@ -380,7 +379,7 @@ class StoreQueue:
 
     def _commit(self, batch: Batch, indices: list[int]) -> None:
         batch.unsettled = batch.chunks(indices)
-        session, reservation = self._link.session, batch.seq
+        reservation = batch.seq
 
         def replied(reply: wire.AnyReply) -> None:
             outcomes = bytes([wire.CommitOutcome.BAD_RECORD]) * len(indices)
@@ -413,7 +412,7 @@ class StoreQueue:
         self._link.ask(
             Pending(
                 Kind.SETTLE,
-                lambda seq, _: wire.Commit(session, seq, reservation, indices),
+                lambda seq, _: wire.Commit(seq, reservation, indices),
                 replied,
                 failed,
             )
@@ -424,7 +423,7 @@ class StoreQueue:
 
     def _abort(self, batch: Batch, indices: list[int], *, last: bool) -> None:
         """Give back extents that no copy touches any more; with `last` the answer ends the batch."""
-        session, reservation = self._link.session, batch.seq
+        reservation = batch.seq
 
         def ended(_: object) -> None:
             if last:
@@ -435,7 +434,7 @@ class StoreQueue:
         self._link.ask(
             Pending(
                 Kind.SETTLE,
-                lambda seq, _: wire.Abort(session, seq, reservation, indices),
+                lambda seq, _: wire.Abort(seq, reservation, indices),
                 ended,
                 ended,
             )
@@ -443,14 +442,14 @@ class StoreQueue:
 
     def _undo(self, batch: Batch) -> None:
         """Cancel a reserve that the server may have executed."""
-        session, target = self._link.session, batch.seq
+        target = batch.seq
 
         def ended(_: object) -> None:
             batch.move(BatchEvent.SETTLED)
             self._freed(batch)
             self.pump()  # queued requests may wait for these bytes
 
-        self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Cancel(session, seq, target), ended, ended))
+        self._link.ask(Pending(Kind.SETTLE, lambda seq, _: wire.Cancel(seq, target), ended, ended))
 
     def _freed(self, batch: Batch) -> None:
         self._reserved_bytes -= batch.held_bytes

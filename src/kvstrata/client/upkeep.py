@@ -79,9 +79,9 @@ class Upkeep(LinkOwner):
             self._live.restarted()
             self._releases.restarted(old_epoch, attachment.epoch)
 
-    def link_ready(self, hello: wire.HelloReply) -> None:
+    def link_ready(self, attachment: Attachment) -> None:
         """See LinkOwner."""
-        self._stores.ready(hello.max_reserved_bytes)
+        self._stores.ready(attachment.max_reserved_bytes)
         self._identities.replay()
         self._releases.pump()
 
@@ -157,5 +157,4 @@ class Upkeep(LinkOwner):
         self._must_quiesce = False
         for mapping in closed:
             self._pages.forget(mapping)
-        session = self._link.session
-        self._link.settle(lambda seq, _: wire.Quiesced(session, seq))
+        self._link.settle(lambda seq, _: wire.Quiesced(seq))

@@ -1,6 +1,6 @@
 """Where an instance's sockets and files lie.
 
-    <socket dir>/   attach.sock  rpc.sock  server.pid                  one per instance; a container must share it
+    <socket dir>/   rpc.sock  server.pid                               one per instance; a container must share it
     <segment dir>/  index  extents  sessions.lock  server.pid          on /dev/shm, handed out as descriptors
 
 The default socket directory depends only on uid, port and XDG_RUNTIME_DIR, so that server and engine find the same one
@@ -17,10 +17,9 @@ from pathlib import Path
 from kvstrata.config.private_dir import own_path, run_dir, run_dirs
 from kvstrata.errors import ConfigError
 
-ATTACH_SOCKET = "attach.sock"
 RPC_SOCKET = "rpc.sock"
 PID_FILE = "server.pid"
-SOCKET_NAMES = (ATTACH_SOCKET, RPC_SOCKET)
+SOCKET_NAMES = (RPC_SOCKET,)
 
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel allows 107 bytes; the others are spare for longer names."""

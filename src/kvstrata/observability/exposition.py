@@ -117,7 +117,6 @@ def _counted(instance_id: str, counters: ServerCounters, numbers: Mapping[str, A
         "kvstrata_requests": by_word(counters.requests),
         "kvstrata_request_seconds": by_word(counters.request_times),
         "kvstrata_errors": by_word(counters.errors),
-        "kvstrata_wrong_proofs": [([], counters.wrong_proofs)],
         "kvstrata_first_misses": by_word(counters.misses),
         "kvstrata_reserve_outcomes": by_word(counters.reserve_outcomes),
         "kvstrata_put_skipped": by_word(counters.put_skipped),

@@ -29,11 +29,6 @@ COUNTED: dict[str, Family] = {
         "histogram", ("op",), "Time from a request's arrival to its reply, by operation; pings included."
     ),
     "kvstrata_errors": Family("counter", ("code",), "Error replies by code."),
-    "kvstrata_wrong_proofs": Family(
-        "counter",
-        (),
-        "Requests refused because they did not prove that they came from the session that they named.",
-    ),
     "kvstrata_first_misses": Family("counter", ("reason",), "Lookups by the reason of their first miss."),
     "kvstrata_reserve_outcomes": Family(
         "counter", ("outcome",), "Chunks that reserves asked for, by outcome."

@@ -94,7 +94,6 @@ class ServerCounters:
         self.request_times: dict[str, Histogram] = {}
         """By operation."""
         self.errors: dict[str, int] = {}
-        self.wrong_proofs = 0
         self.misses: dict[str, int] = {}
         self.peeked_misses = 0
         """Lookups that engines answered themselves, from the shared index; they are in all other numbers of lookups."""
@@ -144,7 +143,6 @@ class ServerCounters:
         return {
             "requests": dict(self.requests),
             "errors": dict(self.errors),
-            "wrong_proofs": self.wrong_proofs,
             "first_miss_reasons": dict(self.misses),
             "peeked_misses": self.peeked_misses,
             "lookup_chunks": self.lookup_chunks,

@@ -364,21 +364,14 @@ STATUS_NUMBERS: dict[str, Number] = {
     ),
     "tails.waiting": Number("tails_waiting", "Tails that wait to be offered to L2."),
     "tails.lingering": Number("tails_lingering", "Replaced tails that are still in use."),
-    "rpc.received": Number("rpc_received_frames_total", "Frames received."),
-    "rpc.dropped_replies": Number(
-        "rpc_dropped_replies_total", "Replies dropped because the receiver was gone or left too much unread."
-    ),
+    "rpc.received": Number("rpc_received_frames_total", "Messages received."),
     "rpc.unread_reply_bytes": Number(
-        "rpc_unread_reply_bytes", "Bytes of large replies that clients have not read yet."
-    ),
-    "rpc.refused_handshakes": Number(
-        "rpc_refused_handshakes_total", "Connections that ended before they had proved the right keys."
+        "rpc_unread_reply_bytes", "Bytes of replies that the clients' sockets have no room for."
     ),
     "rpc.connections": Number("rpc_connections", "Open connections."),
     "rpc.cut_connections": Number(
         "rpc_cut_connections_total",
-        "Connections cut: over the limit, with more unprocessed bytes than allowed, or with nothing "
-        "but refused messages.",
+        "Connections closed: one too many, with too many unread bytes, invalid ZMTP, or no requests.",
     ),
 }
 """By path. ADAPTER stands for the name of an adapter (`fs-0`) and becomes the label `adapter`; WORD stands for one of

@@ -166,7 +166,6 @@ class AttachedProcess:
         "pinged_s",
         "role",
         "row",
-        "secret",
         "session",
         "slice",
         "span",
@@ -185,8 +184,6 @@ class AttachedProcess:
         self.digest = part.digest() if part is not None else b""
         self.span = 0
         """How many of a hit's last chunks are needed in its slice; 0: all."""
-        self.secret = b""
-        """Proves that a request comes from this process."""
         self.tenants: frozenset[str] | None = None
         """The tenants that it may name; None: any."""
         self.engine_url = ""
@@ -323,7 +320,6 @@ class ProcessTable:
         tenants: frozenset[str] | None,
         row: int,
         pid: int,
-        secret: bytes,
         record_bytes: int = 0,
         span: int = 0,
         engine_url: str = "",
@@ -331,7 +327,6 @@ class ProcessTable:
         """Add a process whose declaration was checked; for a session that is known, return its process.
 
         `part`: the process's slice, None for a scheduler. `tenants`: the tenants that it may name, None for any.
-        `secret`: proves its requests from now on.
         `record_bytes`: the length of its slice's records, 0 if it did not declare one.
         `span`: how many of a hit's last chunks are needed in its slice, 0 for all.
         `engine_url`: where its engine is reached over HTTP, empty if it does not tell.
@@ -340,7 +335,6 @@ class ProcessTable:
         if process is not None:
             process.detached = False
             process.tenants = tenants
-            process.secret = secret
             process.row = row
             process.engine_url = engine_url
             process.group.changed()
@@ -350,7 +344,6 @@ class ProcessTable:
             of_engine = self._groups[group] = EngineGroup(group, layout, engine_slices)
         process = AttachedProcess(session, of_engine, role, part, row, pid)
         process.tenants = tenants
-        process.secret = secret
         process.span = span
         process.engine_url = engine_url
         process.has_records_of(record_bytes)

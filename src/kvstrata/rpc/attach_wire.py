@@ -1,6 +1,6 @@
 """The request and the reply of the attach handshake, as msgpack maps; its other messages are single words.
 
-They travel on the attach socket, with descriptors, before the first message of the RPC protocol (`wire`).
+They are the first messages of a process's connection, with descriptors; requests (`wire`) follow.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvstrata.rpc.wire import MAX_SLICES, SECRET_BYTES, SessionName
+from kvstrata.rpc.wire import MAX_SLICES, SessionName
 from kvstrata.types import LayoutIdentity, Role, Slice
 
 ENGINE_URL = r"^(|https?://[^\s/?#@]+:[0-9]{1,5})$"
@@ -20,7 +20,7 @@ MAX_HELD_LOCKS = 1024
 
 
 class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """First message on the attach socket; the caller's own pidfd travels with it."""
+    """First message of a connection; the caller's own pidfd travels with it."""
 
     protocol: int
     session: SessionName
@@ -57,7 +57,7 @@ class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer on the attach socket; an empty `code` means accepted.
+    """Answer to it; an empty `code` means accepted.
 
     With an accepted attach, descriptors travel with it: index (read-only), extents (read-only for a process without a
     slice), and sessions.lock, unless the request's `held_locks` names it.
@@ -75,14 +75,8 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     """Changes with every new pool, whose files the client must then map anew."""
     extents_bytes: int = 0
     """Length of the extents file."""
-    secret: Annotated[bytes, Meta(max_length=SECRET_BYTES)] = b""
-    """32 random bytes that each frame of the session carries until it attaches again. Whoever knows them and reaches
-    the server can act in the session's name."""
+    max_reserved_bytes: int = 0
+    """Maximum number of bytes that the process may have reserved at a time; a larger store takes several reserves."""
     instance_id: str = ""
     lock_file: tuple[int, int] = (0, 0)
     """(device, inode) of sessions.lock; the client locks byte `row` of it for life."""
-
-    def __repr__(self) -> str:
-        """Every field but the secret."""
-        shown = {**msgspec.structs.asdict(self), "secret": "***" if self.secret else ""}
-        return f"AttachReply({', '.join(f'{name}={value!r}' for name, value in shown.items())})"

@@ -25,13 +25,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvstrata.errors import BadRequest, Cancelled, KvstrataError, Refused, UnknownSession
 from kvstrata.states import Machine
 
-Address = Hashable
-"""Destination of a reply: any value that the transport understands. It does not prove who asked."""
+
+class Address(Hashable, Protocol):
+    """Destination of a reply: the connection over which a request came."""
+
+    def send(self, message: bytes) -> None:
+        """Send a reply. After the connection's end, nothing happens."""
+
 
 MAX_WAITERS = 4
 """Connections that may wait for the reply to one running request; only the newest are answered."""

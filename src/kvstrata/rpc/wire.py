@@ -1,10 +1,9 @@
-"""Messages of the RPC protocol: one msgpack array per frame, which begins with the operation's name.
+"""Messages between a process and its server: one msgpack array each, which begins with the operation's name.
 
-A request is `[op, session, seq, …]`, its reply `[op, seq, epoch, …]` or
-`["error", seq, epoch, code, message, field, retryable]`.  `session` (16 bytes) and `seq` are chosen by the
-client; a repeated (session, seq) gets the same outcome and does nothing twice.  In the frame of a request, the secret
-of the session precedes the message (`frame`).  Times on the wire are remaining milliseconds.  Keys travel as
-concatenated 32-byte strings.
+A request is `[op, seq, …]`, its reply `[op, seq, epoch, …]` or
+`["error", seq, epoch, code, message, field, retryable]`.  The connection says who asks.  `seq` is chosen by the
+client; a repeated seq gets the same outcome and does nothing twice.  Times on the wire are remaining milliseconds.
+Keys travel as concatenated 32-byte strings.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from msgspec import Meta
 
 from kvstrata.rpc.ping_wire import Count, DeviceCopies, LoadRate
 from kvstrata.rpc.tail_wire import MAX_TAIL_SETS, MAX_TAIL_TOKENS, TailKeys, TailSet
-from kvstrata.types import KEY_BYTES, RequestIdentity
+from kvstrata.types import KEY_BYTES, LayoutIdentity, RequestIdentity
 
-PROTOCOL_VERSION = 5
-MAX_MESSAGE_BYTES = 8 << 20
-"""The socket drops a larger request and disconnects its sender."""
+PROTOCOL_VERSION = 6
+MAX_MESSAGE_BYTES = 4 << 20
+"""The server closes the connection of a process that sends a longer request."""
 MAX_CHUNKS = 65_536
 """Chunks in one request (16 M tokens, at 256 tokens a chunk)."""
 MAX_DEADLINE_MS = 60_000
@@ -39,8 +38,6 @@ MAX_SLICES = 4096
 """Distinct slices of one engine."""
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
-SECRET_BYTES = 32
-"""Length of a session's secret, which the attach reply and each frame of the session carry."""
 MAX_SEQ = (1 << 63) - 1
 
 Seq = Annotated[int, Meta(ge=0, le=MAX_SEQ)]
@@ -59,9 +56,8 @@ LeaseId = tuple[SessionName, Seq]
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all requests, with their common first fields."""
+    """Base of all requests, with their common first field."""
 
-    session: SessionName
     seq: Seq
 
 
@@ -72,35 +68,14 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     epoch: int
 
 
-class Hello(Request, frozen=True, tag="hello"):
-    """Opens a connection; allowed without a session (then `session` is 16 zero bytes)."""
-
-    protocol: int
-    """Version of the protocol that the client speaks."""
-    client: Annotated[str, Meta(max_length=256)] = ""
-
-
-class HelloReply(Reply, frozen=True, tag="hello"):
-    """The server's version and limits; the error `wrong_version` names both versions."""
-
-    protocol: int
-    server: str
-    """The server's name and version."""
-    instance_id: str
-    chunk_tokens: int
-    socket_dir: str
-    max_message_bytes: int
-    """Longest frame that the server takes."""
-    has_l2: bool
-    """The server has L2, or knows engines of another geometry, so a miss in L1 may still be a hit."""
-    max_reserved_bytes: int
-    """Maximum number of bytes that one session may have reserved at a time; a larger store takes several reserves."""
-
-
 class Identify(Request, frozen=True, tag="identify"):
     """Declares a request identity, once for each; the layout identity was declared when the process attached."""
 
     request: RequestIdentity
+    layout: LayoutIdentity | None = None
+    """Of a client that is not attached: the layout identity."""
+    slices: Annotated[list[Key], Meta(max_length=MAX_SLICES)] = []
+    """Of a client that is not attached: digests of the slices that its chunks have."""
 
 
 class IdentifyReply(Reply, frozen=True, tag="identify"):
@@ -369,7 +344,6 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 REPLIES: dict[type[Request], type[Reply]] = {
-    Hello: HelloReply,
     Identify: IdentifyReply,
     Ping: Pong,
     Lookup: LookupReply,
@@ -386,10 +360,10 @@ REPLIES: dict[type[Request], type[Reply]] = {
 
 
 AnyRequest = (
-    Hello | Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Retrieve | Quiesced | Corrupt
+    Identify | Ping | Lookup | Release | Reserve | Commit | Abort | Cancel | Retrieve | Quiesced | Corrupt
 )  # fmt: skip
 AnyReply = (
-    HelloReply | IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply | Ok | Error
+    IdentifyReply | Pong | LookupReply | ReserveReply | CommitReply | RetrieveReply | Ok | Error
 )  # fmt: skip
 
 

@@ -87,14 +87,6 @@ class ControllerKeys(NamedTuple):
     """Its clients' public keys, each with the instance ids that it may use (`NAME`, or `NAME-*`; empty: any)."""
 
 
-def read_curve_file(path: str) -> CurveKeys:
-    """Read a server's keys: one line `secret KEY`, and a line `client KEY` for each client. Raises ConfigError."""
-    field = "security.curve_secret_file"
-    keys = _key_lines(path, field, ("secret", "client"))
-    _check_clients(keys["client"], path, field)
-    return CurveKeys(keys["secret"][-1], frozenset(keys["client"]))
-
-
 def read_controller_keys(path: str, field: str = "security.curve_secret_file") -> ControllerKeys:
     """Read a controller's keys: one line `secret KEY`, and a line `client KEY [ID …]` for each client.
 

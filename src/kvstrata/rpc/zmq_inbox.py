@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
     connection: int
     routing_id: bytes
-    frames: Sequence[bytes | memoryview]
+    frames: Sequence[bytes]
     key: str = ""
     host: str = ""
 
@@ -75,8 +75,7 @@ class Inbox:
         self._see_connections = see_connections
         self._max_waiting_bytes = MAX_WAITING_LARGEST * max_message_bytes
         self._max_total_bytes = MAX_TOTAL_LARGEST * max_message_bytes
-        self._name: int | str = ""
-        """The port, or the path of the unix socket."""
+        self._port = 0
         self._waiting: dict[int, deque[Message]] = {}
         """Waiting messages by connection, in the order of the connections' turns."""
         self._waiting_bytes: dict[int, int] = {}
@@ -112,9 +111,9 @@ class Inbox:
         """Whether messages of cut connections may still arrive."""
         return bool(self._cut)
 
-    def listen(self, name: int | str) -> None:
-        """Set the port or path on which the socket listens."""
-        self._name = name
+    def listen(self, port: int) -> None:
+        """Set the port on which the socket listens."""
+        self._port = port
 
     def opened(self, connection: int) -> None:
         """A connection was accepted; if it exceeds the bound, the connection that has been silent longest is cut."""
@@ -268,7 +267,7 @@ class Inbox:
 
     def _is_ours(self, connection: socket.socket) -> bool:
         name = connection.getsockname()
-        return bool(name == self._name or (isinstance(name, tuple) and name[1] == self._name))
+        return isinstance(name, tuple) and bool(name[1] == self._port)
 
 
 def _size(message: Message) -> int:

@@ -53,10 +53,11 @@ from kvstrata.server.pool_events import PoolEvents
 from kvstrata.server.readiness import Readiness, StoreFreeze
 from kvstrata.server.recuts.recuts import Recuts
 from kvstrata.server.requests.boundary import Boundary
-from kvstrata.server.requests.effects import Effects, Send
+from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.handlers import Handlers
 from kvstrata.server.requests.leases import InFlight, Leases
 from kvstrata.server.requests.lookup import Lookups
+from kvstrata.server.requests.plain import PlainClients
 from kvstrata.server.requests.processes import Processes
 from kvstrata.server.requests.reserve import Reserving
 from kvstrata.server.requests.running import Replies, Running
@@ -105,7 +106,6 @@ class Tables(NamedTuple):
     in_flight: InFlight
     reserved: ReservedBytes
     replies: Replies
-    send: Send
 
 
 class L2(NamedTuple):
@@ -181,11 +181,11 @@ def lay_ground(
     )
 
 
-def make_tables(ground: Ground, send: Send) -> Tables:
-    """Make the tables, empty. `send` gives replies to the transport."""
+def make_tables(ground: Ground) -> Tables:
+    """Make the tables, empty."""
     epoch = ground.facts.epoch
     processes = ProcessTable(epoch)
-    replies = Replies(epoch, ground.counters, send)
+    replies = Replies(epoch, ground.counters)
     leases, in_flight = Leases(), InFlight()
 
     def numbers() -> dict[str, int]:
@@ -211,7 +211,6 @@ def make_tables(ground: Ground, send: Send) -> Tables:
         in_flight=in_flight,
         reserved=ReservedBytes(MAX_SESSION_SHARE),
         replies=replies,
-        send=send,
     )
 
 
@@ -268,7 +267,6 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
         tables.in_flight,
         ground.counters,
         ground.facts.epoch,
-        tables.send,
     )
     running = Running(ground.loop, ground.supervisor, tables.sessions, effects, tables.replies)
     recuts = Recuts(
@@ -309,7 +307,9 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     )
 
 
-def make_boundary(ground: Ground, tables: Tables, l2: L2, requests: Requests) -> Boundary:
+def make_boundary(
+    ground: Ground, tables: Tables, l2: L2, requests: Requests, tokens: TenantTokens
+) -> Boundary:
     """Make the boundary, which answers frames."""
     facts, pool, counters = ground.facts, ground.pool, ground.counters
     lookups = Lookups(
@@ -349,13 +349,12 @@ def make_boundary(ground: Ground, tables: Tables, l2: L2, requests: Requests) ->
         tables.reserved,
     )
     handlers = Handlers(
-        facts=facts,
+        epoch=facts.epoch,
         pool=pool,
         processes=tables.processes,
         sessions=tables.sessions,
         leases=tables.leases,
         effects=requests.effects,
-        tiers=l2.tiers,
         counters=counters,
     )
     return Boundary(
@@ -367,5 +366,6 @@ def make_boundary(ground: Ground, tables: Tables, l2: L2, requests: Requests) ->
         effects=requests.effects,
         running=requests.running,
         replies=tables.replies,
+        plain=PlainClients(pool, tokens, counters, facts.epoch),
         counters=counters,
     )

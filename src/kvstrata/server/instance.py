@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvstrata.clock import SystemClock
 from kvstrata.errors import ConfigError, StorageError
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.memory.paths import ATTACH_SOCKET, segment_dir, socket_dir
+from kvstrata.memory.paths import RPC_SOCKET, segment_dir, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog, log_stats
@@ -40,8 +40,6 @@ from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES
-from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server.admin.admin import Admin
 from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.admin.stranded import StrandedSessions
@@ -107,7 +105,6 @@ class Instance(NamedTuple):
     segment: Segment
     tables: Tables
     l2: L2
-    rpc: ZmqServer
     boundary: Boundary
     attach: AttachServer
     housekeeping: Housekeeping
@@ -124,8 +121,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     settings, closers = plan.settings, shell.closers
 
     # 1. Ports, L1, and the facts about the instance.
-    rpc = ZmqServer(shell.loop, lent_from_bytes=MAX_UNPROVEN_BYTES)
-    closers.append(soon(rpc.close))
     port = settings.named_port
     listener = http_listen(settings.http) if settings.http.enabled else None
     if listener is not None:
@@ -159,7 +154,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     )
 
     # 2. Tables, news, L2 and its tiers.
-    tables = make_tables(ground, rpc.send)
+    tables = make_tables(ground)
     tiers = TierSet()
     told = ToldTiers(tiers, shell.supervisor)
     urls = settings.controller.url.split(",") if settings.controller.url else []
@@ -176,11 +171,12 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     # 3. Requests, processes, and the operations of admins.
     requests = make_requests(ground, tables, l2, plan.tokens)
     attach = AttachServer(
-        directory / ATTACH_SOCKET,
+        directory / RPC_SOCKET,
         pool,
         segment.descriptors,
         requests.hooks,
         instance_id=facts.instance_id,
+        max_reserved_bytes=facts.max_reserved_bytes,
     )
     admin = make_admin(ground, tables, l2)
 
@@ -194,7 +190,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         ground.board.put("peers_served", served.server.status)
 
     # 5. The boundary, which answers frames, and the HTTP application.
-    boundary = make_boundary(ground, tables, l2, requests)
+    boundary = make_boundary(ground, tables, l2, requests, plan.tokens)
     housekeeping = Housekeeping(
         pool,
         own_lane,
@@ -209,7 +205,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
     ground.board.put("log", log_stats)
     ground.board.put("attach", attach.stats)
-    ground.board.put("rpc", rpc.stats)
+    ground.board.put("rpc", attach.traffic)
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
@@ -241,7 +237,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         segment=segment,
         tables=tables,
         l2=l2,
-        rpc=rpc,
         boundary=boundary,
         attach=attach,
         housekeeping=housekeeping,

@@ -4,7 +4,7 @@ logind removes /run/user/UID at the user's last logout, and with RemoveIPC what 
 systemd-tmpfiles removes what is old in /tmp.  Engines that are attached notice nothing, but no further one could
 attach, and the next server would find no pool.
 
-    the sockets      are made anew in their folder, or in the default one where that cannot be made
+    the socket       is made anew in its folder, or in the default one where that cannot be made
     server.pid       is made and locked anew; if another server has it, nothing more is made anew
     L1's files       have no name any more: the keeper keeps the memory for the next server that it starts
 
@@ -22,10 +22,9 @@ from pathlib import Path
 from kvstrata.config.private_dir import make_private_dir
 from kvstrata.errors import ConfigError, KvstrataError
 from kvstrata.memory.attach.server import AttachServer
-from kvstrata.memory.paths import ATTACH_SOCKET, RPC_SOCKET, socket_dir
+from kvstrata.memory.paths import RPC_SOCKET, socket_dir
 from kvstrata.memory.segment import Segment
 from kvstrata.observability.logging import EventLog
-from kvstrata.rpc.zmq_server import ZmqServer
 
 LOOK_S = 5.0
 TOUCH_ROUNDS = 720
@@ -38,15 +37,12 @@ _ADVICE = (
 class OwnFiles:
     """The files of one server. Belongs to the event loop."""
 
-    def __init__(
-        self, folder: Path, port: int, segment: Segment, attach: AttachServer, rpc: ZmqServer
-    ) -> None:
-        """`folder`: of the sockets. `port` names the default one."""
+    def __init__(self, folder: Path, port: int, segment: Segment, attach: AttachServer) -> None:
+        """`folder`: of the socket. `port` names the default one."""
         self._folder = folder
         self._port = port
         self._segment = segment
         self._attach = attach
-        self._rpc = rpc
         self._rounds = 0
         self._log = EventLog("server")
 
@@ -61,13 +57,10 @@ class OwnFiles:
         try:
             if not self._segment.has_lock:
                 await self._take_folder()
-            for name, listens, listen in (
-                (ATTACH_SOCKET, self._attach.listens, self._attach.listen),
-                (RPC_SOCKET, self._rpc.listens, self._rpc.bind_ipc),
-            ):
-                if not listens():
-                    listen(self._folder / name)
-                    self._say("socket_made_anew", path=self._folder / name, note="it was removed")
+            if not self._attach.listens():
+                path = self._folder / RPC_SOCKET
+                self._attach.listen(path)
+                self._say("socket_made_anew", path=path, note="it was removed")
             if self._segment.files_are_gone():
                 self._segment.hold()
                 note = "its files were removed; the keeper keeps it for the next server that it starts"

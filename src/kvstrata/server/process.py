@@ -24,7 +24,6 @@ from typing import Any
 
 from kvstrata import __version__
 from kvstrata.config.model import ServerSettings
-from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.memory.pools import pool_at
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.logging import set_up as set_up_logging
@@ -103,16 +102,14 @@ class Server(Process):
         pool = instance.ground.pool
         if instance.peer_server is not None:
             instance.peer_server.start()
-        instance.rpc.bind_ipc(instance.facts.socket_dir / RPC_SOCKET)
-        await instance.attach.start()
-        instance.rpc.start(instance.boundary.on_frame, instance.boundary.on_frame_count)
+        await instance.attach.start(instance.boundary.on_frame)
         pool.heartbeat()
         self.supervisor.spawn(heartbeat(pool, instance.l2.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
         self.supervisor.spawn(instance.ground.trend.run(), "trend")
         self.supervisor.spawn(MediaWatch(instance.l2.tiers).run(), "media")
         folder, segment = instance.facts.socket_dir, instance.segment
-        own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach, instance.rpc)
+        own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach)
         self.supervisor.spawn(own_files.run(), "own-files")
         pool.prefault_start(PREFAULT_THREADS)
         if instance.membership is not None:

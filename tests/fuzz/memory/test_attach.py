@@ -17,11 +17,14 @@ from hypothesis import strategies as st
 
 from kvstrata.errors import WIRE_ERRORS
 from kvstrata.memory import linux
+from kvstrata.memory.attach.server import is_request
+from kvstrata.rpc import wire
 from kvstrata.rpc.attach_wire import AttachReply
 from tests.harness.attach_scene import attach, new_worker, session_name, until
 from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.attach_worker import make_request
-from tests.harness.child import HANG_S, Child
+from tests.harness.child import Child
+from tests.harness.raw_line import RawLine
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +38,7 @@ FD_KINDS = {
     "init": lambda: os.pidfd_open(1),
     "null": lambda: os.open(os.devnull, os.O_RDWR),
     "directory": lambda: os.open("/", os.O_RDONLY),
-    "socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).detach(),
+    "socket": lambda: socket.socket(socket.AF_UNIX).detach(),
     "event": lambda: os.eventfd(0),
 }
 
@@ -131,26 +134,26 @@ def serve_honest(worker: Child, place: Place) -> None:
 
 def play(place: Place, conversation: list[Message], wait: bool) -> None:
     """Make one connection of a bad peer; assert that every answer is a reply of the protocol."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.settimeout(HANG_S)
-        sock.connect(os.fspath(place.socket_dir / "attach.sock"))
+    plain = is_request(conversation[0].data)
+    with RawLine(place.socket_dir) as line:
         for message in conversation:
             fds = [FD_KINDS[kind]() for kind in message.fds]
             try:
-                linux.send(sock, message.data, fds)
-            except (BrokenPipeError, ConnectionResetError):
+                line.send(message.data, fds)
+            except ConnectionError:
                 return  # refused already, as it should be
             finally:
                 linux.close_all(fds)
             if wait:
                 try:
-                    received = linux.receive(sock, 1 << 16, 8)
-                except ConnectionResetError:
+                    data, received = line.receive()
+                except ConnectionError:
                     return
-                linux.close_all(received.fds)
-                if not received.data:
-                    return
-                reply = msgspec.msgpack.decode(received.data, type=AttachReply)
+                linux.close_all(received)
+                if plain:
+                    assert isinstance(wire.decode_reply(data), wire.Error)
+                    continue
+                reply = msgspec.msgpack.decode(data, type=AttachReply)
                 assert reply.code == "" or (reply.code in WIRE_ERRORS and reply.code != "internal"), reply
                 assert reply.code or message.fds == ["self"]
 

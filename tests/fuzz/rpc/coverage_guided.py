@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["kvstrata"]):
     from kvstrata.memory.attach.client import _decode as decode_attach_reply
     from kvstrata.rpc import attach_wire, wire
     from kvstrata.types import Role
-    from tests.harness.instance_in_process import InstanceInProcess
+    from tests.harness.instance_in_process import InstanceInProcess, Said, said
     from tests.harness.rpc_client import FACTS, layout, part
 
 SESSION = b"fuzzed session.."
@@ -33,7 +33,7 @@ class RpcPort:
     def __init__(self) -> None:
         self.instance = InstanceInProcess()
         self.instance.attach(SESSION, GROUP)
-        [identity] = self.instance.feed(wire.encode(wire.Identify(SESSION, 1, wire.RequestIdentity())))
+        [identity] = self.instance.feed(said(SESSION, wire.Identify(1, wire.RequestIdentity())))
         assert isinstance(identity, wire.IdentifyReply)
         self.identity_id = identity.identity_id
 
@@ -44,7 +44,7 @@ class RpcPort:
             length = 1 + data[0]
             frames.append(data[1 : 1 + length].replace(b"$", SESSION))
             data = data[1 + length :]
-        replies = self.instance.feed(*frames)
+        replies = self.instance.feed(*(Said(SESSION, frame) for frame in frames))
         assert len(replies) == len(frames)
         for reply in replies:
             assert not isinstance(reply, wire.Error) or (
@@ -57,18 +57,17 @@ class RpcPort:
         key = bytes(range(32))
         groups = [wire.KeyGroup(wire.Rule.PREFIX, key)]
         requests: list[wire.Request] = [
-            wire.Hello(SESSION, 17, 1, "x"),
-            wire.Identify(SESSION, 2, wire.RequestIdentity(salt="s")),
-            wire.Ping(SESSION, 3, [1]),
-            wire.Lookup(SESSION, 4, 5, self.identity_id, "r", groups),
-            wire.Release(SESSION, 5, [(SESSION, 4)]),
-            wire.Reserve(SESSION, 6, 5, self.identity_id, b"", key, 8192),
-            wire.Commit(SESSION, 7, 6, [0]),
-            wire.Abort(SESSION, 8, 6),
-            wire.Cancel(SESSION, 9, 4),
-            wire.Retrieve(SESSION, 10, self.identity_id, key, key, 0, 9),
-            wire.Quiesced(SESSION, 15),
-            wire.Corrupt(SESSION, 16, self.identity_id, key),
+            wire.Identify(2, wire.RequestIdentity(salt="s")),
+            wire.Ping(3, [1]),
+            wire.Lookup(4, 5, self.identity_id, "r", groups),
+            wire.Release(5, [(SESSION, 4)]),
+            wire.Reserve(6, 5, self.identity_id, b"", key, 8192),
+            wire.Commit(7, 6, [0]),
+            wire.Abort(8, 6),
+            wire.Cancel(9, 4),
+            wire.Retrieve(10, self.identity_id, key, key, 0, 9),
+            wire.Quiesced(15),
+            wire.Corrupt(16, self.identity_id, key),
         ]
         frames = [wire.encode(request).replace(SESSION, b"$") for request in requests]
         return [bytes([len(frame) - 1]) + frame for frame in frames]

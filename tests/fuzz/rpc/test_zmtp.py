@@ -92,7 +92,7 @@ def something(random: Random) -> bytes:
             ),
             lambda: zmtp.ready(random.choice([b"DEALER", b"REQ", b"PUSH", b"PUB", b""])),
             lambda: zmtp.frame(random.randbytes(random.choice([300, 9_000, 100_000]))),
-            lambda: zmtp.frame(wire.encode(wire.Ping(wire.NO_SESSION, 1))),
+            lambda: zmtp.frame(wire.encode(wire.Ping(1))),
             lambda: b"\x02" + bytes([random.choice([0, 127, 255])]) * 8,
             lambda: random.randbytes(random.randrange(64)),
         ]
@@ -140,7 +140,7 @@ def test_older_zmtp_is_refused(ports: Where, port: str) -> None:
 def test_a_connection_that_sends_without_end_is_cut_or_kept_up_with(ports: Where, port: str) -> None:
     where, kind = ports(port)
     peer = served(where, kind)
-    peer.send(zmtp.frame(wire.encode(wire.Ping(wire.NO_SESSION, 1))))
+    peer.send(zmtp.frame(wire.encode(wire.Ping(1))))
     assert peer.socket.recv(1), "the server has read a message of it"
     with contextlib.suppress(ConnectionError):
         for _ in range(50):
@@ -150,7 +150,7 @@ def test_a_connection_that_sends_without_end_is_cut_or_kept_up_with(ports: Where
     for _ in range(5):
         try:
             other = zmtp.ZmtpPeer(where, kind)
-            other.send(zmtp.frame(wire.encode(wire.Ping(wire.NO_SESSION, 1))))
+            other.send(zmtp.frame(wire.encode(wire.Ping(1))))
             n_cut += not other.socket.recv(1)
             other.close()
         except ConnectionError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import pytest
 
 from kvstrata import failpoints
 from kvstrata.client import StoreOutcome
+from kvstrata.client.link import Link
 from kvstrata.client.silence import PING_PATIENCE_S
 from kvstrata.client.stores import BATCHES_IN_FLIGHT
-from kvstrata.rpc.zmq_client import Waiter
+from kvstrata.rpc import wire
+from kvstrata.session.zmtp import Connection, header
 from tests.harness.amount import amount
 from tests.harness.cache_engine import CHUNK_TOKENS, PATIENCE_S, CacheEngine, eventually, prompt
 from tests.harness.child import Child
 from tests.harness.server_process import ServerProcess
-from tests.integration.client.fault_proxy import FaultProxy
 
 pytestmark = pytest.mark.integration
 
@@ -109,12 +111,11 @@ def test_the_engine_of_the_tests_repeats_stores_that_a_silent_server_did_not_tak
 @pytest.mark.silence
 def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, monkeypatch):
     """The client looks late each time, as when an engine's threads take the cores or hold the interpreter lock."""
-    wait = Waiter.wait
+    pass_once = Link._pass
 
-    def oversleep(waiter: Waiter, timeout_s: float) -> tuple[bool, Iterable[int]]:
-        ready = wait(waiter, 0.0)
+    def oversleep(link: Link) -> None:
         time.sleep(1.5 * PING_PATIENCE_S)
-        return ready
+        pass_once(link)
 
     def nothing_lost() -> bool:
         before = engine.client.stats()["breaker_trips"]
@@ -126,7 +127,7 @@ def test_a_client_that_seldom_runs_does_not_count_the_server_as_silent(server, m
         engine.connect()
         engine.stored(prompt(4))
         with monkeypatch.context() as patch:
-            patch.setattr(Waiter, "wait", oversleep)
+            patch.setattr(Link, "_pass", oversleep)
             eventually("some lookups without a false alarm", nothing_lost)
 
 
@@ -261,7 +262,7 @@ def work(engine: CacheEngine) -> None:
 
 
 OPERATIONS = (
-    *("hello", "identify", "ping", "lookup", "release", "reserve", "commit", "cancel", "quiesced", "corrupt"),
+    *("identify", "ping", "lookup", "release", "reserve", "commit", "cancel", "quiesced", "corrupt"),
     "attach",
 )
 GATE = (
@@ -317,29 +318,51 @@ def arm(server: ServerProcess, points: str) -> None:
     server.start()
 
 
-class Faults:
-    """Loses, repeats and delays messages, reproducibly."""
+class Cuts:
+    """Cuts the connections of this process's clients, before a message, within it or behind it, reproducibly."""
 
-    def __init__(self, seed: int, rate: float) -> None:
-        self.random = random.Random(seed)
-        self.rate = rate
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        self.rate = 0.0
+        self.count = 0
+        self._random = random.Random(seed)
+        send, receive = Connection.send, Connection.receive
 
-    def __call__(self, direction: str, op: str, message: list) -> list[float]:
-        if self.random.random() >= self.rate:
-            return [0.0]
-        return self.random.choice([[], [0.0, 0.0], [0.03], [0.0, 0.05], [0.3]])
+        def cut(link: Connection) -> None:
+            self.count += 1
+            link.socket.shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError("cut by the test")
+
+        def sends(link: Connection, message: bytes, fds: Sequence[int] = ()) -> bool:
+            if fds or self._random.random() >= self.rate:
+                return send(link, message, fds)
+            match self._random.randrange(3):
+                case 0:
+                    send(link, message)
+                case 1:
+                    whole = header(len(message)) + message
+                    link.socket.send(whole[: self._random.randrange(len(whole))])
+            cut(link)
+            return False
+
+        def receives(link: Connection) -> list[bytes]:
+            messages = receive(link)
+            if self._random.random() < self.rate:
+                cut(link)
+            return messages
+
+        monkeypatch.setattr(Connection, "send", sends)
+        monkeypatch.setattr(Connection, "receive", receives)
 
 
 @pytest.mark.parametrize("seed", range(amount(1, 6)))
-def test_lost_late_and_repeated_messages_leave_no_lease_and_no_reservation(server, tmp_path, seed):
+def test_connections_that_are_cut_anywhere_leave_no_lease_and_no_reservation(server, monkeypatch, seed):
     server.start()
-    with (
-        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), Faults(seed, 0.2)) as proxy,
-        CacheEngine(proxy.socket_dir) as engine,
-    ):
+    cuts = Cuts(monkeypatch, seed)
+    with CacheEngine(server.socket_dir) as engine:
         engine.connect()
         rng = random.Random(seed)
-        for number in range(25):
+        cuts.rate = 0.05
+        for number in range(40):
             tokens = prompt(rng.randrange(1, 5), seed=rng.randrange(6))
             if rng.random() < 0.5:
                 job = engine.store(tokens)
@@ -352,54 +375,34 @@ def test_lost_late_and_repeated_messages_leave_no_lease_and_no_reservation(serve
                 assert call.wait(PATIENCE_S), number
                 if call.result.n_chunks:
                     engine.check_load(tokens, call.result, sync=rng.random() < 0.5)
-        proxy.decide = lambda *_: [0.0]
+            if rng.random() < 0.5:
+                engine.connect()
+        cuts.rate = 0.0
+        assert cuts.count > 0
         engine.connect()
         use_until_it_works(engine, seed=100 + seed)
         eventually("no lease is left", lambda: nothing_leased(server))
         eventually("nothing reserved is left", lambda: pool_has_no(server, "reserved"))
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        "release",
-        *(pytest.param(op, marks=pytest.mark.long) for op in ("commit", "cancel", "identify", "hello")),
-    ],
-)
-def test_an_answer_that_is_lost_is_asked_for_again(server, op):
+def lose_replies(monkeypatch: pytest.MonkeyPatch, kind: type[wire.Reply]) -> None:
+    """Drop all replies of this kind on their way to the clients of this process."""
+    receive = Connection.receive
+
+    def without(link: Connection) -> list[bytes]:
+        return [
+            message
+            for message in receive(link)
+            if not (message[0] >> 4 == 9 and isinstance(wire.decode_reply(message), kind))
+        ]
+
+    monkeypatch.setattr(Connection, "receive", without)
+
+
+def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_lease(server, monkeypatch):
     server.start()
-    lost: list[str] = []
-
-    def lose_two(direction: str, name: str, message: list) -> list[float]:
-        if direction == "request" or name not in (op, "ok") or len(lost) == 2:
-            return [0.0]
-        lost.append(name)
-        return []
-
-    with (
-        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_two),
-        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
-    ):
-        engine.connect()
-        assert engine.stored(prompt(4)) == ["stored"] * 4
-        engine.lookup(prompt(4)).cancel()
-        assert engine.hit(prompt(4)) == 4
-        # The first release of a lease ends it, so only the answer may be lost twice.
-        eventually("two answers were lost", lambda: len(lost) == 2)
-        eventually("nothing is unanswered", lambda: not engine.client.stats()["requests_under_way"])
-        eventually("no lease is left", lambda: nothing_leased(server))
-
-
-def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_lease(server):
-    server.start()
-
-    def lose_lookups(direction: str, name: str, message: list) -> list[float]:
-        return [] if direction == "reply" and name == "lookup" else [0.0]
-
-    with (
-        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_lookups),
-        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
-    ):
+    lose_replies(monkeypatch, wire.LookupReply)
+    with CacheEngine(server.socket_dir) as engine:
         engine.connect()
         engine.stored(prompt(4))
         call = engine.lookup(prompt(4), deadline_ms=300)
@@ -410,20 +413,24 @@ def test_a_lookup_whose_answer_never_comes_ends_at_its_deadline_and_leaves_no_le
 
 
 @pytest.mark.long
-def test_a_closing_client_reserves_nothing_more(server):
+def test_a_closing_client_reserves_nothing_more(server, monkeypatch):
     server.start()
+    lose_replies(monkeypatch, wire.ReserveReply)
     reserves: dict[int, None] = {}
+    send = Connection.send
 
-    def lose_reserves(direction: str, name: str, message: list) -> list[float]:
-        if (direction, name) == ("request", "reserve"):
-            reserves[message[2]] = None
-        return [] if (direction, name) == ("reply", "reserve") else [0.0]
+    def note(link: Connection, message: bytes, fds: Sequence[int] = ()) -> bool:
+        if (
+            not fds
+            and message[:1] != b"l"
+            and isinstance(request := wire.decode_request(message), wire.Reserve)
+        ):
+            reserves[request.seq] = None
+        return send(link, message, fds)
 
-    with (
-        FaultProxy(server.socket_dir, Path(f"{server.socket_dir}-p"), lose_reserves),
-        CacheEngine(Path(f"{server.socket_dir}-p")) as engine,
-    ):
+    with CacheEngine(server.socket_dir) as engine:
         engine.connect()
+        monkeypatch.setattr(Connection, "send", note)
         jobs = [engine.store(prompt(4, seed)) for seed in range(3 * BATCHES_IN_FLIGHT)]
         eventually("some are reserved", lambda: len(reserves) == BATCHES_IN_FLIGHT)
         engine.client.close()

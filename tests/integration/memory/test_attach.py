@@ -33,6 +33,7 @@ from tests.harness.attach_server import AttachServerChild, Place
 from tests.harness.attach_worker import FACTS, make_request
 from tests.harness.cases import case
 from tests.harness.child import HANG_S, Child, ChildError
+from tests.harness.raw_line import RawLine
 
 pytestmark = pytest.mark.integration
 
@@ -58,7 +59,7 @@ def test_socket_and_files_are_for_this_user_alone(server: AttachServerChild, pla
         return stat.S_IMODE(path.stat().st_mode)
 
     assert mode(place.socket_dir) == mode(place.segment_dir) == 0o700
-    assert mode(place.socket_dir / "attach.sock") == 0o600
+    assert mode(place.socket_dir / "rpc.sock") == 0o600
     for file in place.segment_dir.iterdir():
         assert mode(file) == 0o600, file
 
@@ -88,20 +89,16 @@ def test_tenants_follow_from_the_token(place: Place, log: Path, worker: Child) -
 NESTED = b"\x91" * 20_000 + b"\xc0"
 NESTED_FACTS = b"\x82\xa8protocol" + msgspec.msgpack.encode(PROTOCOL_VERSION) + b"\xa5facts" + NESTED
 NESTED_UNKNOWN = b"\x82\xa7unknown" + NESTED + b"\xa8protocol" + msgspec.msgpack.encode(PROTOCOL_VERSION)
-MANY_FACTS = encoded_request(facts={"sections": [1] * 40_000})
 PART = make_request(session=b"x" * 16).slice
 assert PART is not None
 
 
 BAD_REQUESTS: list[tuple[bytes, list[str], str, str]] = [
     (b"\xc1", ["self"], "bad_request", "request"),
-    (b"\x91" * 5000, ["self"], "bad_request", "request"),
     (NESTED_FACTS, ["self"], "bad_request", "request"),
     (NESTED_UNKNOWN, ["self"], "bad_request", "request"),
-    (MANY_FACTS, ["self"], "bad_request", "request"),
     (GOOD_REQUEST[:-7], ["self"], "bad_request", "request"),
     (GOOD_REQUEST + b"x", ["self"], "bad_request", "request"),
-    (b"x" * 66_000, ["self"], "bad_request", "message"),
     (encoded_request(protocol=PROTOCOL_VERSION + 1), ["self"], "wrong_version", "protocol"),
     (msgspec.msgpack.encode({"protocol": 0}), ["self"], "wrong_version", "protocol"),
     (GOOD_REQUEST, [], "bad_request", "pidfd"),
@@ -148,7 +145,7 @@ def test_a_bad_request_is_answered_with_what_is_wrong_and_changes_nothing(
 def test_a_row_whose_lock_nobody_holds_is_never_announced(
     server: AttachServerChild, place: Place, worker: Child
 ) -> None:
-    for after in (b"locked", b"lock", GOOD_REQUEST):
+    for after in (b"locked", b"lock", GOOD_REQUEST, b"\x92\xa4ping\x01"):
         assert raw_reply(worker, place, [GOOD_REQUEST, after], ["self"]).code == "bad_request"
     assert raw_reply(worker, place, [GOOD_REQUEST], ["self"]).code == "", (
         "it closes instead of taking the lock"
@@ -229,14 +226,13 @@ def test_another_uid_is_refused(server: AttachServerChild, place: Place, worker:
         0o711
     )  # file modes allow the access, so the server's own check must refuse it
     place.socket_dir.chmod(0o711)
-    (place.socket_dir / "attach.sock").chmod(0o666)
+    (place.socket_dir / "rpc.sock").chmod(0o666)
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         try:
             os.setresuid(65534, 65534, 65534)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-                sock.connect(os.fspath(place.socket_dir / "attach.sock"))
-                os.write(writer, sock.recv(1 << 16))
+            with RawLine(place.socket_dir) as line:
+                os.write(writer, line.receive()[0])
         finally:
             os._exit(0)
     os.close(writer)
@@ -278,8 +274,8 @@ def test_silent_connections_keep_nobody_out(place: Place, log: Path, worker: Chi
     with AttachServerChild(place, log=log, limits={"pending": 8, "handshake_s": 3600.0}) as server:
         with contextlib.ExitStack() as stack:
             for _ in range(200):
-                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                linux.connect(silent, os.fspath(place.socket_dir / "attach.sock"), HANG_S)
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+                linux.connect(silent, os.fspath(place.socket_dir / "rpc.sock"), HANG_S)
             attach(worker, place, session_name("one"))
             assert server.ask("stats")["pending"] <= 8
         until(lambda: server.ask("stats")["pending"] == 0)
@@ -294,8 +290,8 @@ def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
         attach(worker, place, session_name("one"))
         with contextlib.ExitStack() as stack:
             for _ in range(60):  # connections that are not accepted wait in the socket's queue
-                silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                linux.connect(silent, os.fspath(place.socket_dir / "attach.sock"), HANG_S)
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+                linux.connect(silent, os.fspath(place.socket_dir / "rpc.sock"), HANG_S)
             until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) == 48)
             assert rows_of(server).keys() == {1}
         attach(worker, place, session_name("two"), timeout_s=HANG_S)
@@ -306,21 +302,17 @@ def test_an_unfinished_handshake_is_ended_after_its_time_limit(
     place: Place, log: Path, worker: Child
 ) -> None:
     with AttachServerChild(place, log=log, limits={"handshake_s": 0.1}) as server:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
-            silent.settimeout(HANG_S)
-            silent.connect(os.fspath(place.socket_dir / "attach.sock"))
-            assert msgspec.msgpack.decode(silent.recv(1 << 16), type=AttachReply).code == "deadline"
-            assert silent.recv(1) == b""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as claiming:
-            claiming.settimeout(HANG_S)
-            claiming.connect(os.fspath(place.socket_dir / "attach.sock"))
+        with RawLine(place.socket_dir) as silent:
+            assert msgspec.msgpack.decode(silent.receive()[0], type=AttachReply).code == "deadline"
+            assert silent.ended()
+        with RawLine(place.socket_dir) as claiming:
             pidfd = os.pidfd_open(os.getpid())
-            linux.send(claiming, GOOD_REQUEST, [pidfd])
+            claiming.send(GOOD_REQUEST, [pidfd])
             os.close(pidfd)
-            received = linux.receive(claiming, 1 << 16, 8)
-            linux.close_all(received.fds)
-            assert len(received.fds) == 3
-            assert msgspec.msgpack.decode(claiming.recv(1 << 16), type=AttachReply).code == "deadline"
+            _, fds = claiming.receive()
+            linux.close_all(fds)
+            assert len(fds) == 3
+            assert msgspec.msgpack.decode(claiming.receive()[0], type=AttachReply).code == "deadline"
         until(lambda: rows_of(server) == {})
         attach(worker, place, session_name("one"), timeout_s=HANG_S)
         assert server.event("attached")["pid"] == worker.pid
@@ -331,17 +323,16 @@ def test_a_process_that_gives_up_after_it_has_locked_its_byte_is_counted_as_such
 ) -> None:
     """Seen where 200 engines attached at once: its wait ends, and the server, still busy, finds the byte unlocked."""
     with AttachServerChild(place, log=log) as server:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
-            asked.connect(os.fspath(place.socket_dir / "attach.sock"))
+        with RawLine(place.socket_dir) as asked:
             pidfd = os.pidfd_open(os.getpid())
-            linux.send(asked, GOOD_REQUEST, [pidfd])
-            received = linux.receive(asked, 1 << 16, 3)
-            row = msgspec.msgpack.decode(received.data, type=AttachReply).row
+            asked.send(GOOD_REQUEST, [pidfd])
+            reply, fds = asked.receive()
+            row = msgspec.msgpack.decode(reply, type=AttachReply).row
             os.kill(server.pid, signal.SIGSTOP)
-            assert linux.lock_byte(received.fds[2], row)
-            linux.send(asked, b"locked")
-        linux.unlock_byte(received.fds[2], row)
-        linux.close_all([pidfd, *received.fds])
+            assert linux.lock_byte(fds[2], row)
+            asked.send(b"locked")
+        linux.unlock_byte(fds[2], row)
+        linux.close_all([pidfd, *fds])
         os.kill(server.pid, signal.SIGCONT)
         until(lambda: server.ask("stats")["refused"])
         assert server.ask("stats")["refused"] == {"gave_up": 1}
@@ -357,12 +348,10 @@ def test_a_process_that_gives_up_before_its_turn_is_counted_as_such(
     with AttachServerChild(place, log=log) as server:
         os.kill(server.pid, signal.SIGSTOP)
         with new_worker(log) as loser, contextlib.ExitStack() as sockets:
-            asked = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            asked.connect(os.fspath(place.socket_dir / "attach.sock"))
+            asked = sockets.enter_context(RawLine(place.socket_dir))
             pidfd = os.pidfd_open(os.getpid() if lives else loser.pid)
-            linux.send(asked, GOOD_REQUEST, [pidfd])
+            asked.send(GOOD_REQUEST, [pidfd])
             os.close(pidfd)
-            asked.close()
         os.kill(server.pid, signal.SIGCONT)
         until(lambda: server.ask("stats")["refused"])
         assert server.ask("stats")["refused"] == {"gave_up": 1}

@@ -72,9 +72,9 @@ def test_a_stopped_process_loses_nothing(place: Place, log: Path, worker: Child)
             attach(other, place, session_name("two"))
             other.kill()
             server.event("gone")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+            with socket.socket(socket.AF_UNIX) as silent:
                 silent.settimeout(HANG_S)
-                silent.connect(os.fspath(place.socket_dir / "attach.sock"))
+                silent.connect(os.fspath(place.socket_dir / "rpc.sock"))
                 assert silent.recv(1 << 16)
         assert row in rows_of(server)
         assert pool_bytes(server, "reserved") == RECORD_BYTES
@@ -117,7 +117,7 @@ def test_a_stopping_server_tells_its_processes(
     assert not worker.ask("server_closed", session=session_name("one"))
     server.finish()
     assert worker.ask("wait_server_closed", session=session_name("one"))
-    assert not (place.socket_dir / "attach.sock").exists()
+    assert not (place.socket_dir / "rpc.sock").exists()
 
 
 @pytest.mark.long

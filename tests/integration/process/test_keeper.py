@@ -12,12 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstrata.errors import Unavailable
-from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.process.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, STEADY_S, keep, pause_s
-from kvstrata.rpc.zmq_plain import PlainConnection
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
+from tests.harness.daemon import free_port
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
 from tests.integration.process.memory_group import memory_group
@@ -251,20 +249,18 @@ def resident_mb(pid: int) -> float:
 
 
 def test_a_killed_server_serves_again_by_itself_and_its_keeper_stays_small(tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, l1_mb=16, supervised=True) as server:
+    flags = ("--http-port", str(free_port()))  # the same after the restart
+    with ServerProcess(tmp_path, l1_mb=16, supervised=True, flags=flags) as server:
         server.start()
         assert server.pid != server.ready["pid"]
         assert resident_mb(server.pid) < 15
         send(server.ready["pid"], signal.SIGKILL)
 
         def status() -> dict:
-            connection = PlainConnection(server.socket_dir / RPC_SOCKET, timeout_s=0.5)
             try:
-                return connection.status()
-            except Unavailable:
+                return server.get("/v1/status")
+            except OSError:
                 return {}
-            finally:
-                connection.close()
 
         eventually("it serves again", lambda: "process" in status())
         assert status()["process"] == {"restarts": 1, "last_end": "SIGKILL"}

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.errors import Unavailable
-from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.observability.log_writer import MAX_LINES
-from kvstrata.rpc.zmq_plain import PlainConnection
 from tests.harness.cache_engine import eventually
 from tests.harness.controller_process import ControllerProcess
+from tests.harness.daemon import free_port
 from tests.harness.http_read import read
 from tests.harness.server_process import ServerProcess
 from tests.harness.signals import send
@@ -72,19 +70,17 @@ def test_a_controller_whose_log_nobody_reads_serves_and_stops(tmp_path: Path) ->
 
 def test_a_keeper_whose_log_nobody_reads_starts_its_server_again(tmp_path: Path) -> None:
     pipe = FullPipe()
-    with ServerProcess(tmp_path, l1_mb=16, supervised=True) as server:
+    flags = ("--http-port", str(free_port()))  # the same after the restart
+    with ServerProcess(tmp_path, l1_mb=16, supervised=True, flags=flags) as server:
         server.stderr = pipe.writer
         server.start()
         send(server.ready["pid"], signal.SIGKILL)
 
         def restarts() -> int:
-            connection = PlainConnection(server.socket_dir / RPC_SOCKET, timeout_s=0.5)
             try:
-                return connection.status()["process"]["restarts"]
-            except Unavailable:
+                return server.get("/v1/status")["process"]["restarts"]
+            except OSError:
                 return 0
-            finally:
-                connection.close()
 
         eventually("it serves again", restarts)
         assert server.stop() == 0

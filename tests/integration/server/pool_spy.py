@@ -24,7 +24,6 @@ def store(socket_dir: str, token: str, tenant: str) -> str:
     client = RpcClient(Path(socket_dir), token=token)
     _clients.append(client)
     client.attach()
-    client.connect()
     identity = client.identify(tenant=tenant)
     chain = chain_of(identity.root, 4)
     client.store(identity, chain)

@@ -16,7 +16,6 @@ def reserve(socket_dir: str, n_chunks: int) -> str:
     client = RpcClient(Path(socket_dir), registers_memory=True)
     _held.append(client)
     client.attach()
-    client.connect()
     identity = client.identify()
     client.reserve(identity.identity_id, chain_of(identity.root, n_chunks))
     return shown_name(client.session)

@@ -70,7 +70,7 @@ def corrupt(client: RpcClient) -> Asked:
     extent = unpack_extents(lease.extents)[1]
     assert client.extents is not None
     client.extents.view(extent.offset_bytes, extent.length_bytes)[RECORD_BYTES - 100] ^= 1
-    told = wire.Corrupt(client.session, client.next_seq(), identity.identity_id, chain[KEY_BYTES:])
+    told = wire.Corrupt(client.next_seq(), identity.identity_id, chain[KEY_BYTES:])
     assert client.ask(told, wire.Ok).count == 1
     client.release([(client.session, lease.seq)])
     return Asked(identity, chain, served=1)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvstrata.errors import LayoutRefused
+from kvstrata.memory.attach.server import MAX_REFUSED
 from kvstrata.rpc import wire
 from kvstrata.types import FORMAT_VERSION, KEY_BYTES
 from tests.harness.rpc_client import (
@@ -23,47 +24,6 @@ from tests.harness.server_process import ServerProcess
 pytestmark = pytest.mark.integration
 
 
-def test_hello_needs_no_session_and_returns_epoch_limits_and_l2(server: ServerProcess) -> None:
-    client = RpcClient(server.socket_dir)
-    client.connect()
-    reply = client.ask(wire.Hello(wire.NO_SESSION, 7, wire.PROTOCOL_VERSION, "test"), wire.HelloReply)
-    assert reply.seq == 7
-    assert reply.epoch == server.ready["epoch"]
-    assert reply.socket_dir == str(server.socket_dir)
-    assert reply.max_reserved_bytes == server.ready["l1_bytes"] // 8
-    assert reply.has_l2 is False
-    client.close()
-
-
-def requests_of(session: bytes) -> list[wire.Request]:
-    groups = [wire.KeyGroup(wire.Rule.PREFIX, bytes(KEY_BYTES))]
-    return [
-        wire.Identify(session, 1, wire.RequestIdentity()),
-        wire.Ping(session, 2),
-        wire.Lookup(session, 3, 100, 1, "", groups),
-        wire.Release(session, 4, []),
-        wire.Reserve(session, 5, 100, 1, b"", bytes(KEY_BYTES), RECORD_BYTES),
-        wire.Commit(session, 6, 1, [0]),
-        wire.Abort(session, 7, 1),
-        wire.Cancel(session, 8, 1),
-        wire.Retrieve(session, 9, 1, bytes(KEY_BYTES), bytes(KEY_BYTES), 0, 10),
-        wire.Quiesced(session, 14),
-        wire.Corrupt(session, 15, 1, bytes(KEY_BYTES)),
-    ]
-
-
-def test_a_session_that_is_not_attached_gets_unknown_session(server: ServerProcess) -> None:
-    client = RpcClient(server.socket_dir)
-    client.connect()
-    for request in requests_of(client.session):
-        client.send(request)
-        reply = client.receive()
-        assert isinstance(reply, wire.Error)
-        assert (reply.code, reply.seq, reply.retryable) == ("unknown_session", request.seq, True)
-        assert reply.epoch == server.ready["epoch"]
-    client.close()
-
-
 def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClient) -> None:
     for frame, seq, field in (
         (b"", 0, "message"),
@@ -71,34 +31,44 @@ def test_a_malformed_message_gets_an_error_that_names_the_field(client: RpcClien
         (b"\x00", 0, "message"),
         (b"GET / HTTP/1.1", 0, "message"),
         (b"\x80", 0, "message"),
-        (b"\x93\xa4ping", 0, "message"),
-        (wire.encode(wire.Ping(bytes(16), 5))[:-1], 5, "message"),
+        (b"\x92\xa4ping", 0, "message"),
         (b"\x90", 0, "message"),
-        (b"\x94\xa7no_such\xc4\x10" + bytes(16) + b"\x09\xc0", 9, "op"),
-        (b"\x93\xa4ping\xc4\x10" + bytes(16) + b"\xa1x", 0, "seq"),
-        (b"\x93\xa4ping\xc4\x03abc\x05", 5, "session"),
-        (b"\x93\xa4ping\xc4\x10" + bytes(16) + b"\xff", 0, "seq"),
-        (b"\x94\xa4ping\xc4\x10" + bytes(16) + b"\x06\xa3abc", 6, "live"),
-        (b"\x94\xa4ping\xc4\x10" + bytes(16) + b"\x06\x91\xff", 6, "live[0]"),
+        (b"\x93\xa7no_such\x09\xc0", 9, "op"),
+        (b"\x92\xa4ping\xa1x", 0, "seq"),
+        (b"\x92\xa4ping\xff", 0, "seq"),
+        (b"\x93\xa4ping\x06\xa3abc", 6, "live"),
+        (b"\x93\xa4ping\x06\x91\xff", 6, "live[0]"),
         (b"\xdd\xff\xff\xff\xff", 0, "message"),
         (b"\x91" * 10_000, 0, "message"),
     ):
-        client.send_frames(frame)
+        client.send_bytes(frame)
         reply = client.receive()
         assert isinstance(reply, wire.Error)
         assert (reply.code, reply.seq, reply.field) == ("bad_request", seq, field), reply
+        client.ping()
+
+
+def test_a_connection_that_sends_no_requests_is_closed_and_its_process_may_attach_again(
+    client: RpcClient,
+) -> None:
+    for _ in range(MAX_REFUSED):
+        client.send_bytes(b"x")
+    with pytest.raises(ConnectionError):
+        for _ in range(MAX_REFUSED + 1):
+            client.receive_bytes()
+    client.attach()
     client.ping()
 
 
-def bad_requests(session: bytes, identity: int) -> list[tuple[str, wire.Request]]:
+def bad_requests(identity: int) -> list[tuple[str, wire.Request]]:
     """The wrong field of each request, and the request."""
 
     def lookup(keys: bytes, **more: Any) -> wire.Lookup:
-        return wire.Lookup(session, 1000, 100, identity, "", [wire.KeyGroup(wire.Rule.PREFIX, keys)], **more)
+        return wire.Lookup(1000, 100, identity, "", [wire.KeyGroup(wire.Rule.PREFIX, keys)], **more)
 
     def reserve(**fields: Any) -> wire.Reserve:
         known = {"parent": b"", "keys": bytes(KEY_BYTES), "record_bytes": RECORD_BYTES, "probe": b""}
-        return wire.Reserve(session, 1000, 100, identity, **{**known, **fields})
+        return wire.Reserve(1000, 100, identity, **{**known, **fields})
 
     return [
         ("groups[0].keys", lookup(b"")),
@@ -110,14 +80,14 @@ def bad_requests(session: bytes, identity: int) -> list[tuple[str, wire.Request]
         ("probe", reserve(probe=b"1")),
         ("record_bytes", reserve(record_bytes=4096)),
         ("record_bytes", reserve(record_bytes=1 << 40)),
-        ("keys", wire.Corrupt(session, 1000, identity, bytes(5))),
+        ("keys", wire.Corrupt(1000, identity, bytes(5))),
     ]
 
 
 def test_a_wrong_field_is_named(client: RpcClient) -> None:
     identity, _ = new_prompt(client)
-    wrong = bad_requests(client.session, identity.identity_id)
-    wrong.append(("target", wire.Cancel(client.session, 0, target=1000 + len(wrong))))  # itself
+    wrong = bad_requests(identity.identity_id)
+    wrong.append(("target", wire.Cancel(0, target=1000 + len(wrong))))  # itself
     for number, (field, request) in enumerate(wrong, start=1000):
         client.send(msgspec.structs.replace(request, seq=number))
         reply = client.receive()

@@ -32,9 +32,7 @@ def test_retrieve_gives_the_record_in_pieces(client: RpcClient) -> None:
     digest = client.slice.digest()
 
     def piece(offset: int, length: int, key: bytes = chain) -> wire.RetrieveReply:
-        request = wire.Retrieve(
-            client.session, client.next_seq(), identity.identity_id, key, digest, offset, length
-        )
+        request = wire.Retrieve(client.next_seq(), identity.identity_id, key, digest, offset, length)
         return client.ask(request, wire.RetrieveReply)
 
     whole = piece(0, wire.MAX_RETRIEVE_BYTES)
@@ -67,7 +65,7 @@ def test_a_corrupt_chunk_is_dropped_when_the_server_sees_it_too(client: RpcClien
     number = identity.identity_id
 
     def report(key: bytes) -> int:
-        return client.ask(wire.Corrupt(client.session, client.next_seq(), number, key), wire.Ok).count
+        return client.ask(wire.Corrupt(client.next_seq(), number, key), wire.Ok).count
 
     assert report(keys[1]) == 0, "the chunk is sound"
     extent = unpack_extents(reply.extents)[1]

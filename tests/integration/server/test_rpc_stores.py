@@ -148,26 +148,24 @@ def test_long_prompts_are_looked_up_off_the_loop_with_the_same_answer(client: Rp
 def test_a_repeated_request_gets_the_same_reply_and_is_carried_out_once(client: RpcClient) -> None:
     identity, chain = new_prompt(client, 3)
     client.store(identity, chain[:KEY_BYTES])
-    reserve = wire.Reserve(
-        client.session, client.next_seq(), 5_000, identity.identity_id, b"", chain, RECORD_BYTES
-    )
+    reserve = wire.Reserve(client.next_seq(), 5_000, identity.identity_id, b"", chain, RECORD_BYTES)
     lookup = client.lookup_request(identity.identity_id, chain)
-    identify = wire.Identify(client.session, client.next_seq(), wire.RequestIdentity(salt="again"))
+    identify = wire.Identify(client.next_seq(), wire.RequestIdentity(salt="again"))
     for request in (reserve, lookup, identify):
         replies = []
         for connection in range(2):
             for _ in range(2):
-                client.send_frames(client.frame(request))
-                replies.append(client.receive_frames())
+                client.send(request)
+                replies.append(client.receive_bytes())
             if connection == 0:
-                client.connect()
-        assert len({frames[0] for frames in replies}) == 1, request
+                client.attach()
+        assert len(set(replies)) == 1, request
     status = client.status()
     assert status["pool"]["reservations"] == 1
     assert status["sessions"]["leases"] == 1
     for request in (
-        wire.Abort(client.session, client.next_seq(), reserve.seq),
-        wire.Release(client.session, client.next_seq(), [(client.session, lookup.seq)]),
+        wire.Abort(client.next_seq(), reserve.seq),
+        wire.Release(client.next_seq(), [(client.session, lookup.seq)]),
     ):
         assert [client.ask(request, wire.Ok).count for _ in range(3)] == [
             client.ask(request, wire.Ok).count

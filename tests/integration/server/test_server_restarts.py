@@ -48,14 +48,13 @@ def test_after_sigkill_the_next_server_serves_the_chunks_of_the_last(
         assert server.ready["adopted"] and server.ready["adopted_chunks"] == 6
         client.attach()
         assert client.epoch != old_epoch
-        client.connect()
         assert client.release([(client.session, lease.seq)]) == 0, (
             "a lease of the old epoch has no name in the new one"
         )
         with pytest.raises(RpcError) as caught:
             client.lookup(identity.identity_id, chain)
         assert caught.value.code == "unknown_identity"
-        client.ask(wire.Quiesced(client.session, client.next_seq()), wire.Ok)
+        client.ask(wire.Quiesced(client.next_seq()), wire.Ok)
         again = client.identify(salt="s")
         assert (again.root, again.complete) == (identity.root, True)
         reply = client.lookup(again.identity_id, chain)
@@ -108,7 +107,6 @@ def test_a_chunk_damaged_while_no_server_ran_is_a_miss(start: Callable[..., Serv
         client.extents.view(extent.offset_bytes, extent.length_bytes)[RECORD_BYTES - 1] ^= 0xFF
         server.start()
         client.attach()
-        client.connect()
         found = client.lookup(client.identify().identity_id, chain)
         assert found.n_chunks == 2
         client.release([(client.session, found.seq)])
@@ -121,7 +119,7 @@ def test_sigterm_ends_a_server_cleanly_and_keeps_its_pool(start: Callable[..., S
         chain = chain_of(identity.root, 3)
         client.store(identity, chain)
     assert server.stop() == 0
-    assert not {path.name for path in server.socket_dir.iterdir()} & {"rpc.sock", "attach.sock"}
+    assert not {path.name for path in server.socket_dir.iterdir()} & {"rpc.sock"}
     server.start()
     assert server.ready["adopted"]
     with RpcClient(server.socket_dir) as client:

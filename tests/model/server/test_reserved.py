@@ -19,7 +19,7 @@ from kvstrata.rpc.wire import ReserveOutcome
 from kvstrata.server.plan import MAX_SESSION_SHARE
 from kvstrata.server.requests.reserve import KEYS_ON_LOOP
 from kvstrata.types import RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of
 
 L1_BYTES = 4 << 20
@@ -61,7 +61,7 @@ class Reserves(RuleBasedStateMachine):
         token = TOKENS[pid]
         self.server.attach(session.name, session.name, pid=pid, tenants=token)
         request = RequestIdentity(tenant="blue" if token else "")
-        [identity] = self.server.feed(wire.encode(wire.Identify(session.name, session.next(), request)))
+        [identity] = self.server.feed(said(session.name, wire.Identify(session.next(), request)))
         assert isinstance(identity, wire.IdentifyReply)
         session.identity = identity
         self.sessions.append(session)
@@ -97,11 +97,10 @@ class Reserves(RuleBasedStateMachine):
         seq = session.next()
         self.chains += 1
         chain = chain_of(session.identity.root, n_chunks, 1_000 * self.chains)
-        message = wire.encode(
-            wire.Reserve(session.name, seq, 1_000, session.identity.identity_id, b"", chain, RECORD_BYTES)
-        )
+        number = session.identity.identity_id
+        message = said(session.name, wire.Reserve(seq, 1_000, number, b"", chain, RECORD_BYTES))
         if cancelled:
-            cancel = wire.encode(wire.Cancel(session.name, session.next(), seq))
+            cancel = said(session.name, wire.Cancel(session.next(), seq))
             self.server.feed(message, cancel)
             self.let_lane_end()
             return
@@ -130,10 +129,10 @@ class Reserves(RuleBasedStateMachine):
         how = data.draw(st.sampled_from(["commit", "abort", "abort all", "twice"]))
         number = session.next()
         if how == "commit":  # nothing was written, so no record is good; the reservation ends all the same
-            self.server.feed(wire.encode(wire.Commit(session.name, number, seq, items)))
+            self.server.feed(said(session.name, wire.Commit(number, seq, items)))
         else:
             of_these = None if how == "abort all" else items
-            abort = wire.encode(wire.Abort(session.name, number, seq, of_these))
+            abort = said(session.name, wire.Abort(number, seq, of_these))
             self.server.feed(abort, abort) if how == "twice" else self.server.feed(abort)
         session.open[seq] -= session.open[seq] if how == "abort all" else set(items)
         if not session.open[seq]:
@@ -142,7 +141,7 @@ class Reserves(RuleBasedStateMachine):
     @rule(data=st.data())
     def ping(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(self.sessions))
-        self.server.feed(wire.encode(wire.Ping(session.name, session.next(), [])))
+        self.server.feed(said(session.name, wire.Ping(session.next(), [])))
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:

@@ -23,10 +23,9 @@ from kvstrata.client.handles import LookupCall
 from kvstrata.client.link import Step
 from kvstrata.config.client_model import ClientSettings
 from kvstrata.rpc import wire
-from kvstrata.rpc.zmq_server import Address
 from kvstrata.types import KEY_BYTES, LeaseName, RequestIdentity, Role
 from tests.harness.amount import amount
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, Line, said
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout
 
 PROMPTS, CHUNKS = 6, 8
@@ -72,7 +71,7 @@ class Revokes(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.server = InstanceInProcess(L1_BYTES)
-        self.server.send = lambda address, frame: self.to_clients.append(Frame(address.routing_id, frame))
+        self.server.send = lambda address, frame: self.to_clients.append(Frame(address.session, frame))
         self.to_server: list[Frame] = []
         self.to_clients: list[Frame] = []
         self.now_s = time.monotonic()
@@ -100,7 +99,6 @@ class Revokes(RuleBasedStateMachine):
         link = client._link
         link._owner = client._upkeep  # no thread runs; this machine calls the link
         link._move(Step.ATTACHED)
-        link._move(Step.GREETED)
         link.epoch = self.server.epoch
         link.silence.heard()
         identity = client.identity(RequestIdentity())
@@ -113,14 +111,14 @@ class Revokes(RuleBasedStateMachine):
         session = b"w" * 16
         self.server.attach(session, b"g" * 16)
         sent, self.server.send = self.server.send, self.keep_sent
-        [identity] = self.server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))
+        [identity] = self.server.feed(said(session, wire.Identify(1, RequestIdentity())))
         assert isinstance(identity, wire.IdentifyReply)
         for number, chain in enumerate(self.prompts):
             self.server.store(session, 2 + 2 * number, identity, chain)
         self.server.send = sent
         self.server.gone(session)
 
-    def keep_sent(self, address: Address, frame: bytes) -> None:
+    def keep_sent(self, address: Line, frame: bytes) -> None:
         self.server.sent.append((address, frame))
 
     # --- the network -------------------------------------------------------------------------------------
@@ -136,7 +134,9 @@ class Revokes(RuleBasedStateMachine):
 
     def arrive(self, frame: Frame) -> None:
         async def arrive() -> None:
-            self.server.boundary.on_frame(Address(True, frame.session), self.server.proven(frame.content))
+            line = self.server.line(frame.session)
+            if line.session:  # else its process is dead, and its connection with it
+                self.server.boundary.on_frame(line, frame.content)
             await self.server.supervisor.idle()
 
         self.server.loop.run_until_complete(arrive())
@@ -145,7 +145,7 @@ class Revokes(RuleBasedStateMachine):
         """Deliver a reply or notice to its process, unless that is dead."""
         for scheduler in self.schedulers:
             if scheduler.client.session == frame.session and scheduler.alive:
-                scheduler.client._link._receive(Inbound(frame.content))
+                scheduler.client._link._handle([frame.content])
                 self.pump(scheduler.client)
         for worker in self.workers:
             if worker.session == frame.session and worker.alive:
@@ -203,11 +203,11 @@ class Revokes(RuleBasedStateMachine):
         scheduler, worker = self.schedulers[engine], self.workers[engine]
         if scheduler.alive and not scheduler.frozen:
             client = scheduler.client
-            ping = wire.Ping(client.session, client._link.table.next_seq(), client._upkeep.live_lookups())
+            ping = wire.Ping(client._link.table.next_seq(), client._upkeep.live_lookups())
             self.to_server.append(Frame(client.session, wire.encode(ping)))
         if worker.alive:
             worker.seq += 1
-            self.to_server.append(Frame(worker.session, wire.encode(wire.Ping(worker.session, worker.seq))))
+            self.to_server.append(Frame(worker.session, wire.encode(wire.Ping(worker.seq))))
 
     # --- schedulers --------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class Revokes(RuleBasedStateMachine):
             worker.seq += 1
             worker.releasing[worker.seq] = leases
             names = [(lease.session, lease.seq) for lease in leases]
-            message = wire.Release(worker.session, worker.seq, names)
+            message = wire.Release(worker.seq, names)
             self.to_server.append(Frame(worker.session, wire.encode(message)))
 
     def worker_hears(self, worker: Worker, reply: wire.AnyReply) -> None:
@@ -403,7 +403,7 @@ class Revokes(RuleBasedStateMachine):
         """A newcomer gets the room after some requests: waiting leases are revoked one after another."""
         group, session = b"n" * 16, b"N" * 16
         self.server.attach(session, group)
-        self.newcomer_asks(session, wire.Identify(session, 1, RequestIdentity()))
+        self.newcomer_asks(session, wire.Identify(1, RequestIdentity()))
         [identity] = self.newcomer_hears(session, wire.IdentifyReply)
         self.newcomer_identity, self.newcomer_seq = identity.identity_id, 1
         for prompt in random.Random(0).sample(range(PROMPTS), 3):
@@ -431,21 +431,11 @@ class Revokes(RuleBasedStateMachine):
         """Look a prompt up; return how many chunks the newcomer gets. It gives a lease on fewer chunks back at once."""
         self.newcomer_seq += 2
         seq, groups = self.newcomer_seq, [wire.KeyGroup(wire.Rule.PREFIX, self.prompts[prompt])]
-        self.newcomer_asks(session, wire.Lookup(session, seq, 1000, self.newcomer_identity, "new", groups))
+        self.newcomer_asks(session, wire.Lookup(seq, 1000, self.newcomer_identity, "new", groups))
         [reply] = self.newcomer_hears(session, wire.LookupReply)
         if 0 < reply.n_chunks < CHUNKS:
-            self.newcomer_asks(session, wire.Release(session, seq + 1, [(session, seq)], True))
+            self.newcomer_asks(session, wire.Release(seq + 1, [(session, seq)], True))
         return int(reply.n_chunks)
-
-
-class Inbound:
-    """Stands for the socket that the client's thread reads."""
-
-    def __init__(self, frame: bytes) -> None:
-        self._frames = [frame]
-
-    def receive(self, most: int) -> list[bytes]:
-        return self._frames
 
 
 TestRevokes = Revokes.TestCase

@@ -25,7 +25,7 @@ class Asking:
         self.ends: list[object] = []
 
         def message(seq: int, remaining_ms: int) -> wire.Ping | None:
-            return wire.Ping(link.session, seq) if table.declared(identity) else None
+            return wire.Ping(seq) if table.declared(identity) else None
 
         link.ask(Pending(Kind.ASK, message, self.ends.append, self.ends.append))
 

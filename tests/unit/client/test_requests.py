@@ -33,7 +33,7 @@ class Recorded:
 
     def _message(self, seq, remaining_ms):
         self.remaining.append(remaining_ms)
-        return wire.Cancel(SESSION, seq, 77) if self.sendable else None
+        return wire.Cancel(seq, 77) if self.sendable else None
 
 
 def send_all(table: RequestTable, now_s: float) -> list[int]:

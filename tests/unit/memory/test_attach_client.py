@@ -14,7 +14,7 @@ import pytest
 
 from kvstrata.errors import ConfigError, NotPermitted, Unavailable
 from kvstrata.memory.attach.client import LockHolder, attach, attach_in
-from kvstrata.memory.paths import ATTACH_SOCKET
+from kvstrata.memory.paths import RPC_SOCKET
 from tests.harness.attach_worker import make_request
 
 
@@ -50,8 +50,8 @@ def test_nobody_connects_to_a_socket_in_a_folder_that_others_control(root, whose
     """The folder of another user is passed over, also where our own place comes first and has no server."""
     theirs = root / "theirs"
     theirs.mkdir(0o700)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(theirs / ATTACH_SOCKET))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(theirs / RPC_SOCKET))
         listener.listen()
         listener.setblocking(False)
         if whose == "another user's":
@@ -72,9 +72,7 @@ def test_nobody_speaks_to_a_socket_at_which_another_user_listens(root):
     ours = root / "ours"
     ours.mkdir()
     ours.chmod(0o777)
-    listen = (
-        "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.bind(sys.argv[1])"
-    )
+    listen = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1])"
     listen += "; s.listen(); print('bound', flush=True); print(s.accept()[0].recv(65_536))"
     thief = [
         "setpriv",
@@ -86,7 +84,7 @@ def test_nobody_speaks_to_a_socket_at_which_another_user_listens(root):
         "-c",
         listen,
     ]
-    with subprocess.Popen([*thief, ATTACH_SOCKET], cwd=ours, stdout=subprocess.PIPE, text=True) as listener:
+    with subprocess.Popen([*thief, RPC_SOCKET], cwd=ours, stdout=subprocess.PIPE, text=True) as listener:
         assert listener.stdout is not None and listener.stdout.readline() == "bound\n"
         ours.chmod(0o700)
         with pytest.raises(NotPermitted, match="is served by uid 65534, not by us"):

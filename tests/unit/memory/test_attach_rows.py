@@ -20,7 +20,6 @@ from kvstrata.types import Role
 from tests.harness.rpc_client import layout
 
 PID = 4711
-SECRET = bytes(32)
 
 
 class Pool:
@@ -106,7 +105,7 @@ async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_
     await rows.start()
     first = claim(rows, b"a", old)
     locks.locker = PID
-    rows.locked(first, SECRET)
+    rows.locked(first)
     locks.locker = None
     rows.bye(first)
     await asyncio.sleep(0)  # the end begins, on the lane
@@ -114,7 +113,7 @@ async def test_a_row_that_the_pool_has_freed_is_claimed_again_before_its_end_is_
     second = claim(rows, b"b", new)
     await asyncio.gather(*rows._tasks)
     locks.locker = PID
-    rows.locked(second, SECRET)
+    rows.locked(second)
     assert hooks.said == ["attached a", "gone a", "attached b"]
     assert old.let_go_with == [True] and new.let_go_with == []
     assert rows.stats()["attached"] == 1
@@ -130,7 +129,7 @@ async def test_a_connection_that_no_longer_speaks_for_its_row_detaches_nothing(
     await rows.start()
     owner = claim(rows, b"a", earlier)
     locks.locker = PID
-    rows.locked(owner, SECRET)
+    rows.locked(owner)
     assert claim(rows, b"a", later) is owner and earlier.let_go_with == [False]
     rows.lost(owner, earlier)
     assert hooks.said == ["attached a"]
@@ -149,7 +148,7 @@ async def test_a_session_that_attaches_again_has_the_tenants_of_the_token_that_i
     locks.locker = PID
     both, narrower = frozenset({"blue", "azure"}), frozenset({"blue"})
     for tenants, token in ((both, "first"), (narrower, "first"), (frozenset({"green"}), "second")):
-        rows.locked(claim(rows, b"a", Speaker(), tenants, token), SECRET)
+        rows.locked(claim(rows, b"a", Speaker(), tenants, token))
         assert hooks.tenants == tenants
     rows.forget_owners()
     await rows.ended()
@@ -163,10 +162,10 @@ async def test_processes_of_an_engine_attach_again_one_by_one_after_their_token_
     await rows.start()
     locks.locker = PID
     for name in (b"a", b"b"):
-        rows.locked(claim(rows, name, Speaker(), frozenset({"blue", "azure"}), "token"), SECRET)
+        rows.locked(claim(rows, name, Speaker(), frozenset({"blue", "azure"}), "token"))
         pool.row += 1
     for name in (b"a", b"b"):
-        rows.locked(claim(rows, name, Speaker(), frozenset({"blue"}), "token"), SECRET)
+        rows.locked(claim(rows, name, Speaker(), frozenset({"blue"}), "token"))
         assert hooks.tenants == {"blue"}
     with pytest.raises(NotPermitted, match="group: its processes may use other tenants"):
         claim(rows, b"c", Speaker(), frozenset({"green"}), "another")

@@ -95,7 +95,7 @@ def test_too_long_socket_path_names_path_length_and_what_to_change() -> None:
     directory = "/tmp/" + "x" * 100
     with pytest.raises(ConfigError) as caught:
         paths.socket_dir(directory, 5555, {})
-    length = len(directory) + 1 + len(paths.ATTACH_SOCKET)
+    length = len(directory) + 1 + len(paths.RPC_SOCKET)
     message = str(caught.value)
     assert directory in message and f"{length} bytes" in message and "--socket-dir" in message
     assert caught.value.field == "socket_dir"

@@ -53,7 +53,6 @@ def attach(
         tenants=tenants,
         row=number,
         pid=1000 + number,
-        secret=bytes([number]) * 32,
         record_bytes=record_bytes,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,18 +17,20 @@ SIZE = 1_000
 class Wire:
     """A listener and its connections; `ends[fd]` is the other end of the connection `fd`."""
 
-    def __init__(self, path: Path) -> None:
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(str(path))
-        self.listener.listen()
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
         self.accepted: dict[int, socket.socket] = {}
         self.ends: dict[int, socket.socket] = {}
         self.inbox = Inbox(SIZE)
-        self.inbox.listen(str(path))
+        self.inbox.listen(self.port)
+
+    @property
+    def port(self) -> int:
+        port: int = self.listener.getsockname()[1]
+        return port
 
     def connect(self) -> int:
-        end = socket.socket(socket.AF_UNIX)
-        end.connect(self.listener.getsockname())
+        end = socket.create_connection(("127.0.0.1", self.port))
         end.settimeout(30)
         accepted, _ = self.listener.accept()
         self.accepted[accepted.fileno()], self.ends[accepted.fileno()] = accepted, end
@@ -49,8 +50,8 @@ class Wire:
 
 
 @pytest.fixture
-def wire(tmp_path: Path) -> Iterator[Wire]:
-    wire = Wire(tmp_path / "socket")
+def wire() -> Iterator[Wire]:
+    wire = Wire()
     yield wire
     wire.close()
 
@@ -78,7 +79,7 @@ def test_connections_are_served_in_turn_and_each_in_order(wire: Wire) -> None:
 @pytest.mark.parametrize(("body", "fits"), [(b"", MAX_WAITING_MESSAGES), (bytes(1_800), 4)])
 def test_a_connection_with_too_much_waiting_is_cut_and_forgotten(wire: Wire, body: bytes, fits: int) -> None:
     inbox = wire.inbox = Inbox(SIZE * (MAX_WAITING_MESSAGES if not body else 1))
-    inbox.listen(wire.listener.getsockname())
+    inbox.listen(wire.port)
     flood, other = wire.connect(), wire.connect()
     inbox.add(message(other))
     for _ in range(fits):
@@ -109,7 +110,7 @@ def test_beyond_the_limit_of_connections_the_one_silent_for_longest_is_cut(
 ) -> None:
     monkeypatch.setattr(zmq_inbox, "max_connections", lambda: 4)
     wire.inbox = Inbox(SIZE)
-    wire.inbox.listen(wire.listener.getsockname())
+    wire.inbox.listen(wire.port)
     spoke, silent, later = wire.connect(), wire.connect(), wire.connect()
     wire.inbox.add(message(spoke))
     newer = [wire.connect() for _ in range(3)]

@@ -10,7 +10,6 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +23,11 @@ ENDS_S = 30.0
 
 
 class Port:
-    """A server on a unix socket of this process, which refuses every message but `well`."""
+    """A server of this process, which refuses every message but `well`."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self.server = ZmqServer(asyncio.get_running_loop())
-        self.server.bind_ipc(path)
+        self.number = self.server.bind_tcp("127.0.0.1", 0, curve=None, insecure=False)
         self.n_refused = self.n_well = 0
         self.server.start(self._take, lambda address, frames: b"")
 
@@ -41,7 +39,7 @@ class Port:
 
     def peer(self, identity: bytes = b"") -> ZmtpPeer:
         """A new connection past the handshake, which libzmq's thread does alone."""
-        return ZmtpPeer(str(self.path), identity=identity)
+        return ZmtpPeer(self.number, identity=identity)
 
     async def hears(self, peer: ZmtpPeer) -> None:
         """Let the server handle a message of this peer."""
@@ -51,8 +49,8 @@ class Port:
 
 
 @pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[Port]:
-    made = Port(tmp_path / "socket")
+async def port() -> AsyncIterator[Port]:
+    made = Port()
     yield made
     made.server.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 
 SESSION, GROUP = b"s" * 16, b"g" * 16
 
@@ -24,6 +24,6 @@ def server() -> Iterator[InstanceInProcess]:
 @pytest.fixture
 def identity(server: InstanceInProcess) -> wire.IdentifyReply:
     """Of the attached process, which has used the number 1 for it."""
-    [reply] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
+    [reply] = server.feed(said(SESSION, wire.Identify(1, RequestIdentity())))
     assert isinstance(reply, wire.IdentifyReply)
     return reply

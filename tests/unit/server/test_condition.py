@@ -21,7 +21,6 @@ def engine(table: ProcessTable, number: int, tenants: frozenset[str] | None = No
         tenants=tenants,
         row=number,
         pid=number,
-        secret=bytes([number]) * 32,
     )
 
 

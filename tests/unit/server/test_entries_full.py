@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of
 
 
@@ -12,16 +12,16 @@ def test_a_refusal_for_lack_of_index_entries_names_the_setting() -> None:
     server = InstanceInProcess(l1_bytes=64 << 20, entries=64)
     session = b"s" * 16
     server.attach(session, b"g" * 16)
-    [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))
+    [identity] = server.feed(said(session, wire.Identify(1, RequestIdentity())))
     assert isinstance(identity, wire.IdentifyReply)
     chain = chain_of(identity.root, 120)
-    reserve = wire.Reserve(session, 2, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
-    [reply] = server.feed(wire.encode(reserve))
+    reserve = wire.Reserve(2, 1000, identity.identity_id, b"", chain, RECORD_BYTES)
+    [reply] = server.feed(said(session, reserve))
     assert isinstance(reply, wire.ReserveReply) and wire.ReserveOutcome.ENTRIES_FULL in reply.outcomes
     groups = [
         wire.KeyGroup(wire.Rule.PREFIX, chain[32 * reply.outcomes.index(wire.ReserveOutcome.ENTRIES_FULL) :])
     ]
-    server.feed(wire.encode(wire.Lookup(session, 3, 1000, identity.identity_id, "request", groups)))
+    server.feed(said(session, wire.Lookup(3, 1000, identity.identity_id, "request", groups)))
     [lookup] = server.ground.explainer.explain("request")["lookups"]
     assert lookup["first_miss"]["reason"] == "refused"
     assert (

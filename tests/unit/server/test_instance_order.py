@@ -53,9 +53,7 @@ OPENED = [
     "disk tier opened",
     "readers' port bound",
     "peers are answered",
-    "socket bound",
-    "attach socket listens",
-    "RPC answers",
+    "socket listens",
     "membership begins",
     "ready",
 ]
@@ -64,7 +62,7 @@ CLOSED = [
     "puts end",
     "loads end",
     "tasks end",
-    "attach socket closed",
+    "socket closed",
     "peer server closed",
     "tier control closed",
     "peer tier closed",
@@ -72,7 +70,6 @@ CLOSED = [
     "lane closed",
     "lane closed",
     "segment closed",
-    "RPC closed",
 ]
 
 
@@ -119,13 +116,7 @@ class Watched:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched(monkeypatch)
 
-    def is_rpc(server: ZmqServer) -> bool:
-        return server._ipc_path is not None
-
     watched.method(ZmqServer, "bind_tcp", "readers' port bound")
-    watched.method(ZmqServer, "bind_ipc", "socket bound")
-    watched.method(ZmqServer, "start", "RPC answers", is_rpc)
-    watched.method(ZmqServer, "close", "RPC closed", is_rpc)
     real_open, real_listen = Segment.open, instance.http_listen
 
     def opened(*args: Any) -> Segment:
@@ -151,8 +142,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched.method(TierControl, "close", "tier control closed")
     watched.method(PeerServer, "start", "peers are answered")
     watched.method(PeerServer, "close", "peer server closed")
-    watched.method(AttachServer, "start", "attach socket listens")
-    watched.method(AttachServer, "stop", "attach socket closed")
+    watched.method(AttachServer, "start", "socket listens")
+    watched.method(AttachServer, "stop", "socket closed")
     watched.method(Membership, "start", "membership begins")
     watched.method(Membership, "stop", "membership ends")
     watched.method(Supervisor, "stop", "tasks end")
@@ -227,7 +218,7 @@ async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
     assert "ready" not in watched.said
     end = watched.said.index("tasks end")
     del watched.said[:end]
-    never_open = {"membership ends", "attach socket closed", "peer server closed", "disk tier closed"}
+    never_open = {"membership ends", "socket closed", "peer server closed", "disk tier closed"}
     tier_control = CLOSED.index("tier control closed")
     assert watched.steps(CLOSED) == [
         "tasks end",

@@ -13,7 +13,7 @@ from kvstrata.rpc import wire
 from kvstrata.rpc.command_wire import ClearScope
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.fetch import FetchOutcome
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import chain_of
 
 SESSION = b"s" * 16
@@ -35,9 +35,9 @@ def fill(server: InstanceInProcess) -> Iterator[Callable[[], None]]:
     gate.set()
 
 
-def lookup(seq: int, identity: wire.IdentifyReply, chain: bytes) -> bytes:
+def lookup(seq: int, identity: wire.IdentifyReply, chain: bytes) -> Said:
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-    return wire.encode(wire.Lookup(SESSION, seq, 1000, identity.identity_id, "", groups))
+    return said(SESSION, wire.Lookup(seq, 1000, identity.identity_id, "", groups))
 
 
 def test_a_burst_of_long_lookups_is_refused_and_the_server_goes_on(

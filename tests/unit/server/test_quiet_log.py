@@ -11,7 +11,7 @@ from kvstrata.observability.logging import Thinning
 from kvstrata.rpc import wire
 from kvstrata.storage.base import log_broken_contract
 from kvstrata.types import RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import chain_of
 
 
@@ -25,14 +25,14 @@ def test_a_hundred_sessions_and_their_requests_write_nothing(
         session = number.to_bytes(16, "big")
         session = b"s" + session[1:]
         server.attach(session, b"g" * 16)
-        [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity(salt=str(number)))))
+        [identity] = server.feed(said(session, wire.Identify(1, RequestIdentity(salt=str(number)))))
         assert isinstance(identity, wire.IdentifyReply)
         chain = chain_of(identity.root, 2)
         server.store(session, 2, identity, chain)
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
         server.feed(
-            wire.encode(wire.Lookup(session, 4, 1000, identity.identity_id, f"r{number}", groups)),
-            wire.encode(wire.Release(session, 5, [(session, 4)])),
+            said(session, wire.Lookup(4, 1000, identity.identity_id, f"r{number}", groups)),
+            said(session, wire.Release(5, [(session, 4)])),
         )
         server.gone(session)
     server.close()

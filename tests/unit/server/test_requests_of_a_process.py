@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.rpc import frame as frames
 from kvstrata.rpc import wire
-from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, prove
 from kvstrata.rpc.session import MAX_SEQ_STEP
 from kvstrata.server.admin import prewarm
-from kvstrata.server.requests import boundary, running
-from kvstrata.types import MissReason, RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
-from tests.harness.rpc_client import CHUNK_TOKENS, chain_of
+from kvstrata.server.requests import running
+from kvstrata.types import KEY_BYTES, MissReason, RequestIdentity
+from tests.harness.instance_in_process import InstanceInProcess, Said, said
+from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout, part
 
 SESSION = b"s" * 16
 
@@ -25,7 +24,7 @@ def test_a_prewarm_finds_the_chunks_of_an_engine_with_draft_layers() -> None:
     server = InstanceInProcess()
     server.attach(SESSION, b"g" * 16, lookahead_tokens=3)
     tokens = list(range(4 * CHUNK_TOKENS + 2))
-    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, RequestIdentity())))
+    [identity] = server.feed(said(SESSION, wire.Identify(1, RequestIdentity())))
     hasher = ChunkHasher(identity.root, CHUNK_TOKENS, lookahead_tokens=3)
     hasher.feed(tokens)
     server.store(SESSION, 2, identity, hasher.chain)
@@ -41,7 +40,7 @@ def test_a_prewarm_is_for_the_weights_that_the_engines_newest_requests_name(
     named = [f'["lora","{content}"]' if adapter else "" for content in "ab"]
     for number, within in enumerate(named):
         request = RequestIdentity(adapter=json.dumps(["weights", "a mark", within]))
-        [identity] = server.feed(wire.encode(wire.Identify(SESSION, number + 1, request)))
+        [identity] = server.feed(said(SESSION, wire.Identify(number + 1, request)))
     server.store(SESSION, 3, identity, chain_of(identity.root, 3))
     assert prewarmed(server, tokens, adapter=adapter) == (3, 3)
     assert prewarmed(server, tokens, adapter=request.adapter) == (3, 3)
@@ -116,17 +115,17 @@ def test_a_lookup_whose_name_its_group_still_holds_is_refused(server: InstanceIn
     chain = b""
 
     def look_up(seq: int) -> wire.AnyReply:
-        [identity] = server.feed(wire.encode(wire.Identify(first, seq - 1, RequestIdentity())))
+        [identity] = server.feed(said(first, wire.Identify(seq - 1, RequestIdentity())))
         assert isinstance(identity, wire.IdentifyReply)
         nonlocal chain
         if not chain:
             chain = chain_of(identity.root, 1)
             server.store(second, 2, identity, chain)
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        [reply] = server.feed(wire.encode(wire.Lookup(first, seq, 1000, identity.identity_id, "", groups)))
+        [reply] = server.feed(said(first, wire.Lookup(seq, 1000, identity.identity_id, "", groups)))
         return reply
 
-    [own] = server.feed(wire.encode(wire.Identify(second, 1, RequestIdentity())))
+    [own] = server.feed(said(second, wire.Identify(1, RequestIdentity())))
     assert isinstance(own, wire.IdentifyReply)
     assert isinstance(leased := look_up(6), wire.LookupReply) and leased.n_chunks == 1
     server.gone(first)
@@ -145,8 +144,8 @@ def test_a_process_with_too_many_running_requests_may_still_give_back(
     server.store(SESSION, 2, identity, chain)
     monkeypatch.setattr(running, "MAX_TASKS_OF_PROCESS", 0)
     refused, released = server.feed(
-        wire.encode(wire.Lookup(SESSION, 4, 1000, identity.identity_id, "", groups)),
-        wire.encode(wire.Release(SESSION, 5, [])),
+        said(SESSION, wire.Lookup(4, 1000, identity.identity_id, "", groups)),
+        said(SESSION, wire.Release(5, [])),
     )
     assert isinstance(refused, wire.Error) and refused.code == "refused"
     assert "0 requests that take time" in refused.message
@@ -155,56 +154,69 @@ def test_a_process_with_too_many_running_requests_may_still_give_back(
 
 def test_one_request_cannot_use_up_the_numbers_of_its_session(server: InstanceInProcess) -> None:
     """1,100 requests near 2^62 once made every later number of the session too old."""
-    [first] = server.feed(wire.encode(wire.Release(SESSION, 10, [])))
+    [first] = server.feed(said(SESSION, wire.Release(10, [])))
     assert isinstance(first, wire.Ok)
     far = 100 + MAX_SEQ_STEP
     for attempt, number in enumerate((far, 1 << 62)):
         for request in (
-            wire.Release(SESSION, number, []),
-            wire.Ping(SESSION, number),
-            wire.Ping(SESSION, number, []),
-            wire.Cancel(SESSION, 11 + attempt, number),
+            wire.Release(number, []),
+            wire.Ping(number),
+            wire.Ping(number, []),
+            wire.Cancel(11 + attempt, number),
         ):
-            [reply] = server.feed(wire.encode(request))
+            [reply] = server.feed(said(SESSION, request))
             assert isinstance(reply, wire.Error) and reply.code == "bad_request", request
             assert reply.field in ("seq", "target") and "one counter" in reply.message
-    replies = server.feed(*(wire.encode(wire.Release(SESSION, 20 + n, [])) for n in range(1_100)))
+    replies = server.feed(*(said(SESSION, wire.Release(20 + n, [])) for n in range(1_100)))
     assert all(isinstance(reply, wire.Ok) for reply in replies)
-    [pong] = server.feed(wire.encode(wire.Ping(SESSION, 1_200 + MAX_SEQ_STEP // 2)))
+    [pong] = server.feed(said(SESSION, wire.Ping(1_200 + MAX_SEQ_STEP // 2)))
     assert isinstance(pong, wire.Pong), "a session that only pings moves on, too"
 
 
-HEAD = b"\xdd\x00\x00\x00\x04\xa4ping\xc4\x10"
+HEAD = b"\xdd\x00\x00\x00\x03\xa4ping\x09"
+COUNT = wire.MAX_MESSAGE_BYTES - 100
 BODIES = {
-    "nested": b"\x91" * (8 << 20),
-    "many": b"\xdd\x00\x7f\x00\x00" + b"\x01" * (8 << 20),
-    "empty lists": b"\xdd\x00\x7f\x00\x00" + b"\x90" * (8 << 20),
-    "text": b"\xdb\x00\x7f\x00\x00" + b"\xf0" * (8 << 20),
+    "nested": b"\x91" * COUNT,
+    "many": b"\xdd" + COUNT.to_bytes(4, "big") + b"\x01" * COUNT,
+    "empty lists": b"\xdd" + COUNT.to_bytes(4, "big") + b"\x90" * COUNT,
+    "text": b"\xdb" + COUNT.to_bytes(4, "big") + b"\xf0" * COUNT,
 }
 
 
 @pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("sender", ["nobody", "a session without its proof", "a session"])
-def test_a_long_frame_of_anybody_is_never_decoded(
-    server: InstanceInProcess, monkeypatch: pytest.MonkeyPatch, body: str, sender: str
+def test_a_long_bad_message_costs_the_loop_little(server: InstanceInProcess, body: str) -> None:
+    """A bad message of 8 MiB was decoded whole, only to find its number: that stopped the loop for seconds."""
+    begun_s = time.thread_time()
+    [reply] = server.feed(Said(SESSION, HEAD + BODIES[body]))
+    assert time.thread_time() - begun_s < 0.2
+    assert isinstance(reply, wire.Error) and reply.code == "bad_request"
+
+
+def test_a_client_without_a_row_counts_and_reads_chunks_and_is_refused_the_rest_by_name(
+    server: InstanceInProcess, identity: wire.IdentifyReply
 ) -> None:
-    """A bad frame of 8 MiB was decoded whole, only to find its number: that stopped the loop for seconds."""
-    decoded: list[int] = []
-    monkeypatch.setattr(boundary, "decode_request", lambda message: decoded.append(len(message)))
-    session = wire.NO_SESSION if sender == "nobody" else SESSION
-    message = HEAD + session + b"\x09" + BODIES[body]
-    frame = server.proven(message) if sender == "a session" else message
-    [reply] = server.feed_frames(frame)
-    assert isinstance(reply, wire.Error) and reply.seq == 9
-    assert reply.code == ("not_permitted" if "without" in sender else "bad_request")
-    assert decoded == []
-
-
-def test_without_a_session_only_short_frames_are_decoded(server: InstanceInProcess) -> None:
-    for session in (wire.NO_SESSION, b""):
-        head = b"\x94\xa4ping\xc4" + bytes([len(session)]) + session + b"\x05\xc5\xff\xff"
-        short = head + bytes(MAX_UNPROVEN_BYTES - len(head))
-        for message, says in ((short, ""), (short + b"\0", "a frame without a session has at most 65536")):
-            [reply] = server.feed_frames(message)
-            assert isinstance(reply, wire.Error) and says in reply.message, reply
-    assert prove(bytes(32), b"")[: len(frames.PROOF_PREFIX)] == frames.PROOF_PREFIX
+    chain = chain_of(identity.root, 3)
+    server.store(SESSION, 2, identity, chain)
+    nobody, digest = b"", part().digest()
+    asked = (
+        wire.Identify(1, RequestIdentity()),
+        wire.Identify(2, RequestIdentity(), layout(), [digest]),
+        wire.Lookup(3, 1000, 1, "", [wire.KeyGroup(wire.Rule.PREFIX, chain + bytes(KEY_BYTES))]),
+        wire.Retrieve(4, 1, chain[:KEY_BYTES], digest, 0, 100),
+        wire.Retrieve(5, 2, chain[:KEY_BYTES], digest, 0, 100),
+        wire.Ping(6),
+        wire.Reserve(7, 1000, 1, b"", chain, 8192),
+    )
+    unnamed, named, found, read, unknown, pong, refused = server.feed(
+        *(said(nobody, request) for request in asked)
+    )
+    assert isinstance(unnamed, wire.Error) and unnamed.field == "layout"
+    assert isinstance(named, wire.IdentifyReply) and named.root == identity.root
+    assert isinstance(found, wire.LookupReply) and (found.n_chunks, found.extents) == (3, b"")
+    assert isinstance(read, wire.RetrieveReply) and len(read.body) == 100
+    assert isinstance(unknown, wire.Error) and unknown.code == "unknown_identity"
+    assert isinstance(pong, wire.Pong)
+    assert (
+        isinstance(refused, wire.Error) and refused.code == "not_permitted" and "reserve" in refused.message
+    )
+    assert server.pool.stats()["leases"] == 0

@@ -14,7 +14,7 @@ from kvstrata.config.client_model import ClientSettings
 from kvstrata.rpc import wire
 from kvstrata.server.requests.leases import MAX_REVOKES, MAX_TOLD, Lease, Leases
 from kvstrata.types import KEY_BYTES, LeaseName, MissReason, RequestIdentity, Role
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, Said, said
 from tests.harness.rpc_client import CHUNK_TOKENS, chain_of, layout
 
 CHUNKS = 8
@@ -34,7 +34,7 @@ class Process:
     def say(self, message: type[wire.Request], *fields: object) -> list[wire.AnyReply]:
         """Send a message; returns everything that the server sends then, to any process."""
         self.seq += 1
-        return self.server.feed(wire.encode(message(self.session, self.seq, *fields)))
+        return self.server.feed(said(self.session, message(self.seq, *fields)))
 
     def look_up(self, chain: bytes) -> tuple[wire.LookupReply, list[wire.AnyReply]]:
         """Look a prompt up; returns (the reply, the other messages that the server sent)."""
@@ -229,21 +229,20 @@ class Waiting(CacheClient):
         self.server = server
         server.attach(self.session, b"G" * 16, Role.SCHEDULER)
         self._link._move(Step.ATTACHED)
-        self._link._move(Step.GREETED)
         self._link.epoch = server.epoch
         self._link.silence.heard()
 
     def run(self) -> list[type[wire.AnyRequest]]:
         """Do what the thread would do now; returns the kinds of the messages sent, all of which were answered."""
-        said = []
+        kinds = []
         self._link._drain()
         self._upkeep.link_pass(time.monotonic())
         for pending, frame in self._link.table.to_send(time.monotonic()):
             self._link.table.sent(pending, time.monotonic())
-            said.append(type(pending.message(pending.seq, 1000)))
-            for reply in self.server.feed(frame):
+            kinds.append(type(pending.message(pending.seq, 1000)))
+            for reply in self.server.feed(Said(self.session, frame)):
                 self._link.table.reply(reply)
-        return said
+        return kinds
 
 
 @pytest.mark.parametrize("when", ["missed", "released", "cancelled"])

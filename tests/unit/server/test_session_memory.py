@@ -9,7 +9,7 @@ from kvstrata.policy.misses import Explainer
 from kvstrata.rpc import wire
 from kvstrata.types import RequestIdentity
 from tests.harness.amount import amount
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import RECORD_BYTES, chain_of
 
 MEASURED = 200
@@ -19,16 +19,16 @@ def session_comes_and_goes(server: InstanceInProcess, number: int) -> None:
     """A session stores, aborts a store, looks up and ends, all under names that were not used before."""
     name = number.to_bytes(16, "big")[::-1]
     server.attach(name, name)
-    [identity] = server.feed(wire.encode(wire.Identify(name, 1, RequestIdentity(salt=f"salt {number}"))))
+    [identity] = server.feed(said(name, wire.Identify(1, RequestIdentity(salt=f"salt {number}"))))
     assert isinstance(identity, wire.IdentifyReply)
     chain, probe = chain_of(identity.root, 2), number.to_bytes(8, "big")
-    reserve = wire.Reserve(name, 2, 1000, identity.identity_id, b"", chain, RECORD_BYTES, probe)
-    server.feed(wire.encode(reserve), wire.encode(wire.Abort(name, 3, 2)))
+    reserve = wire.Reserve(2, 1000, identity.identity_id, b"", chain, RECORD_BYTES, probe)
+    server.feed(said(name, reserve), said(name, wire.Abort(3, 2)))
     server.store(name, 4, identity, chain)
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
     server.feed(
-        wire.encode(wire.Lookup(name, 8, 1000, identity.identity_id, f"request {number}", groups, probe)),
-        wire.encode(wire.Release(name, 9, [(name, 8)])),
+        said(name, wire.Lookup(8, 1000, identity.identity_id, f"request {number}", groups, probe)),
+        said(name, wire.Release(9, [(name, 8)])),
     )
     server.gone(name)
 

@@ -14,7 +14,7 @@ from kvstrata.server.housekeeping import SUMMARY_S, EvictionSummary
 from kvstrata.server.l2.reports import FULL_REASONS, TierReports
 from kvstrata.storage.wrap.metrics import OpReport
 from kvstrata.types import RequestIdentity
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import chain_of
 
 
@@ -63,7 +63,7 @@ def test_a_minutes_evictions_are_one_line_and_a_minute_without_any_is_none(
     summary = EvictionSummary(server.pool, 0.0)
     session = b"s" * 16
     server.attach(session, b"g" * 16)
-    [identity] = server.feed(wire.encode(wire.Identify(session, 1, RequestIdentity())))
+    [identity] = server.feed(said(session, wire.Identify(1, RequestIdentity())))
     assert isinstance(identity, wire.IdentifyReply)
     for number in range(40):
         server.store(session, 2 + 2 * number, identity, chain_of(identity.root, 1, number))
@@ -87,7 +87,7 @@ def test_a_process_that_ends_with_leases_is_said_with_what_it_held(
     chain = chain_of(identity.root, 2)
     server.store(session, 2, identity, chain)
     groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-    server.feed(wire.encode(wire.Lookup(session, 4, 1000, identity.identity_id, "r", groups)))
+    server.feed(said(session, wire.Lookup(4, 1000, identity.identity_id, "r", groups)))
     server.gone(session)
     [line] = caplog.messages
     assert line.startswith("process_gone pid=") and " leases=1 reservations=0 " in line

@@ -14,13 +14,13 @@ from kvstrata.native.hashing import storage_keys
 from kvstrata.native.record import RecordSpec, seal_record
 from kvstrata.rpc import wire
 from kvstrata.types import KEY_BYTES, unpack_extents
-from tests.harness.instance_in_process import InstanceInProcess
+from tests.harness.instance_in_process import InstanceInProcess, said
 from tests.harness.rpc_client import CHUNK_TOKENS, RECORD_BYTES, SECTIONS, chain_of, keys_of, part
 
 SOURCES = str(kvstrata.__path__[0])
 SESSION = b"one engine".ljust(16, b".")
 CHUNKS = 4
-LIMITS = {"store": (25, 146), "lookup": (21, 76), "release": (13, 38)}
+LIMITS = {"store": (23, 129), "lookup": (20, 74), "release": (12, 32)}
 """Files and calls of each walk."""
 
 
@@ -48,18 +48,16 @@ def walks() -> dict[str, Walk]:
     """Do each walk three times, and return those of the last time."""
     server = InstanceInProcess()
     server.attach(SESSION, b"group".ljust(16, b"."))
-    [identity] = server.feed(wire.encode(wire.Identify(SESSION, 1, wire.RequestIdentity())))
+    [identity] = server.feed(said(SESSION, wire.Identify(1, wire.RequestIdentity())))
     assert isinstance(identity, wire.IdentifyReply)
     number, digest = identity.identity_id, part().digest()
     for turn in range(3):
         found = {name: Walk() for name in LIMITS}
         seq = 10 * (turn + 1)
         chain = chain_of(identity.root, CHUNKS, 1000 * turn)
-        reserve = server.proven(
-            wire.encode(wire.Reserve(SESSION, seq, 1000, number, b"", chain, RECORD_BYTES))
-        )
+        reserve = said(SESSION, wire.Reserve(seq, 1000, number, b"", chain, RECORD_BYTES))
         with found["store"]:
-            [reply] = server.feed_frames(reserve)
+            [reply] = server.feed(reserve)
         assert isinstance(reply, wire.ReserveReply), reply
         parent = bytes(KEY_BYTES)
         for key, extent in zip(keys_of(chain), unpack_extents(reply.extents), strict=True):
@@ -70,18 +68,18 @@ def walks() -> dict[str, Walk]:
                 server.pool.extents_address + extent.offset_bytes, extent.length_bytes, spec, SECTIONS
             )
             parent = spec.key
-        commit = server.proven(wire.encode(wire.Commit(SESSION, seq + 1, seq, list(range(CHUNKS)))))
+        commit = said(SESSION, wire.Commit(seq + 1, seq, list(range(CHUNKS))))
         with found["store"]:
-            [done] = server.feed_frames(commit)
+            [done] = server.feed(commit)
         assert isinstance(done, wire.CommitReply) and not any(done.outcomes), done
         groups = [wire.KeyGroup(wire.Rule.PREFIX, chain)]
-        lookup = server.proven(wire.encode(wire.Lookup(SESSION, seq + 2, 1000, number, "request", groups)))
+        lookup = said(SESSION, wire.Lookup(seq + 2, 1000, number, "request", groups))
         with found["lookup"]:
-            [hit] = server.feed_frames(lookup)
+            [hit] = server.feed(lookup)
         assert isinstance(hit, wire.LookupReply) and hit.n_chunks == CHUNKS, hit
-        release = server.proven(wire.encode(wire.Release(SESSION, seq + 3, [(SESSION, seq + 2)])))
+        release = said(SESSION, wire.Release(seq + 3, [(SESSION, seq + 2)]))
         with found["release"]:
-            [ended] = server.feed_frames(release)
+            [ended] = server.feed(release)
         assert isinstance(ended, wire.Ok) and ended.count == 1, ended
     server.close()
     return found

@@ -1,4 +1,4 @@
-"""Requests of `kvstrata bench` to a running server: over its admin port, and pings over its RPC socket."""
+"""Requests of `kvstrata bench` to a running server: over its admin port, and pings over its socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstrata.measure.engine import ANSWER_S, SETTLE_S, wait_until
 from kvstrata.memory.paths import RPC_SOCKET
 from kvstrata.policy.processes import tenant_number
 from kvstrata.rpc import wire
-from kvstrata.rpc.zmq_plain import PlainConnection
+from kvstrata.session.plain import PlainConnection
 
 
 class RunningServer:
@@ -50,7 +50,7 @@ class RunningServer:
             taken = []
             for _ in range(count):
                 begun_s = time.monotonic()
-                connection.ask(wire.Ping(wire.NO_SESSION, connection.next_seq()))
+                connection.ask(wire.Ping(connection.next_seq()))
                 taken.append(time.monotonic() - begun_s)
             return taken
         finally:

@@ -28,7 +28,7 @@ from kvstrata.connectors.vllm.scheduler import SchedulerSide
 from kvstrata.connectors.vllm.weights import WeightsVersion
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.errors import ConfigError
-from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
+from kvstrata.memory.paths import RPC_SOCKET, socket_dirs
 from kvstrata.testing.engine_sim.blocks import Sequence as BlockSequence
 from kvstrata.testing.engine_sim.connected import News
 from kvstrata.testing.engine_sim.engine_model import EngineModel
@@ -146,7 +146,7 @@ class SimConnector:
             make(role=Role.WORKER, slice=self._memory.slice, facts=self._memory.facts),
         )
         self._worker = self._worker_side(self._clients[1])
-        places = [place / ATTACH_SOCKET for place in socket_dirs(settings.socket_dir, settings.port)]
+        places = [place / RPC_SOCKET for place in socket_dirs(settings.socket_dir, settings.port)]
         self._cache = object()
         """Replaced when the engine's own cache is emptied, as in vLLM."""
         self._scheduler = SchedulerSide(

@@ -55,7 +55,7 @@ from kvstrata.connectors.vllm.store_table import BlockPins
 from kvstrata.connectors.vllm.weights import WeightsVersion, find_runner, loaded_weights
 from kvstrata.connectors.vllm.worker import GroupSide, WorkerSide
 from kvstrata.errors import ConfigError
-from kvstrata.memory.paths import ATTACH_SOCKET, socket_dirs
+from kvstrata.memory.paths import RPC_SOCKET, socket_dirs
 from kvstrata.types import LayoutIdentity, Role
 
 logger = logging.getLogger("vllm.kvstrata")
@@ -232,7 +232,7 @@ def scheduler_side(setup: Setup, prefix_cache: Callable[[], object], pins: Block
         sync_load_bytes=SYNC_LOAD_BYTES if may_load_synchronously(config) else 0,
         events=make.stored if wants_events else None,
         removal=make.removed,
-        server_seen=partial(_exists_one, [place / ATTACH_SOCKET for place in places]),
+        server_seen=partial(_exists_one, [place / RPC_SOCKET for place in places]),
         read_here=partial(_read_here, setup),
     )
 

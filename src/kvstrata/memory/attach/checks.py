@@ -17,26 +17,15 @@ import msgspec
 
 from kvstrata.errors import BadRequest, LayoutRefused, NotPermitted, Refused, WrongVersion
 from kvstrata.memory import linux
-from kvstrata.native.message import Scan
 from kvstrata.rpc.attach_wire import AttachRequest
 from kvstrata.rpc.wire import NO_SESSION, PROTOCOL_VERSION
+from kvstrata.session.zmtp import WithFds
 from kvstrata.types import MAX_SPAN_CHUNKS, SPAN_FACT, Role, canonical_json, facts_digest
 
 GEOMETRY = frozenset({"axes", "block_tokens"})
 """Facts in which engines of one model may differ: their records can be recut (server/recuts), or are kept apart."""
 MAX_ATTACH_BYTES = 64 << 10
-"""Length of one message on the attach socket, either way."""
-
-
-MAX_ATTACH_DEPTH = 32
-MAX_ATTACH_VALUES = 16_384
-"""Maximum number of values in one request; the facts of a layout with hundreds of sections stay below it."""
-_SCAN = Scan(
-    depth=MAX_ATTACH_DEPTH,
-    elements=MAX_ATTACH_VALUES,
-    text_bytes=MAX_ATTACH_BYTES,
-    binary_bytes=MAX_ATTACH_BYTES,
-)
+"""Maximum length of an attach request, and of the reply."""
 
 
 class _Version(msgspec.Struct):
@@ -64,12 +53,6 @@ def parse_request(data: bytes) -> AttachRequest:
                 f"protocol: the process speaks version {version.protocol}, this server {PROTOCOL_VERSION}; "
                 "use the same kvstrata release on both sides",
                 field="protocol",
-            )
-        fault = _SCAN(data)[-1]
-        if fault not in ("", "broken"):
-            raise BadRequest(
-                f"attach request: {fault}; it may have {MAX_ATTACH_VALUES} values, nested {MAX_ATTACH_DEPTH} deep",
-                field="request",
             )
         request = _REQUEST.decode(data)
     except _DECODE_ERRORS as error:
@@ -167,7 +150,7 @@ def _check_facts(facts: dict[str, Any], earlier: dict[str, Any]) -> None:
             )
 
 
-def take_pidfd(received: linux.Received, sock: socket.socket, credentials: linux.SocketCredentials) -> int:
+def take_pidfd(received: WithFds, sock: socket.socket, credentials: linux.SocketCredentials) -> int:
     """Take the pidfd of a request out of `received.fds`, after checking that it is the sender's own.
 
     Raises BadRequest unless exactly one pidfd came, NotPermitted for another process's pidfd, GaveUp when the process

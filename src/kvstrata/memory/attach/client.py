@@ -1,4 +1,4 @@
-"""Engine side of the attach handshake.  Blocking sockets with a deadline; for the client's attaching thread.
+"""The process's side of the attach handshake.  Blocking, with a deadline; for the client's attaching thread.
 
 A process's right to the pool lives as long as the process: the server holds its pidfd, and the process holds a
 POSIX record lock on its row's byte of sessions.lock.  Such locks vanish as soon as the process closes *any*
@@ -11,6 +11,7 @@ This module imports no asyncio, and nothing that would pull numba, llvmlite or t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -24,11 +25,15 @@ import msgspec
 from kvstrata.config.private_dir import check_private_dir
 from kvstrata.errors import ConfigError, InternalError, NotPermitted, Unavailable, from_wire
 from kvstrata.memory import linux
-from kvstrata.memory.paths import ATTACH_SOCKET, check_socket_path
+from kvstrata.memory.paths import RPC_SOCKET, check_socket_path
 from kvstrata.rpc.attach_wire import AttachReply, AttachRequest
+from kvstrata.session.zmtp import Connection
 
-_MAX_BYTES = 64 << 10
 _MAX_FDS = 3
+MAX_REPLY_BYTES = 16 << 20
+"""Maximum length of a message from the server."""
+MAX_UNSENT_BYTES = 16 << 20
+"""Bytes of requests that may wait for a server that reads nothing."""
 _LOCKED, _BYE, _OK = b"locked", b"bye", b"ok"
 _REPLY = msgspec.msgpack.Decoder(AttachReply)
 
@@ -92,48 +97,40 @@ class LockHolder:
 class Attachment:
     """One attached session. Owns the connection and the descriptors of the pool.
 
-    `index_fd` (read-only) and `extents_fd` may be closed once mapped (`close_pool_fds`).  When the connection becomes
-    readable, the server has closed it (`server_closed`), and the process should attach again with the same session id.
-    Not thread-safe.
+    `link` is the connection, which does not block once the attach is complete; when the server closes it, the process
+    should attach again with the same session id.  `index_fd` (read-only) and `extents_fd` may be closed once mapped
+    (`close_pool_fds`).  Not thread-safe.
     """
 
     def __init__(
         self,
-        sock: socket.socket,
+        link: Connection,
         reply: AttachReply,
         session: bytes,
         locks: LockHolder,
         index_fd: int,
         extents_fd: int,
+        early: Sequence[bytes] = (),
     ) -> None:
         self.row = reply.row
         self.epoch = reply.epoch
         self.pool_id = reply.pool_id
         self.extents_bytes = reply.extents_bytes
-        self.secret = reply.secret
-        """Proves the requests of this session to the server that it is attached to."""
+        self.max_reserved_bytes = reply.max_reserved_bytes
         self.instance_id = reply.instance_id
         self.lock_file: FileId = reply.lock_file
         self.session = session
         self.index_fd = index_fd
         self.extents_fd = extents_fd
-        self._sock = sock
+        self.link = link
+        self.early = list(early)
+        """Messages that came with the end of the handshake."""
         self._locks = locks
         _open_attachments.add(self)
 
     def fileno(self) -> int:
-        """The connection's descriptor, for poll: readable = the server closed it. -1 after `close`."""
-        return self._sock.fileno()
-
-    def server_closed(self) -> bool:
-        """Whether the server closed the connection (it stopped, died, or refuses this session now)."""
-        try:
-            self._sock.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True  # end of file, or an error reply that precedes it
+        """The connection's descriptor. -1 after `close`."""
+        return self.link.fileno()
 
     def close_pool_fds(self) -> None:
         """Close index and extents; their mappings stay."""
@@ -143,8 +140,7 @@ class Attachment:
     def close(self) -> None:
         """Detach: close the connection and our descriptors; the row and everything it owns stay. Idempotent."""
         _open_attachments.discard(self)
-        self.secret = b""
-        self._sock.close()
+        self.link.close()
         self.close_pool_fds()
 
     def goodbye(self, timeout_s: float) -> bool:
@@ -154,11 +150,17 @@ class Attachment:
         mappings are gone.  Without the server's confirmation the row ends with the process, or when the next server
         starts and finds its byte unlocked.
         """
+        ends_s = time.monotonic() + timeout_s
         try:
             self._locks.unlock(self.lock_file, self.row, self.session)
-            self._sock.settimeout(timeout_s)
-            linux.send(self._sock, _BYE)
-            return self._sock.recv(64) == _OK
+            self.link.socket.settimeout(timeout_s)
+            self.link.send(_BYE)
+            while (left_s := ends_s - time.monotonic()) > 0:
+                self.link.socket.settimeout(left_s)
+                self.link.flush()
+                if _OK in self.link.receive():
+                    return True
+            return False
         except OSError:
             return False
         finally:
@@ -196,7 +198,7 @@ def attach(socket_dir: Path, request: AttachRequest, locks: LockHolder, timeout_
     process holds the same descriptors and locks as before.
     """
     deadline = time.monotonic() + timeout_s
-    path = socket_dir / ATTACH_SOCKET
+    path = socket_dir / RPC_SOCKET
     check_socket_path(path)
     if not _exists(socket_dir):
         raise Unavailable(f"no server: {str(socket_dir)!r} does not exist", field="socket_dir")
@@ -221,7 +223,7 @@ def _exists(socket_dir: Path) -> bool:
 def _attach(
     path: Path, request: AttachRequest, locks: LockHolder, remaining_s: Callable[[], float]
 ) -> Attachment:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     pool_fds: list[int] = []
     undo_lock: tuple[FileId, int] | None = None
     try:
@@ -229,25 +231,27 @@ def _attach(
         _limit(sock, remaining_s)
         if (uid := linux.credentials_of(sock).uid) != os.geteuid():
             raise NotPermitted(f"{str(path)!r} is served by uid {uid}, not by us (uid {os.geteuid()})")
+        link = Connection(sock, b"DEALER", max_frame_bytes=MAX_REPLY_BYTES, max_unsent_bytes=MAX_UNSENT_BYTES)
         pidfd = linux.open_pidfd(os.getpid())
         try:
             message = msgspec.structs.replace(request, held_locks=locks.held())
-            linux.send(sock, msgspec.msgpack.encode(message), [pidfd])
+            with contextlib.suppress(BrokenPipeError):  # a refusal that came before can still be received
+                link.send(msgspec.msgpack.encode(message), [pidfd])
         finally:
             os.close(pidfd)
-        _limit(sock, remaining_s)
-        reply = _receive_reply(sock, locks, pool_fds)
+        reply = _receive_reply(link, remaining_s, locks, pool_fds)
         known = locks.is_owner(reply.lock_file, reply.row, request.session)
         if not locks.lock(reply.lock_file, reply.row, request.session):
             raise Unavailable(f"byte {reply.row} of sessions.lock is locked by another process; try again")
         if not known:
             undo_lock = (reply.lock_file, reply.row)
-        linux.send(sock, _LOCKED)
-        _limit(sock, remaining_s)
-        if (answer := sock.recv(_MAX_BYTES)) != _OK:
-            _raise_refusal(answer)
-        sock.settimeout(None)
-        return Attachment(sock, reply, request.session, locks, *pool_fds)
+        link.send(_LOCKED)
+        while not (messages := _receive(link, remaining_s)):
+            pass
+        if messages[0] != _OK:
+            _raise_refusal(messages[0])
+        sock.setblocking(False)
+        return Attachment(link, reply, request.session, locks, pool_fds[0], pool_fds[1], early=messages[1:])
     except BaseException:
         sock.close()  # first, so that a server that finds the byte unlocked sees that nobody waits any more
         if undo_lock is not None:
@@ -263,25 +267,41 @@ def _limit(sock: socket.socket, remaining_s: Callable[[], float]) -> None:
     sock.settimeout(left)
 
 
-def _receive_reply(sock: socket.socket, locks: LockHolder, pool_fds: list[int]) -> AttachReply:
+def _receive(link: Connection, remaining_s: Callable[[], float]) -> list[bytes]:
+    """What has arrived after one read, within the time that remains; unsent bytes are sent first."""
+    _limit(link.socket, remaining_s)
+    link.flush()
+    return link.receive()
+
+
+def _receive_reply(
+    link: Connection, remaining_s: Callable[[], float], locks: LockHolder, pool_fds: list[int]
+) -> AttachReply:
     """The reply of an accepted attach. `pool_fds` gets index and extents, `locks` the lock file if it is new here."""
-    received = linux.receive(sock, _MAX_BYTES, _MAX_FDS)
-    pool_fds += received.fds[:2]
-    if len(received.fds) == _MAX_FDS:
-        locks.adopt(received.fds[2])
-    reply = _decode(received.data)
+    fds: list[int] = []
+    fds_lost = False
+    messages: list[bytes] = []
+    while not messages:
+        _limit(link.socket, remaining_s)
+        link.flush()
+        received = link.receive_with_fds(_MAX_FDS)
+        messages = received.messages
+        fds += received.fds
+        fds_lost |= received.fds_lost
+    pool_fds += fds[:2]
+    if len(fds) >= _MAX_FDS:
+        locks.adopt(fds[2])
+    reply = _decode(messages[0])
     if reply.code:
-        _raise_refusal(received.data)
-    if received.fds_lost:
+        _raise_refusal(messages[0])
+    if fds_lost:
         raise Unavailable("the server's descriptors did not arrive: this process has too many open files")
     if len(pool_fds) != 2 or reply.lock_file not in locks.held():
-        raise InternalError(f"attach reply came with {len(received.fds)} descriptors")
+        raise InternalError(f"attach reply came with {len(fds)} descriptors")
     return reply
 
 
 def _decode(data: bytes) -> AttachReply:
-    if not data:
-        raise Unavailable("the server closed the connection during the attach; try again")
     try:
         return _REPLY.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

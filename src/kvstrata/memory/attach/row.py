@@ -112,11 +112,9 @@ class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
     """It was attached before: to this server, or to an earlier one whose pool was adopted."""
     registers_memory: bool = False
     """Whether a device may access the extents on its behalf."""
-    secret: bytes = b""
-    """Proves requests of this attachment; empty for a process that is not attached to this server."""
 
     def __repr__(self) -> str:
-        """The row, without the secret and what the process declared."""
+        """The row, without what the process declared."""
         return f"SessionRow(row={self.row}, pid={self.pid}, resumed={self.resumed})"
 
 

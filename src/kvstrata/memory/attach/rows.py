@@ -149,10 +149,10 @@ class Rows:
         linux.close_all([pidfd])  # the owner already has one
         return owner
 
-    def locked(self, owner: Owner, secret: bytes) -> None:
+    def locked(self, owner: Owner) -> None:
         """Announce the session of an owner that says it has locked its byte.
 
-        From now on `secret` proves its requests, and an earlier secret no longer does.  Raises BadRequest if no process
+        Raises BadRequest if no process
         has locked the byte, NotPermitted if another process has.
         """
         row, credentials = owner.row, _speaker_of(owner).credentials
@@ -169,7 +169,7 @@ class Rows:
                 field="row",
             )
         resumed = row.seen.resumed or row.state in (RowState.ATTACHED, RowState.DETACHED)
-        row.seen = msgspec.structs.replace(row.seen, resumed=resumed, secret=secret)
+        row.seen = msgspec.structs.replace(row.seen, resumed=resumed)
         self._hooks.on_attached(row.seen)
         row.move(RowEvent.LOCKED)
 

@@ -1,15 +1,28 @@
-"""Server side of the attach handshake: the connections over which processes get a row and the pool.
+"""The server's side of the one connection that each process of this host has: attach, then requests.
 
-One connection on a seqpacket unix socket per session, non-blocking, on the server's event loop:
+A unix stream socket that speaks ZMTP (session/zmtp.py), non-blocking, on the server's event loop.  The first message of
+a connection decides what it is:
 
-    process  ── request + pidfd ──▶          ── "locked" ──▶          ── "bye" ──▶
-    server   ◀── reply + fds ──              ◀── "ok" ──              ◀── "ok" ──  (the row is free)
+    process  ── request + pidfd ──▶          ── "locked" ──▶          ── requests ──▶   ── "bye" ──▶
+    server   ◀── reply + fds ──              ◀── "ok" ──              ◀── replies ──    ◀── "ok" ──  (the row is free)
+
+    any other client  ── requests ──▶  ◀── replies ──      (without a row: see requests/plain.py)
 
 `MACHINE` has the states of one connection.  A message that does not belong to its state gets an error reply, and the
-connection is closed.  `rows` decides what a closed connection means for the session.
+connection is closed.  `rows` decides what a closed connection means for the session.  The kernel says who speaks
+(SO_PEERCRED), so no message proves anything.
 
-Invariant: a bad process harms only itself.  At most `pending` handshakes are unfinished (the oldest gives way), each
-for at most `handshake_s`; a message has at most 64 KiB; every descriptor but the pidfd is closed at once.
+Invariants:
+
+1. A bad process harms only itself.  At most `pending` handshakes are unfinished (the oldest gives way), each for at
+   most `handshake_s`; at most `plain` connections without a row are open (the one silent longest gives way).  Every
+   descriptor but the pidfd is closed at once.
+2. A frame has at most MAX_UNATTACHED_BYTES, or MAX_MESSAGE_BYTES once its process is attached.  Frames that have
+   arrived in part have at most MAX_PARTIAL_BYTES together; the connection with the longest is closed.
+3. A connection that leaves MAX_UNSENT_BYTES of replies unread is closed, as is the one that makes all of them together
+   exceed MAX_ALL_UNSENT_BYTES, and one that sent MAX_REFUSED messages in a row that are no requests.
+4. A turn of the loop handles at most MESSAGES_PER_TURN messages in about SECONDS_PER_TURN; connections take turns, and
+   one whose messages wait is not read.
 
 Not here: the pool, the segment and the socket directory's lock (see `segment`) belong to the caller.
 """
@@ -23,9 +36,9 @@ import enum
 import errno
 import logging
 import os
-import secrets
 import socket
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +58,8 @@ from kvstrata.native.pool import Pool
 from kvstrata.observability.logging import Thinning
 from kvstrata.patience import patience
 from kvstrata.rpc.attach_wire import AttachReply
-from kvstrata.rpc.wire import SECRET_BYTES
+from kvstrata.rpc.wire import MAX_MESSAGE_BYTES
+from kvstrata.session.zmtp import Connection, NotZmtp, WithFds
 from kvstrata.states import Machine
 
 _log = logging.getLogger(__name__)
@@ -55,6 +69,14 @@ LOCKED, BYE, OK = b"locked", b"bye", b"ok"
 _MAX_FDS = 8
 """Maximum number of descriptors taken from one message, if only to close them; the kernel drops any further ones."""
 _BACKLOG = 128
+MAX_UNATTACHED_BYTES = MAX_ATTACH_BYTES
+"""Maximum length of a frame whose sender is not attached."""
+MAX_PARTIAL_BYTES = 256 << 20
+MAX_UNSENT_BYTES = 32 << 20
+MAX_ALL_UNSENT_BYTES = 256 << 20
+MAX_REFUSED = 16
+MESSAGES_PER_TURN = 32
+SECONDS_PER_TURN = 0.002
 _ACCEPTS_PER_TURN = 16
 _ACCEPT_PAUSE_S = 0.2
 HANDSHAKE_S = 5.0
@@ -64,6 +86,7 @@ class AttachLimits(NamedTuple):
     """Bounds of the handshake."""
 
     pending: int = 64
+    plain: int = 64
     handshake_s: float = HANDSHAKE_S
     old_row_interval_s: float = 1.0
     """Time between two looks at the locks of rows from before a restart."""
@@ -77,7 +100,9 @@ class ConnectionState(enum.Enum):
     CLAIMED = enum.auto()
     """The process has a row and the descriptors, and must now lock its byte."""
     ATTACHED = enum.auto()
-    """Its byte is locked, and the server knows its session."""
+    """Its byte is locked, and the server knows its session: requests are answered."""
+    PLAIN = enum.auto()
+    """Its first message was a request, so it has no row; what needs none is answered."""
     LEAVING = enum.auto()
     """The process has said goodbye and waits until its row has ended."""
     CLOSED = enum.auto()
@@ -93,6 +118,8 @@ class ConnectionEvent(enum.Enum):
     """"locked" came, and the byte is locked."""
     BYE = enum.auto()
     """"bye" came, and the byte is free."""
+    ASKED = enum.auto()
+    """The first message is a request."""
     CLOSED = enum.auto()
     """The process closed it, died, took too long, sent an invalid message, or attached again elsewhere."""
 
@@ -105,6 +132,7 @@ MACHINE = Machine(
     {
         ConnectionState.CONNECTED: {
             ConnectionEvent.GRANTED: ConnectionState.CLAIMED,
+            ConnectionEvent.ASKED: ConnectionState.PLAIN,
             ConnectionEvent.CLOSED: ConnectionState.CLOSED,
         },
         ConnectionState.CLAIMED: {
@@ -115,32 +143,58 @@ MACHINE = Machine(
             ConnectionEvent.BYE: ConnectionState.LEAVING,
             ConnectionEvent.CLOSED: ConnectionState.CLOSED,
         },
+        ConnectionState.PLAIN: {ConnectionEvent.CLOSED: ConnectionState.CLOSED},
         ConnectionState.LEAVING: {ConnectionEvent.CLOSED: ConnectionState.CLOSED},
     },
 )
-EXPECTED = {ConnectionState.CLAIMED: LOCKED, ConnectionState.ATTACHED: BYE}
-"""In each state but CONNECTED, the only message that may come."""
 
 
 class _Connection:
-    """One connection. Hashed by identity."""
+    """One connection. Hashed by identity. To the rest of the server it is the address of a reply."""
 
-    __slots__ = ("_drop", "credentials", "owner", "secret", "sock", "state")
+    __slots__ = (
+        "credentials",
+        "fds",
+        "link",
+        "messages",
+        "owner",
+        "partial_bytes",
+        "plain",
+        "refused_count",
+        "server",
+        "session",
+        "state",
+        "unsent_bytes",
+    )
 
-    def __init__(self, sock: socket.socket, drop: Callable[[_Connection], None]) -> None:
-        """`drop` closes the connection."""
-        self.sock = sock
-        self.credentials = linux.credentials_of(sock)
+    def __init__(self, link: Connection, server: AttachServer) -> None:
+        self.link = link
+        self.server = server
+        self.credentials = linux.credentials_of(link.socket)
         self.state = MACHINE.first
         self.owner: Owner | None = None
         """The process's row, from GRANTED on."""
-        self.secret = secrets.token_bytes(SECRET_BYTES)
-        """Proves the session's requests once the connection is ATTACHED."""
-        self._drop = drop
+        self.session = b""
+        """The session that speaks over it, while it is ATTACHED; else empty."""
+        self.fds: list[int] = []
+        """Descriptors that came with a message that has arrived in part."""
+        self.plain: dict[int, Any] = {}
+        """Identities of a client without a row, by number (requests/plain.py)."""
+        self.messages: deque[bytes] = deque()
+        """Messages that wait to be handled; while there are any, nothing is read."""
+        self.refused_count = 0
+        """How many of its latest messages were no requests."""
+        self.partial_bytes = self.unsent_bytes = 0
+        """As last counted in the server's totals."""
 
     def move(self, event: ConnectionEvent) -> None:
         """Enter the state that `MACHINE` gives."""
         self.state = MACHINE.after(self.state, event)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; a connection that leaves too much unread is closed. After the end, nothing happens."""
+        if self.state is not ConnectionState.CLOSED:
+            self.server.send(self, message)
 
     def let_go(self, *, ok: bool) -> None:
         """See `row.Speaker`."""
@@ -148,8 +202,12 @@ class _Connection:
             return
         if ok:
             with contextlib.suppress(OSError):
-                linux.send(self.sock, OK)
-        self._drop(self)
+                self.link.send(OK)
+        self.server.drop(self)
+
+
+OnFrame = Callable[[_Connection, bytes], bool]
+"""Answers a request, now or later, by `send` of its connection. False: it was none, or from nobody who may ask it."""
 
 
 class AttachServer:
@@ -167,9 +225,11 @@ class AttachServer:
         hooks: AttachHooks,
         *,
         instance_id: str = "",
+        max_reserved_bytes: int = 0,
         limits: AttachLimits | None = None,
     ) -> None:
         self._path = path
+        self._max_reserved_bytes = max_reserved_bytes
         self._hooks = hooks
         self._instance_id = instance_id
         self._limits = limits or AttachLimits(handshake_s=patience(HANDSHAKE_S))
@@ -184,14 +244,25 @@ class AttachServer:
         self._connections: set[_Connection] = set()
         self._pending: dict[_Connection, asyncio.TimerHandle] = {}
         """Unfinished handshakes in order of arrival, each with its timeout."""
+        self._plain: dict[_Connection, None] = {}
+        """Connections without a row; the one whose message is newest is last."""
+        self._on_frame: OnFrame
+        self._waiting: deque[_Connection] = deque()
+        """Connections whose messages wait for their turn."""
+        self._turn_is_due = False
+        self._handled_count = 0
+        """Messages handled since the loop's last turn."""
+        self._partial_bytes = self._unsent_bytes = 0
+        self._received_count = self._cut_count = 0
         self._refused: Counter[str] = Counter()
         self._thinning = Thinning()
 
     # --- life --------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """End the rows of processes that died before this server started, then listen."""
+    async def start(self, on_frame: OnFrame) -> None:
+        """End the rows of processes that died before this server started, then listen; `on_frame` gets the requests."""
         self._loop = asyncio.get_running_loop()
+        self._on_frame = on_frame
         await self._rows.start()
         self.listen(self._path)
 
@@ -202,10 +273,10 @@ class AttachServer:
     def listen(self, path: Path) -> None:
         """Listen at this path from now on; connections stay. Raises OSError."""
         path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             os.fchmod(listener.fileno(), 0o600)  # before bind, so that the path never has another mode
-            listener.bind(os.fspath(self._path))
+            listener.bind(os.fspath(path))
             listener.listen(_BACKLOG)
             listener.setblocking(False)
         except OSError:
@@ -227,7 +298,7 @@ class AttachServer:
             self._listener = None
         self._rows.forget_owners()
         for connection in list(self._connections):
-            self._drop(connection)
+            self.drop(connection)
         await self._rows.ended()
         self._lane.shutdown()
 
@@ -242,6 +313,15 @@ class AttachServer:
     def stats(self) -> dict[str, Any]:
         """Counts of connections and rows by state, and of refusals by error code."""
         return {"pending": len(self._pending), **self._rows.stats(), "refused": dict(self._refused)}
+
+    def traffic(self) -> dict[str, int]:
+        """Counts of connections and messages, for status and metrics."""
+        return {
+            "received": self._received_count,
+            "unread_reply_bytes": self._unsent_bytes,
+            "connections": len(self._connections),
+            "cut_connections": self._cut_count,
+        }
 
     # --- connections -------------------------------------------------------------------------------------
 
@@ -259,7 +339,14 @@ class AttachServer:
                     return
                 continue  # this process has disconnected already
             sock.setblocking(False)
-            connection = _Connection(sock, self._drop)
+            try:
+                link = Connection(
+                    sock, b"ROUTER", max_frame_bytes=MAX_UNATTACHED_BYTES, max_unsent_bytes=MAX_UNSENT_BYTES
+                )
+                connection = _Connection(link, self)
+            except OSError:
+                sock.close()
+                continue
             self._connections.add(connection)
             self._pending[connection] = self._loop.call_later(
                 self._limits.handshake_s, self._time_out, connection
@@ -299,55 +386,199 @@ class AttachServer:
             timer.cancel()
 
     def _readable(self, connection: _Connection) -> None:
+        fds: list[int] = []
         try:
-            received = linux.receive(connection.sock, MAX_ATTACH_BYTES, _MAX_FDS)
+            if connection.state is ConnectionState.ATTACHED:
+                messages = connection.link.receive()
+                self._count_partial(connection)
+                self._received_count += len(messages)
+                connection.messages += messages
+                self._work(connection)
+                return
+            received = connection.link.receive_with_fds(_MAX_FDS)
+            fds, connection.fds = [*connection.fds, *received.fds], []
+            self._count_partial(connection)
+            if not received.messages and len(fds) <= _MAX_FDS:
+                connection.fds, fds = fds, []  # the message that they came with has arrived in part
+            received = received._replace(fds=fds)
+            self._received_count += len(received.messages)
+            if connection.state is ConnectionState.PLAIN:
+                connection.messages += received.messages
+                self._work(connection)
+            else:
+                self._shake_hands(connection, received)
         except (BlockingIOError, InterruptedError):
             return
-        except OSError:
-            self._drop(connection)
-            return
-        try:
-            if not received.data and not received.fds:
-                self._drop(connection)
-            else:
-                self._message(connection, received)
-        except KvstrataError as error:
-            self._refuse(connection, error)
+        except NotZmtp as error:
+            self._cut(connection, str(error))
         except GaveUp as error:
             self._count_refused(connection, "gave_up", f"the process gave up: {error}")
-            self._drop(connection)
+            self.drop(connection)
+        except KvstrataError as error:
+            self._refuse(connection, error)
+        except ConnectionError:
+            self.drop(connection)
         except OSError as error:  # no descriptors or no memory, perhaps only for a moment
             self._refuse(connection, Refused(f"the server cannot serve an attach now: {error.strerror}"))
         except Exception:
             _log.exception("attach: a bug in kvstrata while serving process %d", connection.credentials.pid)
             self._refuse(connection, InternalError("internal error; the server's log has details"))
         finally:
-            linux.close_all(received.fds)
+            linux.close_all(fds)
 
-    def _message(self, connection: _Connection, received: linux.Received) -> None:
-        if received.cut:
-            raise BadRequest(f"message: longer than {MAX_ATTACH_BYTES} bytes", field="message")
-        if connection.state is ConnectionState.CONNECTED:
-            self._request(connection, received)
+    def _work(self, connection: _Connection) -> None:
+        """Handle the messages of a connection, or as many as this turn of the loop may; the others wait."""
+        if connection not in self._connections:
             return
-        expected = EXPECTED.get(connection.state, b"nothing")
-        if received.data != expected:
-            raise BadRequest(
-                f"message: expected {expected.decode()!r} now, got {len(received.data)} bytes",
-                field="message",
-            )
-        if expected == LOCKED:
-            self._locked(connection)
-        else:
-            self._bye(connection)
+        is_later = connection.messages and (self._waiting or self._handled_count >= MESSAGES_PER_TURN)
+        if is_later or not self._take_turn(connection):
+            self._wait(connection)
+
+    def _take_turn(self, connection: _Connection) -> bool:
+        """Handle messages of a connection. Returns whether none is left."""
+        messages = connection.messages
+        started_s = time.monotonic()
+        while messages:
+            if self._handled_count >= MESSAGES_PER_TURN or time.monotonic() - started_s > SECONDS_PER_TURN:
+                return False
+            self._handled_count += 1
+            if self._handled_count >= MESSAGES_PER_TURN // 2:
+                self._look_soon()
+            self._handle(connection, messages.popleft())
+        return True
+
+    def _wait(self, connection: _Connection) -> None:
+        """Let a connection's messages wait for the next turn; until then it is not read."""
+        self._loop.remove_reader(connection.link.fileno())
+        self._waiting.append(connection)
+        self._look_soon()
+
+    def _look_soon(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """A new turn of the loop: handle messages that wait, one connection after the other."""
+        self._handled_count, self._turn_is_due = 0, False
+        ends_s = time.monotonic() + SECONDS_PER_TURN
+        while self._waiting and self._handled_count < MESSAGES_PER_TURN and time.monotonic() < ends_s:
+            connection = self._waiting.popleft()
+            if connection not in self._connections:
+                continue
+            self._handled_count += 1
+            self._handle(connection, connection.messages.popleft())
+            if connection.messages:
+                self._waiting.append(connection)
+            elif connection in self._connections:
+                self._loop.add_reader(connection.link.fileno(), self._readable, connection)
+        if self._waiting:
+            self._look_soon()
+
+    def _handle(self, connection: _Connection, message: bytes) -> None:
+        """Answer one message of a connection that is ATTACHED or PLAIN, or has just left these states."""
+        match connection.state:
+            case ConnectionState.ATTACHED if message == BYE:
+                try:
+                    self._bye(connection)
+                except KvstrataError as error:
+                    self._refuse(connection, error)
+            case ConnectionState.ATTACHED | ConnectionState.PLAIN:
+                if connection.state is ConnectionState.PLAIN and len(self._plain) > 1:
+                    self._plain.pop(connection, None)
+                    self._plain[connection] = None
+                if self._on_frame(connection, message):
+                    connection.refused_count = 0
+                else:
+                    connection.refused_count += 1
+                    if connection.refused_count >= MAX_REFUSED:
+                        self._cut(connection, f"{MAX_REFUSED} of its messages in a row were no requests")
+            case ConnectionState.LEAVING:
+                self._refuse(connection, BadRequest("message: the process has said goodbye", field="message"))
+
+    def _shake_hands(self, connection: _Connection, received: WithFds) -> None:
+        """Handle the messages of a connection that is neither ATTACHED nor PLAIN."""
+        for number, message in enumerate(received.messages):
+            match connection.state:
+                case ConnectionState.CONNECTED if is_request(message):
+                    self._handshake_over(connection)
+                    connection.move(ConnectionEvent.ASKED)
+                    self._plain[connection] = None
+                    if len(self._plain) > self._limits.plain:
+                        self._cut(next(iter(self._plain)), "too many clients without a row are connected")
+                case ConnectionState.CONNECTED:
+                    self._request(connection, message, received)
+                    continue
+                case ConnectionState.CLAIMED if message == LOCKED:
+                    self._locked(connection)
+                    continue
+                case ConnectionState.CLAIMED:
+                    raise BadRequest(
+                        f"message: expected {LOCKED.decode()!r} now, got {len(message)} bytes",
+                        field="message",
+                    )
+                case ConnectionState.CLOSED:
+                    return
+            connection.messages += received.messages[number:]
+            self._work(connection)
+            return
+
+    # --- sending -----------------------------------------------------------------------------------------
+
+    def send(self, connection: _Connection, message: bytes) -> None:
+        """Send a message over an open connection, which is closed if it leaves too much unread or has ended."""
+        try:
+            if not connection.link.send(message):
+                self._cut(connection, "it leaves too many bytes of replies unread")
+                return
+        except OSError:
+            self.drop(connection)
+            return
+        if connection.link.unsent_bytes:
+            self._count_unsent(connection)
+
+    def _writable(self, connection: _Connection) -> None:
+        try:
+            connection.link.flush()
+        except OSError:
+            self.drop(connection)
+            return
+        self._count_unsent(connection)
+
+    def _count_unsent(self, connection: _Connection) -> None:
+        before, connection.unsent_bytes = connection.unsent_bytes, connection.link.unsent_bytes
+        self._unsent_bytes += connection.unsent_bytes - before
+        if not before:
+            self._loop.add_writer(connection.link.fileno(), self._writable, connection)
+        elif not connection.unsent_bytes:
+            self._loop.remove_writer(connection.link.fileno())
+        if self._unsent_bytes > MAX_ALL_UNSENT_BYTES:
+            self._cut(connection, "all clients leave too many bytes of replies unread")
+
+    def _count_partial(self, connection: _Connection) -> None:
+        before, connection.partial_bytes = connection.partial_bytes, connection.link.partial_bytes
+        self._partial_bytes += connection.partial_bytes - before
+        if self._partial_bytes > MAX_PARTIAL_BYTES:
+            most = max(self._connections, key=lambda one: one.partial_bytes)
+            self._cut(most, "frames that have arrived in part take too many bytes")
+
+    def _cut(self, connection: _Connection, why: str) -> None:
+        """Close a connection because of what its other end does."""
+        if connection.state is ConnectionState.CLOSED:
+            return
+        self._cut_count += 1
+        line = "attach: cut the connection of process %d: %s"
+        self._thinning.log(_log, logging.WARNING, why, line, connection.credentials.pid, why)
+        self.drop(connection)
 
     def _refuse(self, connection: _Connection, error: KvstrataError) -> None:
         """Send the process the reason, if it still reads, and close the connection."""
         self._count_refused(connection, error.code, error.message)
         reply = AttachReply(code=error.code, message=error.message[:4096], field=error.field[:256])
-        with contextlib.suppress(OSError):
-            linux.send(connection.sock, msgspec.msgpack.encode(reply))
-        self._drop(connection)
+        if connection.state is not ConnectionState.CLOSED:
+            with contextlib.suppress(OSError):
+                connection.link.send(msgspec.msgpack.encode(reply))
+        self.drop(connection)
 
     def _count_refused(self, connection: _Connection, word: str, why: str) -> None:
         self._refused[word] += 1
@@ -355,25 +586,33 @@ class AttachServer:
         line = "attach: refused process %d: %s (%s)"
         self._thinning.log(_log, logging.WARNING, word, line, connection.credentials.pid, why[:500], word)
 
-    def _drop(self, connection: _Connection) -> None:
+    def drop(self, connection: _Connection) -> None:
         """Close a connection, and tell `rows` if it spoke for a row. Idempotent."""
         if connection not in self._connections:
             return
         self._connections.discard(connection)
         connection.move(ConnectionEvent.CLOSED)
+        connection.session = b""
+        connection.messages.clear()
+        self._plain.pop(connection, None)
         self._handshake_over(connection)
-        self._loop.remove_reader(connection.sock.fileno())
-        connection.sock.close()
+        self._partial_bytes -= connection.partial_bytes
+        self._unsent_bytes -= connection.unsent_bytes
+        self._loop.remove_reader(connection.link.fileno())
+        if connection.unsent_bytes:
+            self._loop.remove_writer(connection.link.fileno())
+        connection.link.close()
+        linux.close_all(connection.fds)
         owner, connection.owner = connection.owner, None
         if owner is not None:
             self._rows.lost(owner, connection)
 
     # --- the handshake -----------------------------------------------------------------------------------
 
-    def _request(self, connection: _Connection, received: linux.Received) -> None:
-        request = parse_request(received.data)
+    def _request(self, connection: _Connection, message: bytes, received: WithFds) -> None:
+        request = parse_request(message)
         failpoints.hit("attach.received")
-        pidfd = take_pidfd(received, connection.sock, connection.credentials)
+        pidfd = take_pidfd(received, connection.link.socket, connection.credentials)
         try:
             self._hooks.admit(request)
             tenants = self._hooks.tenants_of(connection.credentials, request)
@@ -386,7 +625,7 @@ class AttachServer:
             epoch=self._pool.epoch,
             pool_id=self._pool.pool_id,
             extents_bytes=self._pool.extents_bytes,
-            secret=connection.secret,
+            max_reserved_bytes=self._max_reserved_bytes,
             instance_id=self._instance_id,
             lock_file=self._lock_file,
         )
@@ -396,7 +635,7 @@ class AttachServer:
             fds.append(self._fds.sessions_lock)
         connection.move(ConnectionEvent.GRANTED)
         try:
-            linux.send(connection.sock, msgspec.msgpack.encode(reply), fds)
+            connection.link.send(msgspec.msgpack.encode(reply), fds)
         except OSError as error:
             if error.errno in (errno.EPIPE, errno.ECONNRESET):
                 raise GaveUp("it has closed its connection") from None
@@ -405,15 +644,17 @@ class AttachServer:
 
     def _locked(self, connection: _Connection) -> None:
         assert connection.owner is not None
-        if linux.has_hung_up(connection.sock):  # and has unlocked the byte, or is about to
+        if linux.has_hung_up(connection.link.socket):  # and has unlocked the byte, or is about to
             raise GaveUp("it has ended its wait for an answer")
-        self._rows.locked(connection.owner, connection.secret)
+        self._rows.locked(connection.owner)
         connection.move(ConnectionEvent.LOCKED)
+        connection.session = connection.owner.row.seen.session
+        connection.link.allow_frames(MAX_MESSAGE_BYTES)
         self._handshake_over(connection)
         try:
-            linux.send(connection.sock, OK)
+            connection.link.send(OK)
         except OSError:
-            self._drop(connection)  # the process will attach again, or its pidfd shows that it died
+            self.drop(connection)  # the process will attach again, or its pidfd shows that it died
             return
         failpoints.hit("attach.locked")
 
@@ -421,4 +662,9 @@ class AttachServer:
         assert connection.owner is not None
         self._rows.bye(connection.owner)
         connection.move(ConnectionEvent.BYE)
-        connection.owner = None
+        connection.owner, connection.session = None, b""
+
+
+def is_request(message: bytes) -> bool:
+    """Whether a message is an array, as requests are; an attach request is a map."""
+    return bool(message) and (message[0] >> 4 == 0x9 or message[0] in (0xDC, 0xDD))

@@ -26,4 +26,3 @@ class Explaining:
     def recent(self) -> list[dict[str, Any]]:
         """The last lookups, newest first."""
         return self._explainer.recent(MOST_RECENT)
-

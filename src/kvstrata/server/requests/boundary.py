@@ -1,16 +1,14 @@
-"""The RPC boundary: each frame gets one reply, whatever it holds.
+"""The RPC boundary: each message gets one reply, whatever it holds.
 
-    frame ─▶ head ─▶ proven? ─▶ decode ─▶ permitted? ─▶ outcome kept? ─▶ verb ─▶ reply
-                        │          │          │             │              └─ or a task, with the request's deadline
-                        └──────────┴─ error ◀─┴─────────────┘                 (running.py)
+    message ─▶ decode ─▶ permitted? ─▶ outcome kept? ─▶ verb ─▶ reply
+                  │           │             │              └─ or a task, with the request's deadline (running.py)
+                  └─ error ◀──┴─────────────┘
 
 Rules:
 
-1. Every message that has a return address gets one reply per arrival: its outcome, the outcome kept from an earlier
-   arrival, or an error.  A request that is still running is answered when it ends or at its deadline, on every
-   connection over which it came.
-2. A frame that names a session must prove that the session sent it (rpc/frame.py).  Otherwise the frame is refused
-   before it is decoded, and nothing is done or remembered in the session's name.
+1. Every message gets one reply per arrival: its outcome, the outcome kept from an earlier arrival, or an error.  A
+   request that is still running is answered when it ends or at its deadline.
+2. The connection says who asks (memory/attach/server.py).  A connection without a row is answered by plain.py.
 3. A ping or an error touches only memory of this process.
 4. Only here and in running.py does an unexpected exception become a reply (`internal`); the log has the trace.
 """
@@ -22,26 +20,24 @@ import re
 import time
 import typing
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from kvstrata import failpoints
-from kvstrata.errors import BadRequest, KvstrataError, NotPermitted, UnknownSession
+from kvstrata.errors import BadRequest, KvstrataError
 from kvstrata.observability.logging import EventLog
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.processes import AttachedProcess, ProcessTable
-from kvstrata.rpc.frame import MAX_UNPROVEN_BYTES, PROOF_BYTES, SCAN, Head, check_limits, proves
-from kvstrata.rpc.session import Call, Effect, Sessions, Verdict
+from kvstrata.rpc.session import Address, Call, Effect, Sessions, Verdict
 from kvstrata.rpc.wire import (
     MAX_DEADLINE_MS,
-    NO_SESSION,
+    MAX_SEQ,
     Abort,
     AnyRequest,
     Cancel,
     Commit,
     Corrupt,
-    Hello,
     Identify,
     Lookup,
     Ping,
@@ -53,14 +49,38 @@ from kvstrata.rpc.wire import (
     decode_request,
     encode,
 )
-from kvstrata.rpc.zmq_server import Address
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.handlers import Handlers
 from kvstrata.server.requests.lookup import Lookups
+from kvstrata.server.requests.plain import PlainClients
 from kvstrata.server.requests.reserve import Reserving
 from kvstrata.server.requests.running import KeptOutcome, Replies, Running
-from kvstrata.types import shown_name
 
+HEAD_BYTES = 64 << 10
+"""Of an invalid message up to this length, operation and number are looked for."""
+
+
+class Sender(Address, Protocol):
+    """The connection over which a message came."""
+
+    @property
+    def session(self) -> bytes:
+        """The attached session that speaks over it; empty for a client without a row."""
+
+    @property
+    def plain(self) -> dict[int, Any]:
+        """Identities that a client without a row has declared (plain.py)."""
+
+
+class _Op(msgspec.Struct, array_like=True):
+    op: str
+
+
+class _Head(_Op, array_like=True):
+    seq: int
+
+
+_OP, _HEAD = msgspec.msgpack.Decoder(_Op), msgspec.msgpack.Decoder(_Head)
 Kept = Callable[[Call, AttachedProcess, Any], KeptOutcome | Coroutine[Any, Any, KeptOutcome]]
 """Executes a request of an attached process; the outcome is kept under the request's number."""
 
@@ -79,8 +99,10 @@ class Boundary:
         effects: Effects,
         running: Running,
         replies: Replies,
+        plain: PlainClients,
         counters: ServerCounters,
     ) -> None:
+        self._plain = plain
         self._handlers = handlers
         self._processes = processes
         self._sessions = sessions
@@ -102,104 +124,53 @@ class Boundary:
             Corrupt: reserving.corrupt,
         }
 
-    def on_frame(self, address: Address, frame: bytes | memoryview) -> bool:
-        """Answer one frame, now or when its task has ended. Returns False if it was refused unread."""
+    def on_frame(self, sender: Sender, frame: bytes) -> bool:
+        """Answer one message, now or when its task has ended. Returns False if it is no request."""
         started_s = time.perf_counter()
-        found = SCAN(frame)
-        proof, _, session, _, fault = found
-        sender = self._processes.get(session)
+        process = self._processes.get(sender.session)
         try:
-            # Most frames need no further check: they are whole, and their session and proof are right.
-            if fault or sender is None or not proves(proof, sender.secret):
-                self._check_sender(len(frame), Head(*found), sender)
-            request = decode_request(frame[PROOF_BYTES:] if proof else frame)
-        except KvstrataError as error:
-            self._replies.send_error(address, self._replies.error(found[3], error))
-            return False
+            request = decode_request(frame)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self._replies.send_error(address, self._undecodable(Head(*found), len(frame), error))
+            sender.send(self._undecodable(frame, error))
             return False
         kind = type(request)
         op = _OPS[kind]
         failpoints.hit(op, "received")
         try:
-            if type(request) is Ping:
-                reply: bytes | None = self._handlers.ping(request)
+            if process is None:
+                reply: bytes | None = encode(self._plain.answer(sender.plain, request, op))
+            elif type(request) is Ping:
+                reply = self._handlers.ping(request, process)
             else:
-                reply = self._dispatch(address, request, op, sender, started_s)
+                reply = self._dispatch(sender, request, op, process, started_s)
         except KvstrataError as error:
             reply = self._replies.error(request.seq, error)
         except Exception as error:
             reply = self._replies.our_mistake(request.seq, error)
         if reply is not None:
-            self._replies.send(op, (address,), reply)
+            self._replies.send(op, (sender,), reply)
             self._replies.ended(op, started_s)
-        if kind is Lookup:
-            self._lookups.note_answered()
-        elif type(request) is Ping and request.misses and sender is not None:
-            self._lookups.note_missed(sender, request.misses)
+        if process is not None:
+            if kind is Lookup:
+                self._lookups.note_answered()
+            elif type(request) is Ping and request.misses:
+                self._lookups.note_missed(process, request.misses)
         return True
 
-    def on_frame_count(self, address: Address, count: int) -> bytes:
-        """The error for a message that does not have exactly one frame."""
-        error = BadRequest(
-            f"message: has {count} frames, must have 1; send from a DEALER socket without a delimiter",
-            field="message",
-        )
-        return self._replies.error(0, error)
-
-    def _check_sender(self, size_bytes: int, head: Head, process: AttachedProcess | None) -> None:
-        """Raises unless the frame comes from the session that it names, or from none, and may be decoded."""
-        if head.session and head.session != NO_SESSION:
-            if process is None:
-                raise UnknownSession(
-                    "session: not attached to this instance; attach, then send again", field="session"
-                )
-            if not proves(head.proof, process.secret):
-                self._counters.wrong_proofs += 1
-                self._log.repeated(
-                    logging.WARNING,
-                    "wrong proof",
-                    "wrong_proof",
-                    session=shown_name(head.session),
-                    pid=process.pid,
-                )
-                raise NotPermitted(
-                    "session: the frame does not prove that it comes from this session; send the secret of its "
-                    "attach reply before the message, as protocol 5 asks",
-                    field="session",
-                )
-        elif size_bytes > MAX_UNPROVEN_BYTES:
-            raise BadRequest(
-                f"message: {size_bytes} bytes, but a frame without a session has at most {MAX_UNPROVEN_BYTES}; attach "
-                "first",
-                field="message",
-            )
-        check_limits(head)
-
     def _dispatch(
-        self,
-        address: Address,
-        request: AnyRequest,
-        op: str,
-        process: AttachedProcess | None,
-        started_s: float,
+        self, sender: Sender, request: AnyRequest, op: str, process: AttachedProcess, started_s: float
     ) -> bytes | None:
         counters = self._counters.requests
         counters[op] = counters.get(op, 0) + 1
-        if type(request) is Hello:
-            return encode(self._handlers.hello(request, process))
-        if process is None:
-            raise NotPermitted(f"session: {op} needs an attached session", field="session")
         kind = type(request)
         if type(request) is Retrieve:
             return encode(self._handlers.retrieve(request, process))
         work = self._kept[kind]
         receipt = self._sessions.request(
-            request.session,
+            process.session,
             request.seq,
             op,
-            address,
+            sender,
             wanted_by_ping=kind is Lookup,
             takes=kind in (Lookup, Reserve),
         )
@@ -213,23 +184,32 @@ class Boundary:
                 self._running.check_room(owner)
             result = work(call, process, request)
         except KvstrataError as error:
-            return self._end(call, self._replies.error(call.seq, error), None, address)
+            return self._end(call, self._replies.error(call.seq, error), None, sender)
         except Exception as error:
-            return self._end(call, self._replies.our_mistake(call.seq, error), None, address)
+            return self._end(call, self._replies.our_mistake(call.seq, error), None, sender)
         if isinstance(result, tuple):
-            return self._end(call, encode(result[0]), result[1], address)
+            return self._end(call, encode(result[0]), result[1], sender)
         deadline_ms = getattr(request, "deadline_ms", MAX_DEADLINE_MS)
         self._running.begin(call, result, deadline_ms / 1000, owner, started_s)
         return None
 
-    def _end(self, call: Call, frame: bytes, effect: Effect | None, address: Address) -> bytes | None:
+    def _end(self, call: Call, frame: bytes, effect: Effect | None, sender: Sender) -> bytes | None:
         """Keep the outcome of a request that ended at once. Returns the reply for the connection it came over."""
-        return frame if address in self._effects.finish(call, frame, effect) else None
+        return frame if sender in self._effects.finish(call, frame, effect) else None
 
-    def _undecodable(self, head: Head, size_bytes: int, error: Exception) -> bytes:
-        """The error for a frame that is not a request, with the sender's seq if it could be read."""
-        seq, op = head.seq, head.op.decode(errors="replace")
+    def _undecodable(self, frame: bytes, error: Exception) -> bytes:
+        """The error for a message that is no request, with the sender's seq if it can be read."""
+        size_bytes = len(frame)
         self._log.repeated(logging.WARNING, "undecodable", "bad_message", error=error, size_bytes=size_bytes)
+        seq, op = 0, ""
+        if size_bytes <= HEAD_BYTES:
+            head = _decoded(_HEAD, frame) or _decoded(_OP, frame)
+            op = head.op if head is not None else ""
+            seq = head.seq if isinstance(head, _Head) and 0 <= head.seq <= MAX_SEQ else 0
+        if not frame:
+            return self._replies.error(
+                seq, BadRequest("message: it must have one frame, which holds an array", field="message")
+            )
         fields = _FIELDS.get(op)
         if op and fields is None:
             known = ", ".join(sorted(_FIELDS))
@@ -253,3 +233,13 @@ OPERATIONS = frozenset(_OPS.values())
 """Names of all operations."""
 _FIELDS: dict[str, tuple[str, ...]] = {op: kind.__struct_fields__ for kind, op in _OPS.items()}
 """Operation → names of its fields after the operation's name."""
+
+
+H = TypeVar("H", bound=_Op)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: bytes) -> H | None:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -11,8 +11,7 @@ commit and abort, which end single items of a reservation, change them in reserv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from kvstrata.errors import BadRequest
 from kvstrata.native.pool import Pool
@@ -21,9 +20,6 @@ from kvstrata.policy.processes import AttachedProcess
 from kvstrata.rpc.session import Address, Call, Effect, Sessions, Undoing
 from kvstrata.rpc.wire import Pong, encode
 from kvstrata.server.requests.leases import InFlight, Lease, Leases, Reservation
-
-Send = Callable[[Any, bytes], object]
-"""Gives a reply to the transport. Returns whether it was dropped: this client leaves too many bytes unread."""
 
 
 class Effects:
@@ -37,7 +33,6 @@ class Effects:
         in_flight: InFlight,
         counters: ServerCounters,
         epoch: int,
-        send: Send,
     ) -> None:
         self._pool = pool
         self._sessions = sessions
@@ -45,7 +40,6 @@ class Effects:
         self._in_flight = in_flight
         self._counters = counters
         self._epoch = epoch
-        self._send = send
 
     def check_new(self, call: Call) -> None:
         """Raises BadRequest if a lease has the name of this lookup already: that of an earlier process of the session,
@@ -90,7 +84,7 @@ class Effects:
             if call.stop is not None:
                 call.stop()
         for address, reply in undoing.replies:
-            self._send(address, reply)
+            address.send(reply)
         return len(undoing.effects) + len(undoing.stopped)
 
     def release_share(self, lease: Lease, row: int, own: bool) -> bool:
@@ -120,7 +114,8 @@ class Effects:
         chosen = self._leases.revoke(lambda tickets: self._pool.leases_to_end(tickets, need_bytes))
         self._counters.revoked_leases += len(chosen)
         for session, address in {lease.name[0]: lease.address for lease in chosen}.items():
-            self._send(address, encode(Pong(0, self._epoch, [], self._leases.revoked(session))))
+            if address is not None:
+                address.send(encode(Pong(0, self._epoch, [], self._leases.revoked(session))))
         return len(chosen)
 
     def process_gone(self, process: AttachedProcess, left: Sequence[Effect]) -> None:

@@ -6,20 +6,13 @@ import time
 
 import msgspec
 
-from kvstrata import __version__
-from kvstrata.errors import BadRequest, NotPermitted, UnknownSession, WrongVersion
-from kvstrata.native.hashing import storage_keys
+from kvstrata.errors import BadRequest, NotPermitted
 from kvstrata.native.pool import Pool
 from kvstrata.observability.metrics import ServerCounters
 from kvstrata.policy.processes import AttachedProcess, ProcessTable
 from kvstrata.rpc.session import Call, Sessions
 from kvstrata.rpc.wire import (
-    MAX_MESSAGE_BYTES,
-    NO_SESSION,
-    PROTOCOL_VERSION,
     Cancel,
-    Hello,
-    HelloReply,
     Identify,
     IdentifyReply,
     Ok,
@@ -29,13 +22,11 @@ from kvstrata.rpc.wire import (
     Release,
     Reply,
     Retrieve,
-    RetrieveReply,
     encode,
 )
-from kvstrata.server.facts import InstanceFacts
-from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.effects import Effects
 from kvstrata.server.requests.leases import Lease, Leases
+from kvstrata.server.requests.plain import read_piece
 from kvstrata.server.requests.running import KeptOutcome
 from kvstrata.types import shown_name
 
@@ -46,60 +37,28 @@ class Handlers:
     def __init__(
         self,
         *,
-        facts: InstanceFacts,
+        epoch: int,
         pool: Pool,
         processes: ProcessTable,
         sessions: Sessions,
         leases: Leases,
         effects: Effects,
-        tiers: TierSet,
         counters: ServerCounters,
     ) -> None:
-        self._facts = facts
-        self._epoch = facts.epoch
+        self._epoch = epoch
         self._pool = pool
         self._processes = processes
         self._sessions = sessions
         self._leases = leases
         self._effects = effects
-        self._tiers = tiers
         self._counters = counters
 
     # --- sessions -----------------------------------------------------------------------------------------
 
-    def hello(self, request: Hello, process: AttachedProcess | None) -> Reply:
-        """Tell which server this is; the first request of every client."""
-        if request.protocol != PROTOCOL_VERSION:
-            raise WrongVersion(
-                f"protocol: the client speaks {request.protocol}, this server {PROTOCOL_VERSION}; upgrade "
-                "the older side",
-                field="protocol",
-            )
-        facts = self._facts
-        return HelloReply(
-            seq=request.seq,
-            epoch=facts.epoch,
-            protocol=PROTOCOL_VERSION,
-            server=f"kvstrata {__version__}",
-            instance_id=facts.instance_id,
-            chunk_tokens=facts.chunk_tokens,
-            socket_dir=str(facts.socket_dir),
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            has_l2=self._tiers.hit_beyond_l1,
-            max_reserved_bytes=facts.max_reserved_bytes,
-        )
-
-    def ping(self, request: Ping) -> bytes:
+    def ping(self, request: Ping, process: AttachedProcess) -> bytes:
         """Answer a ping. If it names the lookups that the process still wants, the others are undone."""
-        if request.session == NO_SESSION:
-            return encode(Pong(request.seq, self._epoch))
-        process = self._processes.get(request.session)
-        if process is None:
-            raise UnknownSession(
-                "session: not attached to this instance; attach, then send again", field="session"
-            )
         process.pinged_s = time.monotonic()
-        undoing = self._sessions.ping(request.session, request.seq, request.live)
+        undoing = self._sessions.ping(process.session, request.seq, request.live)
         if request.copies is not None:
             process.copies = msgspec.structs.asdict(request.copies)
         if request.loads is not None:
@@ -173,15 +132,4 @@ class Handlers:
     def retrieve(self, request: Retrieve, process: AttachedProcess) -> Reply:
         """Reply with bytes of a record, for a process that does not map L1."""
         root = self._processes.identity(process, request.identity_id).root
-        hold = self._pool.hold(storage_keys(root, request.key, request.slice_digest), identity=root)
-        if hold is None:
-            return RetrieveReply(request.seq, self._epoch, False, 0, b"")
-        try:
-            first = min(request.offset_bytes, hold.length)
-            end = min(first + request.length_bytes, hold.length)
-            body = bytes(hold.view()[first:end])
-            length = hold.length
-        finally:
-            hold.drop()
-        self._counters.retrieved_bytes += end - first
-        return RetrieveReply(request.seq, self._epoch, True, length, body)
+        return read_piece(self._pool, root, request, self._epoch, self._counters)

@@ -95,7 +95,6 @@ class Processes:
             tenants=session.tenants,
             row=session.row,
             pid=session.pid,
-            secret=session.secret,
             record_bytes=declared_record_bytes(request.facts),
             span=(request.facts or {}).get(SPAN_FACT, 0),
             engine_url=request.engine_url,

@@ -18,7 +18,7 @@ from kvstrata.policy.processes import Owner
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Address, Call, Effect, Sessions
 from kvstrata.rpc.wire import Error, Reply, encode
-from kvstrata.server.requests.effects import Effects, Send
+from kvstrata.server.requests.effects import Effects
 
 MAX_TASKS_OF_PROCESS = 2_048
 """Maximum number of tasks of one process at a time, over all its sessions."""
@@ -33,10 +33,9 @@ KeptOutcome = tuple[Reply, Effect | None]
 class Replies:
     """Encodes errors and sends replies, with the failpoints around them."""
 
-    def __init__(self, epoch: int, counters: ServerCounters, send: Send) -> None:
+    def __init__(self, epoch: int, counters: ServerCounters) -> None:
         self._epoch = epoch
         self._counters = counters
-        self._send = send
 
     def error(self, seq: int, error: KvstrataError) -> bytes:
         """The reply that carries an error."""
@@ -54,15 +53,11 @@ class Replies:
             seq, InternalError(f"the server failed on this request ({name}); its log has details")
         )
 
-    def send_error(self, address: Address, reply: bytes) -> None:
-        """Send an error in answer to a frame that names no operation."""
-        self._send(address, reply)
-
     def send(self, op: str, addresses: Iterable[Address], reply: bytes) -> None:
         """Send the outcome of a request. If it is dropped, the client asks for it again."""
         failpoints.hit(op, "done")
         for address in addresses:
-            self._send(address, reply)
+            address.send(reply)
         failpoints.hit(op, "replied")
 
     def ended(self, op: str, started_s: float) -> None:

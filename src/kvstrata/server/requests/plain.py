@@ -1,0 +1,128 @@
+"""Clients of this host without a row: any program of our user with an ordinary ZeroMQ DEALER.
+
+They map no memory, hold nothing, and may ask what needs neither: `identify`, `lookup` as a count without a lease,
+`retrieve` of bytes, and `ping`.  Everything else is refused by name.  With a tenants file they see the unnamed tenant
+alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstrata.errors import BadRequest, NotPermitted, Refused, UnknownIdentity
+from kvstrata.native.hashing import storage_keys
+from kvstrata.native.pool import Pool
+from kvstrata.observability.metrics import ServerCounters
+from kvstrata.policy.processes import TenantTokens
+from kvstrata.rpc.wire import (
+    AnyRequest,
+    Identify,
+    IdentifyReply,
+    Lookup,
+    LookupReply,
+    Ping,
+    Pong,
+    Reply,
+    Retrieve,
+    RetrieveReply,
+)
+from kvstrata.server.requests.checks import whole_keys
+from kvstrata.types import identity_root
+
+MAX_IDENTITIES = 64
+"""Identities of one connection."""
+MAX_RECORDS = 1_024
+"""Records that one lookup may ask for; asking takes about 0.2 ms of the loop."""
+
+
+class PlainIdentity(NamedTuple):
+    """What a client without a row declared: the root of an identity, and the slices that its chunks have."""
+
+    root: bytes
+    slices: list[bytes]
+
+
+class PlainClients:
+    """Answers clients without a row, at once. Belongs to the event loop."""
+
+    def __init__(self, pool: Pool, tokens: TenantTokens, counters: ServerCounters, epoch: int) -> None:
+        self._pool = pool
+        self._tokens = tokens
+        self._counters = counters
+        self._epoch = epoch
+
+    def answer(self, identities: dict[int, PlainIdentity], request: AnyRequest, op: str) -> Reply:
+        """The reply to a request; `identities` are those of its connection. Raises KvstrataError."""
+        self._counters.requests[op] = self._counters.requests.get(op, 0) + 1
+        match request:
+            case Ping():
+                return Pong(request.seq, self._epoch)
+            case Identify():
+                return self._identify(identities, request)
+            case Lookup():
+                return self._lookup(_known(identities, request.identity_id), request)
+            case Retrieve():
+                root = _known(identities, request.identity_id).root
+                return read_piece(self._pool, root, request, self._epoch, self._counters)
+        raise NotPermitted(
+            f"op: {op} needs an attached process; attach first, with a pidfd",
+            field="op",
+        )
+
+    def _identify(self, identities: dict[int, PlainIdentity], request: Identify) -> Reply:
+        if request.layout is None or not request.slices:
+            missing = "slices" if request.layout else "layout"
+            raise BadRequest(
+                f"{missing}: missing; a client that is not attached names the layout identity and the slices",
+                field=missing,
+            )
+        allowed = self._tokens.without
+        if allowed is not None and request.request.tenant not in allowed:
+            raise NotPermitted(
+                "request.tenant: this server has a tenants file; attach with a token of the tenant",
+                field="request.tenant",
+            )
+        if len(identities) >= MAX_IDENTITIES:
+            raise Refused(
+                f"request: this connection has declared {MAX_IDENTITIES} identities", field="request"
+            )
+        number, root = len(identities) + 1, identity_root(request.layout, request.request)
+        identities[number] = PlainIdentity(root, request.slices)
+        return IdentifyReply(request.seq, self._epoch, number, root, request.slices, complete=True)
+
+    def _lookup(self, identity: PlainIdentity, request: Lookup) -> Reply:
+        [group] = request.groups
+        n_records = whole_keys(group.keys, "groups[0].keys") * len(identity.slices)
+        if n_records > MAX_RECORDS:
+            raise BadRequest(
+                f"groups[0].keys: {n_records} records; a client that is not attached may ask for {MAX_RECORDS} at once",
+                field="groups[0].keys",
+            )
+        keys = storage_keys(identity.root, group.keys, b"".join(identity.slices))
+        n_chunks = self._pool.peek(keys, len(identity.slices))
+        return LookupReply(request.seq, self._epoch, n_chunks, b"", n_chunks, 0, "")
+
+
+def read_piece(pool: Pool, root: bytes, request: Retrieve, epoch: int, counters: ServerCounters) -> Reply:
+    """Bytes of the record that a retrieve names."""
+    hold = pool.hold(storage_keys(root, request.key, request.slice_digest), identity=root)
+    if hold is None:
+        return RetrieveReply(request.seq, epoch, False, 0, b"")
+    try:
+        first = min(request.offset_bytes, hold.length)
+        end = min(first + request.length_bytes, hold.length)
+        body = bytes(hold.view()[first:end])
+        length = hold.length
+    finally:
+        hold.drop()
+    counters.retrieved_bytes += end - first
+    return RetrieveReply(request.seq, epoch, True, length, body)
+
+
+def _known(identities: dict[int, PlainIdentity], number: int) -> PlainIdentity:
+    identity = identities.get(number)
+    if identity is None:
+        raise UnknownIdentity(
+            f"identity_id: {number} was not declared on this connection", field="identity_id"
+        )
+    return identity

@@ -1,0 +1,1 @@
+"""The one connection between a process and the server of its host."""
