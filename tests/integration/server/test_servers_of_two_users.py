@@ -37,7 +37,6 @@ def connect(name, kind):
         sock.connect(f"{theirs}/{name}")
 assert attach(own) == (["stored"] * 2, 2)
 ways = {
-    "attach": lambda: connect("attach.sock", socket.SOCK_SEQPACKET),
     "rpc": lambda: connect("rpc.sock", socket.SOCK_STREAM),
     **{name: (lambda name=name: os.open(f"{segment}/{name}", os.O_RDONLY)) for name in names},
     "descriptors": lambda: os.listdir(f"/proc/{server}/fd"),
