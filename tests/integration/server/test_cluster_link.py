@@ -86,19 +86,6 @@ def test_a_refused_full_sync_is_begun_again_with_a_new_number(controller, server
     controller.until(lambda: controller.beats and controller.beats[-1].last_event == len(controller.events))
 
 
-@pytest.mark.long
-def test_a_part_that_is_temporarily_refused_is_sent_again(controller, server, client):
-    prompt = Prompt(client, 1, 10)
-    outcomes(prompt)
-    controller.failures["SyncPart"] = ["refused", "refused"]
-    controller.commands.append(Command(1, CommandKind.RESYNC, {"freeze_ms": 0}))
-    synced(controller, 2)
-    controller.until(lambda: 1 in controller.results)
-    assert controller.results[1].ok
-    parts = [part.index for part in controller.asked_for(SyncPart)]
-    assert parts.count(0) >= 3
-
-
 @pytest.mark.silence
 def test_a_frozen_sync_refuses_stores_until_it_ends(controller, server, client):
     synced(controller)
@@ -148,17 +135,6 @@ def test_a_command_is_carried_out_once_however_often_it_is_sent(controller, serv
     assert prompt.hits() == 10
 
 
-@pytest.mark.long
-def test_the_server_registers_again_after_a_new_epoch_and_after_unknown_instance(controller, server):
-    synced(controller)
-    controller.epoch += 1
-    controller.until(lambda: len(controller.asked_for(Register)) == 2)
-    controller.failures["Heartbeat"] = ["unknown_instance"]
-    controller.until(lambda: len(controller.asked_for(Register)) == 3)
-    synced(controller, 3)
-    assert len({told.incarnation for told in controller.asked_for(Register)}) == 1
-
-
 def test_a_refused_registration_is_tried_again_and_serving_goes_on(controller, server, client):
     controller.failures["Register"] = ["instance_id_taken", "no_slots"]
     prompt = Prompt(client, 1, 10)
@@ -173,18 +149,6 @@ def test_a_server_that_stops_says_goodbye_first(controller, server):
     [told] = controller.asked_for(Goodbye)
     assert told.instance == "ours"
     assert controller.asked_for(Register)[0].protocol == cluster_wire.CLUSTER_PROTOCOL_VERSION
-
-
-@pytest.mark.long
-def test_a_server_serves_although_the_controller_names_invalid_ports(controller, server, client):
-    valid = dict(controller.ports)
-    controller.ports.update(pull=0, heartbeat=70_000)
-    controller.epoch += 1
-    controller.until(lambda: len(controller.asked_for(Register)) >= 3)
-    prompt = Prompt(client, 1, 10)
-    assert outcomes(prompt) == {RESERVED}
-    controller.ports.update(valid)
-    controller.until(lambda: controller.held.get("l1") == {key[:8] for key in split(prompt.keys)})
 
 
 @pytest.mark.long

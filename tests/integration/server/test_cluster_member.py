@@ -215,23 +215,6 @@ def test_a_pin_outlives_the_controller_that_made_it_and_can_be_ended_by_the_next
 
 
 @pytest.mark.long
-def test_a_server_without_a_controller_serves_and_joins_when_it_comes(tmp_path, controller):
-    controller.stop()
-    url = f"tcp://127.0.0.1:{controller.ports['reply']}"
-    flags = ("--controller-url", url, "--instance-id", "ours")
-    alone = ServerProcess(tmp_path / "alone", l1_mb=64, chunk_tokens=CHUNK_TOKENS, flags=flags)
-    with alone:
-        alone.start()
-        with RpcClient(alone.socket_dir) as client:
-            prompt = Prompt(client, 1, 20)
-            prompt.store()
-            assert prompt.hits() == 20
-            assert not cluster_of(alone)["member"]
-            controller.start()
-            until(lambda: keys_in(controller, "l1") == 20)
-
-
-@pytest.mark.long
 def test_chunks_read_from_a_peer_stay_or_go_as_p2p_keep_says(tmp_path, controller):
     pytest.importorskip(
         "kvstrata.native.ucx", reason="this build has no UCX; install libucx-dev and build again"

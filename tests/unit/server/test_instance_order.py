@@ -7,7 +7,6 @@ controller that is absent.
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import json
 import os
@@ -31,124 +30,53 @@ from kvstrata.config.model import (
 from kvstrata.memory.attach.server import AttachServer
 from kvstrata.memory.segment import Segment
 from kvstrata.p2p.serving import PeerServer
-from kvstrata.p2p.tier import PeerTier
 from kvstrata.process.http_token import find_token
-from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.rpc.zmq_server import ZmqServer
 from kvstrata.server import instance, process
 from kvstrata.server.cluster.membership import Membership
 from kvstrata.server.l2.prefetch import PrefetchController
 from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.plan import plan
-from kvstrata.storage.native_adapter import NativeAdapter
 from tests.harness.daemon import free_port
 
-OPENED = [
-    "HTTP port bound",
-    "segment opened",
-    "puts begin",
-    "peer tier opened",
-    "disk tier opened",
-    "readers' port bound",
-    "peers are answered",
-    "socket listens",
-    "membership begins",
-    "ready",
+STEPS: list[tuple[str, Any, str]] = [
+    ("the HTTP port is bound", instance, "http_listen"),
+    ("L1 is opened", Segment, "open"),
+    ("puts begin", StoreController, "start"),
+    ("tiers are opened", TierControl, "open"),
+    ("peers are answered", PeerServer, "start"),
+    ("engines can attach", AttachServer, "start"),
+    ("controllers are told", Membership, "start"),
+    ("ready", process, "tell_ready"),
+    ("controllers hear a goodbye", Membership, "stop"),
+    ("puts end", StoreController, "stop"),
+    ("loads end", PrefetchController, "stop"),
+    ("tasks end", Supervisor, "stop"),
+    ("the attach socket is closed", AttachServer, "stop"),
+    ("tiers are closed", TierControl, "close"),
+    ("L1 is closed", Segment, "close"),
 ]
-CLOSED = [
-    "membership ends",
-    "puts end",
-    "loads end",
-    "tasks end",
-    "socket closed",
-    "peer server closed",
-    "tier control closed",
-    "peer tier closed",
-    "disk tier closed",
-    "lane closed",
-    "lane closed",
-    "segment closed",
-]
+"""What an instance does from its start to its end, and where."""
 
 
 OTHERS = re.compile(r"\.numbers\.")
 """Paths whose keys depend on the machine or on a tier's medium."""
 
 
-class Watched:
-    """Notes calls of the parts' methods as steps; a step that repeats in a row is noted once."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.said: list[str] = []
-        self._patch = monkeypatch
-
-    def note(self, step: str) -> None:
-        self.said.append(step)
-
-    def method(
-        self, owner: Any, name: str, step: str, when: Callable[[Any], bool] = lambda part: True
-    ) -> None:
-        """From now on each call of `owner.name` on a part for which `when` holds is noted as this step."""
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
+    """The steps in the order in which each is taken for the first time."""
+    said: dict[str, None] = {}
+    for step, owner, name in STEPS:
         real = getattr(owner, name)
 
-        @functools.wraps(real)
-        def called(part: Any, *args: Any, **more: Any) -> Any:
-            if when(part):
-                self.note(step)
-            return real(part, *args, **more)
+        def called(*args: Any, _real: Any = real, _step: str = step, **more: Any) -> Any:
+            said.setdefault(_step)
+            return _real(*args, **more)
 
-        self._patch.setattr(owner, name, called)
-
-    def steps(self, known: list[str]) -> list[str]:
-        """Those of `known`, a second call of one that repeats nothing left out."""
-        counts = {step: known.count(step) for step in known}
-        found = []
-        for step in self.said:
-            if counts.get(step, 0):
-                counts[step] -= 1
-                found.append(step)
-        return found
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    watched = Watched(monkeypatch)
-
-    watched.method(ZmqServer, "bind_tcp", "readers' port bound")
-    real_open, real_listen = Segment.open, instance.http_listen
-
-    def opened(*args: Any) -> Segment:
-        watched.note("segment opened")
-        return real_open(*args)
-
-    def listens(*args: Any) -> Any:
-        watched.note("HTTP port bound")
-        return real_listen(*args)
-
-    monkeypatch.setattr(Segment, "open", opened)
-    monkeypatch.setattr(instance, "http_listen", listens)
-    monkeypatch.setattr(process, "tell_ready", lambda *told: watched.note("ready"))
-    watched.method(Segment, "destroy", "segment closed")
-    watched.method(Segment, "close", "segment closed")
-    watched.method(StoreController, "start", "puts begin")
-    watched.method(StoreController, "stop", "puts end")
-    watched.method(PrefetchController, "stop", "loads end")
-    watched.method(PeerTier, "open", "peer tier opened")
-    watched.method(PeerTier, "close", "peer tier closed")
-    watched.method(NativeAdapter, "open", "disk tier opened")
-    watched.method(NativeAdapter, "close", "disk tier closed")
-    watched.method(TierControl, "close", "tier control closed")
-    watched.method(PeerServer, "start", "peers are answered")
-    watched.method(PeerServer, "close", "peer server closed")
-    watched.method(AttachServer, "start", "socket listens")
-    watched.method(AttachServer, "stop", "socket closed")
-    watched.method(Membership, "start", "membership begins")
-    watched.method(Membership, "stop", "membership ends")
-    watched.method(Supervisor, "stop", "tasks end")
-    watched.method(PoolLane, "close", "lane closed")
-    return watched
+        monkeypatch.setattr(owner, name, called)
+    return said
 
 
 @pytest.fixture(autouse=True)
@@ -196,37 +124,26 @@ async def nothing() -> None:
     """Nothing to look at."""
 
 
-async def test_an_instance_opens_and_closes_its_parts_in_this_order(watched: Watched, tmp_path: Path) -> None:
+async def test_an_instance_binds_early_answers_late_and_closes_in_reverse(
+    said: dict[str, None], tmp_path: Path
+) -> None:
     server = process.Server(plan(settings(tmp_path), os.environ), lambda: settings(tmp_path))
     await whole_life(server, nothing)
-    at = watched.said.index("ready") + 1
-    opened, watched.said[:at] = watched.said[:at], []
-    closed = watched.steps(CLOSED)
-    watched.said[:] = opened
-    assert watched.steps(OPENED) == OPENED
-    assert closed == CLOSED
+    assert list(said) == [step for step, _, _ in STEPS]
 
 
 async def test_an_instance_that_cannot_open_closes_the_parts_that_it_has_opened(
-    watched: Watched, tmp_path: Path
+    said: dict[str, None], tmp_path: Path
 ) -> None:
     taken = settings(tmp_path)
     (tmp_path / "l2").write_text("not a folder")
     server = process.Server(plan(taken, os.environ), lambda: taken)
     with pytest.raises(Exception, match="base_path"):
         await server.run()
-    assert "ready" not in watched.said
-    end = watched.said.index("tasks end")
-    del watched.said[:end]
-    never_open = {"membership ends", "socket closed", "peer server closed", "disk tier closed"}
-    tier_control = CLOSED.index("tier control closed")
-    assert watched.steps(CLOSED) == [
-        "tasks end",
-        "tier control closed",
-        "puts end",
-        "loads end",
-        *(step for step in CLOSED[tier_control + 1 :] if step not in never_open),
-    ]
+    assert list(said) == [
+        "the HTTP port is bound", "L1 is opened", "puts begin", "tiers are opened", "tasks end", "tiers are closed",
+        "puts end", "loads end", "L1 is closed",
+    ]  # fmt: skip
 
 
 def keys_in(document: Any, above: str = "") -> Iterator[str]:
