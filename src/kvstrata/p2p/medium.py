@@ -23,7 +23,6 @@ def peer_tier(settings: PeerSettings, number: int) -> TierConfig:
     recipe = Recipe(f"{__name__}:MEDIUM", settings, Place("p2p"), f"{TYPE}-{number}")
     return TierConfig(
         name=recipe.name,
-        number=number,
         recipe=recipe,
         make=recipe.prepare(),
         entry=_shown(settings),

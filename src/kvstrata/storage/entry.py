@@ -33,7 +33,6 @@ class TierConfig(NamedTuple):
 
     name: str
     """`<type>-<number>`, in logs, metrics and status."""
-    number: int
     recipe: Recipe
     make: Callable[[], StorageAdapter]
     """Makes the bare adapter in this process."""
@@ -57,12 +56,12 @@ def make_adapter(entry: str | Mapping[str, Any], index: int) -> StorageAdapter:
     return configure_tier(entry, index).make()
 
 
-def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = "") -> TierConfig:
-    """Check one entry. Raises ConfigError naming each wrong field below `path`, by default `l2_adapters[index]`.
+def configure_tier(entry: str | Mapping[str, Any], index: int) -> TierConfig:
+    """Check one entry. Raises ConfigError naming each wrong field below `l2_adapters[index]`.
 
     A rule about several fields is checked once each of them is right by itself.
     """
-    place = Place(path or f"l2_adapters[{index}]")
+    place = Place(f"l2_adapters[{index}]")
     entry = entry_of(entry, place.path)
     remember_secrets(entry)
     found = common = chain = config = make = None
@@ -92,7 +91,6 @@ def configure_tier(entry: str | Mapping[str, Any], index: int, *, path: str = ""
     codec = CodecConfig(chain, int(common.codec_staging_mb * MB), common.codec_workers)
     return TierConfig(
         name=name,
-        number=index,
         recipe=Recipe(found.reference, config, place, name, codec),
         make=make,
         entry=dict(entry),
