@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,7 @@ from kvstrata.config.model import HttpSettings
 from kvstrata.errors import ConfigError, Unavailable
 from kvstrata.policy.misses import Explained, Explainer
 from kvstrata.process.http_gate import PROBES, Access, guard, sized
-from kvstrata.process.listen import listen, read_token
+from kvstrata.process.listen import read_token
 from kvstrata.server.admin.clear import Cleared
 from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.http.app import make_app
