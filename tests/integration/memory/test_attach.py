@@ -301,7 +301,7 @@ def test_a_server_without_free_descriptors_serves_again_when_it_has_some(
 def test_an_unfinished_handshake_is_ended_after_its_time_limit(
     place: Place, log: Path, worker: Child
 ) -> None:
-    with AttachServerChild(place, log=log, limits={"handshake_s": 0.1}) as server:
+    with AttachServerChild(place, log=log, limits={"handshake_s": 0.5}) as server:
         with RawLine(place.socket_dir) as silent:
             assert msgspec.msgpack.decode(silent.receive()[0], type=AttachReply).code == "deadline"
             assert silent.ended()

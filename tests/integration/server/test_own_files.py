@@ -29,7 +29,7 @@ def test_what_is_removed_is_made_anew_and_the_next_server_still_adopts_l1(tmp_pa
             shutil.rmtree(server.segment_dir)
             eventually("L1 is held", lambda: " l1_held " in server.log.read_text())
             said = server.log.read_text()
-            assert " socket_dir_made_anew " in said and said.count(" socket_made_anew ") == 2
+            assert " socket_dir_made_anew " in said and said.count(" socket_made_anew ") == 1
             with RpcClient(server.socket_dir) as after:
                 assert after.lookup(after.identify().identity_id, chain).n_chunks == 2
             before.ping()
@@ -61,5 +61,5 @@ def test_a_folder_that_another_server_has_taken_is_left_to_it(tmp_path: Path) ->
         assert f"is in use by server process {second.pid}" in first.log.read_text()
         with RpcClient(first.socket_dir) as client:
             client.ping()
-            assert client.status()["instance"]["epoch"] == second.ready["epoch"]
+            assert client.epoch == second.ready["epoch"]
         second.socket_dir.unlink()

@@ -169,8 +169,6 @@ def test_a_detached_session_keeps_its_row_and_its_leases(client: RpcClient) -> N
     reply = client.lookup(identity.identity_id, chain)
     row = client.attachment.row if client.attachment else -1
     client.detach()
-    assert client.lookup(identity.identity_id, chain).n_chunks == 2
     client.attach()
     assert client.attachment is not None and client.attachment.row == row
-    assert client.release([(client.session, reply.seq), (client.session, client.seq)]) >= 1
-    client.ping([])
+    assert client.release([(client.session, reply.seq)]) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -151,16 +150,6 @@ def run_server(*flags: str, environment: dict[str, str] | None = None) -> subpro
         env=environment,
         check=False,
     )
-
-
-def test_a_taken_port_stops_the_start_and_names_the_process_that_has_it(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ran = run_server(
-            "--port", str(port), "--no-http", "--l2-adapter", "none", "--socket-dir", str(tmp_path)
-        )
-    assert ran.returncode == 75, "a restart may cure it"
-    assert f"port: {port} is taken by pid" in ran.stderr
 
 
 @pytest.mark.parametrize(

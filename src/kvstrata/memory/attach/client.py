@@ -245,7 +245,8 @@ def _attach(
             raise Unavailable(f"byte {reply.row} of sessions.lock is locked by another process; try again")
         if not known:
             undo_lock = (reply.lock_file, reply.row)
-        link.send(_LOCKED)
+        with contextlib.suppress(BrokenPipeError):
+            link.send(_LOCKED)
         while not (messages := _receive(link, remaining_s)):
             pass
         if messages[0] != _OK:
