@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvstrata.cli import ctl
+from kvstrata.controller.routes import bodies
 from kvstrata.native.hashing import chain_keys, storage_keys
 from kvstrata.rpc import cluster_wire as wire
 from kvstrata.rpc.cluster_fields import KvKind
@@ -36,6 +37,16 @@ def test_an_http_request_waits_for_a_document_that_an_instance_sends(controller,
     thread.join()
     assert commands[0].kind is wire.CommandKind.STATUS
     assert answered["done"] and answered["ok"] and answered["document"] == {"pool": {"entries": 3}}
+
+
+def test_the_dashboards_state_agrees_with_the_lists_of_the_api(controller, instance):
+    instance("a").join({"l1": tags_of(range(5)), "disk-0": tags_of(range(9))})
+    whole, listed = controller.ask("/v1/state"), controller.ask("/v1/instances")
+    bodies.StateBody.model_validate(whole)
+    ([row], [other]) = whole["instances"], listed["instances"]
+    assert row["keys"] == whole["cluster"]["keys"] == {"l1": 5, "disk-0": 9}
+    times = {"heard_ago_s", "joined_ago_s", "sync"}
+    assert {**row, **dict.fromkeys(times)} == {**other, **dict.fromkeys(times)}
 
 
 def test_draining_and_removing_an_instance(controller, instance):

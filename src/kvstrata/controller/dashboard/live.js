@@ -6,7 +6,7 @@
 import { get } from "./api.js";
 import { announce } from "./dom.js";
 import { named, words } from "./format.js";
-import { factsText, remember, sameRows } from "./model.js";
+import { factsText, remember } from "./model.js";
 
 const ANSWER_MS = 4_000;
 const POLL_MS = 2_000;
@@ -17,7 +17,7 @@ const TOLD = new Set(["joined", "left", "died", "removed", "superseded", "came_b
 export const live = {
   connection: { state: "connecting", sinceMs: Date.now() },
   cluster: null,
-  instances: null, // rows in the order of their ids; a changed row is another object
+  instances: null, // rows in the order of their ids
   removed: [],
   events: [],
   known: () => live.cluster !== null,
@@ -44,7 +44,13 @@ async function tell({ cluster, instances, removed }) {
   const restarted = live.cluster !== null && live.cluster.epoch !== cluster.epoch;
   if (restarted) lastCursor = null; // another run of the controller numbers its events anew
   live.cluster = cluster;
-  live.instances = sameRows(live.instances ?? [], instances);
+  for (const one of instances) {
+    // To the second, so that the times of an instance that was not heard stay the same.
+    const at = (ago) => Math.round(cluster.unix_ms / 1000 - ago) * 1000;
+    [one.heard_unix_ms, one.joined_unix_ms] = [at(one.heard_ago_s), at(one.joined_ago_s)];
+    if (one.sync.last_ended_ago_s !== null) one.sync.last_ended_unix_ms = at(one.sync.last_ended_ago_s);
+  }
+  live.instances = instances;
   live.removed = removed;
   remember(live.instances, live.nowMs());
   if (lastCursor === null || cluster.last_event > lastCursor) await catchUp();

@@ -28,12 +28,6 @@ export function hitShare(counts) {
   return all > 0 ? (all - (counts.miss ?? 0)) / all : null;
 }
 
-/** `rows` with the objects of `before` where nothing has changed, so that only changed rows are drawn. */
-export function sameRows(before, rows) {
-  const known = new Map(before.map((row) => [row.id, row]));
-  return rows.map((row) => (JSON.stringify(known.get(row.id)) === JSON.stringify(row) ? known.get(row.id) : row));
-}
-
 const RECENT_MS = 60_000;
 const RECENT_STEP_MS = 1_000;
 const seen = new Map(); // incarnation → [{ms, counts}]: its counts a minute ago and since then
@@ -46,7 +40,7 @@ export function remember(instances, nowMs) {
     const told = seen.get(incarnation);
     const last = told?.at(-1);
     if (!told) seen.set(incarnation, [{ ms: nowMs, counts }]);
-    else if (last.counts !== counts && nowMs - last.ms >= RECENT_STEP_MS) told.push({ ms: nowMs, counts });
+    else if (nowMs - last.ms >= RECENT_STEP_MS) told.push({ ms: nowMs, counts });
     while (told?.length > 1 && told[1].ms <= nowMs - RECENT_MS) told.shift();
   }
   for (const incarnation of seen.keys()) if (!there.has(incarnation)) seen.delete(incarnation);

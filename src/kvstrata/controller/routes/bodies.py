@@ -28,8 +28,8 @@ class LoginBody(BaseModel):
     session_s: float = Field(description="Longest life of the session.")
 
 
-class SyncFacts(BaseModel):
-    """Full syncs of one instance, without the time of the last."""
+class SyncBody(BaseModel):
+    """Full syncs of one instance."""
 
     state: Literal["exact", "wanted", "running", "none"] = Field(
         description="`exact`: a full sync has ended, and every event since then was applied; `wanted`: the instance is "
@@ -40,22 +40,11 @@ class SyncFacts(BaseModel):
     keys: int = Field(0, description="Keys of the running sync.")
     count: int = Field(0, description="Completed full syncs.")
     last_took_s: float = 0.0
-
-
-class SyncBody(SyncFacts):
-    """Full syncs of one instance."""
-
     last_ended_ago_s: float | None = None
 
 
-class LiveSync(SyncFacts):
-    """Full syncs of one instance."""
-
-    last_ended_unix_ms: int | None = None
-
-
-class InstanceFacts(BaseModel):
-    """One instance, without times."""
+class InstanceRow(BaseModel):
+    """One instance at a glance."""
 
     id: str
     state: Literal["live", "dead", "restored"]
@@ -86,22 +75,9 @@ class InstanceFacts(BaseModel):
     event_batches: int
     last_event: int
     waiting_commands: int
-
-
-class InstanceRow(InstanceFacts):
-    """One instance at a glance."""
-
     heard_ago_s: float
     joined_ago_s: float
     sync: SyncBody
-
-
-class LiveRow(InstanceFacts):
-    """One instance at a glance, with times that stay the same while nothing happens."""
-
-    heard_unix_ms: int
-    joined_unix_ms: int
-    sync: LiveSync
 
 
 class InstancesBody(BaseModel):
@@ -298,7 +274,7 @@ class StateBody(BaseModel):
     """The whole cluster."""
 
     cluster: ClusterBody
-    instances: list[LiveRow]
+    instances: list[InstanceRow]
     drained: list[str] = Field(description="As in InstancesBody.")
     removed: list[str] = Field(description="As in InstancesBody.")
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query, Response
 
-from kvstrata.clock import Clock
 from kvstrata.controller.cluster import Cluster
 from kvstrata.controller.history import SAMPLE_S, Happened
 from kvstrata.controller.routes import bodies, requests, views
@@ -27,28 +26,6 @@ After = Annotated[
 ]
 
 
-CLOCK_SET_MS = 1_000
-"""A greater difference between the clocks is no inaccuracy: the clock was set."""
-
-
-class Steady:
-    """Converts monotonic times to times of day; the same one always gives the same time, until the clock is set."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._offset_ms = 0.0
-
-    def look(self) -> None:
-        """Take over the clock's new time, if it was set."""
-        offset_ms = self._clock.unix_ms() - 1000 * self._clock.monotonic_s()
-        if abs(offset_ms - self._offset_ms) > CLOCK_SET_MS:
-            self._offset_ms = offset_ms
-
-    def unix_ms(self, monotonic_s: float) -> int:
-        """Milliseconds since 1970."""
-        return round(1000 * monotonic_s + self._offset_ms)
-
-
 def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.EventsBody:
     """The body of an answer with these events."""
     rows = [views.event_row(event) for event in events]
@@ -58,7 +35,6 @@ def tail_body(events: list[Happened], next_after: int, lost: bool) -> bodies.Eve
 def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRouter:
     """The routes of this module."""
     routes = APIRouter(dependencies=guarded, tags=["events"])
-    clock = Steady(cluster.clock)
     made_s, made = float("-inf"), b""
 
     @routes.get("/v1/events")
@@ -89,8 +65,7 @@ def router(cluster: Cluster, around: Surroundings, guarded: list[Any]) -> APIRou
         nonlocal made_s, made
         now_s = cluster.clock.monotonic_s()
         if now_s - made_s >= FRESH_S:
-            clock.look()
-            made_s, made = now_s, msgspec.json.encode(views.state(cluster, around, clock.unix_ms))
+            made_s, made = now_s, msgspec.json.encode(views.state(cluster, around))
         return Response(made, media_type="application/json")
 
     @routes.get("/v1/series")

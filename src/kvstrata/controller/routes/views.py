@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -23,37 +23,11 @@ from kvstrata.types import GB, KEY_BYTES
 
 def instance_row(cluster: Cluster, member: Member, keys: Mapping[str, int]) -> bodies.InstanceRow:
     """One instance; `keys`: its placements by tier."""
-    now_s = cluster.clock.monotonic_s()
-    synced_s = member.synced_s
-    return bodies.InstanceRow(
-        **_facts(member, keys),
-        heard_ago_s=round(max(0.0, now_s - member.heard_s), 3),
-        joined_ago_s=round(max(0.0, now_s - member.joined_s), 3),
-        sync=bodies.SyncBody(
-            **_sync(member), last_ended_ago_s=None if synced_s is None else round(now_s - synced_s, 3)
-        ),
-    )
+    return bodies.InstanceRow(**_fields(member, keys, cluster.clock.monotonic_s()))
 
 
-def live_row(member: Member, keys: Mapping[str, int], unix_ms: Callable[[float], int]) -> dict[str, Any]:
-    """The fields of a bodies.LiveRow; the model is not made, since that would take time every second for each instance.
-
-    `unix_ms` converts monotonic seconds to times of day.
-    """
-    synced_s = member.synced_s
-    return {
-        **_facts(member, keys),
-        "heard_unix_ms": unix_ms(member.heard_s),
-        "joined_unix_ms": unix_ms(member.joined_s),
-        "sync": {
-            **_sync(member),
-            "last_ended_unix_ms": None if synced_s is None else unix_ms(synced_s),
-        },
-    }
-
-
-def _facts(member: Member, keys: Mapping[str, int]) -> dict[str, Any]:
-    """The fields of a bodies.InstanceFacts."""
+def _fields(member: Member, keys: Mapping[str, int], now_s: float) -> dict[str, Any]:
+    """The fields of a bodies.InstanceRow."""
     told, load = member.told, member.load
     return {
         "id": member.id,
@@ -83,12 +57,15 @@ def _facts(member: Member, keys: Mapping[str, int]) -> dict[str, Any]:
         "event_batches": member.event_batches,
         "last_event": member.applied_seq,
         "waiting_commands": len(member.waiting),
+        "heard_ago_s": round(max(0.0, now_s - member.heard_s), 3),
+        "joined_ago_s": round(max(0.0, now_s - member.joined_s), 3),
+        "sync": _sync(member, now_s),
     }
 
 
-def _sync(member: Member) -> dict[str, Any]:
-    """The fields of a bodies.SyncFacts."""
-    sync = member.sync
+def _sync(member: Member, now_s: float) -> dict[str, Any]:
+    """The fields of a bodies.SyncBody."""
+    sync, ended_s = member.sync, member.synced_s
     if sync is not None:
         state = "running"
     elif member.confirmed:
@@ -102,6 +79,7 @@ def _sync(member: Member) -> dict[str, Any]:
         "keys": sum(sync.tags.values()) if sync is not None else 0,
         "count": member.sync_count,
         "last_took_s": round(member.sync_took_s, 4),
+        "last_ended_ago_s": None if ended_s is None else round(now_s - ended_s, 3),
     }
 
 
@@ -218,10 +196,10 @@ def election_body(cluster: Cluster) -> bodies.ElectionBody:
     )
 
 
-def state(cluster: Cluster, around: Surroundings, unix_ms: Callable[[float], int]) -> dict[str, Any]:
-    """The fields of a bodies.StateBody; `unix_ms` converts monotonic seconds to times of day."""
-    keys = keys_of(cluster)
-    rows = [live_row(member, keys.get(member.group, {}), unix_ms) for member in cluster.members]
+def state(cluster: Cluster, around: Surroundings) -> dict[str, Any]:
+    """The fields of a bodies.StateBody; no models are made of the rows, since that takes time."""
+    keys, now_s = keys_of(cluster), cluster.clock.monotonic_s()
+    rows = [_fields(member, keys.get(member.group, {}), now_s) for member in cluster.members]
     return {
         "cluster": cluster_body(cluster, around, keys).model_dump(mode="json"),
         "instances": sorted(rows, key=lambda row: row["id"]),
