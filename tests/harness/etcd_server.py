@@ -127,10 +127,6 @@ class EtcdServer(Daemon):
         fields = {"endpoints": [self.address], "ttl_s": ttl_s, "user": "kv", "password_file": str(password)}
         return json.dumps({"etcd": fields})
 
-    def take_rights(self, user: str) -> None:
-        """Undo `grant`."""
-        self.ask("auth/role/delete", role=user)
-
 
 def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
