@@ -64,7 +64,28 @@ Flags of a server that mean more together, or with a value:
 - `replica_num` and `nof_replica_num` of a `mooncake_store` adapter: options of its `replicate`.
 
 Keys of a request's `kv_transfer_params`: `lmcache.max_offload_tokens` and `lmcache.skip_load` are kept. Of the HTTP
-paths, `/healthcheck` and `/metrics` are kept; `/docs` of a running server or controller lists the others.
+paths, `/healthcheck` and `/metrics` are kept; the others are [below](#http-paths).
+"""
+_HTTP = """
+## HTTP paths
+
+| LMCache's | here |
+|---|---|
+| `/`, `/periodic-threads-health` | `GET /readyz` |
+| `/status`, `/meta`, `/backends`, `/hot_cache` | `GET /v1/status` |
+| `/conf`, `/config` | `lmcache-server --check` |
+| `/clear-cache`, `/cache/clear`; the controller's `/clear` | `POST /v1/clear` |
+| `/cache/prefetches` | `POST /v1/prefetch` |
+| `/quota` | `PUT /v1/tenants/{tenant}/quota` with `{"quota_gb": GB}` |
+| `/config/adapters`, `/reconfigure/{backend}/l2/{operation}` | `GET /v1/l2/adapters`, `POST \
+/v1/l2/adapters/{name}/pause` and `…/resume` |
+| `/loglevel` | `PUT /v1/log-level` with `{"level": "debug"}` |
+| `/lookup/{name}` | `GET /v1/explain/{request_id}` |
+| the controller's `/lookup`, `/pin`, `/move` | `POST /v1/lookup`, `/v1/pin`, `/v1/move` |
+| the controller's `/query_instance`, `/query_worker_info`, `/health` | `GET /v1/instances`, `/v1/instances/{name}` |
+| the controller's `/check_finish` | `GET /v1/commands/{number}` |
+| `/cache/objects`, `/cache/checksums`, `/env`, `/run_script`, `/threads`, `/metrics/reset`; the \
+controller's `/compress`, `/decompress` | none |
 """
 
 
@@ -81,6 +102,7 @@ def coming_from_lmcache() -> str:
         parts.append(_table(title, {**table, **{f"{name}*": entry for name, entry in prefixes.items()}}))
     parts.append("\n## Commands\n\n| LMCache's | here |\n|---|---|\n")
     parts += [f"| `{name}` | {ours or 'none'} |\n" for name, ours in COMMANDS.items()]
+    parts.append(_HTTP)
     parts.append("\n## Connectors\n\n| `kv_connector` | `kv_connector_module_path` |\n|---|---|\n")
     parts += [f"| `{name}` | {_codes(modules) or 'none'} |\n" for name, modules in CONNECTORS.items()]
     return "".join(parts)
