@@ -186,7 +186,6 @@ KIND = arg(
 )
 FILE_HELP = "JSON list of token ids, or of storage keys in hexadecimal; - reads stdin"
 CHUNKS = (arg("tokens", metavar="FILE", help=FILE_HELP), KIND, *IDENTITY)
-SOME_CHUNKS = (arg("tokens", metavar="FILE", nargs="?", help=FILE_HELP), KIND, *IDENTITY)
 WAIT = arg("wait_s", "--wait-s", type=_seconds, default=5.0, metavar="S",
     help="longest wait for instances (%(default)s)")  # fmt: skip
 NAME = arg("name", metavar="INSTANCE", help="its id, as `instances` prints it")
@@ -270,12 +269,7 @@ COMMANDS = (
         (*CHUNKS, WAIT, TO, SOURCE)),
     Command("cluster clear", "POST /v1/clear", "drop chunks", (WAIT, TIER, ONLY_TENANT, INSTANCES)),
     Command("cluster evict", "POST /v1/evict", "drop chunks from L1",
-        (*SOME_CHUNKS, WAIT, INSTANCES,
-         arg("identity", "--identity", metavar="HEX",
-             help="all chunks of an identity, by the root that `lookup` prints (none)"),
-         arg("whole_identity", "--whole-identity", action="store_true",
-             help="all chunks of the identity that --model, --adapter, --tenant and --salt make"),
-         arg("whole_tenant", "--whole-tenant", action="store_true", help="all chunks of --tenant"))),
+        (*CHUNKS, WAIT, INSTANCES)),
     Command("cluster drain", f"POST {INSTANCE}/drain", "send no peers to an instance from now on", (NAME, WAIT)),
     Command("cluster undrain", f"POST {INSTANCE}/undrain", "use a drained instance as before", (NAME, WAIT)),
     Command("cluster resync", f"POST {INSTANCE}/resync", "ask an instance for a full sync", (NAME, WAIT)),
@@ -357,10 +351,8 @@ def request(options: argparse.Namespace) -> Ask:
     return Ask(path, body, method, row.timeout_s + wait_s)
 
 
-def _chunks(file: str | None) -> dict[str, Any]:
-    """The tokens or keys in a file; nothing without a file."""
-    if file is None:
-        return {}
+def _chunks(file: str) -> dict[str, Any]:
+    """The tokens or keys in a file."""
     try:
         named = json.loads(read_text(file))
     except ValueError as error:

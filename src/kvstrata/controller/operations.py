@@ -302,18 +302,6 @@ class Operations:
             [(member, [{"tier": tier, "tenant": tenant}]) for member in self._live_or_named(instances)],
         )
 
-    def evict_identity(self, root: bytes, instances: Sequence[str] | None) -> list[Issued]:
-        """Drop all chunks of an identity from L1. Raises KvstrataError."""
-        if len(root) != KEY_BYTES:
-            raise BadRequest(f"identity: has {len(root)} bytes, must have {KEY_BYTES}", field="identity")
-        return self._cluster.issue_to_each(
-            CommandKind.EVICT, [(member, [{"identity": root}]) for member in self._live_or_named(instances)]
-        )
-
-    def identity_of(self, asked: Asked) -> bytes:
-        """The root of the identity of model, adapter, tenant and salt. Raises BadRequest."""
-        return prompts.from_tokens(self._kind(asked), asked.request, []).root
-
     async def evict_chunks(self, named: Named, instances: Sequence[str] | None) -> list[Issued]:
         """Drop chunks from L1, by default at all instances that have some of them. Raises KvstrataError."""
         drops = _drops(_some(named.keys))

@@ -259,7 +259,7 @@ class CommandKind(enum.StrEnum):
     """{"tier": "l1" | "l2" | "all", "tenant": str | null}: drop the chunks; bytes in use become free when their use
     ends."""
     EVICT = "evict"
-    """{"keys": bytes} (storage keys) or {"identity": bytes} (an identity's root): drop these chunks from L1."""
+    """{"keys": bytes} (storage keys): drop these chunks from L1."""
     PIN = "pin"
     """{"keys": bytes, "ttl_ms": int, "claim": str}: keep these chunks in L1 for this time; their bytes count as leased
     to peers."""

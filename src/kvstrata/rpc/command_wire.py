@@ -67,16 +67,10 @@ class ClearArgument(Argument, frozen=True, kw_only=True):
     tenant: Annotated[str | None, Meta(extra={"must": "a string, or null for all tenants"})] = None
 
 
-class EvictKeysArgument(Argument, frozen=True, kw_only=True):
+class EvictArgument(Argument, frozen=True, kw_only=True):
     """See CommandKind.EVICT."""
 
     keys: Keys
-
-
-class EvictIdentityArgument(Argument, frozen=True, kw_only=True):
-    """See CommandKind.EVICT."""
-
-    identity: Root
 
 
 class PinArgument(Argument, frozen=True, kw_only=True):
@@ -141,6 +135,7 @@ class StatusArgument(Argument, frozen=True, kw_only=True):
 _KINDS: dict[CommandKind, type[Argument]] = {
     CommandKind.RESYNC: ResyncArgument,
     CommandKind.CLEAR: ClearArgument,
+    CommandKind.EVICT: EvictArgument,
     CommandKind.PIN: PinArgument,
     CommandKind.UNPIN: UnpinArgument,
     CommandKind.PULL: PullArgument,
@@ -156,10 +151,7 @@ def argument_of(command: Command) -> Argument:
     Raises BadRequest, which names the wrong field, says what it must be, and shows what it is.
     """
     told = command.argument
-    if command.kind is CommandKind.EVICT:
-        kind: type[Argument] = EvictIdentityArgument if told.get("identity") else EvictKeysArgument
-    else:
-        kind = _KINDS[command.kind]
+    kind = _KINDS[command.kind]
     try:
         argument = msgspec.convert(told, kind)
     except msgspec.ValidationError as error:

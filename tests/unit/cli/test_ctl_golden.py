@@ -70,7 +70,6 @@ CASES: dict[str, Any] = {
     "cluster move TOKENS --to b --source a": DONE,
     "cluster clear --tier l2 --instance a --instance b": DONE,
     "cluster evict TOKENS": DONE,
-    "cluster evict --whole-tenant --tenant t": DONE,
     "cluster drain a": DONE,
     "cluster undrain a": DONE,
     "cluster resync a": DONE,

@@ -132,7 +132,6 @@ OWNER = {
         (CommandKind.CLEAR, {"tier": "l3"}, "tier: must be l1, l2 or all, found 'l3'"),
         (CommandKind.CLEAR, {"tier": "l1", "tenant": 1}, "tenant: must be a string, or null"),
         (CommandKind.EVICT, {}, "keys: must be 1 to 4096 keys of 32 bytes, found None"),
-        (CommandKind.EVICT, {"identity": b"r"}, "identity: must be 32 bytes, found b'r'"),
         (CommandKind.PIN, {"keys": KEY}, "claim: must be a string of 1 to 200 characters, found None"),
         (
             CommandKind.PULL,

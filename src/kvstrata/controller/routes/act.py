@@ -16,7 +16,6 @@ from kvstrata.controller.member import Issued
 from kvstrata.controller.operations import Operations
 from kvstrata.controller.routes import bodies, requests, views
 from kvstrata.controller.routes.look import Name, asked
-from kvstrata.errors import BadRequest
 from kvstrata.rpc.cluster_wire import CommandKind
 
 WaitS = Annotated[
@@ -164,28 +163,8 @@ def router(cluster: Cluster, operations: Operations, guarded: list[Any]) -> APIR
 
     @routes.post("/v1/evict", tags=["chunks"])
     async def evict(body: requests.EvictBody, response: Response) -> bodies.CommandsBody:
-        """Drop chunks from L1: those named, all of an identity, or all of a tenant."""
-        ways = [body.identity is not None, body.whole_identity, body.whole_tenant]
-        ways.append(body.tokens is not None or body.keys is not None)
-        if ways.count(True) != 1:
-            raise BadRequest(
-                "identity: give exactly one of tokens, keys, identity, whole_identity and whole_tenant",
-                field="identity",
-            )
-        if body.whole_tenant:
-            issued = operations.clear("l1", body.tenant, body.instances)
-        elif body.whole_identity:
-            issued = operations.evict_identity(operations.identity_of(asked(body)), body.instances)
-        elif body.identity is not None:
-            try:
-                root = bytes.fromhex(body.identity)
-            except ValueError:
-                raise BadRequest(
-                    f"identity: not hexadecimal: {body.identity!r:.80}", field="identity"
-                ) from None
-            issued = operations.evict_identity(root, body.instances)
-        else:
-            issued = await operations.evict_chunks(await operations.name(asked(body)), body.instances)
+        """Drop chunks from L1."""
+        issued = await operations.evict_chunks(await operations.name(asked(body)), body.instances)
         return await ended(issued, body.wait_s, response)
 
     return routes

@@ -332,7 +332,7 @@ class PlacementBody(BaseModel):
     n_chunks: int
     n_slices: int
     chunk_tokens: int
-    identity: str = Field(description="Root of their identity, for /v1/evict; empty if keys were named.")
+    identity: str = Field(description="Root of their identity; empty if keys were named.")
     held_chunks: int = Field(
         description="Chunks of the longest hit whose parts some instances have, in any tier."
     )

@@ -104,15 +104,8 @@ class ClearBody(Wait):
 
 
 class EvictBody(ChunksBody, Wait):
-    """The chunks to drop from L1: named chunks, all of an identity, or all of a tenant."""
+    """The chunks to drop from L1."""
 
-    identity: str | None = Field(
-        None, description="Root of an identity in hexadecimal, as /v1/lookup answers it."
-    )
-    whole_identity: bool = Field(
-        False, description="All chunks of the identity that model, adapter, tenant and salt make."
-    )
-    whole_tenant: bool = Field(False, description="All chunks of `tenant`, of every model.")
     instances: list[InstanceName] | None = Field(
         None, description="By default all instances that have some of these chunks."
     )

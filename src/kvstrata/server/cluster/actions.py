@@ -27,8 +27,7 @@ from kvstrata.rpc.command_wire import (
     Argument,
     ClearArgument,
     DrainArgument,
-    EvictIdentityArgument,
-    EvictKeysArgument,
+    EvictArgument,
     PinArgument,
     PullArgument,
     RuntimeArgument,
@@ -95,11 +94,8 @@ class Actions:
                     "pending": pending,
                     "kept": done.kept,
                 }
-            case EvictKeysArgument():
+            case EvictArgument():
                 return {"count": await asyncio.shield(self._lane.run(self._pool.remove, argument.keys))}
-            case EvictIdentityArgument():
-                cleared = self._lane.run(self._pool.clear, -1, argument.identity)
-                return {"count": (await asyncio.shield(cleared))[0]}
             case PinArgument():
                 ttl_s = argument.ttl_ms / 1000
                 return {"count": self._peer_server.pin(argument.claim, argument.keys, ttl_s)}
