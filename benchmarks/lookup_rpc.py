@@ -122,7 +122,7 @@ def run() -> list[dict[str, Any]]:
             f"needs {(L1_MB + 2000) / 1024:.0f} GB of free memory for an index of a million chunks"
         )
     blocks = PagedBlocks(layers=1, num_blocks=1, block_bytes=64)
-    environment = {**os.environ, "KVSTRATA_L1_PREFAULT_THREADS": "0", "KVSTRATA_L1_ENTRIES": "1100000"}
+    environment = {**os.environ, "KVSTRATA_L1_ENTRIES": "1100000"}
     flags = ("--eviction-trigger-watermark", "1.0")
     with (
         scratch("lookup") as folder,

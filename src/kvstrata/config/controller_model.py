@@ -102,6 +102,9 @@ class DirectorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "kvstrata/controller-PORT in XDG_STATE_HOME, or in ~/.local/state; `none`: neither is kept."
         ),
     ] = ""
+    snapshot_s: Annotated[
+        float, Meta(ge=1, le=86_400, description="Time between two snapshots, in seconds.")
+    ] = 30.0
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,6 +22,15 @@ class L2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             description="Milliseconds for one operation of an adapter without its own.",
         ),
     ] = 5_000
+    tails_after_s: Annotated[
+        float,
+        Meta(
+            ge=-1,
+            le=86_400,
+            description="Seconds after which the tail of a prompt (its unfinished last chunk) is put to L2, if nothing "
+            "has replaced it; -1: tails stay in L1.",
+        ),
+    ] = 60.0
     drain_s: Annotated[
         float,
         Meta(

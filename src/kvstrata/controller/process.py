@@ -230,7 +230,7 @@ class Controller(Process):
         folder = snapshot_dir(settings, named_port, os.environ)
         # A free port differs at each start, so the next start would not find a snapshot that is named after it.
         if folder is not None and (set_port or settings.directory.snapshot_dir):
-            self._snapshots = Snapshots(loop, cluster, folder)
+            self._snapshots = Snapshots(loop, cluster, folder, settings.directory.snapshot_s)
             self.closers.append(self._snapshots.close)
             await self._snapshots.open()
         self._around = around = Surroundings(

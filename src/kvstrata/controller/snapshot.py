@@ -1,4 +1,4 @@
-"""The snapshot of the directory on disk: written as a whole every SNAPSHOT_S, read once at the start.
+"""The snapshot of the directory on disk: written as a whole every `snapshot_s`, read once at the start.
 
 The orders of admins (orders.py) lie in the same folder.
 
@@ -46,7 +46,6 @@ from kvstrata.rpc.cluster_wire import Register
 MAGIC = b"KVSDIR\x00\x02"
 """First bytes of a snapshot; the last of them is the format's version."""
 FILE = "directory.snapshot"
-SNAPSHOT_S = 30.0
 MAX_AGE_S = 3_600.0
 """An older snapshot is not served."""
 DUMP_CELLS = 65_536
@@ -64,10 +63,13 @@ class BadSnapshot(Exception):
 class Snapshots:
     """Writes and reads the snapshot of one controller."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, cluster: Cluster, folder: Path) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, cluster: Cluster, folder: Path, every_s: float
+    ) -> None:
         self._loop = loop
         self._cluster = cluster
         self._path = folder / FILE
+        self._every_s = every_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-snapshot", initializer=name_thread)
         self._log = EventLog("snapshot")
         self._writing: asyncio.Future[int] | None = None
@@ -114,11 +116,11 @@ class Snapshots:
             self._ignore(str(error))
 
     async def keep(self) -> None:
-        """Restore the placements, then write a snapshot every SNAPSHOT_S, until cancelled."""
+        """Restore the placements, then write a snapshot every `snapshot_s`, until cancelled."""
         if self._slot_of is not None:
             await self._restore_placements(self._slot_of)
         while True:
-            await asyncio.sleep(SNAPSHOT_S)
+            await asyncio.sleep(self._every_s)
             await self.write()
 
     async def write(self) -> None:

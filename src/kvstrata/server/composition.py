@@ -67,8 +67,6 @@ IN_FLIGHT_SHARE = 8
 """One tier may be loading 1/8 of L1's bytes at a time."""
 BACKLOG_SHARE = 0.25
 """Of L1, for chunks that wait for a put."""
-TAILS_AFTER_S = 60.0
-"""A prompt's tail is put to L2 if nothing has replaced it for so long."""
 
 
 class Ground(NamedTuple):
@@ -240,7 +238,7 @@ def make_l2(ground: Ground, tiers: TierSet, news: Sequence[TierNews], *, peer_ti
     prefetch = PrefetchController(
         pool, tiers, limits, ground.clock, store.dropped, loaded, peer_reads.scatter
     )
-    tails = TailPuts(pool, store, tiers, ground.clock, TAILS_AFTER_S)
+    tails = TailPuts(pool, store, tiers, ground.clock, settings.l2.tails_after_s)
     ground.board.put("l2_store", store.stats)
     ground.board.put("tails", tails.stats)
     ground.board.put("l2_prefetch", prefetch.stats)

@@ -187,7 +187,6 @@ def test_a_server_without_any_flag_runs(tmp_path: Path) -> None:
         "HOME": str(home),
         "PYTHON": sys.executable,
         "XDG_RUNTIME_DIR": runtime,
-        "KVSTRATA_L1_PREFAULT_THREADS": "0",
     }
     process = subprocess.Popen(
         ["unshare", "-Urnmpf", "--kill-child", "sh", "-c", script],
