@@ -37,7 +37,7 @@ def refused(text: str, struct=ServerSettings) -> str:
         ("l1: 4", "l1: must be a mapping, found 4"),
         ("l1: {sizegb: 3}", "l1.sizegb: unknown key (did you mean 'size_gb'?)"),
         ("l1: {use_hugepages: 2}", "l1.use_hugepages: must be true or false, found 2"),
-        ("host: ''", "host: must be non-empty text, found ''"),
+        ("http: {host: ''}", "http.host: must be non-empty text, found ''"),
         ("instance_id: a b", "instance_id: must be at most 64 letters, digits and . _ -, found 'a b'"),
         ("p2p: {listen: nowhere}", "p2p.listen: must be HOST:PORT, such as localhost:0, found 'nowhere'"),
         ("http: {allowed_hosts: x}", "http.allowed_hosts: must be a list, found 'x'"),
