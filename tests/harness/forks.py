@@ -16,7 +16,6 @@ import importlib
 import io
 import json
 import os
-import resource
 import runpy
 import select
 import signal
@@ -117,21 +116,15 @@ class Forks:
         environment: Mapping[str, str],
         streams: tuple[int, int],
         ready: int | None = None,
-        *,
-        open_files: int = 0,
-        closed_output: bool = False,
     ) -> Command:
         """Fork `python -m module`; `streams`: its standard output and error, `ready`: for its --ready-fd, if any.
 
-        `open_files`: how many it may have open (0: as many as we). `closed_output`: it has no standard output.
         The caller still owns its descriptors.
         """
         request = {
             "command": [module, *arguments],
             "environment": dict(environment),
             "folder": os.getcwd(),
-            "open_files": open_files,
-            "closed_output": closed_output,
         }
         descriptors = streams if ready is None else (*streams, ready)
         with self.lock:
@@ -217,12 +210,7 @@ def run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.stdin, sys.stdout, sys.stderr = (_stream(number) for number in range(3))
-        if request["closed_output"]:
-            os.close(1)
-            sys.stdout = None  # as the interpreter has it then
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
-        if limit := request["open_files"]:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         # A shell without job control starts background processes with SIGINT ignored, which tests would inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(request["folder"])

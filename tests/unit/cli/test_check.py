@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvstrata.errors import ConfigError
 from kvstrata.process.ports import Listening, refuse_port_twice
+from tests.harness import own_commands
 
 HERE = "not on this machine: "
 MOONCAKE = {
@@ -25,14 +24,10 @@ MOONCAKE = {
 
 def check(*flags: str, command: str = "server", **environment: str) -> tuple[int, list[str]]:
     """Exit status and lines of standard error."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstrata", command, "--check", *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **environment},
-        check=False,
-    )
+    ours = {
+        name: value for name, value in os.environ.items() if not name.startswith(("KVSTRATA_", "LMCACHE_"))
+    }
+    done = own_commands.run("kvstrata", command, "--check", *flags, environment=ours | environment)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, [line.partition(": ")[2] for line in done.stderr.splitlines()]
 
@@ -103,14 +98,8 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_what_is_not_set_is_printed_as_the_server_would_use_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstrata", "server", "--check", "--http-port", "0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = own_commands.run("kvstrata", "server", "--check", "--http-port", "0", environment=environment)
     used = json.loads(done.stdout)
     [embedded] = used["l2_adapters"]
     assert embedded["type"] == "disk" and embedded["base_path"].startswith(str(tmp_path))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from kvstrata import __version__
 from kvstrata.cli import main
+from tests.harness import own_commands
 
 
 def test_kvstrata_without_arguments_lists_its_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,13 +27,8 @@ def test_an_unknown_subcommand_is_an_error(capsys: pytest.CaptureFixture[str]) -
 
 
 def check(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstrata", "server", "--check", *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"PATH": os.environ["PATH"], **environment},
-        check=False,
+    return own_commands.run(
+        "kvstrata", "server", "--check", *flags, environment={"PATH": os.environ["PATH"], **environment}
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import yaml
 
 from kvstrata.config.model import HttpSettings
 from kvstrata.process.listen import read_token
+from tests.harness import own_commands
 from tests.harness.daemon import Unavailable
 from tests.harness.redis_server import RedisServer
 from tests.unit.repository.test_pages import ROOT
@@ -63,12 +63,7 @@ def test_the_server_of_each_compose_file_accepts_its_command_line(file: Path, tm
         argument.replace("/etc/kvstrata/server.yaml", str(settings)).replace("/run/secrets/", f"{tmp_path}/")
         for argument in command[1:]
     ]
-    checked = subprocess.run(
-        [sys.executable, "-m", "kvstrata.cli.server", *arguments, "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    checked = own_commands.run("kvstrata.cli.server", *arguments, "--check")
     assert checked.returncode in (0, 75), checked.stderr  # 75: not on this machine
     assert len(json.loads(checked.stdout)["l2_adapters"]) == (1 if file.name == "compose.yaml" else 2)
 

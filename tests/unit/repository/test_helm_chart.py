@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.harness import kubernetes_schemas
+from tests.harness import kubernetes_schemas, own_commands
 from tests.tools import fetch_wheels
 from tests.tools.provision import ROOT
 
@@ -293,14 +293,8 @@ def test_each_command_takes_its_settings(
             if "l1" in settings:
                 settings["l1"]["size_gb"] = 0.1
             (tmp_path / name).write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", f"kvstrata.cli.{program.removeprefix('lmcache-')}"]
-        checked = subprocess.run(
-            [*command, *map(here, arguments), "--check"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        module = f"kvstrata.cli.{program.removeprefix('lmcache-')}"
+        checked = own_commands.run(module, *map(here, arguments), "--check")
         assert checked.returncode in (0, 75), f"{part}: {checked.stderr}"  # 75: not on this machine
         assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
 

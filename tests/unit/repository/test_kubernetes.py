@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from kvstrata.connectors.settings import load_settings
+from tests.harness import own_commands
 
 FOLDER = Path(__file__).parents[3] / "configs" / "kubernetes"
 GIB = 1 << 30
@@ -62,12 +62,7 @@ def test_the_server_accepts_its_command_and_settings(tmp_path: Path) -> None:
     for inside, outside in places.items():
         assert any(inside in argument for argument in arguments)
         arguments = [argument.replace(inside, outside) for argument in arguments]
-    checked = subprocess.run(
-        [sys.executable, "-m", "kvstrata.cli.server", *arguments, "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    checked = own_commands.run("kvstrata.cli.server", *arguments, "--check")
     assert checked.returncode in (0, 75), checked.stderr  # 75: not on this machine
     assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
 

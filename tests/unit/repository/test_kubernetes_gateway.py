@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.harness import kubernetes_schemas
+from tests.harness import kubernetes_schemas, own_commands
 from tests.tools.provision import ROOT
 
 FOLDER = ROOT / "configs" / "kubernetes"
@@ -58,13 +56,7 @@ def test_the_command_takes_its_settings(name: str, tmp_path: Path) -> None:
     program, *arguments = pod(name)["containers"][0]["command"]
     assert program == "lmcache-gateway"
     arguments = [each.replace("/etc/kvstrata", str(tmp_path)) for each in arguments]
-    checked = subprocess.run(
-        [sys.executable, "-m", "kvstrata.cli.gateway", *arguments, "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    checked = own_commands.run("kvstrata.cli.gateway", *arguments, "--check")
     assert checked.returncode in (0, 75), checked.stderr  # 75: not on this machine
     assert json.loads(checked.stdout)["http"]["host"] == "0.0.0.0"
 
