@@ -186,6 +186,7 @@ class ServerProcess(Logged):
 
     def close(self) -> None:
         """Kill the server and remove its sockets and its segment. Idempotent."""
+        ServerProcess.of.pop(self.socket_dir, None)
         if self._process is not None:
             self.kill()
         self.wipe_segment()

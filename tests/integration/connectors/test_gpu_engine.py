@@ -260,7 +260,7 @@ def test_a_copy_that_the_driver_refuses_costs_its_request_alone(engine: Start) -
 def test_a_sticky_error_switches_the_cache_off_and_the_engine_goes_on(engine: Start, tmp_path: Path) -> None:
     child = engine()
     assert child.ask("store", seed=1, n_chunks=4) == 4
-    told = child.ask("break_device", seed=1, n_chunks=3, fault="copy:1+:700")
+    told = child.ask("break_device", seed=1, n_chunks=3, fault="copy:1+:700,kernel:1+:700")
     assert told == {"bad": True, "none": True, "broken": True}
     log = (tmp_path / "engine.log").read_text()
     assert log.count("the cache is off for this worker") == 1 and "CUDA_ERROR" in log

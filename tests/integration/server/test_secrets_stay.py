@@ -52,10 +52,13 @@ def environment(tmp_path: Path, controller: ControllerProcess) -> Iterator[dict[
     with RedisServer(tmp_path / "redis", password=PASSWORD) as redis:
         key = private(tmp_path / "key", KEY)
         codec = [{"name": "aes-gcm", "key_file": key}]
-        adapter = redis.entry(isolation="process", codec=codec, key_prefix="kept:")
+        adapters = [
+            redis.entry(isolation="process", key_prefix="kept:"),
+            redis.entry(codec=codec, key_prefix="encrypted:"),
+        ]
         yield {
             **os.environ,
-            "KVSTRATA_L2_ADAPTERS": json.dumps([adapter]),
+            "KVSTRATA_L2_ADAPTERS": json.dumps(adapters),
             "KVSTRATA_CONTROLLER_URL": f"tcp://127.0.0.1:{controller.ports['reply']}",
             "KVSTRATA_INSTANCE_ID": "ours",
             "KVSTRATA_HTTP_TOKEN_FILE": private(tmp_path / "token", TOKEN),
@@ -121,7 +124,7 @@ def test_no_secret_is_in_a_command_line_page_answer_metric_or_log(tmp_path, envi
         assert not {"MY_SECRET", "AWS_SECRET_ACCESS_KEY", "VLLM_API_KEY", "LMCACHE_REMOTE_URL", "PATH"} & set(
             runtime
         )
-        (shown,) = json.loads(runtime["KVSTRATA_L2_ADAPTERS"])
+        shown, _ = json.loads(runtime["KVSTRATA_L2_ADAPTERS"])
         assert shown["key_prefix"] == "kept:" and shown["password"] == "*** left out ***"
         assert runtime["KVSTRATA_HTTP_TOKEN_FILE"] == environment["KVSTRATA_HTTP_TOKEN_FILE"]
         assert server.stop() == 0

@@ -140,7 +140,7 @@ class Recuts:
             return 0
         stop = threading.Event()
         try:
-            future = self._lane.run(_make, plans, wanted, self._clock, stop)
+            future = self._lane.run(_make, self._pool, plans, wanted, self._clock, stop)
         except Refused:
             self._ended["busy"] += 1
             return 0
