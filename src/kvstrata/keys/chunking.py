@@ -79,23 +79,6 @@ class ChunkHasher:
             raise IndexError(f"chunk {chunk} is not hashed; the request has {self.n_chunks} so far")
         return batch.nth(self._chain, chunk)
 
-    def add_media(self, items: Iterable[MediaItem]) -> None:
-        """Add media that the caller learnt of after it made the hasher.
-
-        Raises ValueError for an invalid item and for one in a chunk already hashed; nothing changes then.
-        """
-        new = check_media(items)
-        hashed_tokens = self.n_chunks * self._chunk_tokens
-        if hashed_tokens:
-            hashed_tokens += self.lookahead_tokens
-        for item in new:
-            if item.offset_tokens < hashed_tokens:
-                raise ValueError(
-                    f"media item {item.content_id!r:.80} at token {item.offset_tokens} comes too late: "
-                    f"{hashed_tokens} tokens are already hashed"
-                )
-        self._media = sorted([*self._media, *new])
-
     def feed(self, tokens: Sequence[int], start: int = 0) -> int:
         """Hash the full chunks that `tokens` completes; returns how many are new.
 

@@ -405,10 +405,6 @@ class ProcessTable:
             )
         return identity
 
-    def by_root(self, root: bytes) -> DeclaredIdentity | None:
-        """A declared identity by its root."""
-        return self._by_root.get(root)
-
     def record_limit_of(self, root: bytes) -> int:
         """The length of the longest record of a chunk, over all slices of an identity's engines; 0: not known."""
         identity = self._by_root.get(root)

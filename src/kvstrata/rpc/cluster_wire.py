@@ -66,10 +66,9 @@ PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 """A public CURVE key in Z85."""
 Medium = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 PeerKeys = Annotated[bytes, Meta(max_length=MAX_PEER_KEYS * KEY_BYTES)]
-TenantName = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2_000)]
 MAX_TIERS = 2 * (1 + MAX_L2_ADAPTERS)
-"""Tiers in one report: the tiers of an instance, and those that are being removed."""
+"""Tiers in one report; an instance has at most half as many."""
 ByTier = Annotated[dict[TierName, Count], Meta(max_length=MAX_TIERS)]
 """A number by tier. The names become labels of metrics, so their alphabet and their number are bounded."""
 HitSource = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,16}$")]

@@ -28,7 +28,6 @@ from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.session import Sessions
 from kvstrata.server.admin.clear import Clearing
-from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import (
     StatusBoard,
@@ -132,7 +131,6 @@ class AdminParts(NamedTuple):
 
     prewarms: Prewarms
     clearing: Clearing
-    explain: Explaining
     tenants: TenantRows
 
 
@@ -285,7 +283,7 @@ def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) 
 
 
 def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
-    """Make prewarms, clear and explain."""
+    """Make prewarms and clear."""
     prewarms = Prewarms(
         tables.processes,
         ground.pool,
@@ -300,7 +298,6 @@ def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
     return AdminParts(
         prewarms,
         Clearing(ground.pool, ground.own_lane, l2.store, l2.events),
-        Explaining(ground.explainer),
         tenants,
     )
 

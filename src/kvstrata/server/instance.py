@@ -40,9 +40,8 @@ from kvstrata.process.lifecycle import soon
 from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
-from kvstrata.server.admin.admin import Admin
+from kvstrata.server.admin.admin import Admin, StrandedSessions
 from kvstrata.server.admin.status import TenantRows
-from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import (
     Membership,
@@ -214,7 +213,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             ground.readiness,
             ground.board,
             ServerCollector(facts.instance_id, ground.counters, ground.board.numbers),
-            admin.explain,
+            ground.explainer,
             admin.prewarms,
             admin.clearing,
             StrandedSessions(attach),

@@ -208,8 +208,5 @@ def loaded_payload(item: LoadItem, payload_bytes: int) -> bytes:
     return watched(item).bytes()[-payload_bytes:]
 
 
-payload_sizes = st.one_of(st.integers(1, 20_000), st.sampled_from([4095, 4096, 4097, 65_536, 70_001]))
-"""Payload lengths around the block and page sizes of media."""
-
 keys = st.integers(0, 11).map(key_of)
 """Few keys, so that tests often use the same one."""

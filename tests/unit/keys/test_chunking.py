@@ -76,23 +76,6 @@ def test_media_enters_each_chunk_that_it_reaches_into():
     assert media.chain == oracle.chain_keys(ROOT, tokens, 16, extras)
 
 
-def test_media_known_later_gives_the_same_keys():
-    tokens = [7] * 80
-    early, late = ChunkHasher(ROOT, 16, [MediaItem(50, 3, "cat")]), ChunkHasher(ROOT, 16)
-    early.feed(tokens)
-    late.feed(tokens[:48])
-    late.add_media([MediaItem(50, 3, "cat")])
-    late.feed(tokens)
-    assert late.chain == early.chain
-
-
-def test_media_in_hashed_tokens_is_refused():
-    hasher = ChunkHasher(ROOT, 16)
-    hasher.feed([7] * 48)
-    with pytest.raises(ValueError, match="'cat' at token 47 comes too late"):
-        hasher.add_media([MediaItem(47, 1, "cat")])
-
-
 @pytest.mark.parametrize(
     ("item", "says"),
     [

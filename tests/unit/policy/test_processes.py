@@ -121,7 +121,6 @@ def test_an_identity_has_one_number_in_the_whole_instance() -> None:
     assert a.root == identity_root(LAYOUT, request)
     assert a.tenant == tenant_number("t")
     assert table.identify(first, RequestIdentity()).number != a.number
-    assert table.by_root(a.root) is a
 
 
 def test_identity_numbers_of_another_session_or_epoch_are_unknown() -> None:
@@ -153,12 +152,12 @@ def test_the_identity_not_declared_for_longest_is_dropped() -> None:
 def test_identities_nobody_uses_are_forgotten() -> None:
     table = ProcessTable(1)
     first, second = attach(table, 1), attach(table, 2)
-    root = table.identify(first, RequestIdentity()).root
+    number = table.identify(first, RequestIdentity()).number
     table.identify(second, RequestIdentity())
     table.gone(first.session)
-    assert table.by_root(root) is not None
+    assert table.identify(second, RequestIdentity()).number == number
     table.gone(second.session)
-    assert table.by_root(root) is None
+    assert table.identify(attach(table, 3), RequestIdentity()).number != number
 
 
 def test_an_engine_has_the_adapters_that_were_declared_last() -> None:

@@ -16,7 +16,6 @@ from kvstrata.policy.misses import Explained, Explainer
 from kvstrata.process.http_gate import PROBES, Access, guard, sized
 from kvstrata.process.listen import read_token
 from kvstrata.server.admin.clear import Cleared
-from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.http.app import make_app
 
 
@@ -46,7 +45,7 @@ class Plain:
         Counter("things", "of a kind", registry=registry).inc()
         self.collector = registry
         self.tiers = PlainAdapters()
-        self.explain = SimpleNamespace(request=self._explained)
+        self.explainer: Any = SimpleNamespace(explain=self._explained)
         self.prewarms = SimpleNamespace(prewarm=self._prewarm, job=self._job)
         self.clearing = SimpleNamespace(clear=self._clear)
         self.stranded = SimpleNamespace(rows=lambda: [{"session": "ab"}], clear=self._clear_stranded)
@@ -55,8 +54,8 @@ class Plain:
     def readiness(self) -> tuple[bool, str]:
         return self.ready
 
-    def _explained(self, request_id: str) -> dict[str, Any] | None:
-        return {"request_id": request_id} if request_id.startswith("known") else None
+    def _explained(self, request_id: str) -> dict[str, Any]:
+        return {"request_id": request_id, "known": request_id.startswith("known")}
 
     async def _prewarm(self, **asked: Any) -> int:
         self.asked.append(asked)
@@ -95,7 +94,7 @@ async def test_every_route_answers(admin):
         assert (await http.get("/readyz")).status_code == 200
         assert "things_total 1.0" in (await http.get("/metrics")).text
         assert (await http.get("/v1/status")).json() == {"epoch": 1}
-        assert (await http.get("/v1/explain/known/1")).json() == {"request_id": "known/1"}
+        assert (await http.get("/v1/explain/known/1")).json()["request_id"] == "known/1"
         assert (await http.post("/v1/prefetch", json={"tokens": [1, 2]})).json() == {"job": 7}
         assert (await http.get("/v1/prefetch/7")).json() == {"job": 7}
         for wait, held in ((False, 2), (True, 0)):
@@ -175,7 +174,7 @@ async def test_a_request_id_that_several_requests_begin_with_is_a_wrong_field(ad
     for number in range(2):
         lookup = Explained(f"cmpl-7-{number}-ab", "", bytes(32), 0, 1.5, 1, 1, 0, 1, "", "", b"")
         explainer.requests.add(lookup)
-    admin.explain = Explaining(explainer)
+    admin.explainer = explainer
     async with client(admin) as http:
         assert (await http.get("/v1/explain/cmpl-7-1")).json()["request_id"] == "cmpl-7-1-ab"
         answer = await http.get("/v1/explain/cmpl-7")

@@ -1,20 +1,66 @@
-"""The parts of an instance that the admin API uses, in one value."""
+"""The parts of an instance that the admin API uses, in one value, and its operation on stranded sessions."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvstrata.errors import BadRequest
+from kvstrata.memory.attach.row import Stranded
+from kvstrata.memory.attach.server import AttachServer
 from kvstrata.native.pool import Pool
 from kvstrata.observability.exposition import ServerCollector
 from kvstrata.observability.logging import EventLog
+from kvstrata.policy.misses import Explainer
 from kvstrata.policy.processes import tenant_number
 from kvstrata.server.admin.clear import Clearing
-from kvstrata.server.admin.explain import Explaining
 from kvstrata.server.admin.prewarm import Prewarms
 from kvstrata.server.admin.status import StatusBoard
-from kvstrata.server.admin.stranded import StrandedSessions
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.readiness import Readiness
+from kvstrata.types import shown_name
+
+
+class StrandedSessions:
+    """Lists and clears stranded sessions for an admin; memory/attach/server.py keeps them."""
+
+    def __init__(self, attach: AttachServer) -> None:
+        self._attach = attach
+        self._log = EventLog("instance")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each stranded session that keeps extents in quarantine."""
+        return [_row(one) for one in self._attach.stranded()]
+
+    async def clear(self, session: str) -> list[dict[str, Any]]:
+        """Free the extents of a stranded session, or of all with "all". Returns the rows of the cleared sessions.
+
+        Raises BadRequest for a session that is not stranded.
+        """
+        try:
+            names = {shown_name(one.seen.session): one.seen.session for one in self._attach.stranded()}
+            chosen = None if session == "all" else [names[session]]
+            cleared = await self._attach.clear_stranded(chosen)
+        except KeyError:
+            raise BadRequest(
+                f'session: {session!r:.80} is not stranded; name one that GET /v1/stranded lists, or "all"',
+                field="session",
+            ) from None
+        for one in cleared:
+            self._log.info(
+                "stranded_cleared", session=shown_name(one.seen.session), kept_bytes=one.kept_bytes
+            )
+        return [_row(one) for one in cleared]
+
+
+def _row(one: Stranded) -> dict[str, Any]:
+    seen = one.seen
+    return {
+        "session": shown_name(seen.session),
+        "group": shown_name(seen.group),
+        "pid": seen.pid,
+        "row": seen.row,
+        "kept_bytes": one.kept_bytes,
+    }
 
 
 class Admin(NamedTuple):
@@ -24,7 +70,7 @@ class Admin(NamedTuple):
     readiness: Readiness
     board: StatusBoard
     collector: ServerCollector
-    explain: Explaining
+    explainer: Explainer
     prewarms: Prewarms
     clearing: Clearing
     stranded: StrandedSessions

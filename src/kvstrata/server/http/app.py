@@ -49,13 +49,13 @@ def make_app(admin: Admin) -> FastAPI:
     @app.get("/v1/explain", dependencies=guarded)
     async def recent_requests() -> dict[str, list[Any]]:
         """The last 20 lookups, newest first, each as under its request's id."""
-        return {"recent": admin.explain.recent()}
+        return {"recent": admin.explainer.recent(20)}
 
     @app.get("/v1/explain/{request_id:path}", dependencies=guarded)
     async def explain(request_id: str) -> dict[str, Any]:
         """How many chunks of a recent request hit, and where, and why the first missing chunk missed."""
-        found = admin.explain.request(request_id)
-        if found is None:
+        found = admin.explainer.explain(request_id)
+        if not found["known"]:
             raise HTTPException(404, f"request_id: {request_id!r:.80} is not among the recent requests")
         return found
 
