@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +21,7 @@ from kvstrata.policy.processes import TenantTokens
 from kvstrata.process.lane import PoolLane
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc import attach_wire, wire
-from kvstrata.server.composition import (
-    lay_ground,
-    make_admin,
-    make_boundary,
-    make_l2,
-    make_requests,
-    make_tables,
-)
+from kvstrata.server.composition import Parts, make_boundary
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.server.requests.leases import Lease, Reservation
@@ -88,41 +82,41 @@ class InstanceInProcess:
             max_reserved_bytes=l1_bytes // MAX_SESSION_SHARE,
             started_s=clock.monotonic_s(),
         )
-        self.ground = lay_ground(
+        self.parts = Parts(
             settings,
             facts,
             self.pool,
             self.loop,
             self.supervisor,
-            self.lane,
-            self.recut_lane,
-            self.own_lane,
-            clock,
-            explainer or Explainer(),
+            lane=self.lane,
+            recut_lane=self.recut_lane,
+            own_lane=self.own_lane,
+            clock=clock,
+            explainer=explainer or Explainer(),
+            tiers=TierSet(),
+            news=(),
+            tokens=TenantTokens(),
+            peer_tier="",
         )
-        self.ground.readiness.set()
-        self.tables = make_tables(self.ground)
+        self.parts.readiness.set()
         self.lines: dict[bytes, Line] = {}
         """The connection of each session."""
-        self.l2 = make_l2(self.ground, TierSet(), (), peer_tier="")
-        self.requests = make_requests(self.ground, self.tables, self.l2, TenantTokens())
-        self.admin = make_admin(self.ground, self.tables, self.l2)
         self.answer_with()
         self._rows: dict[bytes, SessionRow] = {}
 
     @property
     def epoch(self) -> int:
-        return self.ground.facts.epoch
+        return self.parts.facts.epoch
 
     def answer_with(self, **l2: Any) -> None:
         """Replace these parts of L2 (`prefetch`, `tiers`) for the frames that arrive from now on."""
-        self.boundary = make_boundary(
-            self.ground, self.tables, self.l2._replace(**l2), self.requests, TenantTokens()
-        )
+        parts = copy.copy(self.parts)
+        vars(parts).update(l2)
+        self.boundary = make_boundary(parts)
 
     def status(self) -> dict[str, Any]:
         """Return the status document."""
-        return self.ground.board.document()
+        return self.parts.board.document()
 
     def attach(
         self,
@@ -146,17 +140,17 @@ class InstanceInProcess:
             slice=None if role is Role.SCHEDULER else part(),
             facts=None if role is Role.SCHEDULER else FACTS,
         )
-        self.requests.hooks.admit(request)
+        self.parts.hooks.admit(request)
         row = self.pool.claim_row(session, group, pid)
         seen = SessionRow(row=row, session=session, group=group, pid=pid, request=request, tenants=tenants)
         self._rows[session] = seen
-        self.requests.hooks.on_attached(seen)
+        self.parts.hooks.on_attached(seen)
 
     def gone(self, session: bytes) -> None:
         """End a session as the death of its process would."""
         seen = self._rows.pop(session)
         self.lines.pop(session, None)
-        self.loop.run_until_complete(self.requests.hooks.on_gone(seen))
+        self.loop.run_until_complete(self.parts.hooks.on_gone(seen))
         self.pool.row_gone(seen.row)
 
     def line(self, session: bytes) -> Line:
@@ -178,7 +172,7 @@ class InstanceInProcess:
         return [wire.decode_reply(frame) for _, frame in self.sent]
 
     async def _hear_events(self) -> None:
-        self.l2.events.drain()
+        self.parts.events.drain()
 
     def store(self, session: bytes, seq: int, identity: wire.IdentifyReply, chain: bytes) -> None:
         """Reserve, write and commit chunks; uses two request numbers."""
@@ -199,14 +193,14 @@ class InstanceInProcess:
     def check(self) -> None:
         """Assert every invariant of pool and sessions, that pool and sessions agree, and that no task crashed."""
         self.pool.validate()
-        self.tables.sessions.validate()
+        self.parts.sessions.validate()
         stats = self.pool.stats()
-        assert stats["leases"] == len(self.tables.leases)
-        assert stats["entries"]["reserved"] == len(self.tables.in_flight)
+        assert stats["leases"] == len(self.parts.leases)
+        assert stats["entries"]["reserved"] == len(self.parts.in_flight)
         effects = [
             effect
             for name in self._rows
-            if (session := self.tables.sessions.get(name))
+            if (session := self.parts.sessions.get(name))
             for effect in session.effects.values()
         ]
         held = [effect for effect in effects if isinstance(effect, Reservation)]
@@ -215,7 +209,7 @@ class InstanceInProcess:
         for reservation in held:
             assert reservation.share.n_chunks == len(reservation.open_keys)
         pids = {seen.pid for seen in self._rows.values()}
-        assert sum(map(self.tables.reserved.of, pids)) == stats["reserved_bytes"]
+        assert sum(map(self.parts.reserved.of, pids)) == stats["reserved_bytes"]
         assert all(lease.rows for lease in effects if isinstance(lease, Lease)), (
             "a session still names a lease that has ended"
         )
@@ -233,7 +227,7 @@ class InstanceInProcess:
             for name in ("leases", "reservations", "holds", "reserved_bytes", "leased_bytes")
         }
         assert not any(held.values()), held
-        assert len(self.tables.leases) == len(self.tables.in_flight) == len(self.tables.reserved) == 0
+        assert len(self.parts.leases) == len(self.parts.in_flight) == len(self.parts.reserved) == 0
         self.lane.close()
         self.own_lane.close()
         self.pool.close()

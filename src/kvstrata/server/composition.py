@@ -1,9 +1,7 @@
-"""The parts of an instance that need no file, no port and no tier, and how they are put together.
+"""The parts of an instance that need no file and no port, and how they are put together.
 
-    ground ─▶ tables ─▶ L2 ─▶ requests, admin ─▶ boundary
-
-Each function makes the parts of one room from those of the rooms before it; every part is complete when it is
-constructed.  server/instance.py calls the functions in this order and adds the parts that open files, ports and tiers.
+Each part is complete when it is constructed, from those before it.  server/instance.py opens what is left: files,
+ports and tiers.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.config.model import ServerSettings
@@ -68,299 +65,189 @@ BACKLOG_SHARE = 0.25
 """Of L1, for chunks that wait for a put."""
 
 
-class Ground(NamedTuple):
-    """The parts that every later step uses: L1, lanes, the clock, and parts that refer to no other part."""
+class Parts:
+    """All the parts of one instance that need no file and no port, without the boundary. The tiers are opened later."""
 
-    settings: ServerSettings
-    facts: InstanceFacts
-    pool: Pool
-    loop: asyncio.AbstractEventLoop
-    supervisor: Supervisor
-    lane: PoolLane
-    """For requests of clients; refuses work when its queue is full."""
-    recut_lane: PoolLane
-    """For recuts; refuses work when its queue is full."""
-    own_lane: PoolLane
-    """For housekeeping, admins and controllers; never refuses work."""
-    clock: Clock
-    counters: ServerCounters
-    readiness: Readiness
-    freeze: StoreFreeze
-    explainer: Explainer
-    history: ChunkHistory
-    savings: Savings
-    trend: Trend
-    board: StatusBoard
+    def __init__(
+        self,
+        settings: ServerSettings,
+        facts: InstanceFacts,
+        pool: Pool,
+        loop: asyncio.AbstractEventLoop,
+        supervisor: Supervisor,
+        *,
+        lane: PoolLane,
+        recut_lane: PoolLane,
+        own_lane: PoolLane,
+        clock: Clock,
+        explainer: Explainer,
+        tiers: TierSet,
+        news: Sequence[TierNews],
+        tokens: TenantTokens,
+        peer_tier: str,
+    ) -> None:
+        """Set the quotas of tenants and make the parts.
 
+        `lane` is for requests of clients and `recut_lane` for recuts: they refuse work when their queues are full.
+        `own_lane` is for housekeeping, admins and controllers, and never refuses work.  `peer_tier` is the name of the
+        tier that reads peers, "" without one.
+        """
+        self.settings, self.facts, self.pool = settings, facts, pool
+        self.loop, self.supervisor, self.clock = loop, supervisor, clock
+        self.lane, self.own_lane = lane, own_lane
+        self.explainer, self.tiers, self.tokens = explainer, tiers, tokens
+        for tenant, gigabytes in settings.quotas_gb.items():
+            pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
 
-class Tables(NamedTuple):
-    """The attached processes, and the leases and reservations that their requests left behind."""
+        # What refers to no other part.
+        self.counters = counters = ServerCounters()
+        for tenant in sorted(set(settings.quotas_gb).union(*tokens.sets)):
+            counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
+        self.readiness, self.freeze, self.savings = Readiness(), StoreFreeze(), Savings()
+        self.trend = Trend(counters, self.savings, clock)
+        self.history = ChunkHistory(explainer, counters, clock, settings.l1.eviction_policy)
 
-    processes: ProcessTable
-    payload_kinds: PayloadKinds
-    sessions: Sessions
-    leases: Leases
-    in_flight: InFlight
-    reserved: ReservedBytes
-    replies: Replies
+        # The attached processes, and the leases and reservations that their requests left behind.
+        self.processes, self.payload_kinds = ProcessTable(facts.epoch), PayloadKinds()
+        self.replies = Replies(facts.epoch, counters)
+        self.sessions = Sessions(self.replies.error)
+        self.leases, self.in_flight, self.reserved = Leases(), InFlight(), ReservedBytes(MAX_SESSION_SHARE)
 
+        # The controllers that put to the tiers and load from them.
+        self.store = StoreController(
+            pool,
+            tiers,
+            StoreLimits(backlog_bytes=int(pool.extents_bytes * BACKLOG_SHARE)),
+            self.history.put_skipped,
+            news=news,
+        )
+        self.borrowed = Borrowed(pool, own_lane, clock)
+        self.peer_reads = PeerReads(peer_tier, tiers.stack, counters)
+        limits = PrefetchLimits(
+            patience_s=patience(TIER_PATIENCE_S),
+            in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
+        )
+        self.prefetch = PrefetchController(
+            pool, tiers, limits, clock, self.store.dropped, self._loaded, self.peer_reads.scatter
+        )
+        self.tails = TailPuts(pool, self.store, tiers, clock, settings.l2.tails_after_s)
+        self.events = PoolEvents(pool, self.history, self.store, news, clock)
 
-class L2(NamedTuple):
-    """The tiers and the controllers that put to them and load from them."""
+        # What serves processes.
+        self.effects = Effects(pool, self.sessions, self.leases, self.in_flight, counters, facts.epoch)
+        self.running = Running(loop, supervisor, self.sessions, self.effects, self.replies)
+        self.recuts = Recuts(recut_lane, clock, tiers, self.prefetch, pool, enabled=settings.l1.recut)
+        self.hooks = Processes(
+            self.processes,
+            self.payload_kinds,
+            self.sessions,
+            self.effects,
+            self.running,
+            tokens,
+            self.readiness,
+            self.recuts,
+        )
 
-    tiers: TierSet
-    store: StoreController
-    tails: TailPuts
-    prefetch: PrefetchController
-    borrowed: Borrowed
-    peer_reads: PeerReads
-    events: PoolEvents
+        # Operations of admins, which controllers use too.
+        self.prewarms = Prewarms(self.processes, pool, lane, self.prefetch, clock, supervisor)
+        self.clearing = Clearing(pool, own_lane, self.store, self.events)
+        self.tenants = TenantRows(settings, self.processes, pool)
+        self.board = self._board()
 
+    def _loaded(self, tier: str, keys: Sequence[bytes]) -> None:
+        if tier == self.peer_reads.name and not self.settings.p2p.keep:
+            self.borrowed.read(keys)
+        self.store.found(tier, keys)
 
-class Requests(NamedTuple):
-    """The parts that serve processes, without the boundary."""
+    def _board(self) -> StatusBoard:
+        board = StatusBoard()
+        section = functools.partial(instance_section, self.facts, self.readiness, self.clock)
+        board.put("instance", section, metrics=False)
+        board.put("pool", functools.partial(pool_section, self.pool))
+        board.put("counters", self.counters.as_dict, metrics=False)
+        board.put("trend", self.trend.section, metrics=False)
+        board.put("sessions", self._sessions_section)
+        board.put("peers", functools.partial(processes_section, self.processes), metrics=False)
+        engines = functools.partial(engines_section, self.processes, self.leases)
+        board.put("engines", engines, metrics=False)
+        board.put("l2_store", self.store.stats)
+        board.put("tails", self.tails.stats)
+        board.put("l2_prefetch", self.prefetch.stats)
+        board.put("recuts", self.recuts.status)
+        board.put("tenants", self.tenants.in_l1, metrics=False)
+        board.put("jobs", self.prewarms.documents, metrics=False)
+        return board
 
-    effects: Effects
-    running: Running
-    recuts: Recuts
-    hooks: Processes
-
-
-class AdminParts(NamedTuple):
-    """The admin's operations that clients and controllers may use too."""
-
-    prewarms: Prewarms
-    clearing: Clearing
-    tenants: TenantRows
-
-
-def lay_ground(
-    settings: ServerSettings,
-    facts: InstanceFacts,
-    pool: Pool,
-    loop: asyncio.AbstractEventLoop,
-    supervisor: Supervisor,
-    lane: PoolLane,
-    recut_lane: PoolLane,
-    own_lane: PoolLane,
-    clock: Clock,
-    explainer: Explainer,
-) -> Ground:
-    """Make the parts that refer to no other part, and set the quotas of tenants."""
-    for tenant, gigabytes in settings.quotas_gb.items():
-        pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
-    counters, readiness, board = ServerCounters(), Readiness(), StatusBoard()
-    board.put("instance", functools.partial(instance_section, facts, readiness, clock), metrics=False)
-    board.put("pool", functools.partial(pool_section, pool))
-    board.put("counters", counters.as_dict, metrics=False)
-    savings = Savings()
-    trend = Trend(counters, savings, clock)
-    board.put("trend", trend.section, metrics=False)
-    return Ground(
-        settings=settings,
-        facts=facts,
-        pool=pool,
-        loop=loop,
-        supervisor=supervisor,
-        lane=lane,
-        recut_lane=recut_lane,
-        own_lane=own_lane,
-        clock=clock,
-        counters=counters,
-        readiness=readiness,
-        freeze=StoreFreeze(),
-        explainer=explainer,
-        history=ChunkHistory(explainer, counters, clock, settings.l1.eviction_policy),
-        savings=savings,
-        trend=trend,
-        board=board,
-    )
-
-
-def make_tables(ground: Ground) -> Tables:
-    """Make the tables, empty."""
-    epoch = ground.facts.epoch
-    processes = ProcessTable(epoch)
-    replies = Replies(epoch, ground.counters)
-    leases, in_flight = Leases(), InFlight()
-
-    def numbers() -> dict[str, int]:
+    def _sessions_section(self) -> dict[str, int]:
         return {
-            "attached": sum(not process.detached for process in processes),
-            "detached": sum(process.detached for process in processes),
-            "groups": len(processes.groups),
-            "leases": len(leases),
-            "leases_revoked": leases.n_revoked,
-            "extents_being_written": len(in_flight),
-            "tasks": len(ground.supervisor),
-            "absent_keys_remembered": len(ground.explainer.keys),
+            "attached": sum(not process.detached for process in self.processes),
+            "detached": sum(process.detached for process in self.processes),
+            "groups": len(self.processes.groups),
+            "leases": len(self.leases),
+            "leases_revoked": self.leases.n_revoked,
+            "extents_being_written": len(self.in_flight),
+            "tasks": len(self.supervisor),
+            "absent_keys_remembered": len(self.explainer.keys),
         }
 
-    ground.board.put("sessions", numbers)
-    ground.board.put("peers", functools.partial(processes_section, processes), metrics=False)
-    ground.board.put("engines", functools.partial(engines_section, processes, leases), metrics=False)
-    return Tables(
-        processes=processes,
-        payload_kinds=PayloadKinds(),
-        sessions=Sessions(replies.error),
-        leases=leases,
-        in_flight=in_flight,
-        reserved=ReservedBytes(MAX_SESSION_SHARE),
-        replies=replies,
-    )
 
-
-def make_l2(ground: Ground, tiers: TierSet, news: Sequence[TierNews], *, peer_tier: str) -> L2:
-    """Make the controllers of a set of tiers. `peer_tier`: name of the tier that reads peers, "" without one."""
-    pool, settings, history = ground.pool, ground.settings, ground.history
-    store = StoreController(
-        pool,
-        tiers,
-        StoreLimits(backlog_bytes=int(pool.extents_bytes * BACKLOG_SHARE)),
-        history.put_skipped,
-        news=news,
-    )
-    borrowed = Borrowed(pool, ground.own_lane, ground.clock)
-
-    def loaded(tier: str, keys: Sequence[bytes]) -> None:
-        if tier == peer_tier and not settings.p2p.keep:
-            borrowed.read(keys)
-        store.found(tier, keys)
-
-    peer_reads = PeerReads(peer_tier, tiers.stack, ground.counters)
-
-    limits = PrefetchLimits(
-        patience_s=patience(TIER_PATIENCE_S),
-        in_flight_bytes=pool.extents_bytes // IN_FLIGHT_SHARE,
-    )
-    prefetch = PrefetchController(
-        pool, tiers, limits, ground.clock, store.dropped, loaded, peer_reads.scatter
-    )
-    tails = TailPuts(pool, store, tiers, ground.clock, settings.l2.tails_after_s)
-    ground.board.put("l2_store", store.stats)
-    ground.board.put("tails", tails.stats)
-    ground.board.put("l2_prefetch", prefetch.stats)
-    return L2(
-        tiers=tiers,
-        store=store,
-        tails=tails,
-        prefetch=prefetch,
-        borrowed=borrowed,
-        peer_reads=peer_reads,
-        events=PoolEvents(pool, history, store, news, ground.clock),
-    )
-
-
-def make_requests(ground: Ground, tables: Tables, l2: L2, tokens: TenantTokens) -> Requests:
-    """Make the parts that keep the effects of requests, run requests, and follow attached processes."""
-    settings = ground.settings
-    for tenant in sorted(set(settings.quotas_gb).union(*tokens.sets)):
-        ground.counters.tenants[tenant_number(tenant)] = TenantChunks(tenant)
-    effects = Effects(
-        ground.pool,
-        tables.sessions,
-        tables.leases,
-        tables.in_flight,
-        ground.counters,
-        ground.facts.epoch,
-    )
-    running = Running(ground.loop, ground.supervisor, tables.sessions, effects, tables.replies)
-    recuts = Recuts(
-        ground.recut_lane, ground.clock, l2.tiers, l2.prefetch, ground.pool, enabled=settings.l1.recut
-    )
-    ground.board.put("recuts", recuts.status)
-    hooks = Processes(
-        tables.processes,
-        tables.payload_kinds,
-        tables.sessions,
-        effects,
-        running,
-        tokens,
-        ground.readiness,
-        recuts,
-    )
-    return Requests(effects, running, recuts, hooks)
-
-
-def make_admin(ground: Ground, tables: Tables, l2: L2) -> AdminParts:
-    """Make prewarms and clear."""
-    prewarms = Prewarms(
-        tables.processes,
-        ground.pool,
-        ground.lane,
-        l2.prefetch,
-        ground.clock,
-        ground.supervisor,
-    )
-    tenants = TenantRows(ground.settings, tables.processes, ground.pool)
-    ground.board.put("tenants", tenants.in_l1, metrics=False)
-    ground.board.put("jobs", prewarms.documents, metrics=False)
-    return AdminParts(
-        prewarms,
-        Clearing(ground.pool, ground.own_lane, l2.store, l2.events),
-        tenants,
-    )
-
-
-def make_boundary(
-    ground: Ground, tables: Tables, l2: L2, requests: Requests, tokens: TenantTokens
-) -> Boundary:
+def make_boundary(parts: Parts) -> Boundary:
     """Make the boundary, which answers frames."""
-    facts, pool, counters = ground.facts, ground.pool, ground.counters
+    epoch, pool, counters = parts.facts.epoch, parts.pool, parts.counters
     lookups = Lookups(
         pool=pool,
-        lane=ground.lane,
-        clock=ground.clock,
-        processes=tables.processes,
-        effects=requests.effects,
-        in_flight=tables.in_flight,
-        tiers=l2.tiers,
-        prefetch=l2.prefetch,
-        store=l2.store,
-        tails=l2.tails,
-        recuts=requests.recuts,
-        events=l2.events,
-        explainer=ground.explainer,
-        savings=ground.savings,
+        lane=parts.lane,
+        clock=parts.clock,
+        processes=parts.processes,
+        effects=parts.effects,
+        in_flight=parts.in_flight,
+        tiers=parts.tiers,
+        prefetch=parts.prefetch,
+        store=parts.store,
+        tails=parts.tails,
+        recuts=parts.recuts,
+        events=parts.events,
+        explainer=parts.explainer,
+        savings=parts.savings,
         counters=counters,
-        epoch=facts.epoch,
-        policy=ground.settings.l1.eviction_policy,
+        epoch=epoch,
+        policy=parts.settings.l1.eviction_policy,
     )
     reserving = Reserving(
         pool,
-        ground.lane,
-        tables.processes,
-        tables.sessions,
-        tables.in_flight,
-        ground.freeze,
-        ground.history,
-        ground.explainer.identities,
-        l2.store,
-        l2.tails,
-        ground.savings,
-        ground.clock,
+        parts.lane,
+        parts.processes,
+        parts.sessions,
+        parts.in_flight,
+        parts.freeze,
+        parts.history,
+        parts.explainer.identities,
+        parts.store,
+        parts.tails,
+        parts.savings,
+        parts.clock,
         counters,
-        facts.epoch,
-        tables.reserved,
+        epoch,
+        parts.reserved,
     )
     handlers = Handlers(
-        epoch=facts.epoch,
+        epoch=epoch,
         pool=pool,
-        processes=tables.processes,
-        sessions=tables.sessions,
-        leases=tables.leases,
-        effects=requests.effects,
+        processes=parts.processes,
+        sessions=parts.sessions,
+        leases=parts.leases,
+        effects=parts.effects,
         counters=counters,
     )
     return Boundary(
         handlers=handlers,
         reserving=reserving,
         lookups=lookups,
-        processes=tables.processes,
-        sessions=tables.sessions,
-        effects=requests.effects,
-        running=requests.running,
-        replies=tables.replies,
-        plain=PlainClients(pool, tokens, counters, facts.epoch),
+        processes=parts.processes,
+        sessions=parts.sessions,
+        effects=parts.effects,
+        running=parts.running,
+        replies=parts.replies,
+        plain=PlainClients(pool, parts.tokens, counters, epoch),
         counters=counters,
     )

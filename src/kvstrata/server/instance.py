@@ -1,7 +1,6 @@
 """Opens an instance. Only this file and composition.py know all of its rooms.
 
-    ports ─▶ segment and pool ─▶ ground ─▶ tables ─▶ news ─▶ L2 ─▶ tiers open ─▶ requests ─▶ attach ─▶ admin
-          ─▶ membership ─▶ boundary ─▶ HTTP made
+    ports ─▶ segment and pool ─▶ news ─▶ parts ─▶ tiers open ─▶ attach ─▶ membership ─▶ boundary ─▶ HTTP made
 
 Rules:
 
@@ -41,7 +40,6 @@ from kvstrata.process.listen import Listener, ServedToken, warn_if_open
 from kvstrata.process.listen import listen as http_listen
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.server.admin.admin import Admin, StrandedSessions
-from kvstrata.server.admin.status import TenantRows
 from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.membership import (
     Membership,
@@ -52,17 +50,7 @@ from kvstrata.server.cluster.membership import (
 )
 from kvstrata.server.cluster.own_key import member_keys
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.composition import (
-    L2,
-    Ground,
-    Tables,
-    lay_ground,
-    make_admin,
-    make_boundary,
-    make_l2,
-    make_requests,
-    make_tables,
-)
+from kvstrata.server.composition import Parts, make_boundary
 from kvstrata.server.facts import MAX_SESSION_SHARE, InstanceFacts
 from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.reports import TierReports
@@ -97,13 +85,10 @@ class Shell(NamedTuple):
 class Instance(NamedTuple):
     """A whole instance, which does not answer anybody yet."""
 
-    facts: InstanceFacts
-    ground: Ground
+    parts: Parts
     adopted: bool
     """L1 was taken over from the previous server."""
     segment: Segment
-    tables: Tables
-    l2: L2
     boundary: Boundary
     attach: AttachServer
     housekeeping: Housekeeping
@@ -112,7 +97,6 @@ class Instance(NamedTuple):
     http: tuple[Listener, Port] | None
     http_token: ServedToken | None
     """The admin port's token; None without that port."""
-    tenants: TenantRows
 
 
 async def open_instance(plan: Plan, shell: Shell) -> Instance:
@@ -139,83 +123,84 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     lane, own_lane = PoolLane(shell.loop), PoolLane(shell.loop, threads=1, queue=None, name="kv-own")
     recut_lane = PoolLane(shell.loop, threads=1, queue=RECUTS_WAITING, name="kv-recut")
     closers += [soon(lane.close), soon(recut_lane.close), soon(own_lane.close)]
-    ground = lay_ground(
-        settings,
-        facts,
-        pool,
-        shell.loop,
-        shell.supervisor,
-        lane,
-        recut_lane,
-        own_lane,
-        SystemClock(),
-        Explainer(),
-    )
 
-    # 2. Tables, news, L2 and its tiers.
-    tables = make_tables(ground)
+    # 2. News of L2 for controllers, the parts, and the tiers.
     tiers = TierSet()
     told = ToldTiers(tiers, shell.supervisor)
     urls = settings.controller.url.split(",") if settings.controller.url else []
     news_of = {url: TierNews(told) for url in dict.fromkeys(urls)}
     keys = member_keys(settings, facts, shell.supervisor, os.environ) if news_of else None
     peer = peer_config(plan, keys)
-    l2 = make_l2(ground, tiers, list(news_of.values()), peer_tier=peer.name if peer else "")
-    control = _make_tier_control(ground, tables, l2, segment)
+    parts = Parts(
+        settings,
+        facts,
+        pool,
+        shell.loop,
+        shell.supervisor,
+        lane=lane,
+        recut_lane=recut_lane,
+        own_lane=own_lane,
+        clock=SystemClock(),
+        explainer=Explainer(),
+        tiers=tiers,
+        news=list(news_of.values()),
+        tokens=plan.tokens,
+        peer_tier=peer.name if peer else "",
+    )
+    board = parts.board
+    control = _make_tier_control(parts, segment)
     closers.append(control.close)
-    ground.board.put("l2_adapters", control.status)
-    l2.store.start()
+    board.put("l2_adapters", control.status)
+    parts.store.start()
     await _open_tiers(plan, peer, control, port, shell.log)
 
-    # 3. Requests, processes, and the operations of admins.
-    requests = make_requests(ground, tables, l2, plan.tokens)
+    # 3. Processes attach.
     attach = AttachServer(
         directory / RPC_SOCKET,
         pool,
         segment.descriptors,
-        requests.hooks,
+        parts.hooks,
         instance_id=facts.instance_id,
         max_reserved_bytes=facts.max_reserved_bytes,
     )
-    admin = make_admin(ground, tables, l2)
 
     # 4. The cluster, if a controller is set: a server of peers, and a link to each controller.
     served = membership = None
     if keys is not None:
-        served = serve_peers(plan, keys, ground, l2, closers)
-        membership = make_membership(plan, keys, ground, tables, l2, admin, told, news_of, served)
+        served = serve_peers(plan, keys, parts, closers)
+        membership = make_membership(plan, keys, parts, told, news_of, served)
         closers.append(membership.stop)
-        ground.board.put("cluster", membership.status)
-        ground.board.put("peers_served", served.server.status)
+        board.put("cluster", membership.status)
+        board.put("peers_served", served.server.status)
 
     # 5. The boundary, which answers frames, and the HTTP application.
-    boundary = make_boundary(ground, tables, l2, requests, plan.tokens)
+    boundary = make_boundary(parts)
     housekeeping = Housekeeping(
         pool,
         own_lane,
-        l2.events,
-        l2.store,
-        l2.borrowed,
-        ground.clock,
+        parts.events,
+        parts.store,
+        parts.borrowed,
+        parts.clock,
         shell.supervisor,
-        l2.tails,
+        parts.tails,
     )
     restarts = shell.restarts
-    ground.board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
-    ground.board.put("log", log_stats)
-    ground.board.put("attach", attach.stats)
-    ground.board.put("rpc", attach.traffic)
+    board.put("process", lambda: {"restarts": restarts.times, "last_end": restarts.cause})
+    board.put("log", log_stats)
+    board.put("attach", attach.stats)
+    board.put("rpc", attach.traffic)
     closers.append(attach.stop)
     http, http_token = None, None
     if listener is not None:
         whole_admin = Admin(
             pool,
-            ground.readiness,
-            ground.board,
-            ServerCollector(facts.instance_id, ground.counters, ground.board.numbers),
-            ground.explainer,
-            admin.prewarms,
-            admin.clearing,
+            parts.readiness,
+            parts.board,
+            ServerCollector(facts.instance_id, parts.counters, board.numbers),
+            parts.explainer,
+            parts.prewarms,
+            parts.clearing,
             StrandedSessions(attach),
             control,
         )
@@ -227,15 +212,12 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
             http_port.set_token, settings.http, listener, plan.http_token, "server", shell.log
         )
         closers.append(soon(http_token.close))
-        ground.board.put("http", http_port.stats)
+        board.put("http", http_port.stats)
         http = listener, http_port
     return Instance(
-        facts=facts,
-        ground=ground,
+        parts=parts,
         adopted=segment.adopted,
         segment=segment,
-        tables=tables,
-        l2=l2,
         boundary=boundary,
         attach=attach,
         housekeeping=housekeeping,
@@ -243,7 +225,6 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
         membership=membership,
         http=http,
         http_token=http_token,
-        tenants=admin.tenants,
     )
 
 
@@ -266,32 +247,32 @@ def _open_segment(plan: Plan, port: int, shell: Shell) -> tuple[Segment, Path]:
     return segment, directory
 
 
-def _make_tier_control(ground: Ground, tables: Tables, l2: L2, segment: Segment) -> TierControl:
+def _make_tier_control(parts: Parts, segment: Segment) -> TierControl:
     """Make the part that opens and closes tiers, with what this instance lends to each tier."""
-    pool = ground.pool
-    reports = TierReports(ground.loop, l2.store, ground.history, ground.counters)
+    pool = parts.pool
+    reports = TierReports(parts.loop, parts.store, parts.history, parts.counters)
 
     around = Surroundings(
-        ground.clock, pool.extents_bytes, reports.operation, deadline_ms=ground.settings.l2.deadline_ms
+        parts.clock, pool.extents_bytes, reports.operation, deadline_ms=parts.settings.l2.deadline_ms
     )
 
     def context(name: str) -> AdapterContext:
         return AdapterContext(
-            ground.facts.instance_id,
-            ground.clock,
+            parts.facts.instance_id,
+            parts.clock,
             pool.extents_address,
             pool.extents_bytes,
             functools.partial(reports.dropped, name),
             segment.descriptors.extents,
             segment.descriptors.sessions_lock,
-            tables.payload_kinds.element_bytes_of,
+            parts.payload_kinds.element_bytes_of,
         )
 
     return TierControl(
-        l2.tiers,
+        parts.tiers,
         pool,
-        l2.store,
-        l2.prefetch,
+        parts.store,
+        parts.prefetch,
         build=functools.partial(build_stack, around=around),
         context=context,
     )

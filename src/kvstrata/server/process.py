@@ -99,17 +99,17 @@ class Server(Process):
         shell = Shell(self.loop, self.supervisor, self.closers, self.log, self._restarts, self._started_s)
         self._instance = instance = await open_instance(self._plan, shell)
         self._reload = Reload(self._plan, self._reread, instance)
-        pool = instance.ground.pool
+        pool = instance.parts.pool
         if instance.peer_server is not None:
             instance.peer_server.start()
         await instance.attach.start(instance.boundary.on_frame)
         pool.heartbeat()
-        self.supervisor.spawn(heartbeat(pool, instance.l2.events), "heartbeat")
+        self.supervisor.spawn(heartbeat(pool, instance.parts.events), "heartbeat")
         self.supervisor.spawn(instance.housekeeping.run(), "housekeeping")
-        self.supervisor.spawn(instance.ground.trend.run(), "trend")
-        self.supervisor.spawn(MediaWatch(instance.l2.tiers).run(), "media")
-        folder, segment = instance.facts.socket_dir, instance.segment
-        own_files = OwnFiles(folder, instance.facts.port, segment, instance.attach)
+        self.supervisor.spawn(instance.parts.trend.run(), "trend")
+        self.supervisor.spawn(MediaWatch(instance.parts.tiers).run(), "media")
+        folder, segment = instance.parts.facts.socket_dir, instance.segment
+        own_files = OwnFiles(folder, instance.parts.facts.port, segment, instance.attach)
         self.supervisor.spawn(own_files.run(), "own-files")
         pool.prefault_start(PREFAULT_THREADS)
         if instance.membership is not None:
@@ -119,7 +119,7 @@ class Server(Process):
             self.supervisor.spawn(port.serve(listener), "http")
         if instance.http_token is not None:
             self.supervisor.spawn(instance.http_token.keep(), "token")
-        instance.ground.readiness.set()
+        instance.parts.readiness.set()
         gc.collect()
         gc.freeze()
         self._announce(instance)
@@ -132,27 +132,27 @@ class Server(Process):
     async def drain(self, drain_s: float) -> None:
         """Take no new processes, and let L2 finish its puts and loads."""
         instance, ends_s = self._instance, self.loop.time() + drain_s
-        instance.ground.readiness.set("stopping")
+        instance.parts.readiness.set("stopping")
         self._held = self._in_use()
         if instance.membership is not None:
             await instance.membership.stop()
-        await instance.l2.tails.stop()
-        await instance.l2.store.stop(max(0.0, ends_s - self.loop.time()))
-        await instance.l2.prefetch.stop(max(0.0, ends_s - self.loop.time()))
+        await instance.parts.tails.stop()
+        await instance.parts.store.stop(max(0.0, ends_s - self.loop.time()))
+        await instance.parts.prefetch.stop(max(0.0, ends_s - self.loop.time()))
 
     def under_way(self) -> dict[str, object]:
         """Puts and loads that a stop waits for."""
-        l2 = self._instance.l2
-        return {"puts": l2.store.undone, "fetches": l2.prefetch.stats()["fetches_running"]}
+        parts = self._instance.parts
+        return {"puts": parts.store.undone, "fetches": parts.prefetch.stats()["fetches_running"]}
 
     def given_up(self) -> dict[str, object]:
         """Puts that were given up, and what the engines held when the stop began; they keep it over the restart."""
-        return {"puts_given_up": self._instance.l2.store.undone, **self._held}
+        return {"puts_given_up": self._instance.parts.store.undone, **self._held}
 
     def standing(self) -> str:
         """Where engines find the server, and how large L1 is."""
-        size_gb = self._instance.ground.pool.extents_bytes / GB
-        return f"serving at {self._instance.facts.socket_dir}, L1 of {size_gb:.1f} GB"
+        size_gb = self._instance.parts.pool.extents_bytes / GB
+        return f"serving at {self._instance.parts.facts.socket_dir}, L1 of {size_gb:.1f} GB"
 
     def left_behind(self) -> tuple[str, dict[str, object]] | None:
         """The pool that stays in memory, and how to free it; or that it was removed (`l1.forget_on_exit`)."""
@@ -173,11 +173,11 @@ class Server(Process):
         return self._reload.apply(newer).shown()
 
     def _in_use(self) -> dict[str, object]:
-        tables = self._instance.tables
-        return {"engines": len(tables.processes.groups), "leases": len(tables.leases)}
+        parts = self._instance.parts
+        return {"engines": len(parts.processes.groups), "leases": len(parts.leases)}
 
     def _announce(self, instance: Instance) -> None:
-        facts = instance.facts
+        facts = instance.parts.facts
         ready: dict[str, Any] = {
             "pid": os.getpid(),
             "instance_id": facts.instance_id,
@@ -187,10 +187,10 @@ class Server(Process):
             "http_socket": str(instance.http[0].path or "") if instance.http is not None else "",
             "http_token_file": instance.http_token.path if instance.http_token is not None else "",
             "socket_dir": str(facts.socket_dir),
-            "l1_bytes": instance.ground.pool.extents_bytes,
+            "l1_bytes": instance.parts.pool.extents_bytes,
             "adopted": instance.adopted,
-            "adopted_chunks": instance.ground.pool.stats()["adopted_entries"],
-            "tiers": [tier.name for tier in instance.l2.tiers],
+            "adopted_chunks": instance.parts.pool.stats()["adopted_entries"],
+            "tiers": [tier.name for tier in instance.parts.tiers],
             "ready_s": round(time.monotonic() - self._started_s, 3),
         }
         self.log.info("ready", version=__version__, **ready | {"tiers": ",".join(ready["tiers"]) or "none"})

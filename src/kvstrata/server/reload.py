@@ -41,7 +41,7 @@ class Reload:
         """Change what can change now. Raises ConfigError; then nothing has changed."""
         instance = self._instance
         before = msgspec.structs.replace(self.settings, log_level=current_level())
-        pool = instance.ground.pool
+        pool = instance.parts.pool
         found = sorted_out(before, newer.settings, LIVE, (HTTP_TOKEN, TENANTS))
         self._apply_tokens(newer, found)
         self.settings = after = found.in_force
@@ -50,7 +50,7 @@ class Reload:
             pool.set_quota(tenant_number(tenant), NO_QUOTA)
         for tenant, gigabytes in after.quotas_gb.items():
             pool.set_quota(tenant_number(tenant), int(gigabytes * GB))
-        instance.tenants.name(after)
+        instance.parts.tenants.name(after)
         return found
 
     def _apply_tokens(self, newer: Plan, found: Changes[ServerSettings]) -> None:

@@ -85,7 +85,7 @@ class AttachSocket:
         try:
             request = parse_request(data)
             assert repr(request)
-            self.instance.requests.hooks.admit(request)
+            self.instance.parts.hooks.admit(request)
             check_company(request, [self.other])
             check_resumed(request, self.other)
         except KvstrataError as error:
@@ -97,7 +97,7 @@ class AttachSocket:
             assert isinstance(decode_attach_reply(data), attach_wire.AttachReply)
         except KvstrataError as error:
             assert error.message
-        assert not list(self.instance.tables.processes)
+        assert not list(self.instance.parts.processes)
 
     def seeds(self) -> list[bytes]:
         """Return valid requests and replies."""

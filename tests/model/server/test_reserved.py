@@ -157,8 +157,8 @@ class Reserves(RuleBasedStateMachine):
             return
         self.server.check()
         for pid in TOKENS:
-            assert self.server.tables.reserved.of(pid) == self.of(pid) <= OF_PROCESS
-        assert self.server.tables.reserved.of(BLUE) == self.of_token() <= OF_TOKEN
+            assert self.server.parts.reserved.of(pid) == self.of(pid) <= OF_PROCESS
+        assert self.server.parts.reserved.of(BLUE) == self.of_token() <= OF_TOKEN
 
     def teardown(self) -> None:
         if hasattr(self, "server"):

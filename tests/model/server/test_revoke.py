@@ -358,7 +358,7 @@ class Revokes(RuleBasedStateMachine):
         if not hasattr(self, "schedulers"):
             return
         self.server.check()
-        self.server.tables.leases.validate()
+        self.server.parts.leases.validate()
         stats = self.server.pool.stats()
         assert stats["leased_bytes"] <= stats["extents_bytes"] // 2
 
@@ -371,12 +371,12 @@ class Revokes(RuleBasedStateMachine):
             for call in scheduler.claimed if scheduler.alive else ():
                 assert not call.revoked
                 name = (call.result.lease.session, call.result.lease.seq)
-                lease = self.server.tables.leases.get(name)
+                lease = self.server.parts.leases.get(name)
                 assert lease is not None, "a claimed lease has ended"
                 group = [scheduler.client.session, *([worker.session] if worker.alive else [])]
                 assert lease.rows.issuperset(rows[session] for session in group)
             for handed in worker.queued | worker.copying if worker.alive else ():
-                lease = self.server.tables.leases.get((handed.session, handed.seq))
+                lease = self.server.parts.leases.get((handed.session, handed.seq))
                 assert lease is not None and rows[worker.session] in lease.rows, "a copy has lost its bytes"
 
     def teardown(self) -> None:

@@ -32,7 +32,7 @@ def test_cleared_chunks_that_a_put_holds_are_invisible_at_once_and_free_once_the
     assert put is not None
 
     async def clear_and_wait() -> None:
-        clearing, events = server.admin.clearing, server.l2.events
+        clearing, events = server.parts.clearing, server.parts.events
         at_once = await clearing.clear(ClearScope.L1, None)
         assert at_once.document() == {
             "cleared": {"l1": 4}, "pending": {"held": 1, "leased": 0}, "kept": {"pinned": 0},
@@ -57,7 +57,7 @@ def test_pinned_chunks_survive_a_clear_and_are_counted(
 ) -> None:
     keys = keys_of(server, identity)
     ticket, *_ = server.pool.lease(keys[: 2 * KEY_BYTES], 1, [0])
-    done = server.loop.run_until_complete(server.admin.clearing.clear(ClearScope.L1, None))
+    done = server.loop.run_until_complete(server.parts.clearing.clear(ClearScope.L1, None))
     assert (done.n_chunks, done.held, done.leased, done.kept) == (2, 0, 0, 2)
     assert server.pool.peek(keys, 1) == 2
     server.pool.release(ticket)
@@ -79,5 +79,5 @@ def test_explain_names_why_a_chunk_left(
     leaves(server.pool, keys, identity.root)
     server.feed()  # hears of the pool's events
     for key in split(keys):
-        known = server.ground.explainer.keys.get(key)
+        known = server.parts.explainer.keys.get(key)
         assert known is not None and known.reason == "evicted" and known.detail.startswith(by)

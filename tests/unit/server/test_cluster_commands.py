@@ -33,14 +33,14 @@ def actions_of(server: InstanceInProcess, **others: Any) -> Actions:
     parts: dict[str, Any] = {
         "pool": server.pool,
         "lane": server.own_lane,
-        "clock": server.ground.clock,
-        "processes": server.tables.processes,
-        "prefetch": server.l2.prefetch,
-        "borrowed": server.l2.borrowed,
-        "peer_reads": server.l2.peer_reads,
+        "clock": server.parts.clock,
+        "processes": server.parts.processes,
+        "prefetch": server.parts.prefetch,
+        "borrowed": server.parts.borrowed,
+        "peer_reads": server.parts.peer_reads,
         "peer_server": SimpleNamespace(leases=None),
-        "clearing": server.admin.clearing,
-        "board": server.ground.board,
+        "clearing": server.parts.clearing,
+        "board": server.parts.board,
     }
     return Actions(**{**parts, **others})
 

@@ -22,7 +22,7 @@ def test_a_refusal_for_lack_of_index_entries_names_the_setting() -> None:
         wire.KeyGroup(wire.Rule.PREFIX, chain[32 * reply.outcomes.index(wire.ReserveOutcome.ENTRIES_FULL) :])
     ]
     server.feed(said(session, wire.Lookup(3, 1000, identity.identity_id, "request", groups)))
-    [lookup] = server.ground.explainer.explain("request")["lookups"]
+    [lookup] = server.parts.explainer.explain("request")["lookups"]
     assert lookup["first_miss"]["reason"] == "refused"
     assert (
         lookup["first_miss"]["detail"]

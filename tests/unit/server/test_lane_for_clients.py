@@ -47,18 +47,18 @@ def test_a_burst_of_long_lookups_is_refused_and_the_server_goes_on(
     housekeeping = Housekeeping(
         server.pool,
         server.own_lane,
-        server.l2.events,
-        server.l2.store,
-        server.l2.borrowed,
-        server.ground.clock,
+        server.parts.events,
+        server.parts.store,
+        server.parts.borrowed,
+        server.parts.clock,
         server.supervisor,
     )
 
     async def meanwhile() -> None:
         fill()
-        server.l2.borrowed.read([b"k" * 32])
+        server.parts.borrowed.read([b"k" * 32])
         await housekeeping.round()
-        assert (await server.admin.clearing.clear(ClearScope.L1, None)).tiers == {"l1": 4}
+        assert (await server.parts.clearing.clear(ClearScope.L1, None)).tiers == {"l1": 4}
 
     server.loop.run_until_complete(meanwhile())
     [refused] = server.feed(lookup(10, identity, chain_of(identity.root, LONG)))

@@ -49,7 +49,7 @@ def test_a_prewarm_is_for_the_weights_that_the_engines_newest_requests_name(
 
 def prewarmed(server: InstanceInProcess, tokens: list[int], adapter: str = "") -> tuple[int, int]:
     """(chunks of a prewarm, those that are in L1)"""
-    prewarms = server.admin.prewarms
+    prewarms = server.parts.prewarms
 
     async def run() -> dict[str, Any] | None:
         job = await prewarms.prewarm(
@@ -63,7 +63,7 @@ def prewarmed(server: InstanceInProcess, tokens: list[int], adapter: str = "") -
 
 
 def test_a_prewarm_goes_on_when_its_engine_leaves_before_it_has_begun(server: InstanceInProcess) -> None:
-    prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
+    prewarms, group = server.parts.prewarms, server.parts.processes.groups[0]
     wanted = group.packed_slices
 
     async def run() -> list[bytes]:
@@ -74,7 +74,7 @@ def test_a_prewarm_goes_on_when_its_engine_leaves_before_it_has_begun(server: In
             derive(work, root, chain, slices),
         )[1]
         number = prewarms.start(group, bytes(32), 0, chain_of(bytes(32), 1), 0, 1_000)
-        server.tables.processes.gone(SESSION)
+        server.parts.processes.gone(SESSION)
         assert not group.complete
         await server.supervisor.idle()
         done = prewarms.job(number)
@@ -89,7 +89,7 @@ def test_a_prewarm_goes_on_when_its_engine_leaves_before_it_has_begun(server: In
 def test_a_job_that_fails_is_done_and_says_so(
     server: InstanceInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prewarms, group = server.admin.prewarms, server.tables.processes.groups[0]
+    prewarms, group = server.parts.prewarms, server.parts.processes.groups[0]
 
     def fails(*_: object) -> None:
         raise ZeroDivisionError

@@ -187,7 +187,7 @@ def test_leases_asked_back_are_counted_and_explained(server, old, new, prompts, 
     status = server.status()
     assert status["counters"]["revoked_leases"] == status["sessions"]["leases_revoked"] == 1
     assert status["pool"]["leases_trimmed"] == 1
-    [told] = server.ground.explainer.requests.recent(1)
+    [told] = server.parts.explainer.requests.recent(1)
     assert told.reason == MissReason.REFUSED
     assert "1 older leases have been revoked" in told.detail
     old.give_back(held[0])

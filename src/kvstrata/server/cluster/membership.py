@@ -34,7 +34,7 @@ from kvstrata.server.cluster.events import TierNews
 from kvstrata.server.cluster.link import Advertised, ControllerLink, Fence
 from kvstrata.server.cluster.own_key import MemberKeys
 from kvstrata.server.cluster.told_tiers import ToldTiers
-from kvstrata.server.composition import L2, AdminParts, Ground, Tables
+from kvstrata.server.composition import Parts
 from kvstrata.server.plan import Plan
 from kvstrata.storage.entry import TierConfig
 
@@ -88,8 +88,7 @@ class PeersServed(NamedTuple):
 def serve_peers(
     plan: Plan,
     keys: MemberKeys,
-    ground: Ground,
-    l2: L2,
+    parts: Parts,
     closers: list[Callable[[], Coroutine[Any, Any, None]]],
 ) -> PeersServed:
     """Make the server of peers, which leases L1 to peers (if those are read) and pins chunks. Raises ConfigError.
@@ -98,8 +97,8 @@ def serve_peers(
     """
     settings, p2p = plan.settings, plan.settings.p2p
     readers, endpoint = None, ""
-    if l2.tiers.get(l2.peer_reads.name) is not None:
-        readers = ZmqServer(ground.loop)
+    if parts.tiers.get(parts.peer_reads.name) is not None:
+        readers = ZmqServer(parts.loop)
         closers.append(soon(readers.close))
         host, port_text = _host_of(p2p.listen), p2p.listen.rpartition(":")[2]
         port = readers.bind_tcp(
@@ -118,13 +117,13 @@ def serve_peers(
         advertised = p2p.advertise or f"{shown}:{port}"
         endpoint = f"tcp://{advertised if _PORT.search(advertised) else f'{advertised}:{port}'}"
     server = PeerServer(
-        ground.pool,
-        ground.clock,
+        parts.pool,
+        parts.clock,
         readers,
-        instance_id=ground.facts.instance_id,
-        incarnation=ground.facts.epoch,
+        instance_id=parts.facts.instance_id,
+        incarnation=parts.facts.epoch,
         engine=plan.p2p_engine,
-        metadata=l2.peer_reads.metadata,
+        metadata=parts.peer_reads.metadata,
         mac=p2p.mac,
     )
     closers.append(server.close)
@@ -165,31 +164,28 @@ class Membership:
 def make_membership(
     plan: Plan,
     keys: MemberKeys,
-    ground: Ground,
-    tables: Tables,
-    l2: L2,
-    admin: AdminParts,
+    parts: Parts,
     told: ToldTiers,
     news_of: dict[str, TierNews],
     served: PeersServed,
 ) -> Membership:
     """Make a link to each controller. `news_of` is by its URL. Raises Unavailable if a URL is not an endpoint."""
-    facts, peer_server = ground.facts, served.server
+    facts, peer_server = parts.facts, served.server
     actions = Actions(
-        pool=ground.pool,
-        lane=ground.own_lane,
-        clock=ground.clock,
-        processes=tables.processes,
-        prefetch=l2.prefetch,
-        borrowed=l2.borrowed,
-        peer_reads=l2.peer_reads,
+        pool=parts.pool,
+        lane=parts.own_lane,
+        clock=parts.clock,
+        processes=parts.processes,
+        prefetch=parts.prefetch,
+        borrowed=parts.borrowed,
+        peer_reads=parts.peer_reads,
         peer_server=peer_server,
-        clearing=admin.clearing,
-        board=ground.board,
+        clearing=parts.clearing,
+        board=parts.board,
     )
     http_url = f"http://{plan.settings.http.host}:{facts.http_port}" if facts.http_port else ""
     advertised = Advertised(served.endpoint, http_url, plan.settings.p2p.zone)
-    condition = Condition(ground.pool, tables.processes, told, peer_server, l2.peer_reads, ground.counters)
+    condition = Condition(parts.pool, parts.processes, told, peer_server, parts.peer_reads, parts.counters)
     fence = Fence()
     links = [
         ControllerLink(
@@ -197,16 +193,16 @@ def make_membership(
             keys=keys,
             facts=facts,
             advertised=advertised,
-            pool=ground.pool,
+            pool=parts.pool,
             news=news,
             told=told,
             condition=condition,
             actions=actions,
             fence=fence,
-            freeze=ground.freeze,
-            readiness=ground.readiness,
-            supervisor=ground.supervisor,
-            counters=ground.counters,
+            freeze=parts.freeze,
+            readiness=parts.readiness,
+            supervisor=parts.supervisor,
+            counters=parts.counters,
         )
         for url, news in news_of.items()
     ]
