@@ -165,8 +165,8 @@ def test_tensor_parallel_workers_store_and_load_their_own_heads(server, small_mo
             r"chunk_size: 200 tokens is not a multiple of vLLM's block_size of 128",
         ),
         (
-            {"kvstrata.fidelity": "fp8", "kvstrata.gpu_fp8": True},
-            r"gpu_fp8: KV of this engine lies on cpu, not on a GPU; set gpu_fp8 to false",
+            {"kvstrata.fidelity": "fp8"},
+            r"fidelity: 'fp8' rounds KV on a GPU, but KV of this engine lies on cpu; set it to 'lossless'",
         ),
         ({"lmcache.mp.prot": 1}, r"lmcache.mp.prot: unknown key \(did you mean 'lmcache.mp.port'\?\)"),
     ],

@@ -20,7 +20,7 @@ from kvstrata.cli.boundary import guarded
 from kvstrata.cli.table import table
 from kvstrata.config.controller_model import ControllerHttpSettings
 from kvstrata.config.log_model import Level
-from kvstrata.errors import BadRequest, ConfigError
+from kvstrata.errors import ConfigError
 
 MAX_WAIT_S = 600
 
@@ -103,19 +103,6 @@ def _adapters(answer: Mapping[str, Any], options: argparse.Namespace) -> Any:
             "breakers": f"not closed: {', '.join(opened)}" if opened else "closed",
         })  # fmt: skip
     return rows or "no adapter"
-
-
-def _layers(answer: Mapping[str, Any], options: argparse.Namespace) -> list[dict[str, str]]:
-    """The layers of one adapter or of all, one row for each layer. Raises BadRequest for an unknown name."""
-    names = [row["name"] for row in answer["adapters"]]
-    if options.name and options.name not in names:
-        raise BadRequest(f"no adapter {options.name!r}; there are: {', '.join(names) or 'none'}")
-    return [
-        {"name": row["name"], **layer}
-        for row in answer["adapters"]
-        if options.name in ("", row["name"])
-        for layer in row["layers"]
-    ]
 
 
 def _instances(answer: Mapping[str, Any], options: argparse.Namespace) -> Any:
@@ -233,9 +220,6 @@ COMMANDS = (
         (arg("pool", metavar="POOL", type=Path, help="folder, as `list` prints it"),)),
     Command("l2 list", f"GET {ADAPTERS}", "the adapters, nearest first; --json prints all that is known",
         shown=_adapters),
-    Command("l2 show", f"GET {ADAPTERS}", "the layers of adapters, from the storage outwards",
-        (arg("", "", dest="name", nargs="?", default="", metavar="NAME",
-             help="as `list` prints it, e.g. fs-0; by default all"),), _layers),
     Command("l2 pause", f"POST {ADAPTERS}/{{name}}/pause", "ask an adapter's storage nothing, until it is resumed",
         (TIER_NAME,)),
     Command("l2 resume", f"POST {ADAPTERS}/{{name}}/resume", "use a paused adapter as before", (TIER_NAME,)),
@@ -377,8 +361,7 @@ def run(options: argparse.Namespace) -> Any:
     answer = asker(request(options))
     if options.row.words == "cluster dashboard-link":
         answer = reachable(answer, options.url)
-    whole = options.json and options.row.shown is not _layers
-    return answer if whole else options.row.shown(answer, options)
+    return answer if options.json else options.row.shown(answer, options)
 
 
 @guarded("kvstrata ctl")

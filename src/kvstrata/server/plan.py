@@ -197,8 +197,7 @@ def default_l1_bytes() -> int:
 def processes_bytes(adapters: list[TierConfig]) -> int:
     """Memory that the server and its adapter hosts take beside L1 and its index, when they begin to serve."""
     hosts = sum(config.isolated for config in adapters)
-    codecs = [config.recipe.codec for config in adapters]
-    staging_bytes = sum(codec.staging_bytes for codec in codecs if codec.chain.encodes)
+    staging_bytes = sum(config.codec_staging_bytes for config in adapters if config.chain.encodes)
     return SERVER_BYTES + hosts * HOST_BYTES + staging_bytes
 
 

@@ -21,9 +21,9 @@ from kvstrata.storage import catalogue, structs
 from kvstrata.storage.base import StorageAdapter
 from kvstrata.storage.catalogue import FoundType
 from kvstrata.storage.common import COMMON, CommonFields
-from kvstrata.storage.recipe import CodecConfig, Recipe
+from kvstrata.storage.recipe import Recipe
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.codec_fields import read_chain
+from kvstrata.storage.wrap.codec_fields import ChainSettings, read_chain
 
 MB = 1 << 20
 
@@ -38,6 +38,9 @@ class TierConfig(NamedTuple):
     """Makes the bare adapter in this process."""
     entry: dict[str, Any]
     """The entry as it was given; admins see it."""
+    chain: ChainSettings = ChainSettings()
+    codec_staging_bytes: int = 256 * MB
+    codec_workers: int = 2
     policy: StorePolicy = StorePolicy.THROUGH
     deadline_ms: int | None = None
     """None: the server's `l2.deadline_ms`."""
@@ -88,12 +91,14 @@ def configure_tier(entry: str | Mapping[str, Any], index: int) -> TierConfig:
             make = found.medium.prepare(config, place, name)
     wrong.tell()
     assert found and common and chain is not None and config is not None and make is not None
-    codec = CodecConfig(chain, int(common.codec_staging_mb * MB), common.codec_workers)
     return TierConfig(
         name=name,
-        recipe=Recipe(found.reference, config, place, name, codec),
+        recipe=Recipe(found.reference, config, place, name),
         make=make,
         entry=dict(entry),
+        chain=chain,
+        codec_staging_bytes=int(common.codec_staging_mb * MB),
+        codec_workers=common.codec_workers,
         policy=common.policy,
         deadline_ms=common.deadline_ms,
         max_stuck_bytes=None if common.max_stuck_mb is None else int(common.max_stuck_mb * MB),

@@ -1,4 +1,4 @@
-"""The settings that make the medium and codec of a tier, in the server or in the child process of an isolated tier."""
+"""The settings that make the medium of a tier, in the server or in the child process of an isolated tier."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ import msgspec
 from kvstrata.storage import catalogue
 from kvstrata.storage.catalogue import Make
 from kvstrata.storage.structs import Place
-from kvstrata.storage.wrap.codec_fields import ChainSettings
-
-MB = 1 << 20
-
-
-class CodecConfig(NamedTuple):
-    """How the records of one tier are encoded."""
-
-    chain: ChainSettings = ChainSettings()
-    staging_bytes: int = 256 * MB
-    workers: int = 2
 
 
 class Recipe(NamedTuple):
-    """One tier's medium and codec, checked."""
+    """One tier's medium, checked."""
 
     medium: str
     """MODULE:ATTRIBUTE of the medium's type, for `catalogue.load`."""
@@ -33,7 +22,6 @@ class Recipe(NamedTuple):
     """Where the fields stand in the settings, for errors."""
     name: str
     """The tier's name."""
-    codec: CodecConfig = CodecConfig()
 
     def prepare(self) -> Make:
         """Check the fields, and return the function that makes the bare adapter. Raises ConfigError."""

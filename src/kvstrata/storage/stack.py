@@ -1,18 +1,16 @@
 """A tier as a stack of named layers, each an adapter around the one before it.
 
-    medium     the bare adapter of the entry's type
-    host       only with `"isolation": "process"`: runs the medium in a process of its own
-    codec      encodes records that are put, decodes records that are loaded
-    deadline   ends waits, and stops asking an adapter that does not answer
-    metrics    reports each operation
-
-`Stack.describe` tells which layers a tier has and where they run.
+medium     the bare adapter of the entry's type
+host       only with `"isolation": "process"`: runs the medium in a process of its own
+codec      encodes records that are put, decodes records that are loaded
+deadline   ends waits, and stops asking an adapter that does not answer
+metrics    reports each operation
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from kvstrata.clock import Clock
 from kvstrata.policy.store import StorePolicy
@@ -26,8 +24,6 @@ from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.deadline import DeadlineAdapter, DeadlineLimits
 from kvstrata.storage.wrap.metrics import MeteredAdapter, OpReport
-
-T = TypeVar("T")
 
 STUCK_SHARE = 16
 """Default of `max_stuck_mb`: L1 divided by this."""
@@ -52,37 +48,31 @@ class Surroundings(NamedTuple):
         )
 
 
-class Layer(NamedTuple):
-    """One layer of a tier."""
-
-    name: str
-    adapter: StorageAdapter | None
-    """None: the layer is in the child process, behind the layer `host`."""
-
-
 class Stack:
     """A tier as the server uses it; not open yet."""
 
-    def __init__(self, name: str, policy: StorePolicy, layers: Sequence[Layer], folder: str = "") -> None:
-        """`layers` from the storage outwards; the last one is in this process."""
+    def __init__(
+        self,
+        name: str,
+        policy: StorePolicy,
+        codec: CodecAdapter,
+        guard: DeadlineAdapter,
+        *,
+        adapter: StorageAdapter | None = None,
+        host: HostedAdapter | None = None,
+        folder: str = "",
+    ) -> None:
+        """`adapter`: the outermost layer, by default `guard`. `host`: None for a tier that is not isolated."""
         self.name = name
         self.policy = policy
-        self.layers = tuple(layers)
-        self.folder = WatchedFolder(folder) if folder else None
-        """The directory of the medium; None: it has none."""
-        outermost = layers[-1].adapter
-        assert outermost is not None
-        self.adapter = outermost
-        guard = self._layer(DeadlineAdapter)
-        assert guard is not None
+        self.codec = codec
         self.guard = guard
         """The layer that has the breakers and counts stuck bytes."""
-        self.host = self._layer(HostedAdapter)
-        """None: the tier is not isolated."""
-        codec = self._layer(CodecAdapter)
-        assert codec is not None
-        self.codec = codec
-        self.peers = self._layer(ReadsPeers)  # type: ignore[type-abstract]
+        self.adapter = adapter or guard
+        self.host = host
+        self.folder = WatchedFolder(folder) if folder else None
+        """The directory of the medium; None: it has none."""
+        self.peers = codec.inner if isinstance(codec.inner, ReadsPeers) else None
         """The medium if it reads other instances, or the host of any isolated medium; None for all other media."""
 
     async def open(self, context: AdapterContext) -> None:
@@ -101,17 +91,6 @@ class Stack:
         if self.folder is not None:
             self.folder.close()
 
-    def describe(self) -> list[dict[str, str]]:
-        """For each layer from the storage outwards: its name, the process that runs it, and its class if known here."""
-        return [
-            {
-                "layer": layer.name,
-                "process": "host" if layer.adapter is None else "server",
-                "adapter": "" if layer.adapter is None else type(layer.adapter).__name__,
-            }
-            for layer in self.layers
-        ]
-
     def status(self) -> dict[str, Any]:
         """For status pages."""
         remarks = self.codec.remarks()
@@ -129,30 +108,25 @@ class Stack:
             **({} if self.host is None else {"host": self.host.host_status()}),
         }
 
-    def _layer(self, kind: type[T]) -> T | None:
-        return next((layer.adapter for layer in self.layers if isinstance(layer.adapter, kind)), None)
-
 
 def build_stack(config: TierConfig, around: Surroundings) -> Stack:
     """Make the layers of a checked entry, not open. Raises ConfigError if a plugin does."""
     limits = around.limits(config)
+    host = None
     if config.isolated:
-        layers = [Layer("medium", None)]
-        inner: StorageAdapter = HostedAdapter(
+        host = HostedAdapter(
             config.recipe,
             kill_ms=config.kill_ms or KILL_DEADLINES * limits.deadline_ms,
             bytes_per_kill=limits.bytes_per_deadline,
         )
-        layers.append(Layer("host", inner))
-    else:
-        inner = config.make()
-        inner.name = config.name
-        layers = [Layer("medium", inner)]
-    codec = config.recipe.codec
-    encoding = CodecAdapter(
-        inner, Chain(codec.chain), staging_bytes=codec.staging_bytes, workers=codec.workers
+    inner = host or config.make()
+    inner.name = config.name
+    codec = CodecAdapter(
+        inner,
+        Chain(config.chain),
+        staging_bytes=config.codec_staging_bytes,
+        workers=config.codec_workers,
     )
-    guard = DeadlineAdapter(encoding, limits, around.clock)
+    guard = DeadlineAdapter(codec, limits, around.clock)
     metered = MeteredAdapter(guard, around.report, around.clock)
-    layers += [Layer("codec", encoding), Layer("deadline", guard), Layer("metrics", metered)]
-    return Stack(config.name, config.policy, layers, config.folder)
+    return Stack(config.name, config.policy, codec, guard, adapter=metered, host=host, folder=config.folder)

@@ -15,7 +15,7 @@ from kvstrata.server.l2.store import StoreController
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.base import Found, LoadItem, LoadOutcome, PutItem, PutOutcome
 from kvstrata.storage.media.fs.adapter import FsAdapter
-from kvstrata.storage.stack import Layer, Stack
+from kvstrata.storage.stack import Stack
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings
@@ -57,7 +57,7 @@ class Tier:
         self.faults = faults
         codec = CodecAdapter(faults, Chain(ChainSettings()))
         self.guard = DeadlineAdapter(codec, limits, CLOCK)
-        self.configured = Stack(name, policy, [Layer("codec", codec), Layer("deadline", self.guard)])
+        self.configured = Stack(name, policy, codec, self.guard)
 
     @property
     def records(self) -> set[bytes]:

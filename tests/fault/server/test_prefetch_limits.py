@@ -105,7 +105,7 @@ async def test_a_hung_load_is_answered_by_the_adapters_deadline_and_its_bytes_st
     puts.controller.committed(l1.store(keys))
     await puts.controller.stop(LATER_S)
     l1.lose(keys)
-    one.guard.limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=5)
+    one.guard.limits = DeadlineLimits(max_stuck_bytes=1 << 30, deadline_ms=200)
     plan.schedule(None, Fault.HANG)
     loads = Loads(l1, one)
     assert await loads.fetch(keys) == FetchOutcome(0, 0, MissReason.DEADLINE, "deadline")

@@ -15,7 +15,7 @@ from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet
 from kvstrata.storage.base import AdapterContext
 from kvstrata.storage.entry import configure_tier
-from kvstrata.storage.stack import Layer, Stack
+from kvstrata.storage.stack import Stack
 from kvstrata.storage.wrap.codec import CodecAdapter
 from kvstrata.storage.wrap.codec_chain import Chain
 from kvstrata.storage.wrap.codec_fields import ChainSettings
@@ -38,8 +38,7 @@ class Rig:
             adapter = config.make()
             adapter.name = config.name
             codec = CodecAdapter(adapter, Chain(ChainSettings()))
-            guard = DeadlineAdapter(codec, limits, CLOCK)
-            return Stack(config.name, config.policy, [Layer("codec", codec), Layer("deadline", guard)])
+            return Stack(config.name, config.policy, codec, DeadlineAdapter(codec, limits, CLOCK))
 
         self.store = StoreController(
             l1.pool,

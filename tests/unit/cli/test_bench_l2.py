@@ -16,7 +16,7 @@ from kvstrata.errors import InternalError, Refused
 from kvstrata.measure.l2 import Interrupted, Pass, Records, Workload
 from kvstrata.storage.base import Found, LoadOutcome, LoadStatus, Presence, PutOutcome, PutStatus
 from kvstrata.storage.entry import configure_tier
-from kvstrata.storage.stack import Layer, Stack, Surroundings, build_stack
+from kvstrata.storage.stack import Surroundings, build_stack
 
 PAYLOAD = 8192
 FS = '{"type": "fs", "base_path": "%s", "min_free_gb": 0}'
@@ -98,11 +98,8 @@ async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inne
     built = build_stack(config, Surroundings(SystemClock(), 1 << 20, lambda report: None))
     await built.adapter.open(records.context(lambda key: None))
     inner = Inner(built.adapter, wrong)
-    work = Workload(
-        Stack(built.name, built.policy, [*built.layers, Layer("told", inner)]),
-        records,
-        None,
-    )
+    adapter, built.adapter = built.adapter, inner
+    work = Workload(built, records, None)
     if stop:
         work.stop()
     try:
@@ -112,7 +109,7 @@ async def workload(folder: Any, wrong: str, *, stop: bool = False) -> tuple[Inne
     finally:
         inner.wrong = ""
         assert await work.end() == 0
-        await built.adapter.close()
+        await adapter.close()
         assert records.pool.stats()["holds"] == 0
         records.close()
 

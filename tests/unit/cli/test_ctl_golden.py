@@ -25,7 +25,7 @@ LOOKUP = {
 ADAPTER = {
     "name": "fs-0", "state": "active", "policy": "through", "takes_loads": True, "under_way": 1, "stuck_bytes": 0,
     "usage": {"records": 9, "used_bytes": 1000}, "puts": {"queued": 2, "retrying": 1, "outcomes": {"stored": 7}},
-    "breakers": {"load": "open", "put": "closed"}, "layers": [{"layer": "medium", "process": "server"}],
+    "breakers": {"load": "open", "put": "closed"},
 }  # fmt: skip
 INSTANCE = {
     "id": "a", "state": "live", "draining": True, "sync": {"state": "exact"}, "host": "h", "zone": "",
@@ -47,9 +47,6 @@ CASES: dict[str, Any] = {
     "log-level debug": {"level": "debug"},
     "l2 list": {"adapters": [ADAPTER], "missing": []},
     "l2 list --json": {"adapters": [], "missing": []},
-    "l2 show": {"adapters": [ADAPTER]},
-    "l2 show fs-0": {"adapters": [ADAPTER]},
-    "l2 show x-1": {"adapters": [ADAPTER]},
     "l2 pause a/b": {"name": "a/b"},
     "l2 resume fs-0": {"name": "fs-0"},
     "cluster ready": {"ready": True},

@@ -117,7 +117,7 @@ def test_a_codec_goes_between_the_adapter_and_its_deadline() -> None:
     assert built.codec is not None
     assert built.codec.chain.settings == ChainSettings(zstd=ZstdOptions(level=3, planes=1))
     assert isinstance(built.codec.inner, FsAdapter)
-    assert configure_tier({**FS, "codec": "zstd"}, 0).recipe.codec.chain.zstd == ZstdOptions()
+    assert configure_tier({**FS, "codec": "zstd"}, 0).chain.zstd == ZstdOptions()
 
 
 def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_a_key_file_is_private_long_enough_and_never_quoted(tmp_path: Path) -> N
     assert "secret" not in str(raised.value)
     key_file.write_text("0123456789abcdef" * 4 + "\n")
     config = configure_tier(entry, 0)
-    assert config.recipe.codec.chain.master_key == b"0123456789abcdef" * 4
-    assert config.recipe.codec.chain.zstd is not None
+    assert config.chain.master_key == b"0123456789abcdef" * 4
+    assert config.chain.zstd is not None
 
 
 def test_a_codec_and_a_process_of_its_own_exclude_each_other() -> None:
@@ -155,7 +155,7 @@ def test_the_first_of_several_key_files_writes(tmp_path: Path, name: str) -> Non
         files[-1].write_text(f"{number}" * 32)
 
     def chain(**options: object) -> ChainSettings:
-        return configure_tier({**FS, "codec": [{"name": name, **options}]}, 0).recipe.codec.chain
+        return configure_tier({**FS, "codec": [{"name": name, **options}]}, 0).chain
 
     read = chain(key_files=[str(file) for file in files])
     assert read.keys == (b"0" * 32, b"1" * 32, b"2" * 32)
@@ -324,21 +324,6 @@ def test_an_installation_without_entry_points_says_what_to_do(monkeypatch: pytes
         ConfigError, match=r"\[0\]\.type: the installation of kvstrata names no types.*make setup"
     ):
         configure_tier(FS, 0)
-
-
-@pytest.mark.parametrize("kind", ["in_process", "process"])
-def test_a_tier_tells_its_layers_and_where_they_run(kind: str) -> None:
-    config = configure_tier({**FS, "isolation": kind}, 0)
-    described = build_stack(config, AROUND).describe()
-    here = "server" if kind == "in_process" else "host"
-    assert [(layer["layer"], layer["process"]) for layer in described] == [
-        ("medium", here),
-        *([("host", "server")] if kind == "process" else []),
-        ("codec", "server"),
-        ("deadline", "server"),
-        ("metrics", "server"),
-    ]
-    assert described[-1]["adapter"] == "MeteredAdapter"
 
 
 def test_a_reader_of_peers_is_made_by_the_server_alone() -> None:

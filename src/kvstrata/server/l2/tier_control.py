@@ -208,7 +208,6 @@ class TierControl:
             "takes_loads": tier.state is TierState.ACTIVE,
             "persistent": capabilities.persistent,
             "shared": capabilities.shared,
-            "layers": tier.configured.describe(),
             "entry": shown(tier.entry)[0],
             **_status(tier),
             "under_way": tier.configured.guard.running,
