@@ -145,10 +145,6 @@ class CodecAdapter(StorageAdapter):
                 found[i] = Found(Presence.PRESENT, known.decoded_bytes)
         return found
 
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """As the inner adapter."""
-        return await self.inner.heads(keys)
-
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter."""
         return await self.inner.list_keys(cursor, most)

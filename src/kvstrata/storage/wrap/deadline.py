@@ -133,10 +133,6 @@ class DeadlineAdapter(StorageAdapter):
         except _Failed as failed:
             return [Found(Presence.UNKNOWN, 0, failed.reason)] * len(keys)
 
-    async def heads(self, keys: Sequence[bytes]) -> list[bytes]:
-        """As the inner adapter. Only the codec wrapper, which lies inside this one, calls `heads`."""
-        return await self.inner.heads(keys)
-
     async def list_keys(self, cursor: int, most: int) -> KeyPage | None:
         """As the inner adapter; None if it does not answer in time, its answer is not a page, or the medium is shut."""
         if self._refusal(loads=True):
