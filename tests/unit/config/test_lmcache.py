@@ -21,7 +21,7 @@ from kvstrata.config.flags import Flags, parse_controller_flags, parse_server_fl
 from kvstrata.config.lmcache.fates import find
 from kvstrata.config.lmcache.flags import CONTROLLER_FLAGS, FLAG_PREFIXES, SERVER_FLAGS
 from kvstrata.config.lmcache.keys import CLIENT_KEY_PREFIXES, CLIENT_KEYS, VARIABLE_PREFIXES, VARIABLES
-from kvstrata.config.lmcache.migration import PASSWORD_ENV, Migration, NotTranslated, adapter_of
+from kvstrata.config.lmcache.migration import PASSWORD_FILE, Migration, NotTranslated, adapter_of
 from kvstrata.config.lmcache.variables import server_notes
 from kvstrata.config.model import ServerSettings
 from kvstrata.connectors.settings import load_settings
@@ -59,6 +59,15 @@ def test_no_flag_of_theirs_is_unknown_and_their_defaults_are_no_errors():
             assert name in CONTROLLER_FLAGS
             if (default := THEIRS["controller_flags"][name]) is not None:
                 loaded(parse_controller_flags([name, str(default)]), ControllerSettings)
+
+
+@pytest.fixture
+def with_password(monkeypatch, tmp_path):
+    """The file that a translated login names."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = Path(PASSWORD_FILE).expanduser()
+    file.touch(0o600)
+    file.write_text("hunter22")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +264,11 @@ def test_a_server_says_nothing_about_what_its_engines_read():
 @pytest.mark.parametrize(
     ("url", "extra", "entry"),
     [
-        ("redis://:hunter22@h:1", {}, {"type": "resp", "host": "h", "port": 1, "password_env": PASSWORD_ENV}),
+        (
+            "redis://:hunter22@h:1",
+            {},
+            {"type": "resp", "host": "h", "port": 1, "password_file": PASSWORD_FILE},
+        ),
         (
             "valkey://h:1",
             {"valkey_mode": "cluster", "tls_enable": "True"},
@@ -289,8 +302,7 @@ def test_a_server_says_nothing_about_what_its_engines_read():
         ),
     ],
 )
-def test_a_remote_url_becomes_an_adapter_that_can_be_configured(url, extra, entry, monkeypatch):
-    monkeypatch.setenv(PASSWORD_ENV, "hunter22")
+def test_a_remote_url_becomes_an_adapter_that_can_be_configured(url, extra, entry, with_password):
     assert adapter_of(url, extra) == entry
     configure_tier(entry, 0)
 
@@ -376,9 +388,8 @@ def test_a_file_that_cannot_be_read_does_not_hide_the_others(tmp_path, capsys):
     ],
     ids="+".join,
 )
-def test_what_becomes_of_users_own_files(names, capsys, tmp_path, monkeypatch):
+def test_what_becomes_of_users_own_files(names, capsys, tmp_path, monkeypatch, with_password):
     monkeypatch.chdir(SHAPES)
-    monkeypatch.setenv(PASSWORD_ENV, "hunter22")
     status = main(names)
     printed = capsys.readouterr()
     golden = SHAPES / "golden" / f"{'+'.join(names)}.yaml"

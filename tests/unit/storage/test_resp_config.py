@@ -83,15 +83,11 @@ def test_a_url_sets_all_its_fields() -> None:
     assert made(url="redis://h").servers.addresses == (Address("h", 6379),)
 
 
-def test_a_password_comes_from_a_private_file_or_a_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_password_comes_from_a_private_file(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text(SECRET + "\n")
     file.chmod(0o600)
     assert made(host="h", password_file=str(file)).servers.password == SECRET
-    monkeypatch.setenv("MY_REDIS_PASSWORD", SECRET)
-    assert made(host="h", password_env="MY_REDIS_PASSWORD").servers.password == SECRET
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
         made(host="h", password_file=str(file))

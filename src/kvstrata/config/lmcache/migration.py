@@ -5,7 +5,7 @@ compose file, or a manifest of Kubernetes with env blocks or a ConfigMap.  `Migr
 lmcache-server (`--config`) and its engines (KVSTRATA_CONFIG_FILE).  Names that have no counterpart become comments.
 
 A store that LMCache's settings name becomes an L2 adapter that keeps KV on the same server, bucket or directory.  The
-adapter begins empty, and leaves LMCache's records alone.  No password is copied; the adapter names a variable instead.
+adapter begins empty, and leaves LMCache's records alone.  No password is copied; the adapter names a file instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstrata.config.nearest import nearest
 from kvstrata.errors import ConfigError
 from kvstrata.text import one_line
 
-PASSWORD_ENV = "KVSTRATA_REMOTE_PASSWORD"
+PASSWORD_FILE = "~/kvstrata-remote-password"
 LEAST_DISK_GB = 0.25
 """A log of `disk` needs some segments; a smaller tier is of type `fs`."""
 _TYPES = dict(leaves(ServerSettings)) | dict(leaves(ClientSettings))
@@ -206,7 +206,7 @@ def _one_server(scheme: str, url: str, extra: Mapping[str, Any]) -> dict[str, An
 def _login(user: object, password: object) -> dict[str, Any]:
     if not password:
         return {}
-    return {**({"username": str(user)} if user else {}), "password_env": PASSWORD_ENV}
+    return {**({"username": str(user)} if user else {}), "password_file": PASSWORD_FILE}
 
 
 def _mooncake(rest: str, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,8 +312,10 @@ class Migration:
             "# KV that LMCache stored is not read: the cache begins empty.",
             "# Sizes are for the whole host, LMCache's are for each worker process: multiply them by the workers.",
         ]
-        if PASSWORD_ENV in body:
-            lines.append(f"# Set {PASSWORD_ENV} in the environment of the server to the password.")
+        if PASSWORD_FILE in body:
+            lines.append(
+                f"# Write the password into {PASSWORD_FILE}, which only its owner may read (chmod 600)."
+            )
         wrong = [f"# {name}: NOT TRANSLATED: {one_line(why)}" for name, why in self.failed.items()]
         names = [name for name in self._values if name not in self.failed]
         return "\n".join([*lines, body.rstrip(), *wrong, f"# From: {one_line(', '.join(names))}"]) + "\n"

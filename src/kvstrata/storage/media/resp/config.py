@@ -28,7 +28,7 @@ DEADLINE_MS = 5_000
 PREFIX = re.compile(r"[A-Za-z0-9_.:/@-]{1,64}")
 """A valid `key_prefix`: no wildcards of SCAN, and no braces, which would put all keys of a cluster into one slot."""
 PLACES = ("url", "host", "startup_nodes", "sentinels")
-PASSWORDS = ("password", "password_file", "password_env")
+PASSWORDS = ("password", "password_file")
 TLS_FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file", "tls_server_name")
 
 
@@ -75,10 +75,6 @@ class RespConfig(msgspec.Struct, frozen=True, kw_only=True):
     password_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(extra={"empty": True}, description="Private file with the password."),
-    ] = None
-    password_env: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
-        Meta(extra={"empty": True}, description="Environment variable with the password."),
     ] = None
     tls_enable: Annotated[bool | None, Meta(description="Use TLS; not set: only if `url` says so.")] = None
     tls_ca_file: Annotated[
@@ -250,7 +246,7 @@ def _url(text: str, place: Place) -> _Url:
         must = "must be redis://[user@]host[:port][/database], rediss:// for TLS, or unix:///path/of/a.sock"
         raise place.hidden("url", must)
     if parts.password is not None:
-        raise place.hidden("url", "must hold no password: use password_file, password_env or password")
+        raise place.hidden("url", "must hold no password: use password_file or password")
     database = parts.path.strip("/")
     if database and not (database.isascii() and database.isdigit()):
         raise place.hidden("url", "its path must be empty or the number of a database")
@@ -294,20 +290,13 @@ def _credentials(config: RespConfig, url: _Url | None, place: Place) -> tuple[st
         password = read_private_file(path, place.at("password_file")).rstrip("\r\n")
         if not password:
             raise place.wrong("password_file", config.password_file, "is empty; write the password into it")
-    elif config.password_env is not None:
-        password = os.environ.get(config.password_env, "")
-        if not password:
-            must = "must name an environment variable that is set to the password"
-            raise place.wrong("password_env", config.password_env, must)
     remember_secret(password)
     if url is not None and url.username:
         if username:
             raise place.wrong("username", username, "is in url too; give one of them")
         username = url.username
     if username and not password:
-        raise place.hidden(
-            "username", "a username needs a password: give password_file, password_env or password"
-        )
+        raise place.hidden("username", "a username needs a password: give password_file or password")
     return username, password
 
 
