@@ -71,28 +71,22 @@ class Probing:
         self._now_s = now_s
         self._engines: list[tuple[EngineSettings, str]] = []
         """With the key of each."""
+        self._resolved: dict[str, list[str]] = {}
+        """Addresses of DNS names, by URL, as they were last resolved."""
         self._found: list[Place] = []
         """Engines that Kubernetes names."""
         self._now: dict[ServingEngine, asyncio.Event] = {}
         self._log = EventLog("probing")
 
     def set_engines(self, engines: Iterable[tuple[EngineSettings, str]]) -> None:
-        """Have exactly these engines, those of DNS names as they were last resolved."""
+        """Have exactly these engines, those of DNS names as they were last resolved, beside those that were found."""
         self._engines = list(engines)
-        resolved = {engine.place for engine in self._fleet.engines.values()}
-        places: list[Place] = []
-        for settings, key in self._engines:
-            if settings.url.startswith(DNS):
-                places += [place for place in resolved if place.name.startswith(f"{_dns_name(settings)}/")]
-            else:
-                places.append(place_of(settings, key))
-        self._have(places)
+        self._apply()
 
     def set_found(self, places: list[Place]) -> None:
         """Have exactly these engines beside those of the settings."""
-        before = set(self._found)
         self._found = places
-        self._have([one.place for one in self._fleet.engines.values() if one.place not in before])
+        self._apply()
 
     def listens(self, wanted: bool) -> None:
         """Whether engines' KV events are wanted."""
@@ -123,32 +117,28 @@ class Probing:
 
     async def resolve(self) -> None:
         """Resolve the DNS names; a name that cannot be resolved now keeps the engines that it had."""
+        for settings, _ in self._engines:
+            if settings.url.startswith(DNS) and (addresses := await self._addresses(settings)) is not None:
+                self._resolved[settings.url] = addresses
+        self._apply()
+
+    def _apply(self) -> None:
+        """Have the engines of the settings and those that were found, and probe new ones."""
         places: list[Place] = []
-        engines = self._engines
-        for settings, key in engines:
+        for settings, key in self._engines:
             if not settings.url.startswith(DNS):
                 places.append(place_of(settings, key))
                 continue
-            name = _dns_name(settings)
-            addresses = await self._addresses(settings)
-            if addresses is None:
-                places += [
-                    one.place for one in self._fleet.engines.values() if one.name.startswith(f"{name}/")
-                ]
-            else:
-                plain = urlsplit(settings.url.removeprefix(DNS))
-                places += [
-                    Place(
-                        f"{name}/{address}",
-                        Address(address, plain.port or 0, plain.scheme == "https"),
-                        key,
-                        source_of(settings),
-                        settings.data_parallel_size,
-                    )
-                    for address in addresses
-                ]
-        if engines is self._engines:  # no reload has replaced them meanwhile
-            self._have(places)
+            plain = urlsplit(settings.url.removeprefix(DNS))
+            name, tls = settings.name or f"{plain.hostname}:{plain.port}", plain.scheme == "https"
+            source, ranks = source_of(settings), settings.data_parallel_size
+            places += [
+                Place(f"{name}/{address}", Address(address, plain.port or 0, tls), key, source, ranks)
+                for address in self._resolved.get(settings.url, ())
+            ]
+        for engine in self._fleet.set_places([*places, *self._found]):
+            self._now[engine] = asyncio.Event()
+            self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
 
     async def probe(self, engine: ServingEngine) -> None:
         """Ask an engine whether it serves, and what."""
@@ -251,11 +241,6 @@ class Probing:
             return None
         return sorted({str(address[0]) for *_, address in found})[:MAX_ADDRESSES]
 
-    def _have(self, places: list[Place]) -> None:
-        for engine in self._fleet.set_places([*places, *self._found]):
-            self._now[engine] = asyncio.Event()
-            self._supervisor.spawn(self._keep_probed(engine), f"probe-{engine.name}")
-
     async def _keep_probed(self, engine: ServingEngine) -> None:
         """Probe an engine until it is no longer in the settings."""
         now = self._now[engine]
@@ -291,8 +276,3 @@ def models_in(body: bytes) -> dict[str, dict[str, Any]]:
     if len(found) != len(entries):
         raise msgspec.ValidationError("an entry of `data` has no `id`, or two have the same")
     return found
-
-
-def _dns_name(settings: EngineSettings) -> str:
-    plain = urlsplit(settings.url.removeprefix(DNS))
-    return settings.name or f"{plain.hostname}:{plain.port}"
