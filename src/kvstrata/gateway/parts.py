@@ -1,7 +1,8 @@
-"""The parts of one gateway that its port, its pages and its metrics share."""
+"""The parts of one gateway that its ports, its pages and its metrics share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.config.gateway_model import GatewaySettings
@@ -24,6 +25,7 @@ class Parts:
 
     settings: GatewaySettings
     """Replaced at a reload."""
+    now_s: Callable[[], float]
     door: Door
     fleet: Fleet
     meters: Meters

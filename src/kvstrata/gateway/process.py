@@ -143,8 +143,8 @@ class Gateway(Process):
         forwarder.suspect = probing.suspect
         forwarder.takes_ids = tokens.takes_ids
         self._parts = parts = Parts(
-            settings, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers, forwarder,
-            sharing,
+            settings, now_s, door, fleet, meters, reader, residency, tokens, choosing, admission, controllers,
+            forwarder, sharing,
         )  # fmt: skip
         pages = Pages(GatewayCollector(parts, self._numbers, lambda: self._bounds.stats()))
         self._app = App(parts, self.page, pages)
@@ -215,17 +215,11 @@ class Gateway(Process):
                 await endpoints.known.wait()
 
     async def _start_picker(self) -> None:
-        from kvstrata.gateway.picker import exchange  # needs another extra
-        from kvstrata.gateway.picker.server import PickerServer
+        from kvstrata.gateway.picker.server import PickerServer  # needs another extra
 
-        parts, settings = self._parts, self._settings
-        shared = exchange.Parts(
-            parts.door, parts.fleet, parts.meters, parts.choosing, parts.reader, self._probing.suspect,
-            time.monotonic, parts.tokens,
-        )  # fmt: skip
-        self._picker = picker = PickerServer(settings, shared, parts.tokens, parts.controllers.told)
+        self._picker = picker = PickerServer(self._parts)
         self.closers.append(picker.close)
-        await picker.start(settings.picker)
+        await picker.start()
 
     async def _first_verified(self) -> None:
         """Compare the tokenizers with the engines that serve, if these are quick; otherwise later."""
@@ -296,8 +290,6 @@ class Gateway(Process):
         if parts.sharing is not None:
             await parts.sharing.set(settings.sharing)
         parts.controllers.set(settings.controllers, newer.controller_keys)
-        if self._picker is not None:
-            self._picker.held.settings = settings
         parts.forwarder.budget.share = settings.retries.budget_share
         parts.tokens.set(settings.tokens, newer.tokenizers)
         self._probing.settings = settings.health

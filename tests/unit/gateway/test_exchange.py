@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from kvstrata.gateway.door import Door
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
+from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker import messages
-from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
+from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.policy.routing.model import Copy
@@ -42,28 +44,24 @@ class Scene:
         ):
             self.fleet.up(engine, {"m": {"id": "m"}})
         self.meters = Meters({}, now_s)
-        self.choosing = Choosing(
-            POLICIES[settings.policy](), self.fleet, Residency(now_s), self.meters, now_s
-        )
+        residency, policy = Residency(now_s), POLICIES[settings.policy]()
+        self.choosing = Choosing(policy, self.fleet, residency, self.meters, now_s)
         door = Door(Access(settings.http, "t" * 32), now_s, loopback=True)
         reader = Reader(settings, self.fleet)
         self.suspected: list[str] = []
+        forwarder: Any = SimpleNamespace(suspect=lambda one: self.suspected.append(one.name))
+        tokens: Any = self
+        unused: Any = None
         self.parts = Parts(
-            door,
-            self.fleet,
-            self.meters,
-            self.choosing,
-            reader,
-            lambda one: self.suspected.append(one.name),
-            now_s,
-            self,
-        )
+            settings, now_s, door, self.fleet, self.meters, reader, residency, tokens, self.choosing, unused, unused,
+            forwarder, None,
+        )  # fmt: skip
         self.compared: list[tuple[str, str, int, int]] = []
         self.ids: array[int] | None = None
         """Of each prompt of text."""
         self.held_by: tuple[Copy, ...] = ()
         """What controllers know of each prompt."""
-        self.held = Held(settings)
+        self.held = Held()
 
     def exchange(self) -> Exchange:
         """A further request."""

@@ -19,19 +19,18 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from kvstrata.config.gateway_model import GatewaySettings
 from kvstrata.gateway import headers as passing
-from kvstrata.gateway.choosing import Choice, Choosing, Wanted
-from kvstrata.gateway.door import Door, Tenant
+from kvstrata.gateway.choosing import Choice, Wanted
+from kvstrata.gateway.door import Tenant
 from kvstrata.gateway.errors import Failure
-from kvstrata.gateway.fleet import Fleet, ServingEngine, endpoint_of
+from kvstrata.gateway.fleet import ServingEngine, endpoint_of
 from kvstrata.gateway.forward import ELSEWHERE
-from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter, Meters
+from kvstrata.gateway.metering import CANCELLED, CLIENT_ERROR, OK, Meter
+from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.messages import Message, Reply
-from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.routes import ROUTES, Asked, Route, route_of
 
 RANK = passing.RANK.decode()
@@ -56,12 +55,6 @@ class State(enum.Enum):
     DONE = "done"
 
 
-class Compares(Protocol):
-    """What is told of a prompt's length: see Tokens."""
-
-    def reported(self, model: str, engine: str, ours: int, theirs: int) -> None: ...
-
-
 class Question(NamedTuple):
     """What a request's token ids are asked by: see Tokens.of."""
 
@@ -71,25 +64,10 @@ class Question(NamedTuple):
     tenant: str
 
 
-class Parts(NamedTuple):
-    """What the exchanges share with the gateway."""
-
-    door: Door
-    fleet: Fleet
-    meters: Meters
-    choosing: Choosing
-    reader: Reader
-    suspect: Callable[[ServingEngine], None]
-    """Called with an engine that Envoy could not reach."""
-    now_s: Callable[[], float]
-    tokens: Compares
-
-
 class Held:
     """What all exchanges hold together."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
-        self.settings = settings
+    def __init__(self) -> None:
         self.exchanges = 0
         self.body_bytes = 0
 
@@ -146,7 +124,7 @@ class Exchange:
 
     def late(self) -> list[Reply]:
         """The body has not come in time."""
-        waited_s = self._held.settings.http.arrival_s
+        waited_s = self._parts.settings.http.arrival_s
         return self._refuse(Failure(408, "late", f"body: did not arrive within {waited_s:g} s"))
 
     @property
@@ -204,7 +182,7 @@ class Exchange:
             if modes.request_body_mode != messages.FULL_DUPLEX and not message.request_headers.end_of_stream:
                 says = "ext_proc: set processing_mode.request_body_mode of Envoy to FULL_DUPLEX_STREAMED"
                 return Failure(500, "wrong_mode", says)
-        parts, settings, meter = self._parts, self._held.settings, self._meter
+        parts, settings, meter = self._parts, self._parts.settings, self._meter
         tenant = parts.door.tenant_of(self._headers)
         if isinstance(tenant, Failure):
             return tenant
@@ -228,7 +206,7 @@ class Exchange:
 
     @property
     def _most_bytes(self) -> int:
-        return int(self._held.settings.http.max_body_mb * (1 << 20))
+        return int(self._parts.settings.http.max_body_mb * (1 << 20))
 
     def _too_large(self) -> Failure:
         says = (
@@ -263,7 +241,7 @@ class Exchange:
         if isinstance(read, Failure):
             return self._refuse(read)
         self._asked, self._wanted = read
-        if self._held.settings.policy != "ttft" or self._path not in ROUTES:
+        if self._parts.settings.policy != "ttft" or self._path not in ROUTES:
             return self._choose()
         self.state = State.READ
         if self._wanted.prompt is None:
@@ -367,7 +345,7 @@ class Exchange:
         self._moved(messages.served(message))
         choice = self._choice
         if choice is not None and self._status in ELSEWHERE:
-            self._parts.suspect(choice.engine)
+            self._parts.forwarder.suspect(choice.engine)
         self.state = State.ANSWER
         if head.end_of_stream:
             self._ends()
@@ -380,7 +358,7 @@ class Exchange:
             return
         for process in self._parts.fleet:
             if endpoint_of(process.place.address) == served:
-                self._parts.suspect(choice.engine)
+                self._parts.forwarder.suspect(choice.engine)
                 # The header that names a rank went along.
                 rank = min(choice.engine.rank or 0, len(process.targets) - 1)
                 engine = process.targets[rank]

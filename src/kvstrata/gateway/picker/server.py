@@ -7,18 +7,16 @@ request held (exchange.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from kvstrata.config.gateway_model import GatewaySettings, PickerSettings
+from kvstrata.config.gateway_model import PickerSettings
 from kvstrata.errors import ConfigError
-from kvstrata.gateway.choosing import Wanted
+from kvstrata.gateway.parts import Parts
 from kvstrata.gateway.picker import messages
-from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn, Parts
-from kvstrata.gateway.tokens.source import Tokens
+from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn
 from kvstrata.observability.logging import EventLog
 from kvstrata.patience import patience
 
@@ -36,17 +34,8 @@ KEEPALIVE_MS = 10_000
 class PickerServer:
     """Belongs to the event loop."""
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        parts: Parts,
-        tokens: Tokens,
-        told: Callable[[Wanted], Awaitable[Wanted]],
-    ) -> None:
-        """`told`: adds what controllers know of a request's prompt."""
-        self._tokens = tokens
-        self._told = told
-        self.held = Held(settings)
+    def __init__(self, parts: Parts) -> None:
+        self.held = Held()
         self.stopping = False
         self.port = 0
         self._parts = parts
@@ -57,7 +46,7 @@ class PickerServer:
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_metadata_size", MAX_HEADER_BYTES),
-                ("grpc.max_concurrent_streams", settings.max_in_flight),
+                ("grpc.max_concurrent_streams", parts.settings.max_in_flight),
                 ("grpc.keepalive_time_ms", KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", round(patience(KEEPALIVE_MS))),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -73,8 +62,9 @@ class PickerServer:
             )
         )
 
-    async def start(self, settings: PickerSettings) -> None:
+    async def start(self) -> None:
         """Listen. Raises ConfigError."""
+        settings = self._parts.settings.picker
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         place = f"{host}:{settings.port}"
         try:
@@ -113,7 +103,7 @@ class PickerServer:
         outcome = ""
         try:
             try:
-                async with asyncio.timeout(self.held.settings.http.arrival_s) as limit:
+                async with asyncio.timeout(self._parts.settings.http.arrival_s) as limit:
                     while exchange.arriving and await self._step(exchange, context):
                         pass
                     limit.reschedule(None)
@@ -136,10 +126,10 @@ class PickerServer:
             return False
         replies = exchange.take(message)
         if exchange.question is not None:
-            known = await self._tokens.of(*exchange.question)
+            known = await self._parts.tokens.of(*exchange.question)
             exchange.has_ids(known.ids)
         if exchange.wanted is not None:
-            replies += exchange.told(await self._told(exchange.wanted))
+            replies += exchange.told(await self._parts.controllers.told(exchange.wanted))
         for reply in replies:
             await context.write(reply)
         return True
