@@ -95,14 +95,6 @@ async def test_one_copy_at_a_time_leaves_an_instance_and_none_goes_twice_to_one(
     assert await scene.read(tokens, 4 * CHUNK, two=0.0, three=1.0) == ["two", "three", "two"]
 
 
-async def test_other_prefixes_and_less_than_a_chunk_order_nothing(scene: Scene) -> None:
-    for seed in range(3):
-        tokens = [seed, *range(2 * CHUNK)]
-        assert await scene.read(tokens, 2 * CHUNK, two=0.0) == []
-        assert await scene.read(list(range(CHUNK)), CHUNK - 1, two=0.0) == []
-    assert await scene.read([0, *range(2 * CHUNK)], CHUNK, two=0.0) == [], "another length is another prefix"
-
-
 async def test_an_order_that_nobody_takes_is_counted(scene: Scene) -> None:
     scene.links[1].refusal = "it is not connected"
     tokens = list(range(CHUNK))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.headers import request_id, to_client, to_engine
-from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, response_in, response_of
+from kvstrata.gateway.routes import RESPONSES, ROUTES, Asked, asked, response_in
 from tests.harness.amount import amount
 
 CHAT = "/v1/chat/completions"
@@ -60,19 +60,6 @@ def test_a_response_that_an_engine_stores_is_not_repeated(body: dict[str, Any]) 
     read = asked(RESPONSES, ROUTES[RESPONSES], json.dumps({**body, "model": "m"}).encode())
     assert isinstance(read, Asked)
     assert read.repeatable == (body.get("store") is False and not body.get("background"))
-
-
-def test_paths_of_stored_responses() -> None:
-    for path, found in (
-        ("/v1/responses/resp_1", "resp_1"),
-        ("/v1/responses/resp_1/cancel", "resp_1"),
-        ("/v1/responses/", ""),
-        ("/v1/responses/a/b", ""),
-        ("/v1/responses/../x", ""),
-        ("/v1/responses/resp_1\n", ""),
-        ("/v1/responses", ""),
-    ):
-        assert response_of(path) == found
 
 
 def test_the_id_of_a_response_is_found_at_its_beginning_only() -> None:
