@@ -28,11 +28,11 @@ from benchmarks.common import figure, sized
 from kvstrata.config.gateway_model import TokenSettings
 from kvstrata.gateway.engine_link import Address, Links
 from kvstrata.gateway.fleet import Fleet, Place
-from kvstrata.gateway.process import SWITCH_S
 from kvstrata.gateway.tokens.memory import Memory
 from kvstrata.gateway.tokens.prompts import CHAT, COMPLETIONS, Chat, prompt_in
 from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.gateway.tokens.tokenizer import OwnTokenizer
+from kvstrata.process.threads import SWITCH_S
 from tests.harness.scripted_engine import Got, Line, ScriptedEngine
 from tests.harness.tokenizer_folder import CHATML, byte_level, save
 
@@ -106,11 +106,9 @@ async def verified(tokenizer: OwnTokenizer, engine: ScriptedEngine, links: Links
     """A source of ids for the model of an engine that tokenises as `tokenizer` does."""
 
     async def answer(got: Got, line: Line) -> None:
-        path = got.target.removesuffix("/count_tokens") if got.target != "/tokenize" else CHAT
-        prompt = prompt_in(COMPLETIONS if "prompt" in got.document else path, got.body)
+        prompt = prompt_in(COMPLETIONS if "prompt" in got.document else CHAT, got.body)
         ids = tokenizer.ids_of(prompt, parted=False) if prompt is not None else None
-        counted = {"input_tokens": len(ids or [])}
-        await line.answer({"tokens": list(ids or []), "usage": counted, **counted})
+        await line.answer({"tokens": list(ids or [])})
 
     engine.behaviour = answer
     fleet = Fleet(time.monotonic, 0.0)
