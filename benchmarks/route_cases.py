@@ -18,8 +18,8 @@ from benchmarks.route_dynamo import grid as dynamo_grid
 from benchmarks.route_formulas import GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
 from benchmarks.route_gateway import Death, Outside, Result, Run
 from benchmarks.route_loads import LOADS, Asked, at_rate, trace
-from kvstrata.policy.routing.choose import policy_name
-from kvstrata.policy.routing.policies import POLICIES, Policy
+from kvstrata.gateway.routing.choose import policy_name
+from kvstrata.gateway.routing.policies import POLICIES, Policy
 from kvstrata.testing.engine_sim.engine_model import EngineModel
 
 Contender = Policy | Outside

@@ -15,9 +15,9 @@ import time
 from typing import Any
 
 from benchmarks.common import figure, median_spread, sized
-from kvstrata.policy.routing.choose import choose
-from kvstrata.policy.routing.model import Copy, EngineState, Fleet, Knowledge, LoadPath, Request
-from kvstrata.policy.routing.policies import POLICIES, Policy
+from kvstrata.gateway.routing.choose import choose
+from kvstrata.gateway.routing.model import Copy, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.policies import POLICIES, Policy
 
 TOKENS = 131_072
 TARGETS_US = {64: 200.0, 1_000: 3_000.0}

@@ -44,7 +44,7 @@ from benchmarks.route_cases import (
 from benchmarks.route_gateway import Result
 from benchmarks.route_loads import BURST_PREFIX
 from benchmarks.route_oracle import Oracle
-from kvstrata.policy.routing.policies import POLICIES
+from kvstrata.gateway.routing.policies import POLICIES
 
 Rows = dict[str, dict[str, dict[str, float]]]
 """By load and policy."""

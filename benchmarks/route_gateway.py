@@ -24,7 +24,7 @@ from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.batches import decoded
 from kvstrata.gateway.residency.knowledge import Index, Known
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.policy.routing.policies import LeastLoaded, Policy
+from kvstrata.gateway.routing.policies import LeastLoaded, Policy
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.kv_events import KVEventBatch

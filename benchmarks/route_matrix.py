@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.common import figure, sized
 from benchmarks.route_cases import OTHERS, REQUESTS, REUSE, SEED, Contender, name_of, row, served, tuned
 from benchmarks.route_oracle import Oracle
-from kvstrata.policy.routing.policies import POLICIES
+from kvstrata.gateway.routing.policies import POLICIES
 
 LEVELS = [float(word) for word in os.environ.get("BENCH_LEVELS", sized("0.5 0.95", "0.5")).split()]
 FLEETS = [int(word) for word in os.environ.get("BENCH_ENGINES", sized("8", "4")).split()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.route_gateway import Outside
-from kvstrata.policy.routing.policies import ranked_first
+from kvstrata.gateway.routing.policies import ranked_first
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.requests import SimRequest
 

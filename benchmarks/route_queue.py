@@ -28,7 +28,7 @@ from kvstrata.gateway.errors import Failure
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.prefixes import keys_of
 from kvstrata.gateway.residency.prompt import Prompt
-from kvstrata.policy.routing.policies import POLICIES
+from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.requests import SimRequest
 

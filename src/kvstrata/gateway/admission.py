@@ -5,7 +5,7 @@
        └────────┴─────▶ REFUSED         or the client leaves
 
 Requests wait here, not at the engines, once every engine that could serve them has enough before it
-(policy/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
+(gateway/routing/queues.py).  So the engine is chosen as late as possible, and the order can still change: it is fair
 between tenants, and within a tenant by `order_s`: the deadline of the class of service, or `patience_s` after the
 arrival where there is none, less `PRIORITY_S` for each step of the request's priority.
 

@@ -21,8 +21,8 @@ next piece.  That would be wrong by up to a step, so
 
 from __future__ import annotations
 
-from kvstrata.policy.routing.model import EngineState
-from kvstrata.policy.routing.rates import Rates, Sample
+from kvstrata.gateway.routing.model import EngineState
+from kvstrata.gateway.routing.rates import Rates, Sample
 
 AGREES = 0.05
 """A report that differs by less from what was expected changes nothing."""

@@ -26,10 +26,10 @@ from kvstrata.gateway.metering import Meter, Meters
 from kvstrata.gateway.prefixes import Prefixes
 from kvstrata.gateway.residency.knowledge import Known
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.routing.choose import Record, choose
+from kvstrata.gateway.routing.model import Copy, Decision, Knowledge, Request, Way
+from kvstrata.gateway.routing.policies import AnyPolicy
 from kvstrata.gateway.sharing.telling import Teller
-from kvstrata.policy.routing.choose import Record, choose
-from kvstrata.policy.routing.model import Copy, Decision, Knowledge, Request, Way
-from kvstrata.policy.routing.policies import AnyPolicy
 
 
 class Wanted(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from kvstrata.policy.routing.choose import Record, replay
-from kvstrata.policy.routing.model import Decision
+from kvstrata.gateway.routing.choose import Record, replay
+from kvstrata.gateway.routing.model import Decision
 
 KEPT = 512
 PER_S = 50

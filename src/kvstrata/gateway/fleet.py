@@ -29,13 +29,13 @@ from kvstrata.errors import ConfigError
 from kvstrata.gateway.busy_periods import BusyPeriod, TimedPrompt
 from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.residency.sources import Source, source_of
+from kvstrata.gateway.routing.load_rates import LoadRates
+from kvstrata.gateway.routing.model import EngineState as Load
+from kvstrata.gateway.routing.model import Fleet as RoutingFleet
+from kvstrata.gateway.routing.model import Tier
+from kvstrata.gateway.routing.queues import Queues
+from kvstrata.gateway.routing.rates import Rates
 from kvstrata.observability.logging import EventLog
-from kvstrata.policy.routing.load_rates import LoadRates
-from kvstrata.policy.routing.model import EngineState as Load
-from kvstrata.policy.routing.model import Fleet as RoutingFleet
-from kvstrata.policy.routing.model import Tier
-from kvstrata.policy.routing.queues import Queues
-from kvstrata.policy.routing.rates import Rates
 
 LEAST_SHARE = 0.25
 ASSUMED_TOKENS_S = 10_000.0

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from kvstrata.policy.routing.model import Tier
+from kvstrata.gateway.routing.model import Tier
 
 
 class _Load(NamedTuple):

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstrata.gateway.residency.knowledge import Heard
-from kvstrata.policy.routing.model import Certainty, Copy
+from kvstrata.gateway.routing.model import Certainty, Copy
 
 PIECE_BYTES = 1_024
 TOKEN_BYTES = 4

@@ -35,6 +35,7 @@ from kvstrata.gateway.plan import TTFT, Plan, plan
 from kvstrata.gateway.probing import Probing
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
+from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.gateway.sharing.others import Others
 from kvstrata.gateway.sharing.sockets import FIELD, Sharing, piece_secret
 from kvstrata.gateway.splicing import Splices
@@ -42,7 +43,6 @@ from kvstrata.gateway.tokens.source import Tokens
 from kvstrata.observability.exposition import Pages
 from kvstrata.observability.logging import current_level, set_level
 from kvstrata.observability.logging import set_up as set_up_logging
-from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.process.http_gate import Access, is_loopback
 from kvstrata.process.keeper import NOT_RESTARTED, Restarts
 from kvstrata.process.lifecycle import Process, set_up, soon, tell_ready

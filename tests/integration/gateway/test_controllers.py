@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.policy.routing.load_rates import ASSUMED_LATENCY_S
+from kvstrata.gateway.routing.load_rates import ASSUMED_LATENCY_S
 from tests.harness.cache_engine import eventually, prompt
 from tests.harness.cluster import key_files
 from tests.harness.ext_proc import endpoints

@@ -19,8 +19,8 @@ from kvstrata.gateway.engine_link import Address
 from kvstrata.gateway.fleet import Fleet, Place
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.policy.routing.policies import POLICIES
-from kvstrata.policy.routing.queues import UNMEASURED
+from kvstrata.gateway.routing.policies import POLICIES
+from kvstrata.gateway.routing.queues import UNMEASURED
 from tests.harness.amount import amount
 
 RATE = 10_000.0

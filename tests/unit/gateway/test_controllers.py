@@ -16,9 +16,9 @@ from kvstrata.gateway.fleet import Fleet, Place, ServingEngine
 from kvstrata.gateway.metering import Meters
 from kvstrata.gateway.residency.knowledge import Residency
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.routing.model import Copy
+from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.native.hashing import chain_keys, storage_keys
-from kvstrata.policy.routing.model import Copy
-from kvstrata.policy.routing.policies import POLICIES
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.rpc.gateway_wire import GatewayHeard, Holding, Served, TierRate

@@ -24,8 +24,8 @@ from kvstrata.gateway.picker import messages
 from kvstrata.gateway.picker.exchange import Exchange, Held, OutOfTurn
 from kvstrata.gateway.reading import Reader
 from kvstrata.gateway.residency.knowledge import Residency
-from kvstrata.policy.routing.model import Copy
-from kvstrata.policy.routing.policies import POLICIES
+from kvstrata.gateway.routing.model import Copy
+from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.process.http_gate import Access
 from tests.harness.ext_proc import headers, part, trailers
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.route_gateway import Death, Outside, Run
 from benchmarks.route_loads import Asked
 from benchmarks.route_oracle import Oracle, first_token_ps
-from kvstrata.policy.routing.policies import POLICIES
+from kvstrata.gateway.routing.policies import POLICIES
 from kvstrata.testing.engine_sim.engine import SimEngine
 from kvstrata.testing.engine_sim.engine_model import PS_PER_S, EngineModel
 from kvstrata.testing.engine_sim.requests import SimRequest

@@ -25,8 +25,8 @@ from kvstrata.gateway.controllers.link import ControllerLink
 from kvstrata.gateway.controllers.replicas import Read, Replicas
 from kvstrata.gateway.fleet import EngineState, Fleet, ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.routing.model import Copy, Tier, Way
 from kvstrata.naming import name_thread
-from kvstrata.policy.routing.model import Copy, Tier, Way
 from kvstrata.process.listen import Listener
 from kvstrata.process.supervisor import Supervisor
 from kvstrata.rpc.cluster_fields import TAG_BYTES

@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 
 from kvstrata.gateway.fleet import ServingEngine
 from kvstrata.gateway.residency.prompt import Prompt
+from kvstrata.gateway.routing.model import LoadPath, Tier
 from kvstrata.keys.chunking import ChunkHasher
-from kvstrata.policy.routing.model import LoadPath, Tier
 from kvstrata.rpc.cluster_fields import KvKind
 from kvstrata.rpc.cluster_wire import tags_of
 from kvstrata.rpc.gateway_wire import (

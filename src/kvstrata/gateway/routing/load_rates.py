@@ -6,7 +6,7 @@ fast the engine then loads from L1.  What nobody has told is taken to be `ASSUME
 
 from __future__ import annotations
 
-from kvstrata.policy.routing.model import LoadPath, Tier
+from kvstrata.gateway.routing.model import LoadPath, Tier
 
 ASSUMED_GAIN = 8.0
 ASSUMED_LATENCY_S = 0.01

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
-from kvstrata.policy.routing.model import Copy, EngineState, Knowledge, Request, Way
+from kvstrata.gateway.routing.model import Copy, EngineState, Knowledge, Request, Way
 
 RANK_MULTIPLIER = 0x9E3779B97F4A7C15
 """2^64 divided by the golden ratio, the multiplier of Fibonacci hashing (Knuth, TAOCP 3, 6.4)."""

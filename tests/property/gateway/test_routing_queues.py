@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstrata.policy.routing.model import EngineState
-from kvstrata.policy.routing.queues import UNMEASURED, Queues
+from kvstrata.gateway.routing.model import EngineState
+from kvstrata.gateway.routing.queues import UNMEASURED, Queues
 
 NAMES = ["a", "b", "c"]
 REQUESTS = st.integers(0, 19).map(str)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.policy.routing.choose import Record, choose, replay
-from kvstrata.policy.routing.model import Copy, Decision, EngineState, Fleet, Knowledge, LoadPath, Request
-from kvstrata.policy.routing.policies import POLICIES, AnyPolicy, Ttft
+from kvstrata.gateway.routing.choose import Record, choose, replay
+from kvstrata.gateway.routing.model import Copy, Decision, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.policies import POLICIES, AnyPolicy, Ttft
 from tests.harness.amount import amount
 
 NOW_S = 1_000.0

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from kvstrata.policy.routing.model import EngineState
+from kvstrata.gateway.routing.model import EngineState
 
 LIMIT = 1 << 20
 AT_HAND = 2

@@ -12,8 +12,8 @@ import heapq
 
 import msgspec
 
-from kvstrata.policy.routing.model import Alternative, Copy, Decision, Fleet, Knowledge, Reason, Request
-from kvstrata.policy.routing.policies import AnyPolicy, Policy, View, ranked_first
+from kvstrata.gateway.routing.model import Alternative, Copy, Decision, Fleet, Knowledge, Reason, Request
+from kvstrata.gateway.routing.policies import AnyPolicy, Policy, View, ranked_first
 
 ALTERNATIVES = 3
 """Engines that a decision names beside the chosen one."""

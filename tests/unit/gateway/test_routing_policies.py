@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.route_formulas import EXCLUDED, GUIDE, Llmd, Lmetric, MooncakeConductor, Smg
-from kvstrata.policy.routing.choose import choose, viewed
-from kvstrata.policy.routing.model import Copy, EngineState, Fleet, Knowledge, LoadPath, Request
-from kvstrata.policy.routing.policies import Policy, RoundRobin, Session
+from kvstrata.gateway.routing.choose import choose, viewed
+from kvstrata.gateway.routing.model import Copy, EngineState, Fleet, Knowledge, LoadPath, Request
+from kvstrata.gateway.routing.policies import Policy, RoundRobin, Session
 
 NOW_S = 100.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.policy.routing.rates import Rates, load_class
+from kvstrata.gateway.routing.rates import Rates, load_class
 
 
 @given(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.policy.routing.load_rates import ASSUMED_GAIN, LoadRates
-from kvstrata.policy.routing.model import LoadPath
+from kvstrata.gateway.routing.load_rates import ASSUMED_GAIN, LoadRates
+from kvstrata.gateway.routing.model import LoadPath
 
 
 def test_what_is_told_counts_and_a_load_into_l1_goes_on_from_there() -> None:
