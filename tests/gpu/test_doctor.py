@@ -41,14 +41,6 @@ def test_a_healthy_gpu_has_lines_for_driver_kernels_and_devices() -> None:
     assert "Simulated GPU 1" in found["GPU 1"]["found"]
 
 
-def test_the_report_for_people_says_the_same() -> None:
-    text = doctor(devices=0)
-    [line] = [line for line in text.splitlines() if line.startswith(("ok", "warn", "fail")) and "GPU" in line]
-    assert line.startswith("warn  GPU driver") and line.endswith("finds no GPU")
-    to_do = text.partition("\nWhat to do:\n")[2]
-    assert ". GPU driver: nvidia-smi" in to_do
-
-
 @pytest.mark.parametrize(
     ("options", "check", "found", "advice"),
     [
