@@ -100,6 +100,11 @@ class TierTags:
         """Note that the tier is empty."""
         self._tags.pop(tier, None)
 
+    def known(self, tier: str, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of these keys whose tags are known."""
+        tags = self._tags.get(tier) or ()
+        return [key for key in keys if key[:TAG_BYTES] in tags]
+
     def count(self, tier: str) -> int:
         """Number of known tags of this tier."""
         return len(self._tags.get(tier, ()))
@@ -217,8 +222,10 @@ class TierNews:
         """Queue that a tier does not have these chunks any more."""
         tier = tier_name(adapter)
         if tier in self.tiers:
+            if not self._told.lists(tier):
+                keys = self.tags.known(tier, keys)  # nobody was told of the others
             self.tags.evict(tier, keys)
-            if self.telling:
+            if self.telling and keys:
                 self._queue.add(Change.EVICT, tier, b"".join(key[:TAG_BYTES] for key in keys))
 
     def tier_emptied(self, adapter: str) -> None:

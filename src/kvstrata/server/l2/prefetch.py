@@ -384,6 +384,10 @@ class PrefetchController:
             found = await asyncio.wait_for(loader.adapter.exists(keys), patience_s)
         except TimeoutError:
             return [Found(Presence.UNKNOWN, 0, "deadline")] * len(keys)
+        if loader.adapter.capabilities.shared:  # others may have removed what this server has put there
+            absent = [key for key, one in zip(keys, found, strict=True) if one.presence is Presence.ABSENT]
+            if absent:
+                self._lost(loader.name, absent)
         return [
             self._checked(loader.name, key, one, fetch.limit_of(i))
             for (i, key), one in zip(names.items(), found, strict=True)
