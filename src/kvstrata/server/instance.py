@@ -56,10 +56,10 @@ from kvstrata.server.housekeeping import Housekeeping
 from kvstrata.server.l2.reports import TierReports
 from kvstrata.server.l2.tier_control import TierControl
 from kvstrata.server.l2.tiers import TierSet
-from kvstrata.server.plan import Plan, embedded_adapter, segment_settings
+from kvstrata.server.plan import Plan, segment_settings
 from kvstrata.server.requests.boundary import Boundary
 from kvstrata.storage.base import AdapterContext
-from kvstrata.storage.entry import TierConfig, configure_tier
+from kvstrata.storage.entry import TierConfig
 from kvstrata.storage.stack import Surroundings, build_stack
 from kvstrata.types import NOT_IN_A_NAME
 
@@ -152,7 +152,7 @@ async def open_instance(plan: Plan, shell: Shell) -> Instance:
     closers.append(control.close)
     board.put("l2_adapters", control.status)
     parts.store.start()
-    await _open_tiers(plan, peer, control, port, shell.log)
+    await _open_tiers(plan, peer, control, shell.log)
 
     # 3. Processes attach.
     attach = AttachServer(
@@ -278,9 +278,7 @@ def _make_tier_control(parts: Parts, segment: Segment) -> TierControl:
     )
 
 
-async def _open_tiers(
-    plan: Plan, peer: TierConfig | None, control: TierControl, port: int, log: EventLog
-) -> None:
+async def _open_tiers(plan: Plan, peer: TierConfig | None, control: TierControl, log: EventLog) -> None:
     """Open the tiers of the plan. The tier that reads other instances comes first: their RAM is nearer than a disk.
 
     Raises ConfigError.  A tier that no setting asks for (the embedded one, peers with `auto`) is left out if it cannot
@@ -304,11 +302,11 @@ async def _open_tiers(
     elif settings.controller.url and automatic:
         log.warning("p2p_off", reason="no transfer engine is installed (ucx, or nixl with p2p.tcp)")
     for config in plan.adapters:
-        await control.open(config)
-    if plan.embedded_l2:  # its directory is named after the port that was bound
         try:
-            await control.open(configure_tier(embedded_adapter(port, os.environ), 0), must=True)
+            await control.open(config, must=plan.embedded_l2)
         except (ConfigError, StorageError) as error:
+            if not plan.embedded_l2:
+                raise
             log.warning("embedded_l2_off", reason=error.message)
 
 
