@@ -34,8 +34,9 @@ async def serve(path: str, answer: bytes | None, work_s: float) -> None:
     """Echo until stdin ends, or answer each message with `answer`, after `work_s` seconds of computing."""
     loop = asyncio.get_running_loop()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
+    listener.bind(f"{path}.new")
     listener.listen()
+    os.rename(f"{path}.new", path)  # so that it answers as soon as it can be found
     listener.setblocking(False)
 
     def readable(link: Connection) -> None:
