@@ -14,11 +14,9 @@ out every `SILENT_PING_S`, so that a server that runs again is noticed within th
 
 from __future__ import annotations
 
-import enum
 import math
 
 from kvstrata.patience import patience
-from kvstrata.states import Machine
 
 TELL_PING_S = 0.01
 BUSY_PING_S = 0.1
@@ -29,69 +27,30 @@ LATE_S = 0.05
 SECOND_LOOK_S = 0.1
 
 
-class Hearing(enum.Enum):
-    """Whether the server is heard."""
-
-    SILENT = enum.auto()
-    """Nothing was heard since the connection was made or lost, or since a ping was overdue."""
-    ANSWERS = enum.auto()
-    """Something was heard, and no ping has been overdue since."""
-
-
-class Sign(enum.Enum):
-    """A sign of whether the server is heard."""
-
-    HEARD = enum.auto()
-    """A message of the server arrived."""
-    OVERDUE = enum.auto()
-    """A ping has had no answer for `PING_PATIENCE_S`; after a late check, a second one found none either."""
-    LOST = enum.auto()
-    """The connection was lost."""
-
-
-MACHINE = Machine(
-    "Silence of the server, as a client hears it",
-    Hearing,
-    Sign,
-    Hearing.SILENT,
-    {
-        Hearing.SILENT: {Sign.HEARD: Hearing.ANSWERS, Sign.LOST: Hearing.SILENT},
-        Hearing.ANSWERS: {
-            Sign.HEARD: Hearing.ANSWERS,
-            Sign.OVERDUE: Hearing.SILENT,
-            Sign.LOST: Hearing.SILENT,
-        },
-    },
-)
-
-
 class Silence:
     """Whether the server of one link is heard. All times are seconds of one monotonic clock."""
 
-    __slots__ = ("_due_s", "_last_ping_s", "_state", "_was_late", "spells")
+    __slots__ = ("_due_s", "_last_ping_s", "_was_late", "silent", "spells")
 
     def __init__(self) -> None:
-        self._state = MACHINE.first
+        self.silent = True
+        """Whether callers get misses without the server being asked."""
         self.spells = 0
         """How often the server fell silent after it had answered."""
         self._last_ping_s = -math.inf
         self._due_s = math.inf
         self._was_late = False
 
-    @property
-    def silent(self) -> bool:
-        """Whether callers get misses without the server being asked."""
-        return self._state is Hearing.SILENT
-
     def lost(self) -> None:
         """Note that the connection is lost; the server counts as silent until it is heard on the next one."""
-        self._move(Sign.LOST)
+        self.spells += not self.silent
+        self.silent = True
         self._last_ping_s = -math.inf
         self._forget_pings()
 
     def heard(self) -> None:
         """Note a message of the server; it answers all pings so far."""
-        self._move(Sign.HEARD)
+        self.silent = False
         self._forget_pings()
 
     def pinged(self, now_s: float) -> None:
@@ -110,7 +69,8 @@ class Silence:
             self._was_late = True
             self._due_s = now_s + patience(SECOND_LOOK_S)
             return False
-        self._move(Sign.OVERDUE)
+        self.silent = True
+        self.spells += 1
         return True
 
     def ping_due_s(self, busy: bool, tells: bool = False) -> float:
@@ -122,11 +82,6 @@ class Silence:
     def check_due_s(self) -> float:
         """When `check` may next change something; inf when no answer is awaited."""
         return math.inf if self.silent else self._due_s
-
-    def _move(self, sign: Sign) -> None:
-        before, self._state = self._state, MACHINE.after(self._state, sign)
-        if before is Hearing.ANSWERS and self.silent:
-            self.spells += 1
 
     def _forget_pings(self) -> None:
         self._due_s = math.inf

@@ -13,7 +13,6 @@ import enum
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvstrata.states import Machine
 from kvstrata.types import Extent
 
 
@@ -26,35 +25,6 @@ class LeaseState(enum.Enum):
     """This reader no longer needs the lease, and the owner has not been told yet."""
     GONE = "gone"
     """The lease takes no room at its owner any more, as far as this reader can tell."""
-
-
-class LeaseEvent(enum.Enum):
-    """What happens to a lease at a peer."""
-
-    FINISHED = enum.auto()
-    """No record is left to read, nobody has read one for a while, or the lease has run out."""
-    LOST = enum.auto()
-    """The owner says that the lease did not stand, or the connection to the owner has ended."""
-    RELEASED = enum.auto()
-    """The owner has been told that the lease is over, or could not be told."""
-
-
-MACHINE = Machine(
-    "Lease of a reader at a peer",
-    LeaseState,
-    LeaseEvent,
-    LeaseState.HELD,
-    {
-        LeaseState.HELD: {LeaseEvent.FINISHED: LeaseState.OVER, LeaseEvent.LOST: LeaseState.GONE},
-        LeaseState.OVER: {LeaseEvent.LOST: LeaseState.GONE, LeaseEvent.RELEASED: LeaseState.GONE},
-        # A lost lease still gets these events when its batches under way end.
-        LeaseState.GONE: {
-            LeaseEvent.FINISHED: LeaseState.GONE,
-            LeaseEvent.LOST: LeaseState.GONE,
-            LeaseEvent.RELEASED: LeaseState.GONE,
-        },
-    },
-)
 
 
 class Lease:
@@ -73,7 +43,7 @@ class Lease:
         self.number = number
         self.epoch = epoch
         """Epoch of the owner's process that granted the lease."""
-        self.state: LeaseState = MACHINE.first
+        self.state: LeaseState = LeaseState.HELD
         self.unread = extents
         self.until_s = until_s
         """The lease stands at least until this time, by our clock."""
@@ -149,7 +119,7 @@ class LeaseBook:
 
     def released(self, lease: Lease) -> None:
         """The owner has been told that the lease is over, or could not be told."""
-        self._step(lease, LeaseEvent.RELEASED)
+        self._gone(lease)
 
     def renewed(self, lease: Lease, until_s: float) -> None:
         """The owner keeps the lease longer."""
@@ -158,7 +128,7 @@ class LeaseBook:
     def lost(self, lease: Lease) -> None:
         """The owner does not keep the lease any more."""
         self._forget_keys(lease)
-        self._step(lease, LeaseEvent.LOST)
+        self._gone(lease)
 
     def lost_all(self, owner: str) -> None:
         """The owner is gone, or has restarted: the leases that it kept are lost."""
@@ -196,10 +166,10 @@ class LeaseBook:
         """End a lease that has no batch being read and no unread record; returns whether its owner must be told."""
         if lease.readers or lease.unread:
             return False
-        self._step(lease, LeaseEvent.FINISHED)
+        if lease.state is LeaseState.HELD:
+            lease.state = LeaseState.OVER
         return lease.state is LeaseState.OVER
 
-    def _step(self, lease: Lease, event: LeaseEvent) -> None:
-        lease.state = MACHINE.after(lease.state, event)
-        if lease.state is LeaseState.GONE:
-            self._leases.discard(lease)
+    def _gone(self, lease: Lease) -> None:
+        lease.state = LeaseState.GONE
+        self._leases.discard(lease)

@@ -1,13 +1,12 @@
 """The link to one controller: the instance registers there, sends heartbeats and news, and takes commands.
 
 While the instance is a member, it runs each full sync that is wanted (sync.py) and otherwise sends events as they come.
-The states of the link are those of `MACHINE`.
+It registers until it succeeds; what ends the membership: `_live`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import os
 import platform
@@ -40,7 +39,6 @@ from kvstrata.server.cluster.sync import ANSWER_S, FullSync
 from kvstrata.server.cluster.told_tiers import ToldTiers
 from kvstrata.server.facts import InstanceFacts
 from kvstrata.server.readiness import Readiness, StoreFreeze
-from kvstrata.states import Machine
 
 AGAIN_S, AGAIN_MAX_S = 0.2, 5.0
 """Wait between two attempts to register, doubling; a new connection ends it."""
@@ -50,53 +48,6 @@ GOODBYE_S = 1.0
 SILENT_BEATS = 3
 """After so many unanswered heartbeats in a row the log says that the controller is lost."""
 MAX_HEARTBEAT_S = 3_600.0
-
-
-class LinkState(enum.Enum):
-    """Whether the instance is a member of the controller's cluster, as the instance knows it."""
-
-    ABSENT = enum.auto()
-    """It tries to register until it succeeds."""
-    MEMBER = enum.auto()
-    """It sends heartbeats. An unanswered heartbeat changes nothing; a new connection ends the membership."""
-
-
-class LinkEvent(enum.Enum):
-    """An event between instance and controller."""
-
-    REGISTERED = enum.auto()
-    """The controller has accepted the registration."""
-    REFUSED = enum.auto()
-    """The controller has answered a registration or a heartbeat with an error."""
-    SILENT = enum.auto()
-    """The controller has not answered a registration, or its answer cannot be used."""
-    RECONNECTED = enum.auto()
-    """The connection was made anew, perhaps to another process."""
-    OTHER_EPOCH = enum.auto()
-    """The answer to a heartbeat shows that the controller has restarted."""
-    TIERS_CHANGED = enum.auto()
-    """The instance's tiers are no longer the ones that it registered."""
-
-
-MACHINE = Machine(
-    "Membership of an instance, as its link to one controller sees it",
-    LinkState,
-    LinkEvent,
-    LinkState.ABSENT,
-    {
-        LinkState.ABSENT: {
-            LinkEvent.REGISTERED: LinkState.MEMBER,
-            LinkEvent.REFUSED: LinkState.ABSENT,
-            LinkEvent.SILENT: LinkState.ABSENT,
-        },
-        LinkState.MEMBER: {
-            LinkEvent.REFUSED: LinkState.ABSENT,
-            LinkEvent.RECONNECTED: LinkState.ABSENT,
-            LinkEvent.OTHER_EPOCH: LinkState.ABSENT,
-            LinkEvent.TIERS_CHANGED: LinkState.ABSENT,
-        },
-    },
-)
 
 
 class Advertised(NamedTuple):
@@ -183,7 +134,7 @@ class ControllerLink:
         )
         self._commands = CommandTable(actions, self._sync.resync, news.wake.set)
         self._tasks: list[asyncio.Task[None]] = []
-        self._state = MACHINE.first
+        self._member = False
         self._reconnected = False
         self._controller_epoch = 0
         self._heartbeat_s = 10.0
@@ -210,7 +161,7 @@ class ControllerLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._commands.stop()
         self._sync.thaw()
-        if self._state is LinkState.MEMBER:
+        if self._member:
             try:
                 request = Goodbye(0, self._facts.instance_id, self._facts.epoch)
                 await self._reply.ask(request, Done, GOODBYE_S)
@@ -223,7 +174,7 @@ class ControllerLink:
         counts, sync = self._counts, self._sync.counts
         return {
             "url": self._url,
-            "member": self._state is LinkState.MEMBER,
+            "member": self._member,
             "state": self._word(),
             "last_event": self._news.seq,
             "queued_tags": self._news.queued_tags,
@@ -236,9 +187,6 @@ class ControllerLink:
 
     # --- membership ----------------------------------------------------------------------------------------
 
-    def _step(self, event: LinkEvent) -> None:
-        self._state = MACHINE.after(self._state, event)
-
     async def _run(self) -> None:
         again_s = AGAIN_S
         while True:
@@ -246,19 +194,18 @@ class ControllerLink:
             try:
                 self._joined(await self._register())
             except ClusterFailure as refused:
-                self._step(LinkEvent.REFUSED)
                 again_s = max(min(2 * again_s, AGAIN_MAX_S), refused.retry_after_ms / 1000)
                 self._complain("controller_refuses", refused.code, code=refused.code, reason=refused.message)
                 await self._pause(again_s)
                 continue
             except Unavailable as absent:
-                self._step(LinkEvent.SILENT)
                 again_s = min(2 * again_s, AGAIN_MAX_S)
                 self._complain("controller_absent", "", reason=absent.message)
                 await self._pause(again_s)
                 continue
             again_s = AGAIN_S
-            self._step(await self._live())
+            await self._live()
+            self._member = False
             self._sync.thaw()
 
     def _complain(self, event: str, cause: str, **fields: object) -> None:
@@ -282,7 +229,7 @@ class ControllerLink:
         ports = (registered.pull_port, registered.heartbeat_port)
         if not all(0 < port <= 65_535 for port in ports):
             raise Unavailable(f"the controller at {self._url} names ports out of range: {ports}")
-        self._step(LinkEvent.REGISTERED)
+        self._member = True
         self._counts["registrations"] += 1
         self._controller_epoch = registered.epoch
         self._heartbeat_s = min(max(0.05, registered.heartbeat_ms / 1000), MAX_HEARTBEAT_S)
@@ -302,20 +249,19 @@ class ControllerLink:
             sync=self._news.sync_wanted,
         )  # fmt: skip
 
-    async def _live(self) -> LinkEvent:
-        """Send heartbeats until the instance must register again. Returns the event that requires it."""
+    async def _live(self) -> None:
+        """Send heartbeats until the instance must register again: on a new connection, which may lead to another
+        process, to a controller that refuses a heartbeat or has restarted, or with other tiers than it has registered.
+        """
         while not self._reconnected:
             self._news.wake.clear()
             self._sync.begin_if_wanted()
-            if (end := await self._beat()) is not None:
-                return end
-            if self._tiers() != self._news.tiers:
-                return LinkEvent.TIERS_CHANGED
+            if not await self._beat() or self._tiers() != self._news.tiers:
+                return
             await self._pause(self._heartbeat_s)
-        return LinkEvent.RECONNECTED
 
-    async def _beat(self) -> LinkEvent | None:
-        """Send one heartbeat. Returns the event that ends the membership, None while it goes on."""
+    async def _beat(self) -> bool:
+        """Send one heartbeat, which changes nothing if it is not answered. False: the membership has ended."""
         assert self._heart is not None
         results = self._commands.results()
         request = Heartbeat(
@@ -335,12 +281,12 @@ class ControllerLink:
                     logging.WARNING, "silent", "controller_lost", url=self._url, unanswered=self._unheard,
                     meaning="engines find this instance's chunks only, until it is back",
                 )  # fmt: skip
-            return None
+            return True
         except ClusterFailure as refused:
             self._log.repeated(
                 logging.WARNING, "heartbeat", "heartbeat_refused", code=refused.code, reason=refused.message
             )
-            return LinkEvent.REFUSED
+            return False
         self._counts["heartbeats"] += 1
         self._counters.heartbeat.add(self._loop.time() - asked_s)
         if self._unheard >= SILENT_BEATS:
@@ -348,9 +294,9 @@ class ControllerLink:
         self._unheard = 0
         self._commands.acknowledged(results)
         if beat.epoch != self._controller_epoch:
-            return LinkEvent.OTHER_EPOCH
+            return False
         self._take_commands(beat)
-        return None
+        return True
 
     def _take_commands(self, beat: Beat) -> None:
         """Carry out commands of the leader; from another controller, only RESYNC."""
@@ -418,7 +364,7 @@ class ControllerLink:
         news, push = self._news, self._push
         self._sync.note_overflow()
         in_step = news.telling and not self._sync.running and not news.sync_wanted
-        if not in_step or self._state is not LinkState.MEMBER or push is None:
+        if not in_step or not self._member or push is None:
             return
         while (frame := news.next_frame(self._facts.instance_id, self._facts.epoch)) is not None:
             if not push.try_send(frame):
